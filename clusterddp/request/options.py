@@ -17,6 +17,7 @@ read here, rendered, and kept out of the submission (`slurm.client`).
 import dataclasses
 import math
 import numbers
+import os
 import re
 import types
 import typing
@@ -295,8 +296,21 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
         if not Path(named).exists():
             raise RequestError(f"site configuration {named!r} is not found. [CD0201]")
         return Path(named)
-    places = (folder / "site.cfg", user_file(environ), SYSTEM_FILE)
-    return next(filter(Path.is_file, places), None)
+    return next(filter(Path.is_file, site_places(environ, folder)), None)
+
+
+def site_places(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
+    """Return where site.cfg is looked for when none is named, the first first."""
+    return folder / "site.cfg", user_file(environ), SYSTEM_FILE
+
+
+def passed_over(used: Path, environ: Mapping[str, str], folder: Path) -> list[Path]:
+    """Return the files that are there, too, and give no setting, as only one is read."""
+    named = environ.get("CLUSTERDDP_SITE")
+    places = [*([folder / named] if named else []), *site_places(environ, folder)]
+    # os.path.isfile takes a folder that cannot be entered for one without the file.
+    there = [place for place in dict.fromkeys(places) if os.path.isfile(place)]  # noqa: PTH113
+    return [place for place in there if not place.samefile(used)]
 
 
 def user_file(environ: Mapping[str, str]) -> Path:

@@ -102,22 +102,32 @@ class Resources:
         None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
     )
     mem: str = option(
-        "", "Memory of each node, as 64G; 0 is all.", forms.MEMORY, "--mem SBATCH_MEM_PER_NODE SIZE"
+        "",
+        "Memory of each node: 64G, 4000 (megabytes), or 0 for all of it.",
+        forms.MEMORY,
+        "--mem SBATCH_MEM_PER_NODE SIZE",
+        shown="the site's",
     )
     time: str = option(
         "",
-        "Time limit: 90, 02:30:00 or 1-12.",
+        "Time limit: 90 (minutes), 02:30:00 or 1-12 (days-hours).",
         forms.TIME_LIMIT,
         "--time -t SBATCH_TIMELIMIT LIMIT",
+        shown="the partition's",
     )
     partition: str = option(
         "",
         "Partition, or several with commas.",
         forms.PARTITIONS,
         "--partition -p SBATCH_PARTITION",
+        shown="the site's",
     )
     account: str = option(
-        "", "Account to charge.", forms.ACCOUNT, "--account -A SBATCH_ACCOUNT NAME"
+        "",
+        "Account to charge.",
+        forms.ACCOUNT,
+        "--account -A SBATCH_ACCOUNT NAME",
+        shown="your usual one",
     )
     qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
     constraint: str = option(

@@ -42,7 +42,11 @@ NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
 _OF_REASONS = (
     (r"OutOfMemoryError|(CUDA|HIP) out of memory|CUBLAS_STATUS_ALLOC_FAILED", "CD1212"),
     (r"out of memory \(killed by the kernel\)|killed by SIGKILL|MemoryError", "CD1211"),
+    (r"DataLoader worker .* (is killed by signal|exited unexpectedly)", "CD1211"),
     (r"killed by SIG(SEGV|ABRT|BUS|ILL|FPE)", "CD1213"),
+    # A shell's words for the signal that ended what it had started.
+    (r"exit code 137$", "CD1211"),
+    (r"exit code 1(39|34|35|32|36)$", "CD1213"),
     (r"No space left on device|Disk quota exceeded", "CD0504"),
     (r"ModuleNotFoundError|ImportError|cannot open shared object file", "CD1217"),
     (r"(EADDRINUSE|[Aa]ddress already in use)", "CD0905"),

@@ -115,8 +115,8 @@ def wait_for_end(run: RunDir, printer: LogPrinter | None = None) -> RunStatus:
 
 
 def how_it_ended(status: RunStatus) -> str:
-    """Describe the outcome in a line, with the command to type next after a failure."""
-    why = status.first_failure or status.detail
+    """Describe the outcome in a line, with its code and, after a failure, what to type next."""
+    why = status.why()
     if status.state == DONE:
         figures = formatting.known(
             ("{}", why),

@@ -102,6 +102,22 @@ def test_the_ranks_own_records_tell_when_the_script_came_to_no_verdict(run: RunD
         (folder / f"rank-{rank}.json").write_text(json.dumps(whole))
     status = run_status(run, {"7": said(State.NODE_FAIL)})
     assert status.first_failure.startswith("rank 1 on h01 failed first: exit code 3")
+    assert status.code == "CD1202"
+    status = run_status(run, {"7": said(State.FAILED)})
+    assert status.why() == f"{status.first_failure} [CD1210]"
+
+
+def test_a_run_that_was_cancelled_while_it_waited_to_start_again_does_not_resume(
+    run: RunDir,
+) -> None:
+    again = [submitted(), begun(1), left(1, "requeued", "Slurm has put it back")]
+    write_events(run, *again)
+    assert run_status(run, {"7": said(State.PENDING)}).code == ""
+    assert run_status(run, {"7": said(State.FAILED)}).code in ("", "CD1218")
+    write_events(run, *again, cancelled())
+    status = run_status(run, {})
+    assert (status.state, status.code) == ("cancelled", "CD1203")
+    assert status.next_command == "clusterddp resubmit mnist-1"
 
 
 @pytest.mark.parametrize("value", [None, 5, ["x"], "rank 1", {"rank": 1}])
@@ -357,6 +373,7 @@ def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
         status = run_status(run, {})
         assert (status.state, status.next_command) == (state, "")
     assert status.first_failure.startswith("rank 0 on h1 failed first: exit code 3")
+    assert status.code == "CD1210"
     for cause, state in (("stopped", "stopped"), ("done", "done")):
         end = {"cause": cause, "reason": "signal", "step": 7, "saved": 7}
         attempt.end.write_text(json.dumps(end))

@@ -64,8 +64,9 @@ def command(
     failed …) is left alone unless it is named, and keeps its code, its clusterddp and what its
     present attempt has saved even then. No link is followed out of a run's directory.
 
-    Exit codes: 0 removed, or nothing to remove; 1 something could not be removed; 2 a wrong
-    request, or another process cleans or submits one of the runs; 130 interrupted.
+    Exit codes: 0 removed, nothing to remove, or the answer was no; 1 something could not be
+    removed; 2 a wrong request, nobody answered, or another process cleans or submits one of the
+    runs; 130 interrupted.
     """
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")

@@ -68,6 +68,9 @@ def command(
     clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has its log
 
     With --container-image each rank runs in a container, as it would in a job.
+
+    Exit codes: 0 done, 1 the training failed, 2 a wrong request, 75 it was stopped and can resume,
+    130 interrupted, 128 + N ended by signal N before it had saved.
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 

@@ -33,7 +33,9 @@ _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-nod
 
 @click.command(name="doctor")
 @options([OPTIONS[name] for name in _NAMES], settings=False, defaults=False)
-@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option(
+    "--site", metavar="FILE", help="The site.cfg to use; 'clusterddp site' shows which it is."
+)
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
 @click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")

@@ -18,7 +18,7 @@ def command(code: tuple[str, ...], as_json: bool) -> int:
 
     Without CODE it lists all of them; with WORDS those whose pages hold all the words.
 
-    Exit codes: 0 printed, 2 there is no such code.
+    Exit codes: 0 printed, 2 there is no such code, and no page with these words.
     """
     asked = " ".join(code)
     pages = find(asked) if asked else list(catalogue().values())

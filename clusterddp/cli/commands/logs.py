@@ -28,7 +28,12 @@ from clusterddp.run.sweeps import select
 )
 @click.option("--job", is_flag=True, help="The log of the batch script and Slurm.")
 @click.option(
-    "-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each."
+    "-n",
+    "--lines",
+    type=click.IntRange(min=0),
+    metavar="N",
+    show_default="all",
+    help="Only the last N lines of each.",
 )
 @OUTPUT_ROOT_OPTION
 def command(

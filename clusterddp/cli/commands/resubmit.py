@@ -78,8 +78,9 @@ class ResubmitCommand(WithCommand):
 @click.command(
     name="resubmit",
     cls=ResubmitCommand,
-    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and can resume, 130 interrupted.",
+    epilog="Exit codes: 0 submitted, with --wait done; 1 the run failed, or nobody knows whether "
+    "it was queued; 2 a wrong request, or Slurm refused it; 75 with --wait: it was stopped and can "
+    "resume; 130 interrupted.",
 )
 @click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
@@ -88,6 +89,7 @@ class ResubmitCommand(WithCommand):
     "--max-parallel",
     type=click.IntRange(1),
     metavar="N",
+    show_default="as before",
     help="Most points of the sweep that run at once, of those that are submitted now.",
 )
 @click.option(

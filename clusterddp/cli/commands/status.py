@@ -35,7 +35,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """
     if run and is_pattern(run):
         listed = statuses(select(output_root, run))
-        rows = [(s.name, s.state, formatting.line(s.first_failure or s.detail)) for s in listed]
+        rows = [(s.name, s.state, formatting.line(s.why())) for s in listed]
         if as_json:
             echo_json([status.as_dict() for status in listed])
         else:

@@ -43,8 +43,9 @@ class SubmitCommand(RequestCommand, WithCommand):
     cls=SubmitCommand,
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this "
-    "shell, site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and can resume, 130 interrupted.",
+    "shell, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait "
+    "done; 1 the run failed, or nobody knows whether it was queued; 2 a wrong request, or Slurm "
+    "refused it; 75 with --wait: it was stopped and can resume; 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
@@ -62,6 +63,7 @@ class SubmitCommand(RequestCommand, WithCommand):
     "--max-parallel",
     type=click.IntRange(1),
     metavar="N",
+    show_default="all",
     help="Most points of the sweep that run at once.",
 )
 @site_options

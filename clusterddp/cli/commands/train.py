@@ -67,6 +67,10 @@ def command(
     clusterddp train                                           # a single process
 
     A run directory that holds checkpoints is resumed from its newest.
+
+    Exit codes: 0 done, 1 this rank failed, 2 a wrong request, 75 it was stopped and can resume, 130
+    interrupted, 128 + N ended by signal N. With --run-dir a task of Slurm or of torchrun that was
+    stopped ends with 0, for they would end the others.
     """
     ctx = click.get_current_context()
     config = config_from(ctx)

@@ -79,9 +79,10 @@ def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
     workplace: Workplace,
 ) -> None:
     words = {**FAILURE, "reason": "ValueError: " + "long " * 40}
-    workplace.run("one", submitted("1"), started("1"), ended("1", 1, first_failure=words))
+    end = ended("1", 1, first_failure=words, code="CD1209")
+    workplace.run("one", submitted("1"), started("1"), end)
     master, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 82, 0, 0))
     command = [sys.executable, "-m", "clusterddp", "jobs"]
     environ = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
     subprocess.run(command, cwd=workplace.folder, env=environ, stdout=terminal, check=True)
@@ -89,8 +90,8 @@ def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
     lines = os.read(master, 1 << 16).decode().splitlines()
     os.close(master)
     assert len(lines) == 2
-    assert len(lines[1]) == 72
-    assert lines[1].endswith("…")
+    assert len(lines[1]) == 82
+    assert lines[1].endswith("… [CD1209]")
     assert "rank 3 on h02" in lines[1]
     assert len(workplace.invoke("jobs").out.splitlines()[1]) > 200
 
@@ -146,9 +147,10 @@ def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
     workplace.run("c", submitted("1"), start, {**end, "cause": "time limit"}, again, age=300)
     rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
     assert "stopped" in rows["a"]
-    assert rows["a"].endswith("by 'clusterddp stop'")
+    assert rows["a"].endswith("by 'clusterddp stop' [CD1204]")
     assert "queued" in rows["b"]
     assert rows["b"].endswith("resumes after the time limit")
+    assert rows["c"].endswith(" [CD1205]")
     assert "failed" in rows["c"]  # that word should have passed long ago
 
 
