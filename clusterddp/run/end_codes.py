@@ -8,6 +8,7 @@ import re
 from clusterddp.run import restart_policy
 from clusterddp.run.events import Failure
 from clusterddp.run.records import Outcome
+from clusterddp.run.state import CANCELLED, STOPPED, UNKNOWN
 from clusterddp.slurm.states import State
 
 OF_CAUSE = {
@@ -31,17 +32,25 @@ OF_STATE = {
     State.OUT_OF_MEMORY: "CD1211",
     State.DEADLINE: "CD1205",
     State.BOOT_FAIL: "CD1202",
-    State.CANCELLED: "CD1203",
-    State.UNKNOWN: "CD0509",
 }
-"""Codes of a job of which Slurm alone tells the end."""
+"""Codes of a job of which Slurm alone says that it failed."""
+OF_RUN = {CANCELLED: "CD1203", STOPPED: "CD1208", UNKNOWN: "CD0509"}
+"""Codes of a run that has recorded no end, by its state."""
 NO_SAVING = "CD1220"
 """A command died of the signal that asks it to save."""
 HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
 NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
+NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
 _OF_REASONS = (
-    (r"OutOfMemoryError|(CUDA|HIP) out of memory|CUBLAS_STATUS_ALLOC_FAILED", "CD1212"),
-    (r"out of memory \(killed by the kernel\)|killed by SIGKILL|MemoryError", "CD1211"),
+    (
+        r"OutOfMemoryError|(CUDA|HIP)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "CD1212",
+    ),
+    (
+        r"out of memory \(killed by the kernel\)|killed by SIGKILL|killed by signal: Killed"
+        r"|MemoryError|(can't|Cannot) allocate memory",
+        "CD1211",
+    ),
     (r"killed by SIG(SEGV|ABRT|BUS|ILL|FPE)", "CD1213"),
     (r"No space left on device|Disk quota exceeded", "CD0504"),
     (r"ModuleNotFoundError|ImportError|cannot open shared object file", "CD1217"),
@@ -50,7 +59,8 @@ _OF_REASONS = (
     (r"DistStoreError|DistNetworkError|Timed out waiting .* clients? to join", "CD0902"),
     (r"NCCL|collective operation timeout|(closed|reset) by peer", "CD1215"),
     (r"exit code 12[67]$", "CD0316"),
-    (r"exit code \d+", EXIT_CODE),
+    (r"exit code \d+|killed by SIG", EXIT_CODE),
+    (r"left no record of its end$", UNEXPLAINED),
 )
 """Codes by a failed rank's reason, the first that fits."""
 

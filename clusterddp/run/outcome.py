@@ -402,11 +402,7 @@ _SELDOM = ("of_command", "code")
 
 
 def _shown(error: TaskError) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in vars(error).items()
-        if value or name not in ("of_command", "code")
-    }
+    return {name: value for name, value in vars(error).items() if value or name not in _SELDOM}
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

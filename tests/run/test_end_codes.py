@@ -19,6 +19,12 @@ OUTCOME = Outcome(3, 1, 1, "h02", 4711, "89", 0, "0", 1.0, ended=2.0, exit_code=
         (TaskError("ValueError", "bad label"), "CD1209"),
         (TaskError("torch.OutOfMemoryError", "CUDA out of memory. Tried to"), "CD1212"),
         (TaskError("RuntimeError", "CUDA out of memory. Tried to"), "CD1212"),
+        (TaskError("AcceleratorError", "CUDA error: out of memory"), "CD1212"),
+        (TaskError("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you"), "CD1211"),
+        (
+            TaskError("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed."),
+            "CD1211",
+        ),
         (TaskError("ModuleNotFoundError", "No module named 'einops'"), "CD1217"),
         (TaskError("RuntimeError", "No CUDA GPUs are available"), "CD0804"),
         (TaskError("OSError", "[Errno 28] No space left on device"), "CD0504"),
@@ -42,6 +48,9 @@ def test_a_failed_ranks_error_gives_the_code(error: TaskError | None, code: str)
         ("killed by SIGSEGV", "CD1213"),
         ("exit code 127", "CD0316"),
         ("exit code 3", "CD1210"),
+        ("exit code 0 before the others were done", "CD1210"),
+        ("killed by SIGTERM (cancelled, time limit or preempted)", "CD1210"),
+        ("left no record of its end", "CD1219"),
     ],
 )
 def test_what_srun_says_gives_the_code(reason: str, code: str) -> None:
