@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Sequence
 
 from clusterddp.run import restart_policy
 from clusterddp.run.events import Failure
@@ -65,11 +66,12 @@ _OF_REASONS = (
 """Codes by a failed rank's reason, the first that fits."""
 
 
-def of_failure(failure: Failure, outcome: Outcome | None, hardware: str) -> str:
-    """Return the code of the rank that failed first: by its own error's, or by its words.
+def of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
+    """Return the code of the rank that failed first: its own error's, or one by its words.
 
-    outcome: the rank's record, if it has one. hardware: what the verdict blames (`hardware`).
+    outcomes: the ranks' records, as far as there are any. hardware: what the verdict blames.
     """
+    outcome = next((each for each in outcomes if each.rank == failure.rank), None)
     error = outcome.error if outcome else None
     if hardware:
         return "CD1216"

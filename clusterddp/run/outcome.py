@@ -391,9 +391,9 @@ class TaskRecord:
                 self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
                 files.write_record(self._path, self._fields)
         except OSError as error:
-            log.info(
+            log.warning(
                 f"rank {self._fields['rank']} on {self._fields['host']} cannot record its outcome "
-                f"in {self._folder}: {error.strerror}."
+                f"in {self._folder}: {error.strerror} [CD0518]"
             )
 
 

@@ -465,7 +465,7 @@ def _code(state: str, submission: Submission, failure: Failure | None, job: JobS
     if end and (code := end.code or end_codes.OF_CAUSE.get(end.cause, "")):
         return code
     if failure:
-        return end_codes.of_failure(failure, None, "")
+        return end_codes.of_failure(failure)
     if state != FAILED:
         return end_codes.OF_RUN[state]
     if job is None or (job.state is State.FAILED and submission.start.time):
