@@ -22,7 +22,8 @@ INTRODUCTION = """\
 Every refusal, warning and verdict ends with a code, `[CD0401]`. `clusterddp explain CODE` prints
 its page, `clusterddp explain WORDS` those that have all the words, and `clusterddp explain` lists
 all. Who has no code at hand begins with [troubleshooting.md](troubleshooting.md). A code keeps its
-meaning from version to version. RUN, JOB, HOST, R and such words stand for your own.
+meaning from version to version. RUN, JOB, HOST, R and such words stand for your own; "in the job"
+is a line of its script, or, while it runs, `srun --jobid JOB --overlap` ahead of the command.
 """
 SOURCES = {
     path: ast.parse(path.read_text()) for path in sorted((ROOT / "clusterddp").rglob("*.py"))
