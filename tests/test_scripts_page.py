@@ -113,6 +113,10 @@ def check(workplace: Workplace) -> Any:
     return answer(workplace, "check", "job.sbatch", "--json")
 
 
+def explain(workplace: Workplace) -> Any:
+    return answer(workplace, "explain", "CD1212", "--json")
+
+
 SHOWN = {
     "submit": submit,
     "submit of a sweep": submit_sweep,
@@ -126,6 +130,7 @@ SHOWN = {
     "stop": ending("stop"),
     "cancel": ending("cancel"),
     "check": check,
+    "explain": explain,
 }
 
 
