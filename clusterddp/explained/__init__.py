@@ -12,6 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 _HEADING = re.compile(r"^## (CD\d{4})\n", re.MULTILINE)
+_TYPED = re.compile(r"\[?(?:CD)?0*(\d{1,4})\]?", re.IGNORECASE)
 _SECTION = re.compile(r"^(Cause|Look|Remedy|Example):\s", re.MULTILINE)
 
 
@@ -56,20 +57,25 @@ def _page(code: str, subject: str, text: str) -> Page:
 def find(asked: str) -> list[Page]:
     """Return the page of a code, typed `CD0123`, `cd123` or `123`; else those with all the words.
 
-    There are none where nothing fits.
+    There are none where nothing fits. A number is looked for as a word of its own.
     """
-    digits = re.fullmatch(r"\[?(?:CD)?0*(\d{1,4})\]?", asked.strip(), re.IGNORECASE)
     pages = catalogue()
-    if digits:
-        page = pages.get(f"CD{int(digits[1]):04}")
-        return [page] if page else []
-    words = asked.lower().split()
-    return [page for page in pages.values() if all(word in page.text.lower() for word in words)]
+    if (typed := _TYPED.fullmatch(asked.strip())) and (page := pages.get(_code(typed[1]))):
+        return [page]
+    words = [rf"\b{w}\b" if w.isdigit() else re.escape(w) for w in asked.lower().split()]
+    return [page for page in pages.values() if all(re.search(w, page.text.lower()) for w in words)]
 
 
 def nearest(asked: str) -> list[str]:
-    """Return the codes that are nearest to one that there is not; none for words."""
-    digits = re.sub(r"\D", "", asked)[:4]
-    if not digits:
+    """Return the codes that are nearest to one that there is not; none for words.
+
+    Fewer than four digits alone are no code, but a number such as the exit code 137.
+    """
+    typed = _TYPED.fullmatch(asked.strip())
+    if not typed or (asked.strip().isdigit() and len(asked.strip()) < 4):
         return []
-    return sorted(catalogue(), key=lambda code: abs(int(code[2:]) - int(digits)))[:3]
+    return sorted(catalogue(), key=lambda code: abs(int(code[2:]) - int(typed[1])))[:3]
+
+
+def _code(digits: str) -> str:
+    return f"CD{int(digits):04}"

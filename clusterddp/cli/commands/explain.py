@@ -24,8 +24,12 @@ def command(code: tuple[str, ...], as_json: bool) -> int:
     pages = find(asked) if asked else list(catalogue().values())
     if not pages:
         near = ", ".join(nearest(asked))
-        hint = f"Near it are {near}." if near else "'clusterddp explain' lists all."
-        raise RequestError(f"no page for {asked!r}. {hint} [CD0102]")
+        if near:
+            raise RequestError(f"no page for {asked!r}. Near it are {near}. [CD0102]")
+        raise RequestError(
+            f"no page has {asked!r}. 'clusterddp explain' lists all, and docs/troubleshooting.md "
+            "leads from symptoms to them. [CD0102]"
+        )
     if as_json:
         fields = [field.name for field in dataclasses.fields(Page) if field.name != "text"]
         echo_json([{name: getattr(page, name) for name in fields} for page in pages])

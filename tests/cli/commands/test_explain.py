@@ -38,6 +38,18 @@ def test_a_code_that_there_is_not_is_refused_with_those_near_it() -> None:
         explained("CD0420")
 
 
+@pytest.mark.parametrize("asked", ["418", "exit code 418", "no page has these"])
+def test_words_and_numbers_that_are_nowhere_lead_to_troubleshooting(asked: str) -> None:
+    with pytest.raises(RequestError, match=rf"^no page has '{asked}'.*troubleshooting") as refusal:
+        explained(*asked.split())
+    assert "Near" not in str(refusal.value)
+
+
+def test_a_number_that_is_no_code_is_looked_for_as_a_word() -> None:
+    assert "CD1208" in explained("exit", "75") and "CD1208" in explained("75")
+    assert "CD1208" not in explained("5")
+
+
 def test_json_has_the_sections() -> None:
     [page] = json.loads(explained("CD1212", "--json"))
     assert set(page) == {"code", "subject", "title", "cause", "look", "remedy", "example"}
