@@ -159,9 +159,12 @@ def command(
         points = range(len(swept))
         return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
     from clusterddp.cli.runs import follow_submitted
+    from clusterddp.run import formatting
 
+    job = formatting.job(submission.job_id, spec.launcher)
     words = (
-        f"submitted {spec.run_name} as job {submission.job_id}: {spec.layout}\n"
+        f"{'started' if spec.launcher == 'local' else 'submitted'} {spec.run_name} as {job}: "
+        f"{spec.layout}\n"
         f"  files   {spec.run_dir}\n"
         f"  status  clusterddp status {run.shown}\n"
         f"  logs    clusterddp logs -f {run.shown}\n"
