@@ -60,15 +60,24 @@ def code_of(word: str) -> str:
 
 
 def with_words(words: Sequence[str]) -> list[Page]:
-    """Return the pages that hold all the words, in any case; all pages for none."""
-    asked = " ".join(words).lower().split()
+    """Return the pages that hold all the words, in any case; all pages for none.
+
+    A number is looked for as a word of its own.
+    """
+    asked = [rf"\b{w}\b" if w.isdigit() else re.escape(w) for w in " ".join(words).lower().split()]
     return [
-        page for page in catalogue().values() if all(word in page.text.lower() for word in asked)
+        page
+        for page in catalogue().values()
+        if all(re.search(word, page.text.lower()) for word in asked)
     ]
 
 
-def nearest(code: str) -> list[str]:
-    """Return the codes that are nearest to one that there is not; none for an empty one."""
-    if not code:
+def nearest(asked: str) -> list[str]:
+    """Return the codes that are nearest to one that there is not; none for words.
+
+    Fewer than four digits alone are no code, but a number such as the exit code 137.
+    """
+    code = code_of(asked)
+    if not code or (asked.strip().isdigit() and len(asked.strip()) < 4):
         return []
     return sorted(catalogue(), key=lambda each: abs(int(each[2:]) - int(code[2:])))[:3]

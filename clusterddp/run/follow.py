@@ -251,7 +251,7 @@ class _Watch:
         if status.state != self._logged[0]:
             self._pause = SLURM_SECONDS[0]
         self._logged = shown
-        job = f" as job {status.job_id}" if status.job_id else ""
+        job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
         where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""
         text = status.state + (job if status.state == QUEUED else where)
         if status.state == RUNNING and status.restarts:

@@ -46,7 +46,7 @@ def make_sure(
             return
         sources: dict[str, Callable[[str], object]] = {"synthetic": synthesise}
         if spec:
-            _check_folder(config)
+            check_folder(config)
             sources["mnist"] = _fetch
         info = mnist.ensure(config.dataset, config.data_dir, sources)
     except (CheckpointError, DataError) as error:
@@ -60,10 +60,10 @@ def _fetch(data_dir: str) -> None:
     fetch(data_dir)
 
 
-def _check_folder(config: TrainConfig) -> None:
+def check_folder(config: TrainConfig) -> None:
     """Refuse to download into a folder that is not there: its name may be mistyped.
 
-    The default one is excepted, which nobody has typed.
+    The default one is excepted, which nobody has typed. Raises RequestError.
     """
     is_named = config.dataset == "mnist" and config.data_dir != TrainConfig().data_dir
     if is_named and not Path(config.data_dir).expanduser().exists():

@@ -5,8 +5,9 @@ The command and the Python API both submit through here, so that neither can do 
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from clusterddp.errors import RequestError, SlurmError, coded
@@ -20,7 +21,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
-from clusterddp.submission.inputs import find_own_functions, make_sure
+from clusterddp.submission.inputs import check_folder, find_own_functions, make_sure
 from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
 
@@ -141,14 +142,28 @@ def naming_the_job(spec: JobSpec) -> Iterator[None]:
         ) from None
 
 
-def check_own_code(spec: JobSpec) -> None:
-    """Refuse, or warn of, what a dry run can see of a person's code; touches nothing.
+def check_files(spec: JobSpec, script: str, *, has_folder: bool) -> list[RequestError]:
+    """Return what a submission would refuse for files that are not there; touches nothing.
 
-    Raises RequestError where the model or the dataset is a function that is not there.
+    Logs what it would warn of. has_folder: somebody has named the folder of the dataset. Raises
+    RequestError where the model or the dataset is a function that is not there.
     """
     _warn_of_launcher(spec)
     for train in spec.trainings:
         find_own_functions(train, spec)
+    checks: list[Callable[[], None]] = [
+        lambda: _check_commands(spec, script),
+        lambda: check_pythons(spec),
+        lambda: check_notified(spec),
+        *(partial(check_folder, train) for train in spec.trainings if has_folder),
+    ]
+    refusals: dict[str, RequestError] = {}
+    for check in checks:
+        try:
+            check()
+        except RequestError as error:
+            refusals[str(error)] = error
+    return [*refusals.values()]
 
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:

@@ -32,9 +32,14 @@ def command(typed: tuple[str, ...], as_json: bool) -> int:
     else:
         pages = with_words(typed)
     if not pages:
-        near = ", ".join(nearest(next(filter(None, codes), "")))
-        hint = f"Near it are {near}." if near else "'clusterddp explain' lists all."
-        raise RequestError(f"no page for {' '.join(typed)!r}. {hint} [CD0101]")
+        asked = " ".join(typed)
+        near = ", ".join(nearest(asked))
+        if near:
+            raise RequestError(f"no page for {asked!r}. Near it are {near}. [CD0101]")
+        raise RequestError(
+            f"no page has {asked!r}. 'clusterddp explain' lists all, and docs/troubleshooting.md "
+            "leads from symptoms to them. [CD0101]"
+        )
     if as_json:
         fields = [field.name for field in dataclasses.fields(Page) if field.name != "text"]
         echo_json([{name: getattr(page, name) for name in fields} for page in pages])

@@ -66,11 +66,11 @@ def command(
     RUN is a run, a sweep, whose points are listed then, or a pattern such as 'lr-*'. With --state,
     too, each point has its own line.
 
-    NODES is nodes x tasks per node; AGE counts from the submission; LEFT is the time until a run
-    that trains will be done, by its pace of late, or until Slurm expects a queued one to start; WHY
-    says why a run waits, or how it failed, with the code for 'clusterddp explain'. In a terminal,
-    lines are cut to its width; 'status' has the whole. --json prints a list of what 'status --json'
-    prints for each.
+    JOB is Slurm's, and of a rehearsal pid:N, its process on this machine; NODES is nodes x tasks
+    per node; AGE counts from the submission; LEFT is the time until a run that trains will be done,
+    by its pace of late, or until Slurm expects a queued one to start; WHY says why a run waits, or
+    how it failed, with the code for 'clusterddp explain'. In a terminal, lines are cut to its
+    width; 'status' has the whole. --json prints a list of what 'status --json' prints for each.
 
     --watch draws the list anew in a terminal, and elsewhere prints it again where it has changed;
     each look is one call of squeue.
@@ -198,13 +198,14 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
         return status.name, status.state, job, status.layout, age, "-", "-", "-", points
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
+    job = status.array_element or status.job_id or "-"
     left = status.seconds_left
     if status.expected_start is not None:
         left = max(status.expected_start - now, 0.0)
     return (
         status.name,
         status.state,
-        status.array_element or status.job_id or "-",
+        f"pid:{job}" if status.launcher == "local" else job,
         asked,
         formatting.duration(now - since if since else None),
         formatting.steps(status.step, status.steps_planned, status.percent_done).replace(

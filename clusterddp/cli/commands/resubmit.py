@@ -37,6 +37,7 @@ from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
+from clusterddp.run import formatting
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.run.status import find_run, statuses
 from clusterddp.run.sweeps import find_sweep, has_failed, is_pattern, select
@@ -198,8 +199,9 @@ def command(
         fields = {"run": spec.run_name, "run_dir": spec.run_dir}
         echo_dry_run(spec, done.script, fields, as_json=as_json)
         return EXIT_DONE
+    job = formatting.job(submission.job_id, spec.launcher)
     words = (
-        f"submitted {spec.run_name} again as job {submission.job_id}: {spec.layout}; it "
+        f"submitted {spec.run_name} again as {job}: {spec.layout}; it "
         f"{done.beginning}\n"
         f"  status  clusterddp status {run_dir.shown}\n"
         f"  logs    clusterddp logs -f {run_dir.shown}"
@@ -255,7 +257,8 @@ def _resubmit_each(
             continue
         fields.append({"run": run.name, "run_dir": done.spec.run_dir, "job_id": done.job_id})
         if not as_json:
-            click.echo(f"submitted {run.name} again as job {done.job_id}; it {done.beginning}")
+            job = formatting.job(done.job_id, done.spec.launcher)
+            click.echo(f"submitted {run.name} again as {job}; it {done.beginning}")
     if as_json:
         click.echo(json.dumps(fields))
     return code

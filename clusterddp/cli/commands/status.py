@@ -79,6 +79,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 def describe(status: RunStatus) -> str:
     """The status as lines of `label  value`; what is not known is left out."""
     launcher = f" ({status.launcher})" if status.launcher else ""
+    job = status.array_element or status.job_id
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
     left = formatting.duration(status.seconds_left)
@@ -100,7 +101,7 @@ def describe(status: RunStatus) -> str:
         ("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")),
         ("code", f"{status.code}: clusterddp explain {status.code}" if status.code else ""),
         ("exit code", str(status.exit_code or "") if status.state != STOPPED else ""),
-        ("job", f"{status.array_element or status.job_id}{launcher}" if status.job_id else ""),
+        ("process" if status.launcher == "local" else "job", f"{job}{launcher}" if job else ""),
         ("attempt", _attempt(status)),
         ("asked", status.layout),
         ("hosts", formatting.some(status.hosts, 8)),

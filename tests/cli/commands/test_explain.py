@@ -42,7 +42,7 @@ def test_several_codes_are_explained_in_their_order() -> None:
 def test_a_code_that_there_is_not_is_refused_with_those_near_it() -> None:
     with pytest.raises(RequestError, match=r"Near it are CD0413, "):
         explained("CD0420")
-    with pytest.raises(RequestError, match=r"no page for 'CD0401 CD0499'"):
+    with pytest.raises(RequestError, match=r"no page has 'CD0401 CD0499'"):
         explained("CD0401", "CD0499")
 
 
@@ -56,6 +56,18 @@ def test_the_file_that_a_run_carries_says_that_it_has_no_pages(
             explained("CD0401")
     finally:
         catalogue.cache_clear()
+
+
+@pytest.mark.parametrize("asked", ["418", "exit code 418", "no page has these"])
+def test_words_and_numbers_that_are_nowhere_lead_to_troubleshooting(asked: str) -> None:
+    with pytest.raises(RequestError, match=rf"^no page has '{asked}'.*troubleshooting") as refusal:
+        explained(*asked.split())
+    assert "Near" not in str(refusal.value)
+
+
+def test_a_number_that_is_no_code_is_looked_for_as_a_word() -> None:
+    assert "CD1208" in explained("exit", "75") and "CD1208" in explained("75")
+    assert "CD1208" not in explained("5")
 
 
 def test_json_has_the_sections() -> None:

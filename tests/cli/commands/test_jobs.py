@@ -51,6 +51,15 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     assert got.code == 0
 
 
+def test_the_process_of_a_rehearsal_is_no_job(workplace: Workplace) -> None:
+    pid = str(os.getpid())
+    workplace.run("one", submitted(pid, launcher="local", pid=os.getpid(), time=time.time()))
+    [_, row] = workplace.invoke("jobs").out.splitlines()
+    assert row.split()[:3] == ["one", "queued", f"pid:{pid}"]
+    shown = workplace.invoke("status", "one").out
+    assert f"\nprocess     {pid} (local)\n" in shown and "\njob " not in shown
+
+
 def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) -> None:
     for number in range(1, 5):
         end = [ended(str(number), number % 2)] if number < 4 else []
