@@ -58,7 +58,10 @@ NOT_PRINTED = {
     "CONTRIBUTING.md": "the floors: a test of their own",
     "benchmarks/README.md": "the machine that was measured",
 }
-SHORT = (" failed first: ", " refused; use ", "(days-hours)", "clusterddp explain ")
+SHORT = (
+    *(" failed first: ", " refused; use ", "(days-hours)", "clusterddp explain "),
+    "test accuracy ",
+)
 """What the code prints in messages that are mostly names."""
 
 
