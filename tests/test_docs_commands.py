@@ -21,9 +21,13 @@ _END = {"|", "||", "&&", ";", ">", "&", ")"}
 
 
 def lines_of(page: Path) -> Iterator[str]:
-    """Yield the lines of blocks, indented or fenced, and the code within sentences."""
+    """Yield the lines of blocks, indented or fenced, and the code within sentences.
+
+    A block of `text` is what a command prints.
+    """
     text = re.sub(r"\\\n *", "", page.read_text())
-    fenced = re.findall(r"^```(?:\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fenced = [block for kind, block in blocks if kind != "text"]
     indented = re.findall(r"^    (?! )(.*)$", text, re.MULTILINE)
     yield from "\n".join([*fenced, *indented]).splitlines()
     yield from (" ".join(span.split()) for span in re.findall(r"`(clusterddp [^`]+)`", text))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp import errors
-from clusterddp.explained import FOLDER, catalogue, find, nearest
+from clusterddp.explained import FOLDER, catalogue, code_of, nearest, with_words
 from clusterddp.run import end_codes, restart_policy
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +22,8 @@ INTRODUCTION = """\
 Every refusal, warning and verdict ends with a code, `[CD0401]`. `clusterddp explain CODE` prints
 its page, `clusterddp explain WORDS` those that have all the words, and `clusterddp explain` lists
 all. Who has no code at hand begins with [troubleshooting.md](troubleshooting.md). A code keeps its
-meaning from version to version. RUN, JOB, HOST, R and such words stand for your own.
+meaning from version to version. RUN, JOB, HOST, R and such words stand for your own; "in the job"
+is a line of its script, or, while it runs, `srun --jobid JOB --overlap` ahead of the command.
 """
 SOURCES = {
     path: ast.parse(path.read_text()) for path in sorted((ROOT / "clusterddp").rglob("*.py"))
@@ -121,6 +122,8 @@ def test_every_page_is_whole() -> None:
         assert "`" in page.look or "message" in page.look.lower(), f"{page.code}: a command"
         assert not page.title.endswith("."), page.code
         assert page.code in page.example, f"{page.code}: the example ends with it"
+        commands = re.findall(r"`[^`]+`", page.text.partition("```text")[0])
+        assert not any("\n" in command for command in commands), f"{page.code}: copied whole"
         for named in CODE.findall(page.text):
             assert named in catalogue(), f"{page.code} names {named}"
         for document in re.findall(r"docs/([\w-]+\.md)", page.text):
@@ -129,13 +132,14 @@ def test_every_page_is_whole() -> None:
 
 @pytest.mark.parametrize("asked", ["CD0401", "cd401", "401", "[CD0401]", "0401"])
 def test_a_code_is_found_as_it_is_typed(asked: str) -> None:
-    assert [page.code for page in find(asked)] == ["CD0401"]
+    assert code_of(asked) == "CD0401"
 
 
 def test_pages_are_found_by_their_words() -> None:
-    assert "CD0903" in [page.code for page in find("Firewall interface")]
-    assert find("no page has these") == [] and find("CD0499") == []
-    assert "CD0413" in nearest("CD0419") and not nearest("words")
+    assert "CD0903" in [page.code for page in with_words(["Firewall", "interface"])]
+    assert "CD1211" in [page.code for page in with_words(["exit code", "137"])]
+    assert with_words(["no page has these"]) == [] and code_of("firewall") == ""
+    assert "CD0413" in nearest("CD0419") and not nearest("")
 
 
 def rendered() -> str:

@@ -99,7 +99,8 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
             mnist.inspect(raw)
             mnist.check_labels(raw)
         except DataError as fault:
-            raise DataError(f"nothing was imported from {source}: {fault} [CD0604]") from None
+            message = f"nothing was imported from {source}: {fault}"
+            raise DataError(message, code=fault.code) from None
         published = all(mnist.digest(raw / name) == mnist.PUBLISHED[name] for name in mnist.FILES)
         if not published:
             log.info("this is not MNIST as published; its own digests are recorded beside it")

@@ -236,7 +236,8 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     except DataError as fault:
         raise DataError(
             f"the {dataset} dataset at {root / RAW} is damaged: {fault}\n"
-            f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}"
+            f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}",
+            code=fault.code,
         ) from None
     except OSError as error:
         raise unreadable(root / RAW, error) from None

@@ -5,7 +5,7 @@ them. A code keeps its meaning, and the number of one that is gone is not given 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,7 @@ class Page:
 
 @cache
 def catalogue() -> Mapping[str, Page]:
-    """Read all pages, in the order of their codes."""
+    """Read all pages, in the order of their codes; none in a run's own file, which carries none."""
     pages: dict[str, Page] = {}
     for path in sorted(FOLDER.glob("*.md")):
         head, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
@@ -53,23 +53,22 @@ def _page(code: str, subject: str, text: str) -> Page:
     return Page(code, subject, title.strip(), cause, look, remedy, example, text)
 
 
-def find(asked: str) -> list[Page]:
-    """Return the page of a code, typed `CD0123`, `cd123` or `123`; else those with all the words.
-
-    There are none where nothing fits.
-    """
-    digits = re.fullmatch(r"\[?(?:CD)?0*(\d{1,4})\]?", asked.strip(), re.IGNORECASE)
-    pages = catalogue()
-    if digits:
-        page = pages.get(f"CD{int(digits[1]):04}")
-        return [page] if page else []
-    words = asked.lower().split()
-    return [page for page in pages.values() if all(word in page.text.lower() for word in words)]
+def code_of(word: str) -> str:
+    """Return the code that is typed `CD0123`, `cd123`, `123` or `[CD0123]`; empty of a word."""
+    digits = re.fullmatch(r"\[?(?:CD)?0*(\d{1,4})\]?", word.strip(), re.IGNORECASE)
+    return f"CD{int(digits[1]):04}" if digits else ""
 
 
-def nearest(asked: str) -> list[str]:
-    """Return the codes that are nearest to one that there is not; none for words."""
-    digits = re.sub(r"\D", "", asked)[:4]
-    if not digits:
+def with_words(words: Sequence[str]) -> list[Page]:
+    """Return the pages that hold all the words, in any case; all pages for none."""
+    asked = " ".join(words).lower().split()
+    return [
+        page for page in catalogue().values() if all(word in page.text.lower() for word in asked)
+    ]
+
+
+def nearest(code: str) -> list[str]:
+    """Return the codes that are nearest to one that there is not; none for an empty one."""
+    if not code:
         return []
-    return sorted(catalogue(), key=lambda code: abs(int(code[2:]) - int(digits)))[:3]
+    return sorted(catalogue(), key=lambda each: abs(int(each[2:]) - int(code[2:])))[:3]

@@ -102,7 +102,7 @@ class Number:
     def check(self, option: str, value: float) -> None:
         """Raise RequestError unless the value lies in the range; NaN and a text lie in none."""
         if not (isinstance(value, numbers.Real) and self.least <= value < self.below):
-            raise OptionError(option, f": {value!r} is not {self.noun}.")
+            raise OptionError(option, f": {value!r} is not {self.noun}. [CD0102]")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Choice:
         """Raise RequestError with the names unless the value is one of them."""
         if value not in self.names and not (self.or_function and is_reference(value)):
             more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
-            raise OptionError(option, f": {value!r} is not one of {', '.join(self.names)}{more}.")
+            names = ", ".join(self.names)
+            raise OptionError(option, f": {value!r} is not one of {names}{more}. [CD0102]")
 
 
 def is_reference(value: str) -> bool:

@@ -127,7 +127,7 @@ def begin(
     try:
         _note_changed_code(attempt, code_changes(run))
     except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
-        log.info(f"the code cannot be compared: {error}")
+        log.warning(f"the code cannot be compared: {error} [CD0313]")
     return attempt
 
 
@@ -561,7 +561,7 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
                 log.info(f"node {host} is bad: {why}")
             bad_nodes.blame(attempt, job_id, fresh, bad_nodes.BY_STRAGGLING)
     except OSError as error:
-        log.info(f"bad nodes cannot be recorded: {error}")
+        log.warning(f"bad nodes cannot be recorded: {error} [CD1302]")
 
 
 def _trials(latest: Attempt, failure: Failure | None) -> list[bad_nodes.Trial]:
@@ -599,7 +599,7 @@ def _leave_out(run: RunDir, job_id: str, number: int) -> None:
         if set(hosts) != set(slurm.job_nodes(name).excluded):
             slurm.exclude_nodes(name, hosts)
     except (ClusterDDPError, OSError) as error:
-        log.info(f"bad nodes cannot be left out: {error}")
+        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
         return
     _note_left_out(run, job_id, number, choice)
 
@@ -667,7 +667,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
             return
         _requeue(own_name(os.environ, job_id), restart)
     except (ClusterDDPError, OSError) as error:
-        log.info(f"bad nodes cannot be avoided: {error}")
+        log.warning(f"bad nodes cannot be avoided: {error} [CD1303]")
         return
     _record(run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words)
     _record(run, events.Requeued, job_id=job_id, why=words)
@@ -676,7 +676,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
         slurm.exclude_nodes(own_name(os.environ, job_id), hosts)
         _note_left_out(run, job_id, None, choice)
     except SlurmError as error:
-        log.info(f"bad nodes cannot be left out: {error}")
+        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
     raise BackInQueue(f"{words}: job {job_id} is back in the queue")
 
 
@@ -712,7 +712,7 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
         tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
         slurm.ask_for_nodes(own_name(os.environ, job_id), asked, tasks)
     except SlurmError as error:
-        log.info(f"the job cannot ask for {asked} nodes: {error}")
+        log.warning(f"the job cannot ask for {asked} nodes: {error} [CD0401]")
     raise BackInQueue(f"{words}: job {job_id} is back in the queue, for {asked}")
 
 
@@ -798,5 +798,5 @@ def _record(
         events.add(run.events, event, *args, **fields)
     except OSError as error:
         kind = event(*args, **fields).kind
-        line = f"clusterddp: cannot record {kind!r} in {run.events}: {error.strerror}."
+        line = f"clusterddp: cannot record {kind!r} in {run.events}: {error.strerror}. [CD0518]"
         print_to_job_log(line, err=True)

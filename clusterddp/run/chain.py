@@ -280,10 +280,11 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
             events.add(each.run.events, events.AwaitedBy, by=by)
         except OSError as error:
             held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
-            log.info(
+            log.warning(
                 f"{each.run.name} cannot note that {run.name} waits for it ({error.strerror}); a "
                 f"start of {run.name} looks at it all the same. Should Slurm hold it until "
-                f"{each.run.name} is submitted again, let it look then: scontrol release {held}"
+                f"{each.run.name} is submitted again, let it look then: scontrol release "
+                f"{held} [CD0504]"
             )
 
 

@@ -511,7 +511,7 @@ class Controller:
         try:
             bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
-            log.info(f"cannot record the nodes that have failed: {error.strerror}")
+            log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
@@ -556,7 +556,7 @@ class Controller:
         except OSError as error:
             log.info(
                 f"cannot start {argv[0]}: {error.strerror}. PATH is {os.environ.get('PATH', '')}: "
-                "correct the line behind `launch`, or the set-up lines that change PATH."
+                "correct the line behind `launch`, or the set-up lines that change PATH. [CD1218]"
             )
             return 127
         try:

@@ -4,10 +4,12 @@
 """
 
 import re
+from collections.abc import Sequence
 
 from clusterddp.run import restart_policy
 from clusterddp.run.events import Failure
 from clusterddp.run.records import Outcome
+from clusterddp.run.state import CANCELLED, STOPPED, UNKNOWN
 from clusterddp.slurm.states import State
 
 OF_CAUSE = {
@@ -31,18 +33,25 @@ OF_STATE = {
     State.OUT_OF_MEMORY: "CD1211",
     State.DEADLINE: "CD1205",
     State.BOOT_FAIL: "CD1202",
-    State.CANCELLED: "CD1203",
-    State.UNKNOWN: "CD0509",
 }
-"""Codes of a job of which Slurm alone tells the end."""
+"""Codes of a job of which Slurm alone says that it failed."""
+OF_RUN = {CANCELLED: "CD1203", STOPPED: "CD1208", UNKNOWN: "CD0509"}
+"""Codes of a run that has recorded no end, by its state."""
 NO_SAVING = "CD1220"
 """A command died of the signal that asks it to save."""
 HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
 NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
+NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
 _OF_REASONS = (
-    (r"OutOfMemoryError|(CUDA|HIP) out of memory|CUBLAS_STATUS_ALLOC_FAILED", "CD1212"),
-    (r"out of memory \(killed by the kernel\)|killed by SIGKILL|MemoryError", "CD1211"),
-    (r"DataLoader worker .* (is killed by signal|exited unexpectedly)", "CD1211"),
+    (
+        r"OutOfMemoryError|(CUDA|HIP)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "CD1212",
+    ),
+    (
+        r"out of memory \(killed by the kernel\)|killed by SIGKILL|killed by signal: Killed"
+        r"|MemoryError|(can't|Cannot) allocate memory|DataLoader worker .* exited unexpectedly",
+        "CD1211",
+    ),
     (r"killed by SIG(SEGV|ABRT|BUS|ILL|FPE)", "CD1213"),
     # A shell's words for the signal that ended what it had started.
     (r"exit code 137$", "CD1211"),
@@ -54,16 +63,18 @@ _OF_REASONS = (
     (r"DistStoreError|DistNetworkError|Timed out waiting .* clients? to join", "CD0902"),
     (r"NCCL|collective operation timeout|(closed|reset) by peer", "CD1215"),
     (r"exit code 12[67]$", "CD0316"),
-    (r"exit code \d+", EXIT_CODE),
+    (r"exit code \d+|killed by SIG", EXIT_CODE),
+    (r"left no record of its end$", UNEXPLAINED),
 )
 """Codes by a failed rank's reason, the first that fits."""
 
 
-def of_failure(failure: Failure, outcome: Outcome | None, hardware: str) -> str:
-    """Return the code of the rank that failed first: by its own error's, or by its words.
+def of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
+    """Return the code of the rank that failed first: its own error's, or one by its words.
 
-    outcome: the rank's record, if it has one. hardware: what the verdict blames (`hardware`).
+    outcomes: the ranks' records, as far as there are any. hardware: what the verdict blames.
     """
+    outcome = next((each for each in outcomes if each.rank == failure.rank), None)
     error = outcome.error if outcome else None
     if hardware:
         return "CD1216"

@@ -225,7 +225,7 @@ def run_status(
         ended_time=ended.time if ended and state in ENDED else None,
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
-        code=_code(state, None if known.put_back else ended, job, failure),
+        code=_code(state, known, failure, job),
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history),
         directory=str(run.path),
@@ -479,24 +479,28 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
     return round(max(until - started, 0.0), 3)
 
 
-def _code(state: str, end: Ended | None, job: JobState | None, failure: Failure | None) -> str:
-    """Return the code of a run's end, or of why it never starts; empty where neither is known.
-
-    end: None also where that attempt was not the last, as of a job that is back in the queue.
-    failure: rank that failed first, where no script judged the end.
-    """
+def _code(state: str, submission: Submission, failure: Failure | None, job: JobState | None) -> str:
+    """Return the code of a run's end, or of why it never starts; empty where neither is known."""
     if state == QUEUED:
-        return "CD0408" if job and job.reason in NEVER_STARTS else ""
+        return end_codes.NEVER_STARTS if job and job.reason in NEVER_STARTS else ""
     if state not in (*ENDED, UNKNOWN) or state == DONE:
         return ""
+    # Of a job that is back in the queue, what the attempt before came to is another thing.
+    end = None if submission.put_back else submission.end
     if state == CANCELLED and not (end and end.cause == restart_policy.NOT_DUE):
-        return end_codes.OF_STATE[State.CANCELLED]
-    of_job = end_codes.OF_STATE.get(job.state, "") if job else ""
-    if end:
-        return end.code or end_codes.OF_CAUSE.get(end.cause, "")
-    if failure and of_job in ("", end_codes.OF_STATE[State.FAILED]):
-        return end_codes.of_failure(failure, None, "")
-    return of_job
+        return end_codes.OF_RUN[state]
+    if state == STOPPED and submission.requeue_error:
+        return end_codes.NOT_RESUMED
+    if end and (code := end.code or end_codes.OF_CAUSE.get(end.cause, "")):
+        return code
+    says_why = job and job.state in end_codes.OF_STATE.keys() - {State.FAILED, State.UNKNOWN}
+    if failure and not says_why:
+        return end_codes.of_failure(failure)
+    if state != FAILED:
+        return end_codes.OF_RUN[state]
+    if job is None or (job.state is State.FAILED and submission.start.time):
+        return end_codes.UNEXPLAINED
+    return end_codes.OF_STATE.get(job.state, end_codes.UNEXPLAINED)
 
 
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:

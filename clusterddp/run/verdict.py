@@ -96,7 +96,8 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
     trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
-    return dataclasses.replace(end, lines=(*end.lines, trouble), trouble=trouble)
+    lines = (*end.lines, coded(trouble, "CD0504"))
+    return dataclasses.replace(end, lines=lines, trouble=trouble)
 
 
 def stop_asked(attempt: Attempt, job_id: str) -> bool:
@@ -128,8 +129,7 @@ def _code(evidence: "_Evidence", end: End) -> str:
         return end.code
     if end.cause != restart_policy.FAILED or end.failure is None:
         return end_codes.OF_CAUSE[end.cause]
-    outcome = next((each for each in evidence.outcomes if each.rank == end.failure.rank), None)
-    return end_codes.of_failure(end.failure, outcome, end.hardware)
+    return end_codes.of_failure(end.failure, evidence.outcomes, end.hardware)
 
 
 class _Evidence:

@@ -1,5 +1,6 @@
 """Checks scripts of one's own: reads them, and lists their mistakes."""
 
+import os
 import re
 import sys
 from collections import Counter
@@ -68,6 +69,31 @@ def check_texts(texts: dict[str, str]) -> list[Finding]:
     for name, script in scripts.items():
         findings += _apply(PYTHON_RULES, script, name, script.line_at)
     return sorted(findings, key=lambda each: (list(texts).index(each.file), each.line))
+
+
+def trains_alone(script: Path) -> bool:
+    """Return whether a script trains on one device: each of several tasks would train the whole.
+
+    The modules beside it are read with it. Nothing is said where another one may see to the ranks.
+    """
+    trains = False
+    found, todo = {script}, [script]
+    while todo:
+        path = todo.pop()
+        if not os.path.isfile(path):  # noqa: PTH113 - no pipe is read; a name can be too long
+            return False
+        try:
+            text = read_script(str(path))
+            python = _python(path.name, text) if is_python(path.name, text) else None
+        except RequestError:
+            return False  # no text, or no Python that this interpreter knows
+        if python is None or not python.knows_no_rank:
+            return False
+        trains = trains or python.trains
+        beside = {path.parent / f"{module}.py" for module in python.modules_unknown}
+        todo += beside - found
+        found |= beside
+    return trains
 
 
 def _python(name: str, text: str) -> PythonFile:

@@ -67,7 +67,8 @@ class Form:
     def check(self, option: str, value: str) -> None:
         """Raise RequestError unless the text is wholly of the form, and fits into a script."""
         if not re.fullmatch(self.pattern, text(option, value)):
-            raise OptionError(option, f": {value!r} is no {self.noun}, such as {self.examples}.")
+            problem = f": {value!r} is no {self.noun}, such as {self.examples}. [CD0102]"
+            raise OptionError(option, problem)
 
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*"
@@ -150,12 +151,14 @@ def text(option: str, value: str) -> str:
         raise OptionError(
             option,
             f": {value!r} holds the control character {control.group()!r}; "
-            "a script line cannot carry it faithfully. Remove it, or put the text into a file.",
+            "a script line cannot carry it faithfully. Remove it, or put the text into a "
+            "file. [CD0102]",
         )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise OptionError(option, f": {value!r} is not valid UTF-8; give it in UTF-8.") from None
+        problem = f": {value!r} is not valid UTF-8; give it in UTF-8. [CD0102]"
+        raise OptionError(option, problem) from None
     return value
 
 

@@ -35,7 +35,7 @@ def make_sure(
 
     absent = config.missing_package()
     if absent and not _in_another_python(spec):
-        raise RequestError(absent, code="CD0308")
+        raise RequestError(absent, code="CD0803")
     find_own_functions(config, spec, code=code)
     try:
         if config.resume and spec and config.resume in dict(spec.after):
@@ -139,7 +139,7 @@ def _check_run(
         )
     problem = uneven_batch(run, config, spec.world_size) if spec else ""
     if problem:
-        raise RequestError(f"--resume {config.resume}: {problem} [CD0703]")
+        raise RequestError(f"--resume {config.resume}: {problem} [CD0105]")
 
 
 def uneven_batch(run: RunDir, config: TrainConfig, world_size: int, *, resumes: bool = True) -> str:

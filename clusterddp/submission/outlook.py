@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from clusterddp import log
-from clusterddp.errors import OptionError, SlurmError, coded
+from clusterddp.errors import OptionError, SlurmError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import formatting
 from clusterddp.slurm import forms
@@ -98,18 +98,18 @@ def log_forecast(script: str) -> None:
 
     try:
         can_start, words = outlook(script, os.environ)
-        words = f"Slurm says: {words}"
-        if not can_start and "configuration is not available" in words:
-            words += (
-                ". Queued all the same, it waits for a node or a partition that is down, or for "
-                "ever: see sinfo."
-            )
     except SlurmError as error:
-        can_start, words = False, f"Slurm could not be asked: {error}."
-    if can_start:
-        log.info(words)
+        log.warning(f"Slurm could not be asked: {error}. [CD0401]")
     else:
-        log.warning(coded(words, "CD0407"))
+        if can_start:
+            log.info(f"Slurm says: {words}")
+        elif "configuration is not available" in words:
+            log.warning(
+                f"Slurm says: {words}. Queued all the same, it waits for a node or a partition "
+                "that is down, or for ever: see sinfo. [CD0407]"
+            )
+        else:
+            log.warning(f"Slurm says: {words} [CD0403]")
     for setting in requeue_exits():
         log.warning(
             f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "

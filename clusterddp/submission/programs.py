@@ -41,6 +41,7 @@ def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> 
 
     script: rendered from `spec`. folder: the one in which it starts, by default the current one.
     """
+    _warn_of_one_device(spec, folder or Path.cwd())
     if spec.container_image:
         check_container(spec)
         return
@@ -84,6 +85,22 @@ def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> 
     for name in missing:
         log.warning(
             f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it [CD0317]"
+        )
+
+
+def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:
+    """Warn of a training script that knows of no other rank, where several tasks start it."""
+    if not spec.command or spec.world_size == 1:
+        return
+    from clusterddp.request import nested_launcher
+    from clusterddp.scripts import check
+
+    program, file = nested_launcher.started(spec.command)
+    if check.trains_alone(folder / (file or program)):
+        log.warning(
+            f"{shlex.quote(file or program)} is a training for one device: each of the "
+            f"{spec.world_size} tasks trains the whole by itself. docs/from-one-device.md has what "
+            "it lacks. [CD1226]"
         )
 
 

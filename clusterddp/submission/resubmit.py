@@ -424,7 +424,7 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
         return  # `inputs` checks another run's checkpoint
     problem = uneven_batch(run, config, spec.world_size, resumes=bool(reached))
     if problem:
-        raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem} [CD0511]")
+        raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem} [CD0105]")
 
 
 def _recorded_script(run: RunDir) -> str:

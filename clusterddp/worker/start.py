@@ -176,7 +176,7 @@ def _choose_checkpoint(
             precision=content.get("precision", "fp32") if config.precision == "auto" else "",
         )
     if problem := config.uneven_batch(origin.reference_world_size, world_size):
-        raise TrainingError(problem, code="CD0811")
+        raise TrainingError(problem, code="CD0105")
     return origin
 
 

@@ -22,6 +22,7 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     RequestError,
     TrainingError,
+    coded,
     is_debuggers_quit,
 )
 from clusterddp.processes import start_methods
@@ -34,7 +35,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, logs
+from clusterddp.run import end_codes, events, logs
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -123,12 +124,14 @@ def train(
     if relay.number:
         log.info(f"ended before it had saved; the logs are in {run.logs}")
         return 128 + relay.number, None
-    failure = first_failure(read_outcomes(attempt.outcomes))
+    outcomes = read_outcomes(attempt.outcomes)
+    failure = first_failure(outcomes)
     if failure is None:
         rank = group.first_failed or 0
-        log.info(f"rank {rank} failed first; see {run.rank_log(rank)}")
+        words = f"rank {rank} failed first; see {run.rank_log(rank)}"
+        log.info(coded(words, end_codes.UNEXPLAINED))
         return EXIT_FAILED, None
-    log.info(f"{failure.describe()}")
+    log.info(coded(failure.describe(), end_codes.of_failure(failure, outcomes)))
     log.info(f"the logs are in {run.logs}")
     return EXIT_FAILED, failure
 

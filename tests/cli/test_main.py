@@ -34,7 +34,7 @@ def test_everything_is_printed_and_the_exit_code_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "code"),
     [(["submit", "--node=2"], "CD0101"), (["submit", "--time=soon"], "CD0102"),
-     (["status", "nothing"], "CD0501"), (["explain", "CD0420"], "CD0102")],
+     (["status", "nothing"], "CD0501"), (["explain", "CD0420"], "CD0101")],
 )  # fmt: skip
 def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path) -> None:
     refused = command(*argv, cwd=tmp_path)

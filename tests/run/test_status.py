@@ -113,7 +113,7 @@ def test_a_run_that_was_cancelled_while_it_waited_to_start_again_does_not_resume
     again = [submitted(), begun(1), left(1, "requeued", "Slurm has put it back")]
     write_events(run, *again)
     assert run_status(run, {"7": said(State.PENDING)}).code == ""
-    assert run_status(run, {"7": said(State.FAILED)}).code in ("", "CD1218")
+    assert run_status(run, {"7": said(State.FAILED)}).code == "CD1219"
     write_events(run, *again, cancelled())
     status = run_status(run, {})
     assert (status.state, status.code) == ("cancelled", "CD1203")
@@ -270,6 +270,35 @@ def test_the_next_command_is_what_helps(
         make_checkpoints(run, 40)
     status = run_status(run, {"7": said(state)}, now=200)
     assert status.next_command == f"clusterddp {command} mnist-1"
+
+
+CODES: list[tuple[list[Event], State, str]] = [
+    ([submitted()], State.PENDING, ""),
+    ([submitted(), begun(1)], State.RUNNING, ""),
+    ([submitted(), begun(1), left(1, "done")], State.UNKNOWN, ""),
+    ([submitted(), begun(1), left(1, "signal", "capped")], State.UNKNOWN, "CD1208"),
+    ([submitted(), begun(1), left(1, "signal"), noted("requeue_failed", attempt=1)], State.FAILED,
+     "CD1225"),
+    ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE)], State.FAILED,
+     "CD1209"),
+    ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE, code="CD1212")],
+     State.FAILED, "CD1212"),
+    ([submitted()], State.FAILED, "CD1218"),
+    ([submitted(), begun(1)], State.FAILED, "CD1219"),
+    ([submitted(), begun(1)], State.TIMEOUT, "CD1205"),
+    ([submitted(), begun(1)], State.UNKNOWN, "CD0509"),
+    ([submitted(), cancelled()], State.UNKNOWN, "CD1203"),
+    ([submitted(), begun(1), left(1, "time_limit"), requeued(1, "time_limit"), cancelled()],
+     State.CANCELLED, "CD1203"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "state", "code"), CODES)
+def test_the_code_is_that_of_the_state(
+    run: RunDir, events: list[Event], state: State, code: str
+) -> None:
+    write_events(run, *events)
+    assert run_status(run, {"7": said(state)}, now=200).code == code
 
 
 @pytest.mark.parametrize(

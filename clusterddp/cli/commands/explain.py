@@ -7,34 +7,47 @@ import click
 
 from clusterddp.cli.runs import JSON_OPTION, echo_json
 from clusterddp.errors import EXIT_DONE, RequestError
-from clusterddp.explained import Page, catalogue, find, nearest
+from clusterddp.explained import Page, catalogue, code_of, nearest, with_words
 
 
 @click.command(name="explain")
-@click.argument("code", nargs=-1, metavar="[CODE | WORDS]")
+@click.argument("typed", nargs=-1, metavar="[CODE… | WORDS]")
 @JSON_OPTION
-def command(code: tuple[str, ...], as_json: bool) -> int:
+def command(typed: tuple[str, ...], as_json: bool) -> int:
     """Explain CODE, such as CD0401, which stands in brackets at the end of a message.
 
     Without CODE it lists all of them; with WORDS those whose pages hold all the words.
 
     Exit codes: 0 printed, 2 there is no such code, and no page with these words.
     """
-    asked = " ".join(code)
-    pages = find(asked) if asked else list(catalogue().values())
+    known = catalogue()
+    if not known:  # in the file that a run carries
+        raise RequestError(
+            "the clusterddp that a run carries has no pages: type this with the installed one, or "
+            "read docs/errors.md. [CD0314]"
+        )
+    codes = [code_of(word) for word in typed]
+    if typed and known.keys() >= set(codes):
+        pages = [known[code] for code in codes]
+    else:
+        pages = with_words(typed)
     if not pages:
-        near = ", ".join(nearest(asked))
+        near = ", ".join(nearest(next(filter(None, codes), "")))
         hint = f"Near it are {near}." if near else "'clusterddp explain' lists all."
-        raise RequestError(f"no page for {asked!r}. {hint} [CD0102]")
+        raise RequestError(f"no page for {' '.join(typed)!r}. {hint} [CD0101]")
     if as_json:
         fields = [field.name for field in dataclasses.fields(Page) if field.name != "text"]
         echo_json([{name: getattr(page, name) for name in fields} for page in pages])
-    elif asked and len(pages) == 1:
-        text = pages[0].text.partition("```text")[0]
-        click.echo(f"{pages[0].code}: {text}{textwrap.indent(pages[0].example, '    ')}")
+    elif len(pages) == 1 or [page.code for page in pages] == codes:
+        click.echo("\n\n".join(map(_shown, pages)))
     else:
         click.echo(_listed(pages))
     return EXIT_DONE
+
+
+def _shown(page: Page) -> str:
+    text = page.text.partition("```text")[0]
+    return f"{page.code}: {text}{textwrap.indent(page.example, '    ')}"
 
 
 def _listed(pages: list[Page]) -> str:

@@ -243,7 +243,7 @@ def _resubmit_each(
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
     if not again:
         raise RequestError(
-            f"none of the {len(runs)} runs of {pattern} has failed or was stopped. [CD0501]"
+            f"none of the {len(runs)} runs of {pattern} has failed or was stopped. [CD1103]"
         )
     code, fields = EXIT_DONE, []
     for run in again:

@@ -1,6 +1,7 @@
 """`clusterddp explain`: one page, the list, words, and a code that there is not."""
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -33,9 +34,28 @@ def test_words_list_the_pages_that_have_them_all() -> None:
     assert "CD0903  Rank 0 does not answer" in shown and "CD0401" not in shown
 
 
+def test_several_codes_are_explained_in_their_order() -> None:
+    shown = explained("cd1212", "CD0401")
+    assert shown.startswith("CD1212: ") and "\n\nCD0401: " in shown
+
+
 def test_a_code_that_there_is_not_is_refused_with_those_near_it() -> None:
     with pytest.raises(RequestError, match=r"Near it are CD0413, "):
         explained("CD0420")
+    with pytest.raises(RequestError, match=r"no page for 'CD0401 CD0499'"):
+        explained("CD0401", "CD0499")
+
+
+def test_the_file_that_a_run_carries_says_that_it_has_no_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("clusterddp.explained.FOLDER", tmp_path)
+    catalogue.cache_clear()
+    try:
+        with pytest.raises(RequestError, match="carries has no pages"):
+            explained("CD0401")
+    finally:
+        catalogue.cache_clear()
 
 
 def test_json_has_the_sections() -> None:

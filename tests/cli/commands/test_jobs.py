@@ -150,7 +150,7 @@ def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
     assert rows["a"].endswith("by 'clusterddp stop' [CD1204]")
     assert "queued" in rows["b"]
     assert rows["b"].endswith("resumes after the time limit")
-    assert rows["c"].endswith(" [CD1205]")
+    assert rows["c"].endswith(" [CD1219]")  # it is not the time limit that it failed by
     assert "failed" in rows["c"]  # that word should have passed long ago
 
 

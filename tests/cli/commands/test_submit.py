@@ -570,7 +570,7 @@ def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecas
         ),
         (
             "echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
-            "warning: Slurm says: Invalid partition name specified [CD0407]\n",
+            "warning: Slurm says: Invalid partition name specified [CD0403]\n",
         ),
         (
             "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
