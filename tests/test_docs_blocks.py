@@ -181,7 +181,7 @@ def read_arguments(_: Workplace, words: list[str]) -> None:
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         command, words = command.get_command(click.Context(command), words[0]), words[1:]
     assert command is not None, "there is no such command"
-    command.make_context("", words)
+    command.make_context("", words, **cli.context_settings)
 
 
 def bash_takes(script: str) -> None:
