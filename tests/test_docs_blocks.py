@@ -59,7 +59,10 @@ NOT_PRINTED = {
     "CONTRIBUTING.md": "the floors: a test of their own",
     "benchmarks/README.md": "the machine that was measured",
 }
-SHORT = (" failed first: ", " refused; use ", "(days-hours)", "clusterddp explain ")
+SHORT = (
+    *(" failed first: ", " refused; use ", "(days-hours)", "clusterddp explain "),
+    "test accuracy ",
+)
 """What the code prints in messages that are mostly names."""
 
 
@@ -178,7 +181,7 @@ def read_arguments(_: Workplace, words: list[str]) -> None:
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         command, words = command.get_command(click.Context(command), words[0]), words[1:]
     assert command is not None, "there is no such command"
-    command.make_context("", words)
+    command.make_context("", words, **cli.context_settings)
 
 
 def bash_takes(script: str) -> None:

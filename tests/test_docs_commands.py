@@ -64,7 +64,7 @@ def parse(words: list[str]) -> None:
             raise click.UsageError(f"there is no {words[0]!r}")
         words = words[1:]
     assert command is not None
-    ctx = click.Context(command, **command.context_settings)
+    ctx = click.Context(command, **{**cli.context_settings, **command.context_settings})
     try:
         command.make_parser(ctx).parse_args([*words])
     except click.BadOptionUsage as error:

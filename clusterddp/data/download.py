@@ -75,7 +75,7 @@ def _download(draft: Path, others: str) -> None:
         reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
         raise DataError(
             f"MNIST could not be fetched:\n{reason or repr(error)}\nCompute nodes often have no "
-            f"way to the internet: fetch on a login node, or:\n{others} [CD0603]"
+            f"way to the internet: fetch on a machine with internet, or:\n{others} [CD0603]"
         ) from None
     finally:
         socket.setdefaulttimeout(patience)

@@ -359,7 +359,7 @@ class JobSpec:
         "is to the batch script, which asks the ranks to stop.",
         forms.SIGNAL,
         "--signal SBATCH_SIGNAL SIGNAL@SECONDS",
-        shown="B:USR1@120, or less for a short --time",
+        shown="B:USR1@120, a fifth of a --time below 10 minutes; of a COMMAND none",
         group=table.INTERRUPTED,
     )
 

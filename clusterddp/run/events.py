@@ -127,7 +127,8 @@ class Ended(Event):
     step: int | None = None
     """Step at which the ranks left."""
     saved: bool = True
-    """True where it has left something to resume from."""
+    """False where Slurm ended it, or its nodes failed their checks, with nothing new saved; of
+    another end it says nothing."""
     first_failure: Failure | None = None
     """Rank that failed first; None where none did, or none is known."""
     trouble: str = ""
