@@ -6,6 +6,7 @@ the changes of scripts in test_examples. A block that fits nothing has to be wha
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -240,7 +241,16 @@ def test_python_compiles_and_what_it_imports_of_us_is_there(block: Block) -> Non
     if block.page in RUN_BY:
         assert Path(block.page).name in (ROOT / RUN_BY[block.page]).read_text()
     else:
-        assert block.page in ("docs/launchers.md", *OTHERS), "no test runs it"
+        pages = ("docs/launchers.md", "docs/sweeps.md", *OTHERS)
+        assert block.page in pages, "no test runs it"
+
+
+def test_the_lines_of_the_sweeps_page_record_a_metric(tmp_path: Path) -> None:
+    [block] = [b for b in of_language("python") if b.page == "docs/sweeps.md"]
+    script = f"import torch\nmodel, accuracy = torch.nn.Linear(1, 1), 0.875\n{block.text}"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=PATIENCE)
+    [metrics] = tmp_path.glob("jobs/*/metrics.jsonl")
+    assert json.loads(metrics.read_text().splitlines()[-1])["accuracy"] == 0.875
 
 
 def test_the_command_of_the_launchers_page_saves_leaves_and_resumes(tmp_path: Path) -> None:

@@ -661,8 +661,8 @@ class JobSpec:
             for field in dataclasses.fields(self):
                 if field.name in _CONTAINER and getattr(self, field.name) != field.default:
                     name = field.metadata["option"].get("name", field.name.replace("_", "-"))
-                    problem = " without --container-image: name it, too. [CD1004]"
-                    raise OptionError(f"--{name}", problem)
+                    problem = " without --container-image: name it, too."
+                    raise OptionError(f"--{name}", problem, code="CD1004")
             return
         asked = f"--container-image {self.container_image}"
         if self.launch_prefix:

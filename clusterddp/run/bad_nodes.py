@@ -284,7 +284,7 @@ def refuse_demanded(root: Path, asked: Resources) -> None:
         raise OptionError(
             f"--nodelist {asked.nodelist}",
             f": {why}. Take it off the list with 'clusterddp nodes clear {names}', or ask for "
-            "others.",
+            "others. [CD1303]",
         )
 
 
