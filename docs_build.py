@@ -29,7 +29,7 @@ from clusterddp.version import __version__
 
 ROOT = Path(__file__).parent
 REFERENCE = ROOT / "docs" / "reference"
-_EXIT_CODES = re.compile(r"Exit codes: (.*?)\.?$")
+_CODE = re.compile(r"^### (CD\d+)\n\n\*\*(.+?)\*\*$", re.MULTILINE | re.DOTALL)
 _TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
 _MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
 _Named = tuple[str, click.Command]
@@ -82,10 +82,21 @@ def assemble(place: Path) -> None:
     shutil.copytree(ROOT / "examples", pages / "examples", ignore=_not("*.py", "*.md"))
     shutil.copytree(ROOT / "benchmarks", pages / "benchmarks", ignore=_not("*.md", "*.svg"))
     shutil.copy(ROOT / "CHANGELOG.md", pages / "changelog.md")
+    _title_codes(pages / "errors.md")
     for page in pages.rglob("*.md"):
         up = "../" * len(page.relative_to(pages).parts[1:])
         text = page.read_text().replace(f"]({up}../", f"]({up}").replace(f"]({up}docs/", f"]({up}")
         page.write_text(_TABLE_ROW.sub(_unescaped, text))
+
+
+def _title_codes(page: Path) -> None:
+    """Put what a code means into its heading, where the search finds it; the anchor stays."""
+
+    def titled(entry: re.Match[str]) -> str:
+        code, title = entry.groups()
+        return f"### {code}: {title} {{ #{code.lower()} }}"
+
+    page.write_text(_CODE.sub(titled, page.read_text()))
 
 
 def _unescaped(row: re.Match[str]) -> str:
@@ -113,8 +124,9 @@ def man_pages() -> dict[str, str]:
     top += [
         line for term, text in listed for line in (".TP", f"\\fB{_roff(term)}\\fR", _roff(text))
     ]
-    top += [".SH EXIT STATUS", _roff(cli.epilog or "")]
-    top += [".SH SEE ALSO", ",\n".join(f".BR {_roff(name)} (1)" for name in see)]
+    top += _man_options("clusterddp", cli)
+    top += [".SH EXIT STATUS", _roff(_split_exit_codes(cli.epilog or "")[1])]
+    top += _see_also(see)
     return {"clusterddp.1": "\n".join(top) + "\n", **pages}
 
 
@@ -176,6 +188,9 @@ def _options_page() -> str:
         "`--from` file, the `CLUSTERDDP_*` variable, the `SBATCH_*` variable, the key of "
         "`[cluster:NAME]` or `[defaults]` in site.cfg, what `--recipe` gives. The key is the flag "
         "without its dashes. The directive is the one of sbatch that stands in the script.\n",
+        "One site.cfg is read, the first that is there: that of `--site`, of `CLUSTERDDP_SITE`, "
+        "`./site.cfg`, `~/.config/clusterddp/site.cfg`, `/etc/clusterddp/site.cfg`. `clusterddp "
+        "site` names it, and those that it passed over.\n",
     ]
     for group in table.GROUPS:
         parts.append(f"## {group}\n")
@@ -198,10 +213,15 @@ def _option_row(row: Option) -> tuple[str, ...]:
     forms = ", ".join([*row.flags, *negated]) + value
     if row.name == "requeue":  # RequeueOption
         forms = f"--requeue[={table.EXPEDITE}], --no-requeue"
-    default = row.shown or ("" if row.default is None or row.type is bool else str(row.default))
+    usual = _switch(row) if row.type is bool else str(row.default)
+    default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
     codes = "<br>".join(map(_code, variables))
     return _code(forms), _md(default), codes, _code(row.name), _code(row.directive), _md(row.help)
+
+
+def _switch(row: Option) -> str:
+    return "on" if row.default else "off"
 
 
 def _kind(row: Option) -> str:
@@ -211,7 +231,7 @@ def _kind(row: Option) -> str:
 
 
 def _exit_codes_page() -> str:
-    top = (cli.epilog or "").removeprefix("Exit codes: ").rstrip(".")
+    top = _split_exit_codes(cli.epilog or "")[1].rstrip(".")
     raised = [each for each in vars(errors).values() if inspect.isclass(each)]
     of_errors = [
         (_code(each.__name__), str(each.exit_code), _md(inspect.getdoc(each) or ""))
@@ -221,16 +241,22 @@ def _exit_codes_page() -> str:
     rows = []
     for name, command in commands():
         link = f"[{name}](commands.md#{name.replace(' ', '-')})"
-        found = [_EXIT_CODES.search(" ".join(text.split())) for text in _texts(command)]
-        rows += [(link, _md(codes[1])) for codes in found if codes]
+        found = [_split_exit_codes(text)[1] for text in _texts(command)]
+        rows += [(link, _md(codes.rstrip("."))) for codes in found if codes]
     parts = [
         "# Exit codes\n",
         _MADE,
         f"{_md(top[0].upper() + top[1:])}. A job ends with the code of its run: "
         "[every way to an end](../endings.md).\n",
         "## Of each command\n",
-        "A command that is not listed ends with 0, or with the code of its error.\n",
+        "An error ends each with the code of its class, below; wrong usage with 2, Ctrl-C with "
+        "130.\n",
         _table(("command", "codes"), rows),
+        "## From Python\n",
+        "`submit`, `launch` and what a `Run` can do end no process: they raise these errors, which "
+        "have `exit_code` and `code`, and `launch` KeyboardInterrupt where it was interrupted. A "
+        "`Loop` that is asked to stop saves and raises SystemExit: 75, after Ctrl-C 130, and 0 in "
+        "a run whose ranks torchrun starts.\n",
         "## Of errors\n",
         "Each is a class of `clusterddp.errors`, printed as a message without a traceback.\n",
         _table(("error", "code", ""), of_errors),
@@ -297,22 +323,51 @@ def _man_page(name: str, command: click.Command) -> str:
     line = COMMANDS.get(name.partition(" ")[2]) or command.get_short_help_str(72)
     page = [_head(name.replace(" ", "-"), line)]
     page += [".SH SYNOPSIS", _roff(_usage(name, command)), ".SH DESCRIPTION"]
+    status = []
     for text in _texts(command):
-        verbatim = text.startswith("\b")
-        page += [".nf", _roff(text[1:].strip("\n")), ".fi"] if verbatim else [_roff(text), ".PP"]
-    page.append(".SH OPTIONS")
-    ctx = click.Context(command, info_name=name)
-    for parameter in command.params:
+        if text.startswith("\b"):
+            page += [".PP", ".nf", _roff(text[1:].strip("\n")), ".fi"]
+            continue
+        words, codes = _split_exit_codes(text)
+        page += [".PP", _roff(words)] if words else []
+        status += [codes] if codes else []
+    page += _man_options(name, command)
+    page += [".SH EXIT STATUS", *map(_roff, status)] if status else []
+    subcommands = command.commands if isinstance(command, click.Group) else ()
+    own = [f"{name} {each}".replace(" ", "-") for each in subcommands]
+    return "\n".join([*page, *_see_also(["clusterddp", *own, "clusterddp-explain"])]) + "\n"
+
+
+def _man_options(name: str, command: click.Command) -> list[str]:
+    ctx = _context(name, command)
+    lines = [".SH OPTIONS"]
+    for parameter in command.get_params(ctx):
         shown = parameter.get_help_record(ctx)
-        if shown:
-            page += [".TP", f"\\fB{_roff(shown[0])}\\fR", _roff(shown[1])]
-    page += [".SH SEE ALSO", ".BR clusterddp (1)"]
-    return "\n".join(page) + "\n"
+        if shown and isinstance(parameter, click.Option):  # an argument stands in the synopsis
+            lines += [".TP", f"\\fB{_roff(shown[0])}\\fR", _roff(shown[1])]
+    return lines
+
+
+def _split_exit_codes(text: str) -> tuple[str, str]:
+    """Return a paragraph of help without its exit codes, and these: `0 printed, 2 …`."""
+    words, _, codes = text.partition("Exit codes: ")
+    return words.strip(), " ".join(codes.split())
+
+
+def _see_also(pages: Sequence[str]) -> list[str]:
+    """Return the section: a line a page, with commas between them."""
+    *others, last = pages
+    return [
+        ".SH SEE ALSO",
+        *(f".BR {_roff(name)} (1)," for name in others),
+        f".BR {_roff(last)} (1)",
+    ]
 
 
 def _head(name: str, line: str) -> str:
     title = f'.TH {name.upper()} 1 "" "clusterddp {__version__}"'
-    return f"{title}\n.SH NAME\n{_roff(name)} \\- {_roff(line.rstrip('.'))}"
+    # Neither hyphens nor wide blanks: names of options and variables stay whole.
+    return f"{title}\n.nh\n.ad l\n.SH NAME\n{_roff(name)} \\- {_roff(line.rstrip('.'))}"
 
 
 def _roff(text: str) -> str:
@@ -322,7 +377,11 @@ def _roff(text: str) -> str:
 
 
 def _usage(name: str, command: click.Command) -> str:
-    return " ".join([name, *command.collect_usage_pieces(click.Context(command, info_name=name))])
+    return " ".join([name, *command.collect_usage_pieces(_context(name, command))])
+
+
+def _context(name: str, command: click.Command) -> click.Context:
+    return click.Context(command, info_name=name, **cli.context_settings)
 
 
 def _texts(command: click.Command) -> list[str]:
@@ -352,7 +411,8 @@ def _forms(option: click.Option) -> str:
 def _value(option: click.Option) -> str:
     if isinstance(option.type, click.Choice):
         return "|".join(map(str, option.type.choices))
-    return option.type.name.upper()
+    numbers = {"integer": "N", "float": "X"}
+    return numbers.get(option.type.name.partition(" ")[0], option.type.name.upper())
 
 
 def _default(option: click.Option) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from clusterddp.worker.workstation import free_port
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PATIENCE_SECONDS = 300.0
+_CODE_ALONE = re.compile(r"(\[rank\d+\]: )?\[CD\d+\]")
 
 
 @dataclass
@@ -120,7 +122,9 @@ def measured(
                         raise
                     contender.end()
                     well.remove(contender)
-                    words = log.read_text().strip().splitlines()
+                    # The code of an error can stand on a line of its own, behind its words.
+                    lines = log.read_text().strip().splitlines()
+                    words = [line for line in lines if not _CODE_ALONE.fullmatch(line)]
                     left_out(f"{error}{f': {words[-1]}' if words else ''}")
 
         well = list(contenders)

@@ -66,7 +66,7 @@ class Run:
     def _run(self) -> RunDir:
         """Its directory; raises RequestError where that is not there."""
         if not self.run_dir.is_dir():
-            raise RequestError(f"there is no run at {self.run_dir}: no such folder.")
+            raise RequestError(f"there is no run at {self.run_dir}: no such folder. [CD0501]")
         return RunDir(self.run_dir)
 
     @property
@@ -188,7 +188,7 @@ def submit(
     if spec.sweep:
         raise RequestError(
             "a sweep is no single run: submit it with 'clusterddp submit --sweep …', or each "
-            "spec.element(index) by itself."
+            "spec.element(index) by itself. [CD0102]"
         )
     script = render(spec, template_folder)
     run, _ = submitting.submit(
@@ -239,23 +239,29 @@ def launch(
     and its traceback; KeyboardInterrupt when it was interrupted, a training after it has saved.
     """
     if not isinstance(procs, int):
-        raise RequestError(f"procs: {procs!r} is no number of processes; give one such as 2.")
+        raise RequestError(
+            f"procs: {procs!r} is no number of processes; give one such as 2. [CD0102]"
+        )
     if not 1 <= procs <= MOST_PROCS:
-        raise RequestError(f"procs: {procs} is not within 1 and {MOST_PROCS}.")
+        raise RequestError(f"procs: {procs} is not within 1 and {MOST_PROCS}. [CD0102]")
     known = START_METHODS if isinstance(target, TrainConfig) else START_METHODS[1:]
     if start_method not in (None, *known):
-        raise RequestError(f"start_method: {start_method!r} is not one of {', '.join(known)}.")
+        raise RequestError(
+            f"start_method: {start_method!r} is not one of {', '.join(known)}. [CD0102]"
+        )
     if isinstance(target, TrainConfig):
         if args:
-            raise RequestError("args are those of a function, but a TrainConfig is given.")
+            raise RequestError("args are those of a function, but a TrainConfig is given. [CD0102]")
         return _train(target, procs, start_method or "exec", run_dir)
     if not callable(target):
         raise RequestError(
             f"target: {target!r} is neither a TrainConfig nor a function to call; for one with "
-            "arguments give the function itself, and the arguments as args."
+            "arguments give the function itself, and the arguments as args. [CD0102]"
         )
     if run_dir is not None:
-        raise RequestError("run_dir is that of a TrainConfig; a function keeps its own records.")
+        raise RequestError(
+            "run_dir is that of a TrainConfig; a function keeps its own records. [CD0102]"
+        )
     return workstation.call_on_ranks(target, args, procs, start_method or "fork")
 
 
@@ -274,8 +280,10 @@ def _train(
     if code == EXIT_DONE and report is not None:
         return report
     if code == EXIT_PAUSED:
-        raise TrainingError(f"it was stopped and has saved; resume it with run_dir={str(path)!r}.")
-    raise TrainingError(_how_it_failed(run, failure))
+        raise TrainingError(
+            f"it was stopped and has saved; resume it with run_dir={str(path)!r}. [CD1204]"
+        )
+    raise TrainingError(_how_it_failed(run, failure), code="CD0817")
 
 
 def _how_it_failed(run: RunDir, failure: Failure | None) -> str:

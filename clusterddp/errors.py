@@ -1,8 +1,12 @@
-"""The errors that a user can meet, and the exit code that each of them gives.
+"""The errors that a user can meet, the exit code that each of them gives, and its stable code.
 
 Whatever derives from `ClusterDDPError` is printed as one message without a traceback;
-anything else that escapes is a defect of ours and keeps its traceback.
+anything else that escapes is a defect of ours and keeps its traceback. A code, `CD0123`, names the
+page that `clusterddp explain` prints: a class has one, or a message ends with its own; a test holds
+both to the catalogue (`explained/`).
 """
+
+import re
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -13,10 +17,34 @@ EXIT_PAUSED = 75
 EXIT_INTERRUPTED = 130
 
 
+_CODE = re.compile(r" \[(CD\d{4})\]\Z")
+
+
 class ClusterDDPError(Exception):
     """Something that the user has to know about: what was seen, what was expected, what to do."""
 
     exit_code = EXIT_FAILED
+    code = ""
+    """Code of the class, where each of its errors has the same remedy."""
+
+    def __init__(self, message: object = "", *, code: str = "") -> None:
+        """Take the code off the message, which stands in other ones as well, if it ends with one.
+
+        code: that of an error which this one passes on.
+        """
+        text = str(message)
+        if own := _CODE.search(text):
+            text, code = text[: own.start()], own[1]
+        super().__init__(text)
+        self.code = code or self.code
+        if self.code:  # shown below a traceback, from Python 3.11 on
+            self.__notes__ = [f"[{self.code}]"]
+
+
+def coded(message: object, code: str = "") -> str:
+    """Return a message with its code at the end; an error's own by default."""
+    code = code or getattr(message, "code", "")
+    return f"{message} [{code}]" if code else str(message)
 
 
 class RequestError(ClusterDDPError):
@@ -28,26 +56,64 @@ class RequestError(ClusterDDPError):
 class OptionError(RequestError):
     """The value of an option is not valid, or contradicts another one."""
 
-    def __init__(self, option: str, problem: str = "") -> None:
+    code = "CD0102"
+
+    def __init__(self, option: str, problem: str = "", *, code: str = "") -> None:
         """Begin the message with the option as it is typed, `--nodes` or `--nodes 2`."""
-        super().__init__(option + problem)
         self.option = option.partition(" ")[0]
+        super().__init__(option + problem, code=code or _OF_OPTIONS.get(self.option, ""))
+
+
+_OF_OPTIONS = {
+    "--after": "CD1105",
+    "--by": "CD1104",
+    "--container-image": "CD1004",
+    "--container-mount": "CD1003",
+    "--container-runtime": "CD1004",
+    "--env": "CD0106",
+    "--max-parallel": "CD1101",
+    "--nodelist": "CD0105",
+    "--notify": "CD1108",
+    "--omit-directive": "CD0107",
+    "--output-root": "CD0504",
+    "--over": "CD1104",
+    "--partition": "CD0407",
+    "--resume": "CD0701",
+    "--sample": "CD1101",
+    "--sample-seed": "CD1101",
+    "--sbatch": "CD0107",
+    "--spare-nodes": "CD0105",
+    "--sweep": "CD1101",
+    "--sweep-file": "CD1101",
+    "--tasks-per-node": "CD0105",
+    "--template": "CD0301",
+    "--template-dir": "CD0301",
+}
+"""Codes of options whose errors lead to a page of their own."""
 
 
 class DistEnvError(ClusterDDPError):
     """The environment of this process contradicts itself, so no rank can be derived from it."""
 
+    code = "CD0801"
+
 
 class SlurmError(ClusterDDPError):
     """A Slurm command is missing, failed, or did not answer; carries Slurm's own words."""
+
+    code = "CD0401"
 
 
 class DataError(ClusterDDPError):
     """The dataset is missing, incomplete, or not what its headers say."""
 
+    code = "CD0602"
+
 
 class CheckpointError(ClusterDDPError):
     """A checkpoint is missing, torn, or belongs to another model or dataset."""
+
+    code = "CD0701"
 
 
 class TrainingError(ClusterDDPError):
@@ -56,6 +122,8 @@ class TrainingError(ClusterDDPError):
 
 class PeerError(TrainingError):
     """This rank fails only because another one did; it is not the first to be named."""
+
+    code = "CD0901"
 
     peer_lost = True
 

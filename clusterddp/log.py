@@ -17,7 +17,7 @@ def info(line: str) -> None:
 
 
 def warning(line: str) -> None:
-    """Log a line that begins with `warning: `."""
+    """Log a line that begins with `warning: `; its text ends with its code, [CD0123]."""
     _logger().warning("%s", line, stacklevel=2)
 
 

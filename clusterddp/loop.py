@@ -277,7 +277,7 @@ class Loop:
             self.leave(reason)
         self.save()
         if trouble := self._await_checkpoint():
-            raise CheckpointError(f"the loop is done, but {trouble}.")
+            raise CheckpointError(f"the loop is done, but {trouble}. [CD0706]")
         self._stop_listening()
         if self._saver and not self._in_run:  # a run is done when its command is
             with suppress(OSError):
@@ -342,7 +342,7 @@ class Loop:
             raise TrainingError(
                 f"this is one of {_tasks()} tasks by its environment, and there is no process "
                 "group: call torch.distributed.init_process_group() before Loop(), or give each "
-                "a folder of its own, Loop(folder=…)."
+                "a folder of its own, Loop(folder=…). [CD0816]"
             )
 
     def _begin(self, folder: str | os.PathLike[str] | None) -> tuple[Attempt, Path | None]:
@@ -391,7 +391,8 @@ class Loop:
         each = "give each a folder of its own, Loop(folder=…)."
         if run.path in Loop._folders:
             raise TrainingError(
-                f"this process has a Loop in {run.path} already: close() that one, or {each}"
+                f"this process has a Loop in {run.path} already: close() that one, or "
+                f"{each} [CD0816]"
             )
         spec = run.read_spec() if own else None
         if spec is None:
@@ -405,7 +406,7 @@ class Loop:
         if joined < tasks:
             raise TrainingError(
                 f"the run {run.name} has {tasks} tasks, and this process group is of {joined} of "
-                f"them: if the others train too, {each}"
+                f"them: if the others train too, {each} [CD0816]"
             )
 
     def _on_all_ranks(self, source: Path, act: Callable[[], T]) -> T:
@@ -422,7 +423,7 @@ class Loop:
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"the checkpoint {source} does not fit what this loop was given: {error}"
         if problem := next(filter(None, self._gather(problem)), ""):
-            raise CheckpointError(problem)
+            raise CheckpointError(problem, code="CD0703")
         return results[0]
 
     def _start_background(self) -> None:
@@ -446,7 +447,7 @@ class Loop:
         if not attempt.path.is_dir():
             raise TrainingError(
                 f"{attempt.path} is gone: the run directory was removed or replaced while the job "
-                "was starting. Submit the run again."
+                "was starting. Submit the run again. [CD0512]"
             )
         has_begun = attempt.checkpoints.is_dir()  # an agent starts the ranks of an attempt again
         of_attempt = catalog.newest_in(attempt.checkpoints) if has_begun else None
@@ -459,7 +460,7 @@ class Loop:
             if of_attempt and script != _script():
                 raise CheckpointError(
                     f"the checkpoint {source} was saved by {script}, and this is {_script()}: give "
-                    "each a folder of its own, Loop(folder=…)."
+                    "each a folder of its own, Loop(folder=…). [CD0703]"
                 )
         taken = source
         if not has_begun:
@@ -473,26 +474,26 @@ class Loop:
         """Raise CheckpointError for a checkpoint of another loop, or of a world that cannot be."""
         loop = content.get("loop")
         if not isinstance(loop, dict):
-            raise CheckpointError(f"the checkpoint {path} was not saved by a Loop.")
+            raise CheckpointError(f"the checkpoint {path} was not saved by a Loop. [CD0704]")
         before, now = loop["names"], sorted(self._objects)
         if before != now:
             raise CheckpointError(
                 f"the checkpoint {path} holds {', '.join(before)}, and this loop was given "
-                f"{', '.join(now)}. Give it the same, or begin anew in another folder."
+                f"{', '.join(now)}. Give it the same, or begin anew in another folder. [CD0703]"
             )
         ranks = content["world_size"]
         if bool(loop["sharded"]) != bool(self._sharded):
             is_now = "is" if self._sharded else "is not"
             raise CheckpointError(
                 f"the checkpoint {path} {'is' if loop['sharded'] else 'is not'} sharded, and this "
-                f"model {is_now}: wrap it before Loop() as it was."
+                f"model {is_now}: wrap it before Loop() as it was. [CD0709]"
             )
         if ranks != self.world_size and not self._sharded:
             raise CheckpointError(
                 f"the checkpoint {path} is of {ranks} ranks, and this world has "
                 f"{self.world_size}: each would continue at another place in the data, and with "
                 f"another batch over all ranks. Start {ranks} ranks again; only a sharded model "
-                "(FSDP) resumes at another number."
+                "(FSDP) resumes at another number. [CD0709]"
             )
 
     def _restore(self, content: Mapping[str, Any]) -> None:
@@ -638,7 +639,7 @@ class Loop:
             self._can_log = True
         except OSError as error:  # a full disk costs the line, never the training
             if self._can_log:
-                log.warning(f"cannot write {self.attempt.metrics}: {error.strerror}")
+                log.warning(f"cannot write {self.attempt.metrics}: {error.strerror} [CD0518]")
             self._can_log = False
 
     # -- ranks -------------------------------------------------------------------------------
@@ -740,7 +741,9 @@ def _parsed(path: Path, data: bytes) -> Mapping[str, Any]:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return cast(Mapping[str, Any], dict(content))
     except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError):
-        raise CheckpointError(f"{path} cannot be loaded by torch {torch.__version__}.") from None
+        raise CheckpointError(
+            f"{path} cannot be loaded by torch {torch.__version__}. [CD0704]"
+        ) from None
 
 
 def _tasks() -> int:

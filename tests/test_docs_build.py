@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 import docs_build
@@ -36,6 +37,27 @@ def test_the_reference_names_every_command_and_option() -> None:
     assert "| `OptionError` | 2 |" in made["exit-codes.md"]
 
 
+def test_every_option_has_words_and_shows_its_default() -> None:
+    made = docs_build.reference()
+    for page, least in (("options.md", 110), ("commands.md", 80)):
+        rows = re.findall(r"^\| `-.*$", made[page], re.MULTILINE)
+        assert len(rows) > least
+        assert [row for row in rows if row.endswith("|  |")] == []
+    assert "| `--check, --no-check` | off |" in made["options.md"]
+    assert "| `--time, -t LIMIT` | the partition's |" in made["options.md"]
+    for name, command in docs_build.commands():
+        for option in command.params:
+            value = isinstance(option, click.Option) and not option.hidden and option.default
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                assert option.show_default, (name, option.opts)
+
+
+def test_every_field_has_words() -> None:
+    rows = re.findall(r"^\| `.*$", docs_build.reference()["fields.md"], re.MULTILINE)
+    assert len(rows) > 250
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
 def build(place: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "docs_build", "site", str(place)],
@@ -52,6 +74,9 @@ def test_the_site_has_all_pages_and_every_link_leads_somewhere(tmp_path: Path) -
         place = page.relative_to(ROOT / "docs").with_suffix(".html")
         assert (tmp_path / "site" / place).is_file()
     site = tmp_path / "site"
+    assert re.search(
+        '<h3 id="cd0101">CD0101: The command line is not', (site / "errors.html").read_text()
+    )
     assert 'href="examples/one_device.py"' in (site / "from-one-device.html").read_text()
     assert "<code>--template NAME|FILE</code>" in (site / "reference/options.html").read_text()
 
@@ -81,20 +106,53 @@ def test_a_link_that_leads_nowhere_fails_the_build(
     assert left.value.code == 1
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SKILL.md", "CHANGELOG.md"])
-def test_the_files_that_a_page_beside_the_site_links_to_are_there(page: str) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def headings(page: Path) -> set[str]:
+    """The anchors of a page as GitHub makes them: its readers follow the links, too."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    titles = re.findall(r"^#+ (.*?) *$", shown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_links_of_every_page_lead_to_files_and_headings_in_the_repository_too() -> None:
+    wrong = []
+    tracked = ["*.md", *(f"{each}/**/*.md" for each in ("docs", "examples", "benchmarks", "tests"))]
+    for page in (path for pattern in tracked for path in ROOT.glob(pattern)):
+        links = re.findall(r"\]\((?!\w+:)([^)#\s]*)#?([^)\s]*)\)", page.read_text())
+        for name, anchor in links:
+            target = page.parent / name if name else page
+            if not target.exists() or (anchor and anchor not in headings(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {name}#{anchor}")
+        for name in re.findall(r"`((?:docs|tests|clusterddp|\.ci)/[\w/.-]+)`", page.read_text()):
+            if page.parent.name != "coming" and page.name != "CHANGELOG.md":
+                wrong += [] if (ROOT / name).exists() else [f"{page.relative_to(ROOT)}: {name}"]
+    assert not wrong
 
 
 def test_man_pages_escape_what_man_would_take_for_its_own() -> None:
     pages = docs_build.man_pages()
     assert {"clusterddp.1", "clusterddp-submit.1", "clusterddp-data-fetch.1"} <= {*pages}
-    known = {"TH", "SH", "PP", "TP", "BR", "nf", "fi"}
+    known = {"TH", "SH", "PP", "TP", "BR", "nf", "fi", "nh", "ad"}
     for name, text in pages.items():
         requests = {line[1:3] for line in text.splitlines() if line.startswith((".", "'"))}
         assert requests <= known, name
     assert r"\fB\-\-gpus\-per\-node [TYPE:]N\fR" in pages["clusterddp-submit.1"]
+
+
+def test_each_man_page_has_its_sections() -> None:
+    pages = docs_build.man_pages()
+    usual = ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXIT STATUS", "SEE ALSO"]
+    for name, text in pages.items():
+        sections = re.findall(r"^\.SH (.*)$", text, re.MULTILINE)
+        group = name in ("clusterddp-data.1", "clusterddp-templates.1")  # which end with nothing
+        if name != "clusterddp.1":
+            assert sections == [each for each in usual if each != "EXIT STATUS" or not group], name
+        assert "Exit codes" not in text, name
+        assert r"\fB\-h, \-\-help\fR" in text, name
+        named = re.findall(r"^\.BR (\S+) \(1\)", text.replace("\\", ""), re.MULTILINE)
+        assert named and {f"{each}.1" for each in named} <= {*pages}, name
+    assert "[RUN]" not in pages["clusterddp-logs.1"].partition(".SH OPTIONS")[2]
+    assert ".BR clusterddp\\-data\\-fetch (1)" in pages["clusterddp-data.1"]
 
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff shows man pages")

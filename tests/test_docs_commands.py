@@ -21,16 +21,26 @@ _END = {"|", "||", "&&", ";", ">", "&", ")"}
 
 
 def lines_of(page: Path) -> Iterator[str]:
-    """Yield the lines of blocks, indented or fenced, and the code within sentences."""
+    """Yield the lines of blocks, indented or fenced, and the code within sentences.
+
+    A block of `text` is what a command prints.
+    """
     text = re.sub(r"\\\n *", "", page.read_text())
-    fenced = re.findall(r"^```(?:\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fenced = [block for kind, block in blocks if kind != "text"]
     indented = re.findall(r"^    (?! )(.*)$", text, re.MULTILINE)
     yield from "\n".join([*fenced, *indented]).splitlines()
     yield from (" ".join(span.split()) for span in re.findall(r"`(clusterddp [^`]+)`", text))
 
 
 def commands_of(line: str) -> Iterator[list[str]]:
-    """Yield the words behind each `clusterddp` of a line, to the end of that command."""
+    """Yield the words behind each `clusterddp` of a line, to the end of that command.
+
+    A message speaks of clusterddp too, and can end with a command: `clusterddp: …: clusterddp …`.
+    """
+    if line.startswith("clusterddp: "):
+        _, found, rest = line.rpartition(": clusterddp ")
+        line = f"clusterddp {rest}" if found else ""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:
@@ -54,7 +64,7 @@ def parse(words: list[str]) -> None:
             raise click.UsageError(f"there is no {words[0]!r}")
         words = words[1:]
     assert command is not None
-    ctx = click.Context(command, **command.context_settings)
+    ctx = click.Context(command, **{**cli.context_settings, **command.context_settings})
     try:
         command.make_parser(ctx).parse_args([*words])
     except click.BadOptionUsage as error:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,10 @@ def check(workplace: Workplace) -> Any:
     return answer(workplace, "check", "job.sbatch", "--json")
 
 
+def explain(workplace: Workplace) -> Any:
+    return answer(workplace, "explain", "CD1212", "--json")
+
+
 SHOWN = {
     "submit": submit,
     "submit of a sweep": submit_sweep,
@@ -125,6 +130,7 @@ SHOWN = {
     "stop": ending("stop"),
     "cancel": ending("cancel"),
     "check": check,
+    "explain": explain,
 }
 
 
@@ -174,6 +180,32 @@ def test_the_skill_names_no_state_and_no_field_that_is_not_promised() -> None:
     }
     fields = {name for name in re.findall(r"`(\w+)`", skill) if "_" in name}
     assert fields <= {*PROMISED["status"]}
+
+
+def test_the_loop_resumes_what_was_interrupted_and_tells_the_end(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first job ends by the time limit, with its ranks saved; the second one is done."""
+    queue(workplace)
+    workplace.command("python", "exit 0")
+    (workplace.folder / "train.py").touch()
+    workplace.command("clusterddp", f'exec {sys.executable} -m clusterddp "$@"')
+    ends = iter([("75", "time limit"), ("0", "done")])
+
+    def sleep(_: float) -> None:
+        workplace.command("squeue", "exit 0")  # the job has left the queue
+        code, cause = next(ends)
+        with (workplace.root / "big" / "events.jsonl").open("a") as file:
+            for event in (started("7"), ended("7", int(code), cause=cause)):
+                print(json.dumps({"time": time.time(), **event}), file=file)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    [loop] = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    with pytest.raises(SystemExit) as left:
+        exec(compile(loop, "docs/scripts.md", "exec"), {})
+    assert left.value.code == 0
+    asked = [call.split()[1] for call in workplace.calls if call.startswith("clusterddp")]
+    assert asked == ["submit", "status", "status", "resubmit", "status"]
 
 
 def section_of(name: str) -> str:

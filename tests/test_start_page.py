@@ -24,7 +24,11 @@ SECTIONS = {
 SHEET = re.findall(
     r"^    (clusterddp submit .*?)(?:  +#.*)?$", (DOCS / "cheatsheet.md").read_text(), re.M
 )
-SENT = [line for line in SECTIONS["On a cluster"] + SECTIONS["Your own script"] if "--gpus" in line]
+SENT = [
+    line
+    for line in SECTIONS["On a cluster"] + SECTIONS["Your own script"]
+    if " submit " in line and "--launcher local" not in line
+]
 
 
 def typed(folder: Path, line: str) -> str:
@@ -41,8 +45,16 @@ def typed(folder: Path, line: str) -> str:
 
 def test_the_page_has_its_three_parts() -> None:
     here, cluster, own, _ = SECTIONS.values()
-    assert [len(here), len(cluster), len(own)] == [5, 9, 4]
-    assert len(SENT) == 3
+    assert [len(here), len(cluster), len(own)] == [5, 10, 4]
+    assert len(SENT) == 4
+
+
+def test_no_block_both_sends_a_run_and_ends_it() -> None:
+    """Each can be pasted whole."""
+    blocks = re.findall(r"(?:^    clusterddp .*\n)+", START, re.M)
+    ending = [block for block in blocks if re.search(r" (stop|cancel|resubmit) ", block)]
+    assert len(ending) == 2
+    assert all(block.count("\n") == 1 for block in ending)
 
 
 @pytest.mark.slow
@@ -76,21 +88,24 @@ def test_what_goes_to_a_cluster_is_a_valid_request(line: str, workplace: Workpla
     words = shlex.split(f"{options} --dry-run{dashes}{command}")
     got = workplace.invoke(*words[1:])
     assert got.code == 0, got
-    assert "#SBATCH --gpus-per-node=4\n" in got.out
+    assert ("#SBATCH --gpus-per-node=4\n" in got.out) == ("--gpus-per-node 4" in line)
+    assert "#SBATCH --nodes=2\n" in got.out
 
 
 def test_a_run_on_a_cluster_is_looked_at_and_ended_as_the_page_says(workplace: Workplace) -> None:
-    workplace.run("second", submitted("7"))
+    for name in ("second", "third"):
+        workplace.run(name, submitted("7"))
     workplace.command("squeue", "echo '7|PENDING|(Resources)'")
     workplace.command("scancel", "exit 0")
-    status, stop = SECTIONS["On a cluster"][5:7]
+    lines = SECTIONS["On a cluster"]
+    status, stop = lines[3], lines[7]
     assert "queued" in workplace.invoke(*shlex.split(status)[1:]).out
     assert workplace.invoke(*shlex.split(stop)[1:]).code == 0
     assert [call for call in workplace.calls if call.startswith("scancel")]
 
 
 def test_the_site_cfg_of_the_page_is_valid(workplace: Workplace) -> None:
-    [lines] = re.findall(r"((?:^    .*\n)+)", START.partition("site.cfg")[2], re.M)[:1]
+    [lines] = re.findall(r"(^    \[defaults\]\n(?:^    .*\n)+)", START, re.M)
     (workplace.folder / "site.cfg").write_text(re.sub(r"^    ", "", lines, flags=re.M))
     got = workplace.invoke("site")
     assert got.code == 0, got

@@ -34,6 +34,7 @@ def test_the_wheel_holds_the_templates_and_sites_where_the_package_looks_for_the
     assert "clusterddp/cli/commands/submit.py" in names
     pages = ("page.html.j2", "parts.html.j2", "sweep.html.j2", "page.css")
     assert {f"clusterddp/reporting/{page}" for page in pages} <= names
+    assert "clusterddp/explained/04-slurm.md" in names
     assert not [name for name in names if name.startswith(("tests/", "jobs/", "benchmarks/"))]
 
 

@@ -46,8 +46,10 @@ _MARK = b"clusterddp"
 class UnusableError(CheckpointError):
     """A checkpoint is missing, damaged, or another program's file under its name."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
+    code = "CD0702"
+
+    def __init__(self, reason: str, message: str, *, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.reason = reason
         """The cause in a few words."""
 
@@ -385,7 +387,9 @@ def files(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"the folder {folder} cannot be read: {error.strerror}.") from None
+        raise CheckpointError(
+            f"the folder {folder} cannot be read: {error.strerror}. [CD0505]"
+        ) from None
     return sorted(paths, key=step_of, reverse=True)
 
 
@@ -428,7 +432,8 @@ def read(path: Path, *, shards: bool = True) -> bytes:
     fits = "".join(sums[:1]).split()[:1] == [hashlib.sha256(data).hexdigest()]
     if not data.startswith(_HEAD) or (fits and _MARK not in data):
         raise UnusableError(
-            "foreign", f"{path} is no checkpoint of clusterddp: another file has its name."
+            "foreign",
+            f"{path} is no checkpoint of clusterddp: another file has its name. [CD0704]",
         )
     if not fits:
         cut = "" if data[-_TAIL_BYTES:].startswith(_TAIL) else "it is cut off and "
@@ -442,7 +447,8 @@ def read(path: Path, *, shards: bool = True) -> bytes:
         raise UnusableError(
             f"format {written}",
             f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
-            f"formats {_READABLE[0]} to {FORMAT}. Resume with the clusterddp that wrote it.",
+            f"formats {_READABLE[0]} to {FORMAT}. Resume with the clusterddp that wrote "
+            "it. [CD0704]",
         )
     if shards:
         for line in sums[1:]:

@@ -216,7 +216,7 @@ def _parsed(path: Path, data: bytes) -> Content:
         content["config"]
         return cast(Content, content)
     except _UNREADABLE as error:
-        raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error}") from None
+        raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error} [CD0704]") from None
 
 
 def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256: str = "") -> None:
@@ -229,7 +229,7 @@ def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256
         if theirs != ours:
             raise CheckpointError(
                 f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
-                f"{ours}. Use --{name} {theirs}, or start without --resume."
+                f"{ours}. Use --{name} {theirs}, or start without --resume. [CD0703]"
             )
     theirs = content["data_sha256"]
     if theirs and data_sha256 and theirs != data_sha256:
@@ -237,7 +237,7 @@ def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256
             f"the dataset has changed since the checkpoint {path}: it was trained on images with "
             f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
             "Name the folder with the former ones (--data-dir), or start a new run."
-            f"{data.rendered_by(config.dataset, config.data_dir)}"
+            f"{data.rendered_by(config.dataset, config.data_dir)} [CD0608]"
         )
 
 
@@ -270,7 +270,7 @@ def restore(
         )
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} does not fit the model {config.model}: {error}"
+            f"the checkpoint {path} does not fit the model {config.model}: {error} [CD0703]"
         ) from None
 
 
@@ -340,7 +340,7 @@ def restore_random_states(
     except (LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"the random states of the checkpoint cannot be restored: {error}. "
-            "Resume with the versions that wrote it."
+            "Resume with the versions that wrote it. [CD0704]"
         ) from None
 
 

@@ -20,7 +20,7 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
 from clusterddp.checkpoints.tensors import to_bytes
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, coded
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.files import sync_folder, write_atomically
 from clusterddp.run.records import SavingReport
@@ -63,7 +63,7 @@ class Saver:
         try:  # an attempt that starts again after a kill
             catalog.remove_leftovers(self._folder)
         except OSError as error:
-            log.warning(f"left-overs in {self._folder} stay: {error.strerror}")
+            log.warning(f"left-overs in {self._folder} stay: {error.strerror} [CD0706]")
         newest = catalog.newest_in(self._folder)
         if newest:
             self._valid[newest.name] = _signature(newest)
@@ -148,7 +148,8 @@ class Saver:
         if self.last_step is not None:
             last = f"the last valid one is that of step {self.last_step}"
         log.warning(
-            f"{self.trouble}. Training continues from memory and the next save tries again; {last}."
+            f"{self.trouble}. Training continues from memory and the next save tries again; "
+            f"{last}. [CD0706]"
         )
 
     def _publish(self, path: Path, data: bytes, shards: Mapping[str, str]) -> bool:
@@ -244,7 +245,7 @@ class Saver:
     def _warn_once(self, kind: str, line: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            log.warning(line)
+            log.warning(coded(line, "CD0706"))
 
 
 def stored_sha256(path: Path) -> str:

@@ -48,7 +48,8 @@ def _job_spec(ctx: click.Context, run_name: str, sweep: Sweep) -> JobSpec:
     for name in () if task_command else sweep.names:
         if name.replace("-", "_") in values and source(ctx, name.replace("-", "_")) == "flag":
             raise OptionError(
-                f"--{name}", f" against --sweep {name}: leave the first out, or the second."
+                f"--{name}",
+                f" against --sweep {name}: leave the first out, or the second. [CD0103]",
             )
     train = None if task_command else _train_config(ctx)
     flags = typed_flags(ctx, (row.parameter for row in TRAINING)) if task_command else ""
@@ -61,7 +62,7 @@ def _job_spec(ctx: click.Context, run_name: str, sweep: Sweep) -> JobSpec:
     for name, value in values.items():
         if value == "" and source(ctx, name) == "flag":
             flag = f"--{name.replace('_', '-')}"
-            raise OptionError(flag, " is empty; give a value, or leave it out.")
+            raise OptionError(flag, " is empty; give a value, or leave it out. [CD0102]")
     given = {name: value for name, value in values.items() if value is not None}
     tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
     resources = changed_resources(Resources(), given, tasks)

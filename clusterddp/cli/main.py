@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterDDPError, is_debuggers_quit
+from clusterddp.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    ClusterDDPError,
+    coded,
+    is_debuggers_quit,
+)
 from clusterddp.version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +56,7 @@ COMMANDS = {
     "data": "Fetch, check, import or synthesise the dataset.",
     "templates": "List, show or copy the sbatch templates.",
     "site": "Show each setting in force and its source; take those for a public cluster.",
+    "explain": "Explain the code that ends a message, and what to do.",
     "completion": "Print the completion script of a shell.",
     "batch": "",
     "probe": "",
@@ -64,7 +71,10 @@ OF_EARLIER_SCRIPTS = ("begin", "finish", "watch-step")
 """Commands that are functions of one module, `earlier_scripts`."""
 _exit_code = EXIT_FAILED
 """Python's own code after a traceback, until `end` sets another."""
-QUICK = {"submit", "check", "import", "jobs", "status", "report", "templates", "site", "completion"}
+QUICK = {
+    "submit", "check", "import", "jobs", "status", "report", "templates", "site", "explain",
+    "completion",
+}  # fmt: skip
 """Commands that read, print and leave; `submit` calls `go_on` itself when it does more."""
 
 
@@ -171,10 +181,12 @@ def _run() -> NoReturn:
         click.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
+        message = coded(error.format_message(), "CD0101")
+        vars(error)["format_message"] = lambda: message
         error.show()
         sys.exit(error.exit_code)
     except ClusterDDPError as error:
-        click.echo(f"clusterddp: {error}", err=True)
+        click.echo(f"clusterddp: {coded(error)}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output has gone (`| head`); point stdout elsewhere so that the

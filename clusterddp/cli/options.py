@@ -82,7 +82,7 @@ def site_options(function: F) -> F:
     """Add --site and --cluster, which `SettingsCommand` reads ahead of the other options."""
     for name, metavar, text in (
         ("--cluster", "NAME", "The [cluster:NAME] of site.cfg to use."),
-        ("--site", "FILE", "The site.cfg to use."),
+        ("--site", "FILE", "The site.cfg to use; 'clusterddp site' shows which it is."),
     ):
         function = click.option(name, metavar=metavar, expose_value=False, help=text)(function)
     return function
@@ -166,7 +166,7 @@ def naming_sources(ctx: click.Context) -> Iterator[None]:
         if where in ("flag", "default"):
             raise
         problem = str(error).removeprefix(error.option)
-        raise OptionError(error.option, f"{problem} (from {where})") from None
+        raise OptionError(error.option, f"{problem} (from {where})", code=error.code) from None
 
 
 def source(ctx: click.Context, name: str) -> str:

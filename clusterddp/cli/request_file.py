@@ -79,11 +79,11 @@ def save(ctx: click.Context, spec: JobSpec, path: Path) -> list[str]:
     if spec.command:
         named[_COMMAND] = spec.command
     if path.exists():
-        raise RequestError(f"--save {path}: it exists already. Name another file.")
+        raise RequestError(f"--save {path}: it exists already. Name another file. [CD0108]")
     try:
         write_atomically(path, to_toml(named).encode())
     except OSError as error:
-        raise RequestError(f"--save {path}: {error.strerror}.") from None
+        raise RequestError(f"--save {path}: {error.strerror}. [CD0108]") from None
     return secret
 
 
@@ -146,7 +146,9 @@ def _take(ctx: click.Context, text: str) -> None:
     elif "command" in ctx.meta:
         ctx.meta["command"] = command
     elif command:
-        raise RequestError(f"--from {text}: it runs a command, which is for 'clusterddp submit'.")
+        raise RequestError(
+            f"--from {text}: it runs a command, which is for 'clusterddp submit'. [CD0204]"
+        )
     recipe = ctx.params.get("recipe") if source(ctx, "recipe") == "flag" else None
     sources = dict(ctx.obj.sources)
     for name, value in values.items():
@@ -179,17 +181,19 @@ def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ..
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError(f"--from {path}: {error.strerror}.") from None
+        raise RequestError(f"--from {path}: {error.strerror}. [CD0204]") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"--from {path} is not TOML: {error}.") from None
+        raise RequestError(f"--from {path} is not TOML: {error}. [CD0204]") from None
     command = content.pop(_COMMAND, [])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
-        raise RequestError(f'--from {path}: {_COMMAND} is a list of words: ["python", "train.py"].')
+        raise RequestError(
+            f'--from {path}: {_COMMAND} is a list of words: ["python", "train.py"]. [CD0204]'
+        )
     training = [row.name for row in TRAINING if row.name in content]
     if command and training:
         raise RequestError(
             f"--from {path}: {', '.join(training)} belong to the training, against {_COMMAND}: "
-            "leave one of them out."
+            "leave one of them out. [CD0204]"
         )
     values = {}
     parameters = {parameter.name: parameter for parameter in ctx.command.params}
@@ -197,12 +201,12 @@ def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ..
         if key in _OF_A_SUBMISSION:
             raise RequestError(
                 f"--from {path}: {key} is no part of a request, which several runs and sweeps can "
-                f"have: type --{key}."
+                f"have: type --{key}. [CD0204]"
             )
         if key not in OPTIONS:
             raise RequestError(
                 f"--from {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "
-                "Keys are submit's flags without '--'."
+                "Keys are submit's flags without '--'. [CD0204]"
             )
         row = OPTIONS[key]
         if row.parameter in parameters:
@@ -220,12 +224,12 @@ def _plain(where: str, value: object, kind: type) -> object:
         items = value if isinstance(value, list) else [value]
         if all(isinstance(item, str) for item in items):
             return items
-        raise RequestError(f"{where} is a list of texts, not {value!r}.")
+        raise RequestError(f"{where} is a list of texts, not {value!r}. [CD0204]")
     is_yes_or_no = isinstance(value, bool)
     if isinstance(value, str) or (is_yes_or_no and kind is bool):
         return value
     if is_yes_or_no or not isinstance(value, int | float):
-        raise RequestError(f"{where} is a text or a number, not {value!r}.")
+        raise RequestError(f"{where} is a text or a number, not {value!r}. [CD0204]")
     return str(value)
 
 

@@ -89,7 +89,7 @@ def act_on_each(
         if not as_json:
             click.echo(words(result))
     for failure in dict.fromkeys(failed):
-        click.echo(f"clusterddp: {failure}", err=True)
+        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
     code = max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
     if wait:
         code = max(code, wait(reached))

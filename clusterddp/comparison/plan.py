@@ -18,7 +18,7 @@ from pathlib import Path
 from clusterddp import launchers, log, version
 from clusterddp.comparison import results
 from clusterddp.comparison.results import Row, Trial
-from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.errors import ClusterDDPError, RequestError, coded
 from clusterddp.processes import processors
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
@@ -74,7 +74,7 @@ def plan(
     if not asked:
         raise RequestError(
             f"--strategies {','.join(strategies)} with --world-sizes "
-            f"{','.join(map(str, world_sizes))} leaves no row: dp begins at 2 GPUs."
+            f"{','.join(map(str, world_sizes))} leaves no row: dp begins at 2 GPUs. [CD0111]"
         )
     rows = [
         Row(
@@ -89,13 +89,14 @@ def plan(
     if all(row.strategy == "dp" and config.cuda_graph == "on" for row in rows):
         raise RequestError(
             "--strategies dp with --cuda-graph on: its step cannot be captured. Use --cuda-graph "
-            "off, or compare ddp."
+            "off, or compare ddp. [CD0111]"
         )
     if all(row.missing for row in rows):
         needs = "; ".join(f"{results.label(row)} {row.missing}" for row in rows)
         raise RequestError(
             f"there is nothing to compare: {needs}, and {count(hosts.gpus, 'GPU')} can be had. "
-            "Ask for more (--gpus-per-node), or compare ranks on the CPU with --device cpu."
+            "Ask for more (--gpus-per-node), or compare ranks on the CPU with --device "
+            "cpu. [CD0111]"
         )
     return rows
 
@@ -112,7 +113,7 @@ def _training(config: TrainConfig, strategy: str, devices: int, fixed: bool) -> 
         if config.batch_size % devices:
             raise RequestError(
                 f"--fixed-global-batch: --batch-size {config.batch_size} cannot be shared out "
-                f"among {devices} devices. Give a multiple of {devices}."
+                f"among {devices} devices. Give a multiple of {devices}. [CD0111]"
             )
         if strategy == "ddp":  # the batch of a step is the same, so its rate is as well
             share = config.batch_size // devices
@@ -129,7 +130,7 @@ def _nodes(ranks: int, per_node: int | None) -> int:
     if ranks % per_node:
         raise RequestError(
             f"--world-sizes: {count(ranks, 'rank')} cannot fill nodes of {per_node} evenly. Use "
-            f"multiples of {per_node}, or another --tasks-per-node or --gpus-per-node."
+            f"multiples of {per_node}, or another --tasks-per-node or --gpus-per-node. [CD0105]"
         )
     return ranks // per_node
 
@@ -173,13 +174,13 @@ def requests(
         if base is None and row.ranks > MOST_PROCS:
             raise RequestError(
                 f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
-                f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch."
+                f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch. [CD0105]"
             )
         run_name = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
         path = f"{os.path.abspath(root)}/{run_name}"
         if Path(path).exists():
             raise RequestError(
-                f"the run {run_name} exists already at {path}; choose another --name."
+                f"the run {run_name} exists already at {path}; choose another --name. [CD0503]"
             )
         spec = _job(row, run_name, path, base) if base else _here(row, run_name, path)
         planned.append((row, spec))
@@ -218,7 +219,7 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
     if "?" in asked:
         raise RequestError(
             f"--dependency {asked}: the jobs wait for one another too, which cannot be added to a "
-            "list of which any will do ('?'). Give one of which all must be met (',')."
+            "list of which any will do ('?'). Give one of which all must be met (','). [CD0103]"
         )
     dependency = ",".join(filter(None, (asked, f"afterany:{job_id}")))
     resources = dataclasses.replace(spec.resources, dependency=dependency)
@@ -228,7 +229,7 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
 def log_remarks(planned: Planned) -> None:
     """Log what a person should know of the rows' requests, each remark once."""
     for remark in dict.fromkeys(remark for _, spec in planned for remark in spec.remarks):
-        log.warning(remark)
+        log.warning(coded(remark, "CD0112"))
 
 
 def dry_run(

@@ -51,7 +51,7 @@ class Row:
         if spec.train is None:
             raise RequestError(
                 f"{spec.run_name} runs a command; only trainings can be compared, for they report "
-                "their figures."
+                "their figures. [CD0111]"
             )
         ranks, gpus = spec.world_size, spec.resources.gpus_per_node
         devices = max(gpus, 1) if spec.train.strategy == "dp" else ranks

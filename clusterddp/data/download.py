@@ -48,7 +48,7 @@ def fetch(data_dir: str) -> DatasetInfo:
             mnist.check_at("mnist", draft, checksums=True)
         except DataError as fault:
             raise DataError(
-                f"what the mirrors sent is not MNIST: {fault} Try again, or:\n{others}"
+                f"what the mirrors sent is not MNIST: {fault} Try again, or:\n{others} [CD0603]"
             ) from None
         mnist.write_sums(draft / mnist.RAW, "MNIST as published")
         mnist.put_into_place(draft, root)
@@ -62,7 +62,7 @@ def _download(draft: Path, others: str) -> None:
     except ImportError as error:
         raise DataError(
             f"fetching needs torchvision, which cannot be imported: {error}. Install it "
-            f"(python -m pip install torchvision), or:\n{others}"
+            f"(python -m pip install torchvision), or:\n{others} [CD0603]"
         ) from None
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_SECONDS)
@@ -75,7 +75,7 @@ def _download(draft: Path, others: str) -> None:
         reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
         raise DataError(
             f"MNIST could not be fetched:\n{reason or repr(error)}\nCompute nodes often have no "
-            f"way to the internet: fetch on a login node, or:\n{others}"
+            f"way to the internet: fetch on a machine with internet, or:\n{others} [CD0603]"
         ) from None
     finally:
         socket.setdefaulttimeout(patience)
@@ -99,7 +99,8 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
             mnist.inspect(raw)
             mnist.check_labels(raw)
         except DataError as fault:
-            raise DataError(f"nothing was imported from {source}: {fault}") from None
+            message = f"nothing was imported from {source}: {fault}"
+            raise DataError(message, code=fault.code) from None
         published = all(mnist.digest(raw / name) == mnist.PUBLISHED[name] for name in mnist.FILES)
         if not published:
             log.info("this is not MNIST as published; its own digests are recorded beside it")
@@ -136,7 +137,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
     except _UNREADABLE as error:
         raise DataError(
             f"it is no folder and cannot be read as a tar archive ({_words(error)}). "
-            "Give a folder, or a .tar, .tar.gz or .tgz file; unpack other archives first."
+            "Give a folder, or a .tar, .tar.gz or .tgz file; unpack other archives first. [CD0604]"
         ) from None
     with archive:
         # Only regular files: a link or device could lead out of the archive.
@@ -148,7 +149,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
 
 
 def _refuse(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be read: {_words(error)}.")
+    raise DataError(f"{error.filename} cannot be read: {_words(error)}. [CD0607]")
 
 
 def _opener(path: Path) -> Callable[[], IO[bytes]]:
@@ -167,7 +168,9 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     complete = {place: each for place, each in folders.items() if len(each) == len(mnist.FILES)}
     if len(complete) > 1:
         places = ", ".join(sorted(str(place) for place in complete))
-        raise DataError(f"it holds several sets, in {places}. Give the folder of one of them.")
+        raise DataError(
+            f"it holds several sets, in {places}. Give the folder of one of them. [CD0604]"
+        )
     if complete:
         return next(iter(complete.values()))
     spread = {
@@ -176,12 +179,12 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     if missing := [name for name, same in spread.items() if not same]:
         raise DataError(
             f"no {', no '.join(missing)} in it (nor with .gz or .idx in the name). "
-            "All four IDX files of one set are needed."
+            "All four IDX files of one set are needed. [CD0604]"
         )
     for name, same in spread.items():
         if len(same) > 1:
             places = ", ".join(sorted(str(offer.path) for offer in same))
-            raise DataError(f"{name} is in it more than once: {places}. Keep one of them.")
+            raise DataError(f"{name} is in it more than once: {places}. Keep one of them. [CD0604]")
     return {name: same[0] for name, same in spread.items()}
 
 
@@ -191,7 +194,7 @@ def _copy(offer: _Offer, target: Path) -> None:
         try:
             stream = offer.open()
         except _UNREADABLE as error:
-            raise DataError(f"{offer.path} cannot be read: {_words(error)}.") from None
+            raise DataError(f"{offer.path} cannot be read: {_words(error)}. [CD0607]") from None
         assert stream
         with stream:
             plain = gzip.GzipFile(fileobj=stream) if offer.path.suffix == ".gz" else stream
@@ -199,12 +202,14 @@ def _copy(offer: _Offer, target: Path) -> None:
                 try:
                     block = plain.read(1 << 20)
                 except _UNREADABLE as error:
-                    raise DataError(f"{offer.path} is damaged: {_words(error)}.") from None
+                    raise DataError(f"{offer.path} is damaged: {_words(error)}. [CD0604]") from None
                 if not block:
                     return
                 file.write(block)
                 if file.tell() > _LARGEST_FILE_BYTES:
-                    raise DataError(f"{offer.path} unpacks to over 1 GiB; it is no such set.")
+                    raise DataError(
+                        f"{offer.path} unpacks to over 1 GiB; it is no such set. [CD0604]"
+                    )
 
 
 def _words(error: BaseException) -> str:

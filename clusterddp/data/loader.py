@@ -41,7 +41,7 @@ class Images:
             raise DataError(
                 f"{len(pixels):,} images of {pixels.nbytes / 2**30:.1f} GiB do not fit into the "
                 f"memory of {device}: {str(error).splitlines()[0]} Have them read batch by batch: "
-                "--data-pipeline loader."
+                "--data-pipeline loader. [CD0811]"
             ) from None
 
     def __len__(self) -> int:
@@ -75,11 +75,11 @@ def check_labels(labels: Tensor, classes: int | None) -> None:
     """Raise DataError when one of them is negative, or none of so many classes."""
     lowest, highest = (int(each) for each in labels.aminmax())
     if lowest < 0:
-        raise DataError(f"label {lowest} is negative; classes are numbered from 0.")
+        raise DataError(f"label {lowest} is negative; classes are numbered from 0. [CD0606]")
     if classes is not None and highest >= classes:
         raise DataError(
             f"label {highest} is none of the {classes} classes that the model scores, which are "
-            f"numbered from 0 to {classes - 1}."
+            f"numbered from 0 to {classes - 1}. [CD0606]"
         )
 
 

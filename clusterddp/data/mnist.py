@@ -120,7 +120,7 @@ def check_labels(raw: Path) -> None:
             index = next(i for i, label in enumerate(labels) if label >= CLASSES)
             raise DataError(
                 f"{name} has the label {labels[index]} at image {index}; "
-                f"labels are 0 to {CLASSES - 1}."
+                f"labels are 0 to {CLASSES - 1}. [CD0606]"
             )
 
 
@@ -228,15 +228,16 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     missing = missing_files(root)
     packed = under_other_names(root) if missing else None
     if packed or len(missing) == len(FILES):
-        raise DataError(_absence(dataset, data_dir, packed))
+        raise DataError(_absence(dataset, data_dir, packed), code="CD0601")
     try:
         if missing:
-            raise DataError(f"{', '.join(missing)} missing, though the rest is there.")
+            raise DataError(f"{', '.join(missing)} missing, though the rest is there. [CD0601]")
         return check_at(dataset, root, checksums=checksums)
     except DataError as fault:
         raise DataError(
             f"the {dataset} dataset at {root / RAW} is damaged: {fault}\n"
-            f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}"
+            f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}",
+            code=fault.code,
         ) from None
     except OSError as error:
         raise unreadable(root / RAW, error) from None
@@ -303,14 +304,14 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
         # torchvision.datasets.MNIST prefers what torchvision before 0.9 cached there.
         raise DataError(
             f"{legacy} holds a cache of an old torchvision, which would be read in place of the "
-            f"checked files in {root / RAW}. Move that folder away."
+            f"checked files in {root / RAW}. Move that folder away. [CD0608]"
         )
     try:
         from torchvision import datasets, transforms
     except ImportError as error:
         raise DataError(
             f"--data-pipeline loader needs torchvision, which cannot be imported: {error}. Install "
-            "it (python -m pip install torchvision), or use --data-pipeline memory."
+            "it (python -m pip install torchvision), or use --data-pipeline memory. [CD0803]"
         ) from None
     steps = [transforms.ToTensor(), transforms.Normalize((PIXEL_MEAN,), (PIXEL_STD,))]
     return datasets.MNIST(str(root), train=train, transform=transforms.Compose(steps))
@@ -374,7 +375,7 @@ def unreadable(raw: Path, error: OSError) -> DataError:
     """Build the error for a dataset whose files cannot be read."""
     return DataError(
         f"the dataset at {raw} cannot be read: {error.filename or raw}: {error.strerror}. "
-        "Ask its owner for read permission, or choose another folder with --data-dir."
+        "Ask its owner for read permission, or choose another folder with --data-dir. [CD0607]"
     )
 
 
@@ -394,7 +395,7 @@ def draft_beside(root: Path) -> Iterator[Path]:
     except OSError as error:
         raise DataError(
             f"cannot write the dataset to {root}: {error.strerror or error}. Choose with "
-            "--data-dir a folder that you can write and that has room."
+            "--data-dir a folder that you can write and that has room. [CD0607]"
         ) from None
     finally:
         if draft:
@@ -435,7 +436,7 @@ def put_into_place(draft: Path, root: Path) -> None:
         if old != new or recorded.get(name, new) != new:
             raise DataError(
                 f"{target} holds another dataset already, or a damaged one: {name} there differs. "
-                "Nothing was changed. Move that folder away, or choose another --data-dir."
+                "Nothing was changed. Move that folder away, or choose another --data-dir. [CD0608]"
             )
     for name in (*FILES, SUMS):
         if not (target / name).exists():

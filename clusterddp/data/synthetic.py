@@ -54,7 +54,7 @@ def synthesise(
                 f"{root / mnist.RAW} holds another set already "
                 f"({present or 'of unknown origin'}), asked for was: {recipe}. Nothing was "
                 "changed; runs that were trained on it need it. Move that folder away, or choose "
-                "another --data-dir."
+                "another --data-dir. [CD0608]"
             )
         return info
     with mnist.draft_beside(root) as draft:

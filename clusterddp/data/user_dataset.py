@@ -90,17 +90,19 @@ class OwnSets:
             return images, labels
         of_items = all(hasattr(type(given), name) for name in ("__len__", "__getitem__"))
         if not of_items or isinstance(given, dict | str | tuple):
-            raise DataError(f"{what}: it has to return {_EXPECTED}, and returned {_seen(given)}.")
+            raise DataError(
+                f"{what}: it has to return {_EXPECTED}, and returned {_seen(given)}. [CD0605]"
+            )
         with user_functions.running(self._config.dataset):
             count = len(given)
             first: Any = given[0] if count else None
         if not count:
-            raise DataError(f"{what}: it returned a dataset without any image.")
+            raise DataError(f"{what}: it returned a dataset without any image. [CD0605]")
         of_two = isinstance(first, tuple | list) and len(first) == 2
         if not (of_two and isinstance(first[0], Tensor) and _is_label(first[1])):
             raise DataError(
                 f"{what}: items have to be pairs of an image tensor and an integer label of at "
-                f"least 0, and the first is {_seen(first)}."
+                f"least 0, and the first is {_seen(first)}. [CD0605]"
             )
         self._check_image(what, first[0])
         return given
@@ -115,7 +117,9 @@ class OwnSets:
             fits = image.dim() == 3
             expected = f"--augment {self._config.augment} takes (channels, height, width)"
         if not fits or not image.numel():
-            raise DataError(f"{what}: {expected}, and the first is {image.dtype} of shape {shape}.")
+            raise DataError(
+                f"{what}: {expected}, and the first is {image.dtype} of shape {shape}. [CD0605]"
+            )
 
 
 def _pair(what: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,15 +127,15 @@ def _pair(what: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if images.dim() < 2 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
             f"{what}: images have to be (N, …) and labels (N,), a label for each image, and are "
-            f"{shapes}."
+            f"{shapes}. [CD0605]"
         )
     if not len(labels):
-        raise DataError(f"{what}: it returned {shapes}, so no image at all.")
+        raise DataError(f"{what}: it returned {shapes}, so no image at all. [CD0605]")
     if not _is_integer(labels) or int(labels.min()) < 0:
         fault = f"begin at {int(labels.min())}" if _is_integer(labels) else f"are {labels.dtype}"
         raise DataError(
             f"{what}: labels have to be integers of at least 0, the numbers of the classes, and "
-            f"{fault}."
+            f"{fault}. [CD0605]"
         )
     if images.is_floating_point():
         images = images.detach().float()

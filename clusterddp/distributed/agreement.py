@@ -119,7 +119,7 @@ def decide(
             raise TrainingError(
                 f"this run started on {recorded.kind}, but {hellos[0].name} has "
                 f"{hellos[0].device} now, so it would not train to the same weights. Give it "
-                f"{recorded.kind} again, or choose on purpose with --device {kind}."
+                f"{recorded.kind} again, or choose on purpose with --device {kind}. [CD0806]"
             )
         if backend == "auto" and recorded.kind == kind:
             backend = recorded.backend or backend
@@ -139,7 +139,7 @@ def decide(
     if backend == "nccl" and kind == "cpu":
         raise TrainingError(
             f"--backend nccl exchanges between GPUs, but {hellos[0].name} computes on the CPU. "
-            "Use --backend gloo, or start the ranks where they have GPUs."
+            "Use --backend gloo, or start the ranks where they have GPUs. [CD0807]"
         )
     return Agreement(
         backend=backend,
@@ -172,7 +172,7 @@ def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]
         raise TrainingError(
             f"{wanted}, in which {lacking.name} does not compute ({lacking.device}): GPUs do from "
             "Ampere on. Ask for such GPUs (--constraint), or change the precision on purpose: "
-            f"--precision fp32{' --allow-changed' if open_to_us else ''}."
+            f"--precision fp32{' --allow-changed' if open_to_us else ''}. [CD0807]"
         )
 
 
@@ -228,12 +228,13 @@ def _wants_graph(
     if config.cuda_graph == "on" and kind == "cpu":
         raise TrainingError(
             "--cuda-graph on: the ranks compute on CPUs, and graphs are replayed by GPUs. Leave it "
-            "at auto, or start the ranks where they have GPUs."
+            "at auto, or start the ranks where they have GPUs. [CD0808]"
         )
     if config.cuda_graph == "on" and world_size > 1 and backend != "nccl":
         raise TrainingError(
             f"--cuda-graph on with {world_size} ranks: what --backend {backend} exchanges goes "
-            "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off."
+            "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph "
+            "off. [CD0808]"
         )
     if config.cuda_graph != "auto" or kind == "cpu":
         return config.cuda_graph == "on"
@@ -250,12 +251,12 @@ def _check_ranks(config: TrainConfig, world_size: int) -> None:
     if config.strategy != "ddp" and world_size > 1:
         raise TrainingError(
             f"--strategy {config.strategy} trains in one process, but {world_size} were started. "
-            "Start one, or use --strategy ddp."
+            "Start one, or use --strategy ddp. [CD0807]"
         )
     if config.profile and int(config.profile) >= world_size:
         raise TrainingError(
             f"--profile {config.profile}: there is no such rank; the {world_size} that were "
-            "started are numbered from 0."
+            "started are numbered from 0. [CD0807]"
         )
 
 
@@ -265,12 +266,12 @@ def _check_alike(hellos: Sequence[Hello]) -> None:
         if hello.torch != first.torch:
             raise TrainingError(
                 f"{first.name} has torch {first.torch}, {hello.name} has torch {hello.torch}. "
-                "Use one environment on all hosts (--python)."
+                "Use one environment on all hosts (--python). [CD0806]"
             )
         if hello.kind != first.kind:
             raise TrainingError(
                 f"{first.name} computes on {first.device}, {hello.name} on {hello.device}. "
-                "Ask for GPUs for every rank, or use --device cpu."
+                "Ask for GPUs for every rank, or use --device cpu. [CD0806]"
             )
 
 
@@ -288,7 +289,7 @@ def _shared_gpus(config: TrainConfig, hellos: Sequence[Hello]) -> list[str]:
                 f"rank {one.rank} and rank {other.rank} are on one GPU of {host}: {gpu} "
                 f"({one.device} and {other.device}). Ask for as many GPUs as tasks on each node "
                 "(--gpus-per-node), and for no --gpu-bind that hides some of them; or use "
-                f"--device cpu. To share it on purpose: --backend gloo, or {SHARING}."
+                f"--device cpu. To share it on purpose: --backend gloo, or {SHARING}. [CD0805]"
             )
     return [
         f"{host}: ranks {', '.join(str(hello.rank) for hello in group)} share a GPU ({gpu}), its "

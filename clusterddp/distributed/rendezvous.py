@@ -117,7 +117,7 @@ def agree(
     if store.add(f"claim/{env.rank}", 1) > 1:
         raise TrainingError(
             f"two processes say that they are rank {env.rank} of {env.world_size}: this is the "
-            "second one. Give each process a RANK of its own."
+            "second one. Give each process a RANK of its own. [CD0907]"
         )
     put(store, f"hello/{env.rank}", hello)
     if env.rank == 0:
@@ -267,7 +267,7 @@ class Identity:
         if environ.get(NONCE_VARIABLE) == "":
             raise TrainingError(
                 f"{NONCE_VARIABLE} is empty: expected the random hex digits that all ranks of a "
-                "run share. Unset it to start ranks without."
+                "run share. Unset it to start ranks without. [CD0801]"
             )
         return cls(run, environ.get(NONCE_VARIABLE, ""))
 
@@ -300,7 +300,7 @@ class Identity:
         raise TrainingError(
             f"rank {env.rank} reached another run's rank 0 at {env.master_addr}:{env.master_port}: "
             f"that one is {theirs}, this one {self.run or 'no Slurm step'}.{hint} Set MASTER_PORT "
-            "to another port for this job."
+            "to another port for this job. [CD0906]"
         )
 
     @property
@@ -325,7 +325,7 @@ def nobody(env: DistEnv) -> PeerError:
     """Give the error of a rank to which rank 0 did not come."""
     return PeerError(
         f"rank {env.rank} waited for rank 0 at {env.master_addr}:{env.master_port}, but rank "
-        "0 did not come. Its log says whether it started."
+        "0 did not come. Its log says whether it started. [CD0903]"
     )
 
 
@@ -380,7 +380,8 @@ def await_ranks(store: RunStore, env: DistEnv, keys: Sequence[str], timeout: flo
         raise TrainingError(
             f"{len(absent)} of {env.world_size} ranks did not come to "
             f"{env.master_addr}:{env.master_port} within {timeout:g} s: {_listing(absent)}. "
-            "Their logs say whether they started; --rendezvous-timeout makes rank 0 wait longer."
+            "Their logs say whether they started; --rendezvous-timeout makes rank 0 wait "
+            "longer. [CD0902]"
         ) from None
 
 
@@ -389,7 +390,7 @@ def strange(env: DistEnv, what: str, message: bytes) -> TrainingError:
     return TrainingError(
         f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} is not what "
         f"a rank writes: {printable(message.decode(errors='replace'))}. Somebody else "
-        "reached the port: set MASTER_PORT to another."
+        "reached the port: set MASTER_PORT to another. [CD0906]"
     )
 
 
@@ -409,7 +410,7 @@ def _roll_call(store: RunStore, env: DistEnv, timeout: float) -> list[Message]:
         if hello.get("world_size") != env.world_size:
             raise TrainingError(
                 f"rank {rank} was started with a world size of {hello.get('world_size')}, rank 0 "
-                f"with {env.world_size}. Give every rank the same WORLD_SIZE."
+                f"with {env.world_size}. Give every rank the same WORLD_SIZE. [CD0907]"
             )
     return hellos
 

@@ -62,7 +62,8 @@ def bind(env: DistEnv, environ: Mapping[str, str]) -> socket.socket | None:
                 "--master-port (MASTER_PORT); in a job unset MASTER_PORT to have one derived."
             )
         raise TrainingError(
-            f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: {cause}"
+            f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: "
+            f"{cause} [CD0905]"
         ) from None
 
 
@@ -98,14 +99,14 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
         if not _somebody_listens(env):
             raise PeerError(
                 f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
-                f"{env.master_port}, but it has ended since. Its log says why."
+                f"{env.master_port}, but it has ended since. Its log says why. [CD0903]"
             ) from None
         answer = f": {error}" if str(error) else f" within {time.monotonic() - began:.0f} s"
         raise TrainingError(
             f"rank {env.rank} on {socket.gethostname()}: something listens at "
             f"{env.master_addr}:{env.master_port}, but it does not answer as rank 0's store "
             f"does{answer}. Another program holds the port: set MASTER_PORT to a free one; or rank "
-            "0 is still starting, as its log tells."
+            "0 is still starting, as its log tells. [CD0906]"
         ) from None
 
 
@@ -292,7 +293,7 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
                 raise TrainingError(
                     f"rank {env.rank} on {socket.gethostname()} cannot look up the master address "
                     f"{env.master_addr!r}: {error.strerror}. Set MASTER_ADDR to a name or address "
-                    "of rank 0's host that this host knows."
+                    "of rank 0's host that this host knows. [CD0904]"
                 ) from None
         except OSError as error:
             if time.monotonic() > deadline:
@@ -300,7 +301,7 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
                     f"rank {env.rank} on {socket.gethostname()} waited for rank 0 at "
                     f"{address[0]}:{address[1]}, but nobody answered: {error.strerror or error}. "
                     "The log of rank 0 says whether it started; a firewall between the hosts looks "
-                    "the same."
+                    "the same. [CD0903]"
                 ) from None
         time.sleep(pause)  # rank 0 has not begun: there is no event to wait for
         pause = min(pause * 1.5, 0.5)

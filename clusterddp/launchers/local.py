@@ -58,7 +58,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
         chain.check(chain.look(spec), has_queue=False)
     if spec.resources.nodes > MOST_HOSTS:
         raise RequestError(
-            f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts."
+            f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts. [CD1305]"
         )
     environ = submission_environment(os.environ)
     wants_gpus = spec.resources.gpus_per_node > 0
@@ -68,13 +68,13 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     if spec.restart_on_failure:
         log.warning(
             f"--restart-on-failure {spec.restart_on_failure} has no effect here: a rehearsal is "
-            "not put back into a queue"
+            "not put back into a queue [CD0103]"
         )
     in_image = spec.launch_prefix or spec.container_image
     if not in_image and not shutil.which(spec.python):
         log.warning(
             f"--python {spec.python}: there is no such interpreter on this workstation; unless the "
-            "set-up brings it, no task can start"
+            "set-up brings it, no task can start [CD0310]"
         )
     parent = os.getpid()
     stand_in = subprocess.Popen(
@@ -120,7 +120,7 @@ def own_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
     if len(set(gpus)) < len(gpus):
         raise RequestError(
             f"{VISIBLE_GPUS}={shown} names a GPU twice, and CUDA then shows none at all. Name each "
-            "once, or unset it."
+            "once, or unset it. [CD0804]"
         )
     return gpus
 
@@ -136,7 +136,7 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
     if not gpus:
         log.warning(
             f"{VISIBLE_GPUS}={os.environ.get(VISIBLE_GPUS, '')} hides all GPUs: the ranks compute "
-            "on CPUs"
+            "on CPUs [CD0804]"
         )
     if not gpus or nodes * each <= len(gpus):
         return
@@ -147,9 +147,9 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
         raise RequestError(
             f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Ask for fewer"
             f"{', train with --device cpu' if spec.train else ''}, or have ranks share a GPU: "
-            f"{spec.sharing}."
+            f"{spec.sharing}. [CD1305]"
         )
-    log.warning(f"{counts}: the hosts share them")
+    log.warning(f"{counts}: the hosts share them [CD1305]")
 
 
 def main() -> None:

@@ -71,4 +71,6 @@ def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
             else "so that nobody does where its own script cannot, such as after a cancellation in "
             "the queue"
         )
-        log.warning(f"--notify: no job waits to tell the end of {run.name}, {words}: {error}")
+        log.warning(
+            f"--notify: no job waits to tell the end of {run.name}, {words}: {error} [CD1108]"
+        )

@@ -58,15 +58,18 @@ def render(
     except jinja2.TemplateNotFound as error:
         names = {path.name for folder in folders for path in folder.glob("*.j2")}
         known = ", ".join(sorted(name for name in names if not name.startswith("_")))
-        raise RequestError(f"template {error.name!r} is not found; there are: {known}.") from None
+        raise RequestError(
+            f"template {error.name!r} is not found; there are: {known}. [CD0301]"
+        ) from None
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
-            f"template {error.filename or error.name}, line {error.lineno}: {error.message}"
+            f"template {error.filename or error.name}, line {error.lineno}: "
+            f"{error.message} [CD0302]"
         ) from None
     except OSError as error:
-        raise RequestError(f"template {error.filename}: {error.strerror}.") from None
+        raise RequestError(f"template {error.filename}: {error.strerror}. [CD0301]") from None
     except UnicodeDecodeError:
-        raise RequestError(f"template {spec.template} is not UTF-8 text.") from None
+        raise RequestError(f"template {spec.template} is not UTF-8 text. [CD0301]") from None
     except Exception as error:  # whatever an expression in a person's own template can raise
         _blame(error, folders)
     if template_folder:
@@ -102,7 +105,7 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
             own = [host for text in lists for host in forms.expand_nodelist(text)]
             exclude = [*dict.fromkeys([*own, *choice.nodes])]
         except RequestError as error:  # a file of names, say, which sbatch takes as well
-            log.warning(f"no bad node is left out: {error}")
+            log.warning(f"no bad node is left out: {error} [CD1303]")
             choice = bad_nodes.Choice()
     if spec.point and sweep.is_array(script):
         points = [run]
@@ -166,7 +169,7 @@ def shipped_folder() -> Path:
         raise RequestError(
             f"the clusterddp that a run carries, {package.parent}, renders no script; its COMMAND "
             "has it on the path for clusterddp.loop. Submit a run whose COMMAND submits others "
-            "with --env CLUSTERDDP_LOOP=off."
+            "with --env CLUSTERDDP_LOOP=off. [CD0314]"
         )
     return inside if inside.is_dir() else beside
 
@@ -252,7 +255,7 @@ def directive(name: str, value: str | None) -> str:
     if len(value.encode()) > forms.LONGEST_DIRECTIVE_BYTES:
         raise RequestError(
             f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
-            f"{forms.LONGEST_DIRECTIVE_BYTES}."
+            f"{forms.LONGEST_DIRECTIVE_BYTES}. [CD0107]"
         )
     if _PLAIN.fullmatch(value):
         return f"--{name}={value}"
@@ -409,7 +412,7 @@ def _blame(error: Exception, folders: list[Path]) -> NoReturn:
         raise error
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-    raise RequestError(f"template {where}: {kind}{error}") from None
+    raise RequestError(f"template {where}: {kind}{error} [CD0302]") from None
 
 
 def _check_blocks(environment: jinja2.Environment, name: str) -> None:
@@ -433,7 +436,7 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise RequestError(
                     f"template {path}, line {block.lineno}: there is no block {block.name!r} to "
-                    f"replace; there are {', '.join(known)}.{hint}"
+                    f"replace; there are {', '.join(known)}.{hint} [CD0302]"
                 )
         known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
 
@@ -450,7 +453,7 @@ def _check_own(tree: nodes.Template, path: str) -> None:
             raise RequestError(
                 f"template {path}, line {text.lineno} or below: {earlier[0]} is none of the "
                 "script's variables any more; tasks find the attempt's number in "
-                "CLUSTERDDP_ATTEMPT, and what they run in ${task[@]}."
+                "CLUSTERDDP_ATTEMPT, and what they run in ${task[@]}. [CD0303]"
             )
     for block in tree.find_all(nodes.Block):
         words = "".join(text.data for text in block.find_all(nodes.TemplateData))
@@ -463,17 +466,17 @@ def _check_own(tree: nodes.Template, path: str) -> None:
             raise RequestError(
                 f"{where}: no line is handed over to the run's controller, so the tasks would "
                 "run outside the attempt. Begin the line that starts them with 'launch': "
-                "launch srun … ."
+                "launch srun … . [CD0303]"
             )
         if len(re.findall(r"(?:^|[;&|]\s*)launch\s", code, re.MULTILINE)) + keeps > 1:
             raise RequestError(
                 f"{where}: only the first line that begins with 'launch' would run, as the job "
-                "ends with it. Start other steps ahead of it, with srun alone."
+                "ends with it. Start other steps ahead of it, with srun alone. [CD0303]"
             )
         if early := _OF_TASKS.search(code):
             raise RequestError(
                 f"{where}: {early[0]} is set for what stands behind 'launch', and not in the "
-                "script. Use it in single quotes, as in launch srun bash -c '…'."
+                "script. Use it in single quotes, as in launch srun bash -c '…'. [CD0303]"
             )
 
 
@@ -493,28 +496,31 @@ def _extended(tree: nodes.Template) -> str | None:
 def _check(spec: JobSpec, script: str) -> None:
     """Refuse what sbatch would refuse or silently ignore, with the template's name."""
     if not script.startswith("#!"):
-        raise RequestError(f"template {spec.template}: the first line is not '#!/bin/bash'.")
+        raise RequestError(
+            f"template {spec.template}: the first line is not '#!/bin/bash'. [CD0303]"
+        )
     if "\r" in script or "\0" in script:
         raise RequestError(
             f"template {spec.template} has CRLF line ends or NULs, which sbatch refuses; "
-            "save it with plain line ends."
+            "save it with plain line ends. [CD0303]"
         )
     if spec.restart_in_job and "--max-restarts=" not in script:
         raise RequestError(
             f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
-            "without an agent that could start them again. Use --template torchrun.sbatch.j2."
+            "without an agent that could start them again. Use --template "
+            "torchrun.sbatch.j2. [CD0303]"
         )
     if spec.sweep and not sweep.is_array(script):
         raise RequestError(
             f"--sweep: the script of template {spec.template} has no line '#SBATCH --array=', by "
             "which it is known to start points. Leave its directives in, and array out of "
-            "--omit-directive."
+            "--omit-directive. [CD0303]"
         )
     body = False
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith("#SBATCH") and body:
             raise RequestError(
                 f"template {spec.template}: rendered line {number}, {line!r}, stands after the "
-                "first command, where Slurm ignores directives. Move it up."
+                "first command, where Slurm ignores directives. Move it up. [CD0303]"
             )
         body = body or bool(line.strip() and not line.startswith("#"))

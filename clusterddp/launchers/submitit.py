@@ -42,12 +42,12 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
     if template_folder or spec.template != "ddp.sbatch.j2":
         raise RequestError(
             "--launcher submitit writes its script itself and takes no --template or "
-            "--template-dir; use --launcher sbatch for those."
+            "--template-dir; use --launcher sbatch for those. [CD0305]"
         )
     if spec.container_image:
         raise RequestError(
             "--launcher submitit starts submitit's own program in each task, which an image rarely "
-            "has; use --launcher sbatch with --container-image."
+            "has; use --launcher sbatch with --container-image. [CD0305]"
         )
     # The one call of a private function, for the dry run; seen to give the text that
     # SlurmExecutor.submit sends with submitit 1.5.4.
@@ -56,7 +56,8 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
     except ImportError:
         raise RequestError(
             "--launcher submitit: the installed submitit has no _make_sbatch_string, which gives "
-            "the script before it is submitted. Install submitit 1.5.4, or use --launcher sbatch."
+            "the script before it is submitted. Install submitit 1.5.4, or use --launcher "
+            "sbatch. [CD0305]"
         ) from None
 
     command = f"{_python(spec)} -u -m submitit.core._submit {shlex.quote(str(_folder(spec)))}"
@@ -76,7 +77,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
     except RuntimeError:
         raise RequestError(
             "no srun on PATH, so submitit cannot submit from here; log in to the cluster, or use "
-            "--launcher local to rehearse the run."
+            "--launcher local to rehearse the run. [CD0402]"
         ) from None
     executor.update_parameters(**_parameters(spec))
     task = Task(
@@ -93,7 +94,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
         job = executor.submit(task)
     except submitit.core.utils.FailedJobError as error:
         words = client.explained(" ".join(str(error).split()), script, os.environ)
-        raise RequestError(f"sbatch refused the job: {words}") from None
+        raise RequestError(f"sbatch refused the job: {words} [CD0403]") from None
     finally:
         replace_environment(kept)
         # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.

@@ -42,7 +42,9 @@ class KerasNet(nn.Module):
         for variable in model.weights:
             name = variable.path.replace("/", "_")
             if name in self._variables:
-                raise TrainingError(f"two weights of the Keras model are named {variable.path}.")
+                raise TrainingError(
+                    f"two weights of the Keras model are named {variable.path}. [CD0812]"
+                )
             value = variable.value.detach().clone()
             if variable.trainable:
                 self.register_parameter(name, nn.Parameter(value))
@@ -106,19 +108,20 @@ def import_keras() -> ModuleType:
     process on another backend.
     """
     if missing := TrainConfig(model=_NAME).missing_package():
-        raise TrainingError(f"{missing} This is {socket.gethostname()}.")
+        raise TrainingError(f"{missing} This is {socket.gethostname()}. [CD0803]")
     try:
         with _settings():
             import keras
     except Exception as error:  # of any kind: it is a large package, imported with many others
         raise TrainingError(
-            f"Keras cannot be imported on {socket.gethostname()}: {type(error).__name__}: {error}."
+            f"Keras cannot be imported on {socket.gethostname()}: {type(error).__name__}: "
+            f"{error}. [CD0803]"
         ) from error
     backend = keras.config.backend()
     if backend != "torch":
         raise TrainingError(
             f"Keras computes on {backend} in this process, where something has imported it before: "
-            f"--model {_NAME} needs it on torch. Set KERAS_BACKEND=torch for that import."
+            f"--model {_NAME} needs it on torch. Set KERAS_BACKEND=torch for that import. [CD0803]"
         )
     module: ModuleType = keras
     return module

@@ -45,20 +45,20 @@ def check(name: str, model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TrainingError(
             f"--model {name}: it has to return a torch.nn.Module, and returned "
-            f"{type(model).__name__}."
+            f"{type(model).__name__}. [CD0309]"
         )
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         raise TrainingError(
             f"--model {name}: it has lazy layers, whose sizes are not known yet. Call it once on a "
-            "batch of its images before you return it, or give the sizes."
+            "batch of its images before you return it, or give the sizes. [CD0812]"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise TrainingError(f"--model {name}: the module has no parameter to train.")
+        raise TrainingError(f"--model {name}: the module has no parameter to train. [CD0812]")
     for buffer, tensor in model.named_buffers():
         if tensor.numel() > 1 and 0 in tensor.stride():
             raise TrainingError(
                 f"--model {name}: the buffer {buffer} overlaps itself (expand), so rank 0's cannot "
-                "be copied into it. Register a copy: tensor.clone()."
+                "be copied into it. Register a copy: tensor.clone(). [CD0812]"
             )
     _check_extra_state(name, model)
     return model
@@ -76,7 +76,7 @@ def _check_extra_state(name: str, model: nn.Module) -> None:
         raise TrainingError(
             f"--model {name}: what its state_dict holds beside tensors ({', '.join(extra)}) cannot "
             f"be read back from a checkpoint: {str(error).splitlines()[0]} Keep to tensors, "
-            "numbers, strings, lists and dicts."
+            "numbers, strings, lists and dicts. [CD0812]"
         ) from None
 
 
@@ -93,7 +93,7 @@ def check_gradients(name: str, model: nn.Module) -> None:
         raise TrainingError(
             f"--model {name}: {', '.join(idle[:5])}{more} took no part in the scores of a pass in "
             "evaluation mode, and ranks exchange the gradients of all parameters. Remove them, or "
-            "have them need no gradient: requires_grad_(False)."
+            "have them need no gradient: requires_grad_(False). [CD0812]"
         )
 
 

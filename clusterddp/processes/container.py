@@ -107,7 +107,7 @@ class Mount:
                 raise OptionError(
                     option,
                     f": {path!r} cannot be mounted in a container, for it holds a colon, a "
-                    "backslash, a double quote or a control character. Use another path.",
+                    "backslash, a double quote or a control character. Use another path. [CD1003]",
                 )
 
 

@@ -155,7 +155,8 @@ def _refuse_cuda() -> None:
         raise RequestError(
             "start method fork: this process has used CUDA already (a tensor on a GPU, or just "
             "torch.cuda.is_available()), and no copy of it can. Restart the notebook's kernel and "
-            "leave CUDA to the ranks, or use start_method='spawn' with a function of a module."
+            "leave CUDA to the ranks, or use start_method='spawn' with a function of a "
+            "module. [CD0817]"
         )
 
 

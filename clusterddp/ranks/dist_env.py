@@ -174,7 +174,7 @@ def from_flags(
         raise RequestError(
             f"{', '.join(typed)} without {' and '.join(missing)}: a rank that is started by hand "
             f"needs {', '.join(needed[:2])} and {needed[2]}, the same world size and port in every "
-            "shell. Give them all, or none of them to take the ranks from the environment."
+            "shell. Give them all, or none of them to take the ranks from the environment. [CD0802]"
         )
     _within("--world-size", world_size, 1, MOST_RANKS)
     _within("--rank", rank, 0, world_size - 1, f" (--world-size {world_size})")
@@ -183,7 +183,7 @@ def from_flags(
     if master_addr is not None and not variables.PRINTABLE.fullmatch(master_addr):
         raise RequestError(
             f"--master-addr: {master_addr!a} is no host name or address; "
-            "give that of the host on which rank 0 is."
+            "give that of the host on which rank 0 is. [CD0802]"
         )
     local_world_size = _ranks_of_a_host(rank, world_size, local_rank, local_world_size)
     return _placed(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
@@ -198,7 +198,7 @@ def check_address(addr: str) -> None:
     except OSError as error:
         raise RequestError(
             f"--master-addr {addr}: {error.strerror or error}. Name the host on which rank 0 is "
-            "as this one knows it, or give its address."
+            "as this one knows it, or give its address. [CD0904]"
         ) from None
 
 
@@ -261,7 +261,7 @@ def _ranks_of_a_host(
         if local_rank is not None:
             raise RequestError(
                 f"--local-rank {local_rank} without --local-world-size: how many ranks are on a "
-                "host? Give it too, or leave both out where all ranks are on one host."
+                "host? Give it too, or leave both out where all ranks are on one host. [CD0802]"
             )
         return world_size
     _within("--local-world-size", local_world_size, 1, world_size, f" (--world-size {world_size})")
@@ -269,13 +269,13 @@ def _ranks_of_a_host(
         raise RequestError(
             f"--world-size {world_size} is no multiple of --local-world-size {local_world_size}: "
             "these flags take as many ranks on each host. For others export torch's variables, "
-            "LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE among them."
+            "LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE among them. [CD0802]"
         )
     if local_rank not in (None, rank % local_world_size):
         raise RequestError(
             f"--local-rank {local_rank} against --rank {rank} and --local-world-size "
             f"{local_world_size}: expected {rank % local_world_size}, for consecutive ranks share "
-            "a host. Leave --local-rank out, or number the ranks host by host."
+            "a host. Leave --local-rank out, or number the ranks host by host. [CD0802]"
         )
     return local_world_size
 
@@ -298,4 +298,6 @@ def _placed(rank: int, world_size: int, addr: str, port: int, local_world_size: 
 
 def _within(flag: str, value: int, lowest: int, highest: int, why: str = "") -> None:
     if not lowest <= value <= highest:
-        raise RequestError(f"{flag}: {value} is not a number from {lowest} to {highest}{why}.")
+        raise RequestError(
+            f"{flag}: {value} is not a number from {lowest} to {highest}{why}. [CD0802]"
+        )

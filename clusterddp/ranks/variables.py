@@ -345,7 +345,7 @@ def parse_environment(text: str) -> dict[str, str]:
     if _DECLARATION.match(text):
         raise RequestError(
             "the pasted environment is a shell's own list, with the shell's quotes; paste the "
-            "output of 'env' or 'env -0'."
+            "output of 'env' or 'env -0'. [CD0801]"
         )
     environ: dict[str, str] = {}
     name = ""
@@ -357,7 +357,8 @@ def parse_environment(text: str) -> dict[str, str]:
             if name in ("SLURM_PROCID", "RANK") and environ.get(name, value) != value:
                 raise RequestError(
                     f"{name} is {environ[name]!r} and {value!r} in the pasted environment: "
-                    "expected that of one task. Paste one, from 'srun --ntasks=1 env', say."
+                    "expected that of one task. Paste one, from 'srun --ntasks=1 env', "
+                    "say. [CD0801]"
                 )
             environ[name] = value
         elif name and record and end == "\n":
@@ -365,7 +366,7 @@ def parse_environment(text: str) -> dict[str, str]:
             environ[name] += f"\n{record}"
     if not environ:
         raise RequestError(
-            "the pasted environment holds no NAME=value line; paste the output of 'env'."
+            "the pasted environment holds no NAME=value line; paste the output of 'env'. [CD0801]"
         )
     return environ
 

@@ -257,14 +257,16 @@ def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None
     if not can_draw():
         raise RequestError(
             f"{option} draws with matplotlib, which is not installed for {sys.executable}. Install "
-            f"it there: {INSTALL}"
+            f"it there: {INSTALL} [CD0803]"
         )
     if not name or path.is_dir():
-        raise RequestError(f"{option}: {name!r} names no file; give one in a folder.")
+        raise RequestError(f"{option}: {name!r} names no file; give one in a folder. [CD0108]")
     if not path.parent.is_dir():
-        raise RequestError(f"{option}: there is no folder {path.parent}; make it, or name another.")
+        raise RequestError(
+            f"{option}: there is no folder {path.parent}; make it, or name another. [CD0108]"
+        )
     if formats and path.suffix not in formats:
-        raise RequestError(f"{option}: {name!r} ends with none of {', '.join(formats)}.")
+        raise RequestError(f"{option}: {name!r} ends with none of {', '.join(formats)}. [CD0108]")
 
 
 def can_draw() -> bool:

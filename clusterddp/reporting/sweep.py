@@ -18,6 +18,7 @@ from clusterddp.errors import OptionError
 from clusterddp.run import files, formatting
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir, SweepDir
+from clusterddp.run.state import DONE, ENDED
 from clusterddp.run.status import judge_all
 from clusterddp.run.sweeps import sweep_status
 
@@ -205,8 +206,11 @@ def shown(metric: str, value: float | None) -> str:
 
 def order_of(report: SweepReport) -> str:
     """Return the order of the rows in words: `test accuracy, highest first; mean over seed`."""
-    if not report.by:
+    if not report.by and not ENDED.issuperset(report.counts):
         return "no point has recorded a metric yet"
+    if not report.by:
+        way = ": a script of your own does with a Loop (docs/resumable.md)"
+        return f"no point has recorded a metric{way if DONE in report.counts else ''}"
     order = f"{label(report.by)}, {'lowest' if report.lowest_first else 'highest'} first"
     if not report.over:
         return order
@@ -220,7 +224,9 @@ def table_of(report: SweepReport) -> list[tuple[str, ...]]:
     ]
     spread = ("SPREAD", "N") if report.over and report.by else ()
     heads = [_heading(name) for name in ([report.by] if report.by else [])]
-    heads += [*spread, *map(_heading, others), "STATE", "BEST-RUN" if report.over else "RUN"]
+    heads += [*spread, *map(_heading, others), "STATE"]
+    if report.by or not report.over:  # of several runs without a metric none is the best
+        heads.append("BEST-RUN" if report.over else "RUN")
     table = [(*report.names, *heads)]
     for row in report.rows:
         cells = [*row.point.values()]
@@ -230,7 +236,11 @@ def table_of(report: SweepReport) -> list[tuple[str, ...]]:
             best = row.figures.get(report.by, Spread(math.nan, None, 0))
             cells += [shown(report.by, best.spread), str(best.n)]
         cells += [shown(name, row.mean(name)) for name in others]
-        table.append((*cells, row.state, row.best_run))
+        cells.append(row.state)
+        if report.by or not report.over:
+            is_known = not report.over or report.by in row.figures
+            cells.append(row.best_run if is_known else "-")
+        table.append(tuple(cells))
     return [tuple(map(formatting.line, cells)) for cells in table]
 
 

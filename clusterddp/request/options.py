@@ -17,6 +17,7 @@ read here, rendered, and kept out of the submission (`slurm.client`).
 import dataclasses
 import math
 import numbers
+import os
 import re
 import types
 import typing
@@ -101,7 +102,7 @@ class Number:
     def check(self, option: str, value: float) -> None:
         """Raise RequestError unless the value lies in the range; NaN and a text lie in none."""
         if not (isinstance(value, numbers.Real) and self.least <= value < self.below):
-            raise OptionError(option, f": {value!r} is not {self.noun}.")
+            raise OptionError(option, f": {value!r} is not {self.noun}. [CD0102]")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Choice:
         """Raise RequestError with the names unless the value is one of them."""
         if value not in self.names and not (self.or_function and is_reference(value)):
             more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
-            raise OptionError(option, f": {value!r} is not one of {', '.join(self.names)}{more}.")
+            names = ", ".join(self.names)
+            raise OptionError(option, f": {value!r} is not one of {names}{more}. [CD0102]")
 
 
 def is_reference(value: str) -> bool:
@@ -265,7 +267,7 @@ class Settings:
             if values["exclusive"] not in ("", "exclusive"):
                 raise RequestError(
                     f"SBATCH_EXCLUSIVE={values['exclusive']}: only whole nodes can be asked for "
-                    "here; unset it, or use --exclusive."
+                    "here; unset it, or use --exclusive. [CD0206]"
                 )
             values["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
         # sbatch takes these two by their being there as well (a newer one heeds the word expedite);
@@ -293,10 +295,23 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
     named = given or environ.get("CLUSTERDDP_SITE")
     if named:
         if not Path(named).exists():
-            raise RequestError(f"site configuration {named!r} is not found.")
+            raise RequestError(f"site configuration {named!r} is not found. [CD0201]")
         return Path(named)
-    places = (folder / "site.cfg", user_file(environ), SYSTEM_FILE)
-    return next(filter(Path.is_file, places), None)
+    return next(filter(Path.is_file, site_places(environ, folder)), None)
+
+
+def site_places(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
+    """Return where site.cfg is looked for when none is named, the first first."""
+    return folder / "site.cfg", user_file(environ), SYSTEM_FILE
+
+
+def passed_over(used: Path, environ: Mapping[str, str], folder: Path) -> list[Path]:
+    """Return the files that are there, too, and give no setting, as only one is read."""
+    named = environ.get("CLUSTERDDP_SITE")
+    places = [*([folder / named] if named else []), *site_places(environ, folder)]
+    # os.path.isfile takes a folder that cannot be entered for one without the file.
+    there = [place for place in dict.fromkeys(places) if os.path.isfile(place)]  # noqa: PTH113
+    return [place for place in there if not place.samefile(used)]
 
 
 def user_file(environ: Mapping[str, str]) -> Path:
@@ -313,7 +328,7 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
     """
     if path is None:
         if cluster:
-            raise RequestError(f"--cluster {cluster}: there is no site.cfg to define it.")
+            raise RequestError(f"--cluster {cluster}: there is no site.cfg to define it. [CD0201]")
         return Settings()
     import configparser  # not needed where no site.cfg is
 
@@ -326,20 +341,20 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
     except configparser.MissingSectionHeaderError as error:
         raise RequestError(
             f"{path}, line {error.lineno}: {error.line.strip()!r} stands in no section; begin the "
-            "file with [defaults]."
+            "file with [defaults]. [CD0201]"
         ) from None
     except configparser.Error as error:
-        raise RequestError(f"{path}: {' '.join(str(error).split())}") from None
+        raise RequestError(f"{path}: {' '.join(str(error).split())} [CD0201]") from None
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}.") from None
+        raise RequestError(f"{path}: {error.strerror}. [CD0201]") from None
     except UnicodeDecodeError:
-        raise RequestError(f"{path} is not UTF-8 text.") from None
+        raise RequestError(f"{path} is not UTF-8 text. [CD0201]") from None
     sections = {name: dict(parser[name]) for name in parser.sections()}
     _check_names(path, sections, known)
     clusters = [name.removeprefix(_CLUSTER) for name in sections if name.startswith(_CLUSTER)]
     if cluster and cluster not in clusters:
         raise RequestError(
-            f"--cluster {cluster}: {path} defines {', '.join(clusters) or 'no clusters'}."
+            f"--cluster {cluster}: {path} defines {', '.join(clusters) or 'no clusters'}. [CD0201]"
         )
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -363,7 +378,7 @@ def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
     elif gres and "gpu" in gres:
         raise RequestError(
             f"SBATCH_GRES={gres}: unset it, and ask for the GPUs with --gpus-per-node and for the "
-            "rest with --sbatch gres=…"
+            "rest with --sbatch gres=… [CD0206]"
         )
     return directives
 
@@ -382,11 +397,13 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
             near = nearest(section, ("defaults", "environment"))
             raise RequestError(
                 f"{path}: unknown section [{section}]{near}; "
-                "there are [defaults], [cluster:NAME] and [environment]."
+                "there are [defaults], [cluster:NAME] and [environment]. [CD0203]"
             )
         for key in keys:
             if key not in known:
-                raise RequestError(f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}.")
+                raise RequestError(
+                    f"{path} [{section}]: unknown key {key!r}{nearest(key, known)}. [CD0203]"
+                )
 
 
 def nearest(word: str, known: Collection[str]) -> str:

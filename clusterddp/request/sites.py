@@ -60,10 +60,11 @@ def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[
     sites = read_sites()
     if name not in sites:
         raise RequestError(
-            f"there is no site {name!r}{nearest(name, sites)}; 'clusterddp site list' shows them."
+            f"there is no site {name!r}{nearest(name, sites)}; 'clusterddp site list' shows them. "
+            "[CD0201]"
         )
     if not (environ.get("XDG_CONFIG_HOME") or environ.get("HOME")):
-        raise RequestError("neither HOME nor XDG_CONFIG_HOME is set: set one of them.")
+        raise RequestError("neither HOME nor XDG_CONFIG_HOME is set: set one of them. [CD0201]")
     path, content = user_file(environ), (FOLDER / f"{name}.cfg").read_bytes()
     before = path.with_name("site.cfg.old") if os.path.lexists(path) else None
     try:
@@ -72,17 +73,17 @@ def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[
         if before and not force:
             raise RequestError(
                 f"{path} is there already, with other settings; it is left as it is. --force puts "
-                "it aside."
+                "it aside. [CD0201]"
             )
         if before and os.path.lexists(before) and not _same(path, before):
             raise RequestError(
                 f"{before} is there already, from before, and would be lost; nothing is changed. "
-                "Move it first."
+                "Move it first. [CD0201]"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, content, before)
     except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error.strerror}.") from None
+        raise RequestError(f"{path} cannot be written: {error.strerror}. [CD0201]") from None
     return path, before
 
 

@@ -102,22 +102,32 @@ class Resources:
         None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
     )
     mem: str = option(
-        "", "Memory of each node, as 64G; 0 is all.", forms.MEMORY, "--mem SBATCH_MEM_PER_NODE SIZE"
+        "",
+        "Memory of each node: 64G, 4000 (megabytes), or 0 for all of it.",
+        forms.MEMORY,
+        "--mem SBATCH_MEM_PER_NODE SIZE",
+        shown="the site's",
     )
     time: str = option(
         "",
-        "Time limit: 90, 02:30:00 or 1-12.",
+        "Time limit: 90 (minutes), 02:30:00 or 1-12 (days-hours).",
         forms.TIME_LIMIT,
         "--time -t SBATCH_TIMELIMIT LIMIT",
+        shown="the partition's",
     )
     partition: str = option(
         "",
         "Partition, or several with commas.",
         forms.PARTITIONS,
         "--partition -p SBATCH_PARTITION",
+        shown="the site's",
     )
     account: str = option(
-        "", "Account to charge.", forms.ACCOUNT, "--account -A SBATCH_ACCOUNT NAME"
+        "",
+        "Account to charge.",
+        forms.ACCOUNT,
+        "--account -A SBATCH_ACCOUNT NAME",
+        shown="your usual one",
     )
     qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
     constraint: str = option(
@@ -349,7 +359,7 @@ class JobSpec:
         "is to the batch script, which asks the ranks to stop.",
         forms.SIGNAL,
         "--signal SBATCH_SIGNAL SIGNAL@SECONDS",
-        shown="B:USR1@120, or less for a short --time",
+        shown="B:USR1@120, a fifth of a --time below 10 minutes; of a COMMAND none",
         group=table.INTERRUPTED,
     )
 
@@ -401,17 +411,21 @@ class JobSpec:
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
         if self.requeue not in (None, True, False, EXPEDITE):
-            raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
+            raise OptionError(
+                "--requeue",
+                f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.",
+            )
         if bool(self.command) == bool(self.train):
             raise RequestError(
-                "a run either trains (train) or runs a command (command): give one of them."
+                "a run either trains (train) or runs a command (command): give one of "
+                "them. [CD0103]"
             )
         table.check_fields(self)
         if self.requeue is False and self.restart_on_failure:
             raise OptionError(
                 f"--restart-on-failure {self.restart_on_failure}",
                 " against --no-requeue: the second forbids what the first asks for. Leave one of "
-                "them out.",
+                "them out. [CD0103]",
             )
         if self.requeue is None and (self.train or self.restart_on_failure):
             object.__setattr__(self, "requeue", True)
@@ -424,7 +438,7 @@ class JobSpec:
             raise OptionError(
                 f"--signal {self.signal}",
                 f" against --time {self.resources.time}: it would come at once, for the limit is "
-                f"{limit} s. Use a lead that is shorter.",
+                f"{limit} s. Use a lead that is shorter. [CD0103]",
             )
         run_dir = forms.text("--output-root", self.run_dir)
         rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()
@@ -437,7 +451,7 @@ class JobSpec:
         for word in self.command:
             forms.text("COMMAND", word)
         if self.command and not self.command[0]:
-            raise RequestError("COMMAND is empty; give a program to run after '--'.")
+            raise RequestError("COMMAND is empty; give a program to run after '--'. [CD0306]")
         if self.after:
             self._check_after()
         if self.resources.spare_nodes:
@@ -453,7 +467,10 @@ class JobSpec:
             )
         for name, why in _OF_COMMANDS.items():
             if self.train and getattr(self, name) != self._default(name):
-                raise OptionError(f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}.")
+                raise OptionError(
+                    f"--{name.replace('_', '-')}",
+                    f" is for a COMMAND: {why}. [CD0103]",
+                )
         if self.notify and not self.notify[0]:
             raise OptionError("--notify", ": its first word is empty; give a program to run.")
         if self.notify and self.launcher == "submitit":
@@ -463,7 +480,10 @@ class JobSpec:
                 "--launcher sbatch.",
             )
         if self.end_silent and not self.silence:
-            raise OptionError("--end-silent", " against --silence 0, by which no silence counts.")
+            raise OptionError(
+                "--end-silent",
+                " against --silence 0, by which no silence counts. [CD0103]",
+            )
         if self.train:
             self._check_ranks(self.train)
         if self.sweep:
@@ -554,20 +574,20 @@ class JobSpec:
             raise OptionError(
                 "--strategy",
                 f" {train.strategy} trains in one process on one node, against {other}. "
-                "Use --strategy ddp, or a single task.",
+                "Use --strategy ddp, or a single task. [CD0103]",
             )
         if train.strategy == "single" and self.resources.gpus_per_node > 1:
             raise OptionError(
                 "--strategy",
                 f" single uses one GPU, against --gpus-per-node "
                 f"{self.resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
-                "--strategy ddp.",
+                "--strategy ddp. [CD0105]",
             )
         if train.cuda_graph == "on" and train.backend == "gloo" and self.world_size > 1:
             raise OptionError(
                 "--cuda-graph",
                 f" on with {self.layout}: what --backend gloo exchanges goes through the hosts, "
-                "which a graph cannot hold. Use --backend nccl, or --cuda-graph off.",
+                "which a graph cannot hold. Use --backend nccl, or --cuda-graph off. [CD0808]",
             )
         if train.profile and int(train.profile) >= self.world_size:
             raise OptionError(
@@ -641,7 +661,8 @@ class JobSpec:
             for field in dataclasses.fields(self):
                 if field.name in _CONTAINER and getattr(self, field.name) != field.default:
                     name = field.metadata["option"].get("name", field.name.replace("_", "-"))
-                    raise OptionError(f"--{name}", " without --container-image: name it, too.")
+                    problem = " without --container-image: name it, too."
+                    raise OptionError(f"--{name}", problem, code="CD1004")
             return
         asked = f"--container-image {self.container_image}"
         if self.launch_prefix:
@@ -743,7 +764,7 @@ class JobSpec:
         if self.container_image and self.container_runtime == "pyxis":
             raise RequestError(
                 "--container-runtime pyxis is Slurm's srun, which is not at work here. Use auto, "
-                "apptainer or podman."
+                "apptainer or podman. [CD1004]"
             )
 
     def refuse_launcher(self) -> None:
@@ -771,7 +792,7 @@ class JobSpec:
             f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
             f"already ({self.layout}), so each would train a copy by itself. With your other "
             f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
-            f"{note} If each task is to start it all the same, add --allow-launcher."
+            f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
         )
 
     @property
@@ -958,7 +979,9 @@ class JobSpec:
         try:
             fields = json.loads(content)
             if fields.pop("format") != SPEC_FORMAT:
-                raise RequestError(f"{name} was written by a newer clusterddp; update this one.")
+                raise RequestError(
+                    f"{name} was written by a newer clusterddp; update this one. [CD0506]"
+                )
             if "batch_python" not in fields:  # as in records of 0.1.0
                 in_image = fields.get("launch_prefix") or fields.get("container_image")
                 fields["batch_python"] = sys.executable if in_image else fields["python"]
@@ -974,7 +997,7 @@ class JobSpec:
                     fields[field] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
             return cls(resources=resources, train=config, **fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestError(f"{name} is no record of a run: {error}.") from None
+            raise RequestError(f"{name} is no record of a run: {error}. [CD0505]") from None
 
 
 def submission_comment(run_name: str) -> str:

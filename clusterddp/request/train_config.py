@@ -200,7 +200,7 @@ class TrainConfig:
         for first, second, why in _CONTRADICTIONS:
             if first in typed and second in typed:
                 names = f"{first} against {second}".replace("=", " ")
-                raise OptionError(names, f": {why}. Leave one of them out.")
+                raise OptionError(names, f": {why}. Leave one of them out. [CD0103]")
 
     @property
     def own_functions(self) -> tuple[tuple[str, str], ...]:

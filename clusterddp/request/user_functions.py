@@ -49,17 +49,20 @@ def locate(option: str, reference: str, folder: Path) -> Path:
     if path is None:
         raise RequestError(
             f"{option} {reference}: there is no module {module} in {folder}, nor is one installed "
-            f"for {sys.executable}. Start from the folder that holds it, or install it."
+            f"for {sys.executable}. Start from the folder that holds it, or install it. [CD0308]"
         )
     if path.suffix != ".py":
         return path
     try:
         names = _names(path)
     except (OSError, SyntaxError, ValueError) as error:
-        raise RequestError(f"{option} {reference}: {path} cannot be read: {error}.") from None
+        raise RequestError(
+            f"{option} {reference}: {path} cannot be read: {error}. [CD0308]"
+        ) from None
     if function not in names and not names & {"*", "__getattr__"}:
         raise RequestError(
-            f"{option} {reference}: {path} defines no {function}. Name a function of that file."
+            f"{option} {reference}: {path} defines no {function}. Name a function of that "
+            "file. [CD0308]"
         )
     return path
 
@@ -79,7 +82,7 @@ def load(reference: str) -> Callable[..., object]:
         problem = f"is {type(loaded).__name__}" if hasattr(module, function) else "is not there"
         raise TrainingError(
             f"{reference}: {function} {problem} in {getattr(module, '__file__', name)}; expected a "
-            "function. Another module of that name comes first if that is not your file."
+            "function. Another module of that name comes first if that is not your file. [CD0308]"
         )
     return loaded
 
@@ -102,7 +105,8 @@ def running(reference: str) -> Iterator[None]:
         first = (str(error).splitlines() or [""])[0]
         raise TrainingError(
             f"{reference} failed on {os.uname().nodename} in {Path.cwd()}: "
-            f"{type(error).__name__}{first and ': '}{first} (the rank's log has the traceback)"
+            f"{type(error).__name__}{first and ': '}{first} (the rank's log has the "
+            "traceback) [CD0309]"
         ) from None
 
 

@@ -57,9 +57,13 @@ _CLAIM = re.compile(r"resubmit-(\d{1,9})\.claim", re.ASCII)
 class NotStarted(ClusterDDPError):
     """This start of a run is one too many, or another one is still at work."""
 
+    code = "CD0516"
+
 
 class Superseded(ClusterDDPError):
     """A later attempt of the run has begun, so this one may publish nothing more."""
+
+    code = "CD1201"
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def begin(run: RunDir) -> Attempt:
     if previous and previous.is_of_newer_version:
         raise NotStarted(
             f"{previous.record} was written by a newer clusterddp than this one, "
-            f"{__version__}: update it to resume {run.name}."
+            f"{__version__}: update it to resume {run.name}. [CD0506]"
         )
     for number in itertools.count(previous.number + 1 if previous else 1):
         made = Attempt(run, number)
@@ -435,7 +439,7 @@ class Claim:
         if latest and latest.number > self.number:
             raise RequestError(
                 f"{latest._refusal()} This process took longer than {EXPIRES_SECONDS:.0f} s, and "
-                "has submitted nothing."
+                "has submitted nothing. [CD0508]"
             )
         self.is_used = True
 
@@ -474,7 +478,7 @@ def claimed(run: RunDir) -> Iterator[Claim]:
     except OSError as error:
         raise RequestError(
             f"{run.path} cannot be written: {error.strerror}. Make room, or give it back its write "
-            "permission; nothing was submitted."
+            "permission; nothing was submitted. [CD0504]"
         ) from None
     try:
         yield claim
@@ -492,7 +496,7 @@ def _take(run: RunDir) -> Claim:
     while True:
         latest = _latest_claim(run)
         if latest and latest._is_held():
-            raise RequestError(latest._refusal())
+            raise RequestError(latest._refusal(), code="CD0508")
         was_left = latest is not None and not latest.holder.done
         claim = Claim(run, latest.number + 1 if latest else 1)
         try:
@@ -512,7 +516,7 @@ def _take(run: RunDir) -> Claim:
             log.warning(
                 f"a process that resubmitted {run.name} ended in the midst of it. A job "
                 f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "
-                f"comment {submission_comment(run.name)}"
+                f"comment {submission_comment(run.name)} [CD0404]"
             )
         return claim
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp import log
-from clusterddp.errors import OptionError, SlurmError
+from clusterddp.errors import OptionError, SlurmError, coded
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run import events, files, hardware
 from clusterddp.run.attempt import Attempt
@@ -229,7 +229,7 @@ def choose_for_submission(spec: JobSpec) -> Choice:
         seconds=partitions.PATIENCE_SECONDS * 5,
     )
     for remark in choice.remarks:
-        log.warning(remark)
+        log.warning(coded(remark, "CD1303"))
     if choice.nodes:
         log.info(choice.line)
     return choice
@@ -284,7 +284,7 @@ def refuse_demanded(root: Path, asked: Resources) -> None:
         raise OptionError(
             f"--nodelist {asked.nodelist}",
             f": {why}. Take it off the list with 'clusterddp nodes clear {names}', or ask for "
-            "others.",
+            "others. [CD1303]",
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import log, version
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError, coded
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec, submission_comment
@@ -59,10 +59,13 @@ class BackInQueue(NotStarted):
     """Slurm has given a bad node or too few, and the job is back in the queue for others."""
 
     exit_code = EXIT_PAUSED  # a script of 0.1.0 would go on after 0
+    code = "CD1227"
 
 
 class RunIsDone(NotStarted):
     """An earlier attempt of this job has finished the run, and Slurm has started the job again."""
+
+    code = "CD1228"
 
 
 def begin(
@@ -117,13 +120,14 @@ def begin(
             exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
             cause=getattr(error, "cause", restart_policy.FAILED),
             why=f"{'' if expected else bug}{error}",
+            code=getattr(error, "code", ""),
         )
         raise
     _record(run, events.Started, **job, attempt=attempt.number)
     try:
         _note_changed_code(attempt, code_changes(run))
     except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
-        log.info(f"the code cannot be compared: {error}")
+        log.warning(f"the code cannot be compared: {error} [CD0313]")
     return attempt
 
 
@@ -153,7 +157,7 @@ def finish(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     if end.cause == restart_policy.CANCELLED:
         log.info(f"resume with: {run.resubmission}")
     elif end.cause not in (restart_policy.DONE, restart_policy.SUPERSEDED):
-        log.info(f"the run does not resume by itself: {decision.why}")
+        log.info(coded(f"the run does not resume by itself: {decision.why}", decision.code))
         if end.cause != restart_policy.FAILED or gained(attempt) is not None:
             log.info(f"resume with: {run.resubmission}")
     if end.exit_code and end.cause != restart_policy.CANCELLED and not is_rehearsal(os.environ):
@@ -243,6 +247,7 @@ def _conclude(attempt: Attempt, verdict: _Verdict, job_id: str, restart: int) ->
         trouble=end.trouble,
         remark=end.remark,
         why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
+        code=end.code,
     )
     attempt.remove_leftovers()
     _blame_nodes(attempt, job_id, end)
@@ -310,13 +315,13 @@ def _make_attempt(
         run.load_spec()  # refused where a newer version has written it
         _refuse_withdrawn(run, job_id)
         if too_few:
-            raise NotStarted(f"{too_few}. Resume with: {run.resubmission}")
+            raise NotStarted(f"{too_few}. Resume with: {run.resubmission} [CD1227]")
         if own_name(os.environ, job_id) != job_id:
             _note_new_job(run, job_id)
         if len(restart_policy.causes_of(events.read(run.events))) > max_requeues:
             raise NotStarted(
                 f"not started again: {restart_policy.capped(max_requeues)}. "
-                f"Resume with: {run.resubmission}"
+                f"Resume with: {run.resubmission} [CD1222]"
             )
         attempts.await_silence(run, job_id, patience)
         attempt = attempts.begin(run)
@@ -328,7 +333,7 @@ def _make_attempt(
     except OSError as error:
         raise NotStarted(
             f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
-            "the folder back its write permission."
+            "the folder back its write permission. [CD0504]"
         ) from None
 
 
@@ -336,6 +341,7 @@ class _Withdrawn(NotStarted):
     """A person has stopped the run or cancelled the job while it waited to start again."""
 
     exit_code = EXIT_PAUSED
+    code = "CD1204"
 
     def __init__(self, cause: str) -> None:
         who = "'clusterddp cancel'" if cause == restart_policy.CANCELLED else "'clusterddp stop'"
@@ -409,11 +415,13 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
     try:
         _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
     except slurm.RequeueRefused as refused:
-        log.info(f"requeue is refused here ({refused}); submitting the next job")
+        log.info(
+            coded(f"requeue is refused here ({refused}); submitting the next job", refused.code)
+        )
         _in_place_of(run, attempt, job_id, why)
         return False
     except (Superseded, NotStarted) as error:
-        log.info(str(error))
+        log.info(coded(error))
         return False
     except SlurmError as error:
         _give_up(attempt, job_id, why, error)
@@ -428,7 +436,7 @@ def _requeue(name: str, restart: int) -> None:
     if word is Ending.UNKNOWN:
         raise SlurmError("Slurm does not say how the job is doing")
     if word is Ending.CANCELLED:
-        raise NotStarted("the job was cancelled, and is not put back into the queue")
+        raise NotStarted("the job was cancelled, and is not put back into the queue [CD1203]")
     slurm.requeue(name)
 
 
@@ -459,7 +467,9 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
     try:
         spec = run.load_spec()
         if spec.launcher == "submitit":
-            raise SlurmError("submitit's pickled task belongs to the job that it was made for")
+            raise SlurmError(
+                "submitit's pickled task belongs to the job that it was made for [CD0305]"
+            )
         comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
         # A point's script is that of all points, or one of its own, which is no array's.
@@ -476,7 +486,9 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
         if index:  # its own element of another array
             successor = f"{successor}_{index}"
         if successor in (job_id, own_name(os.environ, job_id)):
-            raise SlurmError("sbatch gave no answer, and Slurm shows no other job of this run")
+            raise SlurmError(
+                "sbatch gave no answer, and Slurm shows no other job of this run [CD0404]"
+            )
     except (ClusterDDPError, OSError) as error:
         _give_up(attempt, job_id, why, error)
         return
@@ -549,7 +561,7 @@ def _blame_nodes(attempt: Attempt, job_id: str, end: End) -> None:
                 log.info(f"node {host} is bad: {why}")
             bad_nodes.blame(attempt, job_id, fresh, bad_nodes.BY_STRAGGLING)
     except OSError as error:
-        log.info(f"bad nodes cannot be recorded: {error}")
+        log.warning(f"bad nodes cannot be recorded: {error} [CD1302]")
 
 
 def _trials(latest: Attempt, failure: Failure | None) -> list[bad_nodes.Trial]:
@@ -587,7 +599,7 @@ def _leave_out(run: RunDir, job_id: str, number: int) -> None:
         if set(hosts) != set(slurm.job_nodes(name).excluded):
             slurm.exclude_nodes(name, hosts)
     except (ClusterDDPError, OSError) as error:
-        log.info(f"bad nodes cannot be left out: {error}")
+        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
         return
     _note_left_out(run, job_id, number, choice)
 
@@ -655,7 +667,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
             return
         _requeue(own_name(os.environ, job_id), restart)
     except (ClusterDDPError, OSError) as error:
-        log.info(f"bad nodes cannot be avoided: {error}")
+        log.warning(f"bad nodes cannot be avoided: {error} [CD1303]")
         return
     _record(run, events.StartedInVain, job_id=job_id, restart=restart, nodelist=nodelist, why=words)
     _record(run, events.Requeued, job_id=job_id, why=words)
@@ -664,7 +676,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
         slurm.exclude_nodes(own_name(os.environ, job_id), hosts)
         _note_left_out(run, job_id, None, choice)
     except SlurmError as error:
-        log.info(f"bad nodes cannot be left out: {error}")
+        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
     raise BackInQueue(f"{words}: job {job_id} is back in the queue")
 
 
@@ -700,7 +712,7 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
         tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
         slurm.ask_for_nodes(own_name(os.environ, job_id), asked, tasks)
     except SlurmError as error:
-        log.info(f"the job cannot ask for {asked} nodes: {error}")
+        log.warning(f"the job cannot ask for {asked} nodes: {error} [CD0401]")
     raise BackInQueue(f"{words}: job {job_id} is back in the queue, for {asked}")
 
 
@@ -764,7 +776,7 @@ def _give_up(attempt: Attempt, job_id: str, why: str, error: Exception) -> None:
     _record(
         run, events.RequeueFailed, job_id=job_id, attempt=attempt.number, why=why, error=str(error)
     )
-    log.info(f"this node cannot start the run again: {error}")
+    log.info(coded(f"this node cannot start the run again: {error}", "CD1225"))
     log.info(f"resume with: {run.resubmission}")
 
 
@@ -772,9 +784,9 @@ def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
     """Say so where this cluster requeues a job because of the code with which this one ends."""
     for setting in slurm.requeue_exits():
         if slurm.lists_exit_code(setting, exit_code):
-            log.info(
-                f"warning: slurm.conf has {setting}: Slurm requeues the job for its "
-                f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown}"
+            log.warning(
+                f"slurm.conf has {setting}: Slurm requeues the job for its "
+                f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown} [CD0413]"
             )
 
 
@@ -786,5 +798,5 @@ def _record(
         events.add(run.events, event, *args, **fields)
     except OSError as error:
         kind = event(*args, **fields).kind
-        line = f"clusterddp: cannot record {kind!r} in {run.events}: {error.strerror}."
+        line = f"clusterddp: cannot record {kind!r} in {run.events}: {error.strerror}. [CD0518]"
         print_to_job_log(line, err=True)

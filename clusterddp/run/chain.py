@@ -62,8 +62,12 @@ class Due(Enum):
 class NotDue(NotStarted):
     """Start that is to begin nothing, as an awaited run has not ended as was asked for."""
 
-    def __init__(self, message: str, cause: str = restart_policy.NOT_DUE) -> None:
-        super().__init__(message)
+    code = "CD1106"
+
+    def __init__(
+        self, message: str, cause: str = restart_policy.NOT_DUE, *, code: str = ""
+    ) -> None:
+        super().__init__(message, code=code)
         self.cause = cause
 
 
@@ -192,26 +196,31 @@ def check(
         if each.due is Due.NEVER:
             raise RequestError(
                 f"{asked} has ended otherwise. Submit it again with '{again}', wait for any end "
-                f"of it with --after {each.run.name}:{ANY}, or do not wait with --after ''."
+                f"of it with --after {each.run.name}:{ANY}, or do not wait with --after "
+                "''. [CD1105]"
             )
         if each.due is Due.HELD:
             raise RequestError(
-                f"{asked} does not go on by itself. Submit it first, with '{again}'."
+                f"{asked} does not go on by itself. Submit it first, with '{again}'. [CD1105]"
             )
         if each.due is Due.UNKNOWN:
-            raise RequestError(f"{asked} cannot be waited for. Try again where Slurm answers.")
+            raise RequestError(
+                f"{asked} cannot be waited for. Try again where Slurm answers. [CD0401]"
+            )
         if each.due is Due.WAITS and not has_queue:
             raise RequestError(
                 f"{asked} has not ended, and --launcher local has no queue to wait in. Wait for it "
-                f"with 'clusterddp logs -f {each.run.shown}'."
+                f"with 'clusterddp logs -f {each.run.shown}'. [CD1105]"
             )
         if each.due is Due.WAITS and not each.jobs:
-            raise RequestError(f"{asked} has no job in Slurm that another one could wait for.")
+            raise RequestError(
+                f"{asked} has no job in Slurm that another one could wait for. [CD1105]"
+            )
     if spec and (names := _circle(spec, awaited)):
         waits = ", ".join(f"{one} waits for {other}" for one, other in itertools.pairwise(names))
         raise RequestError(
             f"--after {names[0]}: {waits}, so {spec.run_name} would wait for itself. Cancel "
-            f"{names[0]} first, or do not wait with --after ''."
+            f"{names[0]} first, or do not wait with --after ''. [CD1105]"
         )
 
 
@@ -271,10 +280,11 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
             events.add(each.run.events, events.AwaitedBy, by=by)
         except OSError as error:
             held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
-            log.info(
+            log.warning(
                 f"{each.run.name} cannot note that {run.name} waits for it ({error.strerror}); a "
                 f"start of {run.name} looks at it all the same. Should Slurm hold it until "
-                f"{each.run.name} is submitted again, let it look then: scontrol release {held}"
+                f"{each.run.name} is submitted again, let it look then: scontrol release "
+                f"{held} [CD0504]"
             )
 
 
@@ -300,7 +310,10 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         log.info(f"it has waited for {', '.join(each.words for each in awaited)}")
         return ""
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
-        raise NotDue("the job was cancelled while it waited", restart_policy.CANCELLED)
+        raise NotDue(
+            "the job was cancelled while it waited [CD1203]",
+            restart_policy.CANCELLED,
+        )
     trouble = ""
     try:
         slurm.put_back(name, dependency(waits))
@@ -308,7 +321,7 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         trouble = _left_held(name, error)
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
-        raise NotDue(why, restart_policy.FAILED) from None
+        raise NotDue(why, restart_policy.FAILED, code="CD0401") from None
     _record_wait(run, name, awaited, trouble=trouble)
     if trouble or not dependency(waits):
         _let_go_where_due(run, name, spec)

@@ -30,6 +30,7 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     ClusterDDPError,
     RequestError,
+    coded,
 )
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
@@ -88,6 +89,7 @@ class NoRunDirectory(ClusterDDPError):
     """The run's directory cannot be made, or was removed."""
 
     exit_code = EXIT_NO_RUN
+    code = "CD0512"
 
 
 def control(
@@ -114,14 +116,16 @@ def control(
         spec = _point(spec, index)
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
-        raise NoRunDirectory(f"{run_dir} is gone, so the run cannot resume. Submit it anew.")
+        raise NoRunDirectory(
+            f"{run_dir} is gone, so the run cannot resume. Submit it anew. [CD0512]"
+        )
     try:
         make_records(run, spec, script)
         job_log = run.job_log.open("ab")
     except OSError as error:
         raise NoRunDirectory(
             f"cannot make the run directory {run_dir}: {error.strerror}. Make room there, or "
-            "choose another --output-root."
+            "choose another --output-root. [CD0504]"
         ) from None
     the_script = Script(0, _ANSWERS, os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
@@ -141,7 +145,7 @@ def _point(spec: JobSpec, index: str | None) -> JobSpec:
     except (ValueError, IndexError):
         raise RequestError(
             f"the sweep {spec.run_name} has no point {index!r}: its indices are 0 to "
-            f"{len(spec.sweep) - 1}. Start it with sbatch --array=INDEX."
+            f"{len(spec.sweep) - 1}. Start it with sbatch --array=INDEX. [CD1104]"
         ) from None
 
 
@@ -318,7 +322,7 @@ class Controller:
                 spec.resources.nodes if self._allocation else 0,
             )
         except ClusterDDPError as error:
-            log.info(str(error))
+            log.info(coded(error))
             return EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
         return 0
 
@@ -507,7 +511,7 @@ class Controller:
         try:
             bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
-            log.info(f"cannot record the nodes that have failed: {error.strerror}")
+            log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
 
     def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
         """Start the tasks, and wait for them; returns srun's exit code."""
@@ -525,7 +529,7 @@ class Controller:
             try:
                 argv = spares.step_words(argv, self._nodes)
             except ClusterDDPError as error:
-                log.info(str(error))
+                log.info(coded(error))
                 return error.exit_code
         environ = {
             "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
@@ -552,7 +556,7 @@ class Controller:
         except OSError as error:
             log.info(
                 f"cannot start {argv[0]}: {error.strerror}. PATH is {os.environ.get('PATH', '')}: "
-                "correct the line behind `launch`, or the set-up lines that change PATH."
+                "correct the line behind `launch`, or the set-up lines that change PATH. [CD1218]"
             )
             return 127
         try:

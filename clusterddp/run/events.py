@@ -21,8 +21,11 @@ class Event:
 
     kind: ClassVar[str] = ""
     time: float | None = None
+    """Time at which it was written, in seconds since the epoch."""
     job_id: str = ""
+    """Slurm's job id; of a rehearsal the number of its process; empty where there is no job."""
     attempt: int | None = None
+    """Number of the attempt, from 1; None where the event is of none."""
     array_element: str = ""
     """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
 
@@ -32,11 +35,15 @@ class Failure:
     """Rank that failed first, and why."""
 
     rank: int
+    """Rank, from 0."""
     host: str
+    """Its host, by Slurm's name; empty where that is not known."""
     reason: str
+    """Error or signal of which it died, in a few words."""
     log: str
     """Its log, relative to the run directory."""
     exit_code: int | None = None
+    """Its exit code, 128 + N of signal N; None where nobody recorded it."""
 
     def describe(self) -> str:
         """Return a line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
@@ -50,14 +57,17 @@ class Submitted(Event):
 
     kind: ClassVar[str] = "submitted"
     launcher: str = ""
+    """`sbatch`, `submitit` or `local`."""
     folder: str = ""
     """Folder in which the person typed the command."""
     pid: int | None = None
     """Process that controls a local run, or runs the points of a sweep in turn, on `host`."""
     host: str | None = None
+    """Host of that process."""
     in_place_of: str = ""
     """Job that it replaces; empty where a person submitted it."""
     why: str = ""
+    """Reason for which it replaces that job; empty without one."""
     indices: tuple[int, ...] = ()
     """Points of a sweep that the job array starts."""
 
@@ -81,6 +91,7 @@ class Started(Event):
     restart: int = 0
     """SLURM_RESTART_COUNT."""
     nodelist: str = ""
+    """Hosts of the tasks, in Slurm's form: `h[01-02]`."""
     clusterddp: str = ""
     """Version that runs the attempt, and the run's own file or `installed`."""
     spares: tuple[str, ...] = ()
@@ -89,12 +100,15 @@ class Started(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StartedInVain(Event):
-    """Start by Slurm of a job whose run is done."""
+    """Start by Slurm of a job that begins no attempt: its run is done, or a node of it is bad."""
 
     kind: ClassVar[str] = "not_started"
     restart: int = 0
+    """SLURM_RESTART_COUNT."""
     nodelist: str = ""
+    """Hosts of the job, in Slurm's form: `h[01-02]`."""
     why: str = ""
+    """Reason for which no attempt began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,9 @@ class Ended(Event):
 
     kind: ClassVar[str] = "ended"
     restart: int = 0
+    """SLURM_RESTART_COUNT."""
     exit_code: int | None = None
+    """Exit code of the job."""
     cause: str = ""
     """Cause of its end: a word of `restart_policy`."""
     how: str = ""
@@ -111,14 +127,18 @@ class Ended(Event):
     step: int | None = None
     """Step at which the ranks left."""
     saved: bool = True
-    """True where it has left something to resume from."""
+    """False where Slurm ended it, or its nodes failed their checks, with nothing new saved; of
+    another end it says nothing."""
     first_failure: Failure | None = None
+    """Rank that failed first; None where none did, or none is known."""
     trouble: str = ""
     """Reason for which a checkpoint or a record could not be written."""
     remark: str = ""
     """What a person should know beside the cause, such as that each task trained by itself."""
     why: str = ""
     """Reason for which no other attempt follows by itself; empty where one does."""
+    code: str = ""
+    """Code of its end, for `clusterddp explain`; empty of a run that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +147,7 @@ class Requeued(Event):
 
     kind: ClassVar[str] = "requeued"
     why: str = ""
+    """Reason: the cause of the attempt's end, or why none began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +156,9 @@ class ResumedInJob(Event):
 
     kind: ClassVar[str] = "resumed_in_job"
     why: str = ""
+    """Reason: the cause of the end of the attempt before."""
     nodelist: str = ""
+    """Hosts of the next attempt, in Slurm's form: `h[01-02]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +167,9 @@ class RequeueFailed(Event):
 
     kind: ClassVar[str] = "requeue_failed"
     why: str = ""
+    """Reason for which it was to go back."""
     error: str = ""
+    """Words of Slurm, or of the system."""
 
 
 class CancelAsked(Event):
@@ -177,7 +202,9 @@ class StepEnded(Event):
 
     kind: ClassVar[str] = "step_ended"
     step_id: str = ""
+    """Slurm's id of the step within the job: `0`."""
     why: str = ""
+    """Reason for which srun was not waited for."""
 
 
 class TimeLimitReached(Event):
@@ -236,6 +263,7 @@ class NoticeQueued(Event):
 
     kind: ClassVar[str] = "notice_queued"
     notice_job: str = ""
+    """Job id of the job that tells it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +294,7 @@ class CodeChanged(Event):
 
     kind: ClassVar[str] = "code_changed"
     changes: tuple[str, ...] = ()
+    """Files that differ, each with the way in which it does: `changed train.py`."""
 
 
 def read(path: Path) -> list[Event]:

@@ -115,8 +115,8 @@ def wait_for_end(run: RunDir, printer: LogPrinter | None = None) -> RunStatus:
 
 
 def how_it_ended(status: RunStatus) -> str:
-    """Describe the outcome in a line, with the command to type next after a failure."""
-    why = status.first_failure or status.detail
+    """Describe the outcome in a line, with its code and, after a failure, what to type next."""
+    why = status.why()
     if status.state == DONE:
         figures = formatting.known(
             ("{}", why),
@@ -157,14 +157,16 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     if status.has_ended and status.started_time is None and not there:
         output = _script_output(run)
         where = f" What its script printed is in {output}." if output else ""
-        raise RequestError(f"{run.name} has no logs: it never started; it is {state}.{where}")
+        raise RequestError(
+            f"{run.name} has no logs: it never started; it is {state}.{where} [CD0507]"
+        )
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
     yet, advice = "", "See"
     if not status.has_ended:
         yet, advice = " (yet)", f"Follow it with 'clusterddp logs -f {run.shown}', or see"
     raise RequestError(
         f"{run.name} has no {missing.name}{yet}: it is {state} and has {have}. {advice} "
-        f"'clusterddp status {run.shown}'."
+        f"'clusterddp status {run.shown}'. [CD0507]"
     )
 
 
@@ -249,7 +251,7 @@ class _Watch:
         if status.state != self._logged[0]:
             self._pause = SLURM_SECONDS[0]
         self._logged = shown
-        job = f" as job {status.job_id}" if status.job_id else ""
+        job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
         where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""
         text = status.state + (job if status.state == QUEUED else where)
         if status.state == RUNNING and status.restarts:

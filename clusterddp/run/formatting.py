@@ -86,6 +86,11 @@ def some(items: Sequence[str], most: int, separator: str = " ") -> str:
     return separator.join(items[:most]) + more
 
 
+def job(job_id: str, launcher: str) -> str:
+    """Name a job; of a rehearsal, which has none, the process on this machine that runs it."""
+    return f"process {job_id}" if launcher == "local" else f"job {job_id}"
+
+
 def table(rows: Sequence[tuple[str, ...]]) -> str:
     """Align columns to the left, two blanks apart, without trailing blanks."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -179,7 +179,7 @@ def tell_sweep(sweep: SweepDir, by: str) -> None:
         if patience < 0:
             tell(sweep, spec, status, by)
     except (ClusterDDPError, OSError) as error:
-        log.warning(f"--notify: {error}")
+        log.warning(f"--notify: {error} [CD1108]")
 
 
 def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
@@ -209,7 +209,7 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
             try:
                 events.add(run.events, events.CancelAsked, job_id=status.job_id)
             except OSError as error:
-                log.warning(f"{run.path} cannot be written: {error.strerror}")
+                log.warning(f"{run.path} cannot be written: {error.strerror} [CD0504]")
 
 
 def is_awaited(run: RunDir) -> bool:

@@ -391,14 +391,18 @@ class TaskRecord:
                 self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
                 files.write_record(self._path, self._fields)
         except OSError as error:
-            log.info(
+            log.warning(
                 f"rank {self._fields['rank']} on {self._fields['host']} cannot record its outcome "
-                f"in {self._folder}: {error.strerror}."
+                f"in {self._folder}: {error.strerror} [CD0518]"
             )
 
 
+_SELDOM = ("of_command", "code")
+"""Fields of a record's error that are left out where they say nothing."""
+
+
 def _shown(error: TaskError) -> dict[str, object]:
-    return {name: value for name, value in vars(error).items() if value or name != "of_command"}
+    return {name: value for name, value in vars(error).items() if value or name not in _SELDOM}
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

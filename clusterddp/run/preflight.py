@@ -78,7 +78,7 @@ def check(
     try:
         files.write_record(attempt.preflight, content)
     except OSError as error:
-        log.info(f"cannot write {attempt.preflight}: {error.strerror}")
+        log.warning(f"cannot write {attempt.preflight}: {error.strerror} [CD0518]")
     return record
 
 
@@ -93,7 +93,7 @@ def note(attempt: Attempt, remark: str) -> None:
         summary = f"{content.get('summary', '')}; {remark}".removeprefix("; ")
         files.write_record(attempt.preflight, {**content, "summary": summary})
     except OSError as error:
-        log.info(f"cannot write {attempt.preflight}: {error.strerror}")
+        log.warning(f"cannot write {attempt.preflight}: {error.strerror} [CD0518]")
 
 
 def log_record(record: PreflightRecord) -> None:

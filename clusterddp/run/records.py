@@ -20,10 +20,13 @@ class AttemptRecord:
     """attempt.json: who trains, and from which checkpoint."""
 
     format: int = ATTEMPT_FORMAT
+    """Format of the record, 1 so far; an attempt of a newer one is not resumed."""
     number: int = 0
+    """Number of the attempt, from 1."""
     began: float | None = None
     """Time at which its ranks had met."""
     job_id: str = ""
+    """Slurm's job id; empty without a job."""
     restart: int = 0
     """SLURM_RESTART_COUNT."""
     host: str = ""
@@ -39,7 +42,9 @@ class AttemptRecord:
     starts_in_job: int = 0
     """Times that an agent has started the ranks within the attempt."""
     world_size: int = 0
+    """Number of ranks."""
     hosts: tuple[str, ...] = ()
+    """Hosts of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class LastWord:
     reason: str = ""
     """Request by which they were stopped; empty where the training is done."""
     step: int | None = None
+    """Step at which they left."""
     saved: int | None = -1
     """Step of the last checkpoint that was written; None without one, -1 where it is not said."""
     trouble: str = ""
@@ -82,6 +88,7 @@ class PreflightRecord:
     summary: str = ""
     """Line that says how it went."""
     seconds: float | None = None
+    """Seconds from the start of the checks to their end."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Measurements by the name of a node that has failed."""
     remarks: tuple[str, ...] = ()
@@ -95,6 +102,7 @@ class SignOfLife:
     """alive: how far rank 0 has come; renewed every two seconds."""
 
     step: int | None = None
+    """Steps that are done, over all attempts."""
     saved: int | None = None
     """Step of the newest checkpoint."""
     spent: Spent | None = None
@@ -108,7 +116,9 @@ class SlowRank:
     """Rank that was slower than the others for long enough to be named."""
 
     rank: int
+    """Rank, from 0."""
     host: str = ""
+    """Its host, by Slurm's name; empty where nobody has recorded it."""
     share: float = 0.0
     """Share of the other ranks' median speed that it had."""
     seconds: float = 0.0
@@ -133,6 +143,7 @@ class SlowRanks:
     """stragglers.json: ranks that were named for being slow, in the order of their naming."""
 
     stragglers: tuple[SlowRank, ...] = ()
+    """These ranks, each once for each time that it was slow."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,7 @@ class StopRequest:
     """stop: somebody has asked the attempt to save and leave; empty where the batch script has."""
 
     reason: str = ""
+    """`stop` of a person, `signal` of a launcher; empty from the batch script."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +161,13 @@ class TaskError:
     type: str = ""
     """Empty for an error of this package, which speaks for itself."""
     message: str = ""
+    """Message of the exception."""
     peer_lost: bool = False
     """True where it only follows from the end of another rank."""
     of_command: bool = False
     """True where it is pieced together from what a command left, rather than caught."""
+    code: str = ""
+    """Code of an error of this package."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,7 @@ class OwnWorld:
     """World that the children of one task formed by themselves, beside the run's."""
 
     size: int = 0
+    """Number of its ranks."""
     launcher: str = ""
     """Program that started its ranks, `torchrun`; empty where that is not known."""
 
@@ -169,19 +185,31 @@ class Outcome:
     """outcomes/rank-R.json: how a rank ended."""
 
     rank: int
+    """Rank, from 0."""
     local_rank: int
+    """Rank within its node, from 0."""
     node_rank: int
+    """Number of its node within the job, from 0."""
     host: str
+    """Its host, by Slurm's name."""
     pid: int
+    """Its process on that host; the runtime's where only a container's parent knew one."""
     job_id: str
+    """Slurm's job id; empty without a job."""
     restart: int
+    """SLURM_RESTART_COUNT; 0 without a job."""
     step_id: str
+    """Slurm's id of the step within the job; empty without one."""
     started: float
+    """Time at which the task started."""
     ended: float | None = None
-    """None while it runs, or when its parent was killed too."""
+    """Time of its end; None while it runs, or when its parent was killed too."""
     exit_code: int | None = None
+    """Its exit code, 128 + N of signal N; None until it has ended."""
     signal: str | None = None
+    """Signal that ended it, such as `SIGKILL`; None where none did."""
     error: TaskError | None = None
+    """Exception that ended it; None where none is known."""
     hung: str = ""
     """Place at which it kept the others waiting, as a watchdog has found (hung.json)."""
     ticks: int | None = None
@@ -235,7 +263,9 @@ class HungRanks:
     """outcomes/hung.json: which ranks keep the others waiting, and where."""
 
     ranks: tuple[int, ...] = ()
+    """These ranks; none where nobody is to blame."""
     reason: str = ""
+    """Place at which they are, or what the others wait for."""
     ended: bool = False
     """True where the job was ended for it: how ranks end then says nothing more."""
 
@@ -245,8 +275,11 @@ class ClaimHolder:
     """resubmit-NNNN.claim: the process that resubmits a run."""
 
     host: str = ""
+    """Host of the process."""
     pid: int | None = None
+    """Its number there."""
     time: float | None = None
+    """Time at which it began."""
     done: bool = False
     """True once it has finished, so that the next number is free."""
 
@@ -256,11 +289,13 @@ class Agreement:
     """resolved.json: what holds on every rank for one attempt, where the request said auto too."""
 
     backend: str = ""
+    """`nccl` or `gloo`."""
     kind: str = ""
     """`cuda` or `cpu`."""
     threads: int = 0
     """Compute threads of each rank."""
     world_size: int = 0
+    """Number of ranks."""
     precision: str = "fp32"
     """`fp32`, `tf32`, `bf16` or `fp16`."""
     exact_fp32: bool = False
@@ -272,7 +307,9 @@ class Agreement:
     where: tuple[str, ...] = ()
     """Line for each host: which ranks compute on what."""
     warnings: tuple[str, ...] = ()
+    """Warnings of the ranks, a line each."""
     run_dir: str = ""
+    """Directory of the run."""
     attempt: int = 0
     """Number of the attempt."""
     resume: str = ""
@@ -297,8 +334,11 @@ class AttemptSummary:
     """Attempt of a run, as it looks from the next one."""
 
     attempt: int
+    """Number of the attempt, from 1."""
     job_id: str = ""
+    """Slurm's job id; empty without a job."""
     hosts: tuple[str, ...] = ()
+    """Hosts of its ranks."""
     began: float | None = None
     """Time at which its ranks had met."""
     first_step: int | None = None
@@ -309,6 +349,7 @@ class AttemptSummary:
     """Cause of its end: a word of `restart_policy`, `killed` where nobody could record it, empty
     for the latest one."""
     steps_done_twice: int = 0
+    """Steps of it that the next attempt did again."""
     seconds_lost: float = 0.0
     """Seconds from the saving of what the next attempt resumed until that one's ranks had met."""
     stragglers: tuple[SlowRank, ...] = ()
@@ -320,9 +361,11 @@ class GpuUse:
     """outcomes/gpus-R.json: how busy the GPUs of rank R's node were, by NVML's samples."""
 
     host: str = ""
+    """The node."""
     gpus: int = 0
     """GPUs that were looked at."""
     samples: int = 0
+    """Number of looks at them, one in five seconds."""
     share: float = 0.0
     """Mean over GPUs and samples of the time in which a kernel ran, from 0 to 1."""
 
@@ -336,6 +379,7 @@ class Paid:
     """
 
     node_hours: float = 0.0
+    """Hours times nodes."""
     gpu_hours: float | None = None
     """The same times the GPUs asked for on a node; None without GPUs."""
     computing: float | None = None
@@ -361,9 +405,11 @@ class RankReport:
     """Rank in a report."""
 
     rank: int
+    """Rank, from 0."""
     images_per_second: float | None = None
     """Throughput over the time in which it did not wait for others: the lowest is the slowest."""
     host: str = ""
+    """Its host."""
     peak_memory_bytes: int | None = None
     """GPU memory that torch allocated, or on CPUs the resident set."""
 
@@ -375,6 +421,7 @@ class SavingReport:
     saves: int = 0
     """Number of checkpoints that were written and verified."""
     failed: int = 0
+    """Number of checkpoints that could not be written."""
     copy_seconds: float = 0.0
     """Time for which training waited while the state was copied."""
     blocked_seconds: float = 0.0
@@ -390,8 +437,9 @@ class Report:
     """report.json: what a run achieved, where, and with what."""
 
     accuracy: float | None = None
-    """Accuracy on the test set, from 0 to 1; so is the loss."""
+    """Accuracy on the test set, from 0 to 1."""
     loss: Loss | None = None
+    """Mean loss over the test set; may be NaN."""
     train_seconds: float | None = None
     """Training steps of all attempts: reading batches, forward, backward, exchange, update."""
     total_seconds: float | None = None
@@ -402,41 +450,69 @@ class Report:
     images_per_second: float | None = None
     """Images of all ranks together over train_seconds."""
     world_size: int | None = None
+    """Number of ranks."""
     num_nodes: int | None = None
+    """Number of nodes on which they ran."""
     hosts: tuple[str, ...] = ()
+    """Names of these nodes."""
     backend: str = ""
+    """`nccl` or `gloo`."""
     device: str = ""
+    """`cuda` or `cpu`."""
     strategy: str = ""
+    """`--strategy`: how the ranks train together."""
     threads: int | None = None
+    """Compute threads of each rank."""
     precision: str = ""
+    """`fp32`, `tf32`, `bf16` or `fp16`."""
     cuda_graph: bool = False
+    """True where the step was captured into a graph."""
     model: str = ""
+    """`--model`."""
     dataset: str = ""
+    """`--dataset`."""
     parameters: int | None = None
+    """Number of the model's parameters."""
     steps: int | None = None
+    """Steps that are done, over all attempts."""
     epochs: int | None = None
+    """Epochs that were begun, over all attempts."""
     train_images: int | None = None
+    """Images of the training set."""
     test_images: int | None = None
+    """Images of the test set."""
     versions: Mapping[str, str | None] | None = None
+    """Versions of python, torch, torchvision (None without it) and clusterddp."""
     warnings: tuple[str, ...] = ()
+    """Warnings of the training, a line each."""
     peak_memory_bytes: int | None = None
-    """Largest of any rank."""
+    """Largest of any rank: allocated by torch on its GPU, resident on a CPU."""
     ranks: tuple[RankReport, ...] = ()
+    """Speed and memory of each rank, in their order."""
     weights_sha256: str = ""
+    """SHA-256 of the trained weights."""
     resumed_from: str | None = None
     """Checkpoint from which the attempt resumed."""
     attempt: int | None = None
+    """Number of the attempt, from 1."""
     starts: int | None = None
     """Attempts of the run in which ranks met."""
     steps_done_twice: int = 0
+    """Steps that were done again after interruptions."""
     seconds_lost: float = 0.0
     """Seconds from each last checkpoint until training went on: work done again, queue, start."""
     attempts: tuple[AttemptSummary, ...] = ()
+    """Attempts of the run, in their order."""
     saving: SavingReport | None = None
+    """Cost of the checkpoints of this attempt."""
     paid: Paid | None = None
+    """Node-hours of all attempts; None where no attempt's start is known."""
     job_id: str = ""
+    """Slurm's job id; empty without a job."""
     restart: int = 0
+    """SLURM_RESTART_COUNT; 0 without a job."""
     finished: float | None = None
+    """Time at which the report was written."""
 
 
 @dataclass(frozen=True)
@@ -444,9 +520,13 @@ class WorstImage:
     """A test image of high loss."""
 
     index: int
+    """Its place in the test set, from 0."""
     label: int
+    """Its class, from 0."""
     predicted: int
+    """Class that the model took it for."""
     loss: Loss | None = None
+    """Loss of this image; may be NaN."""
     shape: tuple[int, ...] = ()
     """(height, width)."""
     pixels: str = ""
@@ -458,6 +538,7 @@ class EvaluationRecord:
     """evaluation.json: what the test set showed at the end."""
 
     step: int | None = None
+    """Step at which the test set was evaluated."""
     confusion: tuple[tuple[int | None, ...], ...] = ()
     """(classes, classes) counts: a row a label, a column a prediction."""
     worst: tuple[WorstImage, ...] = ()
@@ -471,11 +552,15 @@ class MetricsLine:
     kind: str = ""
     """`train` or `eval`."""
     step: int = -1
-    """-1 where it is not said."""
+    """Steps that are done, over all attempts; -1 where it is not said."""
     epoch: int | None = None
+    """Epoch of the latest step, from 1."""
     loss: Loss | None = None
+    """Mean loss since the last line, or over the test set; may be NaN."""
     accuracy: float | None = None
+    """Accuracy likewise, from 0 to 1."""
     lr: float | None = None
+    """Learning rate of the step that comes next."""
     images_per_second: float | None = None
     """Throughput of all ranks together."""
     rank_images_per_second: tuple[float | None, ...] = ()
@@ -483,6 +568,7 @@ class MetricsLine:
     seconds: float | None = None
     """Seconds of training until then, over all attempts."""
     time: float | None = None
+    """Time at which it was written."""
 
     @property
     def tested(self) -> bool:

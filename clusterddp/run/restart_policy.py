@@ -61,6 +61,8 @@ class Decision:
 
     go_on: bool
     why: str
+    code: str = ""
+    """Code of what holds the next attempt back, where it is more than the end itself."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,21 @@ def decide(
     if cause == REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
     if not policy.requeue and (cause in _GOES_ON or policy.restart_on_failure):
-        return Decision(False, requeue_is_off(how or cause))
+        return Decision(False, requeue_is_off(how or cause), "CD1221")
     if cause == FAILED:
         crashes = sum(start.cause == FAILED for start in starts)
         if not policy.restart_on_failure:
-            return Decision(False, NO_RESTART)
+            return Decision(False, NO_RESTART, "CD1223")
         if crashes > policy.restart_on_failure:
             limit = f"--restart-on-failure {policy.restart_on_failure}"
-            return Decision(False, f"it has failed {crashes} times ({limit})")
+            return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
     if len(starts) > policy.max_requeues:
-        return Decision(False, capped(policy.max_requeues))
+        return Decision(False, capped(policy.max_requeues), "CD1222")
     counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
     last = counted[-_FRUITLESS_STARTS:]
     if len(last) == _FRUITLESS_STARTS and all(start.gained == 0 for start in last):
-        return Decision(False, f"{_FRUITLESS_STARTS} starts in a row have not gained a step")
+        why = f"{_FRUITLESS_STARTS} starts in a row have not gained a step"
+        return Decision(False, why, "CD1224")
     return Decision(True, cause)
 
 

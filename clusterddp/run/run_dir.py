@@ -164,7 +164,8 @@ class RunDir:
         path = Path(spec.run_dir)
         if path.exists() or path.is_symlink():
             raise RequestError(
-                f"the run {spec.run_name} exists already at {path}; choose another --run-name."
+                f"the run {spec.run_name} exists already at {path}; choose another "
+                "--run-name. [CD0503]"
             )
         missing = [parent for parent in path.parents if not parent.exists()]
         draft = None
@@ -182,7 +183,7 @@ class RunDir:
             undo(draft.path if draft else None, missing)
             raise RequestError(
                 f"--output-root: cannot write the run directory {path}: {error.strerror}. "
-                "Choose a folder that you can write and that has room."
+                "Choose a folder that you can write and that has room. [CD0504]"
             ) from None
         try:
             yield cls(path)
@@ -206,10 +207,10 @@ class RunDir:
             return JobSpec.from_json(self.spec.read_text(errors="replace"), self.spec.name)
         except OSError as error:
             raise RequestError(
-                f"{self.path} is no run: {self.spec.name}: {error.strerror}."
+                f"{self.path} is no run: {self.spec.name}: {error.strerror}. [CD0505]"
             ) from None
         except RequestError as error:
-            raise RequestError(f"{self.path}: {error}") from None
+            raise RequestError(f"{self.path}: {error}", code=error.code) from None
 
     def read_spec(self) -> JobSpec | None:
         """Read the request; None for a damaged one, which takes nothing from what else is known."""
@@ -262,7 +263,7 @@ def directories(kind: type[_Kind], output_root: Path) -> list[_Kind]:
     except OSError as error:
         raise RequestError(
             f"--output-root: {output_root} cannot be read: {error.strerror}. Name a folder of runs "
-            "that you can read."
+            "that you can read. [CD0505]"
         ) from None
 
 

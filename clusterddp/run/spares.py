@@ -87,7 +87,7 @@ def step_words(words: Sequence[str], nodes: Sequence[str]) -> list[str]:
     if not place:
         raise RequestError(
             f"--spare-nodes: the line behind 'launch' starts {words[0]!r} and no srun, which is "
-            "to be told its nodes. Have it start srun, or submit without spares."
+            "to be told its nodes. Have it start srun, or submit without spares. [CD0303]"
         )
     return [*words[:place], f"--nodelist={','.join(nodes)}", "--overlap", *words[place:]]
 

@@ -68,17 +68,19 @@ def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[Ra
         hint = f"'clusterddp logs {run.shown}' shows what its ranks printed."
         if status.state in (CREATED, QUEUED):
             hint = "Look again once it runs."
-        raise RequestError(f"{run.name} does not run: it is {status.state}{detail}. {hint}")
+        raise RequestError(
+            f"{run.name} does not run: it is {status.state}{detail}. {hint} [CD0507]"
+        )
     if latest_submission(events.read(run.events)) is None and not _outcomes(run, ()):
         raise RequestError(
             f"{run.name} was started by hand: only of a run that 'clusterddp submit' has started "
-            "is it known where its ranks are."
+            "is it known where its ranks are. [CD0507]"
         )
     size = status.world_size or 0
     for rank in ranks:
         if size and rank >= size:
             raise RequestError(
-                f"--rank {rank}: {run.name} has {size} ranks; name one of 0 to {size - 1}."
+                f"--rank {rank}: {run.name} has {size} ranks; name one of 0 to {size - 1}. [CD0102]"
             )
     return gather(run, ranks, workers=bool(ranks), world_size=size)
 
@@ -93,7 +95,9 @@ def gather(
     machine's, SlurmError where no host of its job answers.
     """
     if run.path.stat().st_uid != os.geteuid():
-        raise RequestError(f"{run.path} is another user's: only its owner may look at its ranks.")
+        raise RequestError(
+            f"{run.path} is another user's: only its owner may look at its ranks. [CD0507]"
+        )
     outcomes = _outcomes(run, ranks)
     recorded = {outcome.rank for outcome in outcomes}
     wanted = ranks or range(world_size)
@@ -112,7 +116,7 @@ def gather(
     if submission and submission.is_local:
         if submission.is_alive is None:
             host = submission.host or "another machine"
-            raise RequestError(f"{run.name} runs on {host}, not here: look there.")
+            raise RequestError(f"{run.name} runs on {host}, not here: look there. [CD0507]")
         rank_stacks += _look(at_work, workers=workers)
     elif at_work and at_work[0].job_id:
         rank_stacks += _ask_hosts(run, at_work, ranks, workers=workers)
@@ -206,7 +210,7 @@ def _ask_hosts(
     except OSError as error:
         raise SlurmError(
             f"srun does not start ({error.strerror}), and it reads the stacks on the job's hosts. "
-            "Look from a machine of the cluster."
+            "Look from a machine of the cluster. [CD0402]"
         ) from None
     with srun:
         answer, words = _communicate(srun)

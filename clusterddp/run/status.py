@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from clusterddp.errors import EXIT_INTERRUPTED, RequestError
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, files, formatting, restart_policy
+from clusterddp.run import bad_nodes, end_codes, events, files, formatting, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -59,22 +59,29 @@ class RunStatus:
     """Status of a run; None where nothing is known."""
 
     name: str
+    """Name of the run, of its directory too."""
     state: str
     """created, queued, running, done, failed, cancelled, stopped or unknown."""
     detail: str = ""
     """Reason for the state: what it waits for, how it failed."""
     job_id: str = ""
+    """Slurm's id of the latest job; of a rehearsal the number of its process; empty without one."""
     array_element: str = ""
     """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
     launcher: str = ""
+    """`sbatch`, `submitit` or `local`; empty where nothing was submitted."""
     nodes: int | None = None
+    """Nodes that were asked for, without spare ones."""
     spare_nodes: int | None = None
     """Nodes beside these that Slurm is asked for."""
     tasks_per_node: int | None = None
+    """Ranks on each node."""
     world_size: int | None = None
+    """Number of ranks that were asked for."""
     layout: str = ""
     """`2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
     hosts: list[str] = field(default_factory=list)
+    """Hosts of the latest start."""
     preflight: str = ""
     """Line on the checks of its nodes ahead of the latest attempt's tasks; empty without them."""
     attempt: int | None = None
@@ -82,6 +89,7 @@ class RunStatus:
     restarts: int = 0
     """Starts after the first since a person last submitted the run."""
     restart_reasons: list[str] = field(default_factory=list)
+    """Reason for each of these starts, as far as it is known."""
     goes_on_after: str = ""
     """Reason for which it waits to start again, if it does."""
     waits_for: list[str] = field(default_factory=list)
@@ -89,7 +97,9 @@ class RunStatus:
     checkpoint_step: int | None = None
     """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
+    """Time at which that checkpoint was written."""
     step: int | None = None
+    """Steps that are done, over all attempts."""
     steps_planned: int | None = None
     """Step at which the training will be done; None where nobody knows, as of a COMMAND."""
     percent_done: float | None = None
@@ -99,6 +109,7 @@ class RunStatus:
     expected_start: float | None = None
     """Slurm's estimate of its start while it is queued, in seconds since the epoch."""
     epoch: int | None = None
+    """Epoch of the latest step, from 1."""
     loss: float | None = None
     """Loss of the training, the latest in metrics.jsonl."""
     accuracy: float | None = None
@@ -106,21 +117,32 @@ class RunStatus:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Bad nodes that the run's next start leaves out, and why; without those cleared since."""
     warnings: list[str] = field(default_factory=list)
+    """Warnings of the training, and what is to be known of the latest end."""
     created_time: float | None = None
+    """Time at which its request was written."""
     submitted_time: float | None = None
+    """Time at which a person last submitted it."""
     started_time: float | None = None
+    """Time of the latest start."""
     ended_time: float | None = None
+    """Time of its end; None until it has ended."""
     elapsed_seconds: float | None = None
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
-    """None until it has ended, and where nothing has run, as of one cancelled in the queue."""
+    """Exit code of its latest attempt's job; None until it has ended, and where nothing has run, as
+    of one cancelled in the queue."""
+    code: str = ""
+    """Code of its end, or of why it never starts, for `clusterddp explain`."""
     first_failure: str = ""
+    """Rank that failed first, its host, its error and its log, in words; empty where none did."""
     cleaned: str = ""
     """What `clusterddp clean` has removed since it was last submitted, and when."""
     directory: str = ""
+    """Directory of the run, as --output-root leads to it."""
     works_in: str = ""
     """Folder in which the tasks run a person's code, where its relative output lies."""
     next_command: str = ""
+    """Command to type next; empty where there is nothing to do."""
     failed_rank: int | None = None
     """Rank of `first_failure`; not printed, like the next one."""
     is_forgotten: bool = False
@@ -130,6 +152,14 @@ class RunStatus:
         """Return what `clusterddp status --json` prints."""
         fields = dataclasses.asdict(self)
         return {name: fields[name] for name in fields if name not in _NOT_PRINTED}
+
+    def why(self, *, in_short: bool = False) -> str:
+        """Return the reason for the state with its code, `rank 3 failed first: … [CD1209]`.
+
+        in_short: of a reason of several lines the first alone.
+        """
+        why = self.first_failure or self.detail
+        return coded(why.partition("\n")[0] if in_short else why, self.code).strip()
 
     @property
     def has_ended(self) -> bool:
@@ -195,6 +225,7 @@ def run_status(
         ended_time=ended.time if ended and state in ENDED else None,
         elapsed_seconds=_elapsed(known, state, now),
         exit_code=_exit_code(state, submission, job),
+        code=_code(state, known, failure, job),
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history),
         directory=str(run.path),
@@ -448,6 +479,30 @@ def _elapsed(submission: Submission, state: str, now: float) -> float | None:
     return round(max(until - started, 0.0), 3)
 
 
+def _code(state: str, submission: Submission, failure: Failure | None, job: JobState | None) -> str:
+    """Return the code of a run's end, or of why it never starts; empty where neither is known."""
+    if state == QUEUED:
+        return end_codes.NEVER_STARTS if job and job.reason in NEVER_STARTS else ""
+    if state not in (*ENDED, UNKNOWN) or state == DONE:
+        return ""
+    # Of a job that is back in the queue, what the attempt before came to is another thing.
+    end = None if submission.put_back else submission.end
+    if state == CANCELLED and not (end and end.cause == restart_policy.NOT_DUE):
+        return end_codes.OF_RUN[state]
+    if state == STOPPED and submission.requeue_error:
+        return end_codes.NOT_RESUMED
+    if end and (code := end.code or end_codes.OF_CAUSE.get(end.cause, "")):
+        return code
+    says_why = job and job.state in end_codes.OF_STATE.keys() - {State.FAILED, State.UNKNOWN}
+    if failure and not says_why:
+        return end_codes.of_failure(failure)
+    if state != FAILED:
+        return end_codes.OF_RUN[state]
+    if job is None or (job.state is State.FAILED and submission.start.time):
+        return end_codes.UNEXPLAINED
+    return end_codes.OF_STATE.get(job.state, end_codes.UNEXPLAINED)
+
+
 def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
     if submission is None or state not in ENDED:
         return None
@@ -475,7 +530,7 @@ def _next_command(
     again = run.resubmission
     if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
         return again
-    if state == STOPPED or (state == CANCELLED and has_checkpoint):
+    if state == STOPPED or (state == CANCELLED and (has_checkpoint or submission.put_back)):
         return again
     logs = run.rank_log(0), run.job_log
     is_silent = state in (CANCELLED, DONE) and not any(path.exists() for path in logs)
@@ -517,7 +572,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
         if not runs:
             raise RequestError(
                 f"there is no run below {root}. Start one with 'clusterddp submit', or name the "
-                "folder that holds your runs with --output-root."
+                "folder that holds your runs with --output-root. [CD0501]"
             )
         return runs[-1]
     for run in runs:
@@ -527,18 +582,21 @@ def find_run(root: Path, text: str | None) -> RunDir:
         return RunDir(Path(text))
     if SweepDir(root / text).is_sweep:
         raise RequestError(
-            f"{text} is a sweep, and this is about one run: name a point of it, such as {text}-0."
+            f"{text} is a sweep, and this is about one run: name a point of it, such as "
+            f"{text}-0. [CD0502]"
         )
     holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
         return holders[0]
     if holders:
         names = ", ".join(run.name for run in holders)
-        raise RequestError(f"the job id {text} belongs to several runs: {names}. Name one of them.")
+        raise RequestError(
+            f"the job id {text} belongs to several runs: {names}. Name one of them. [CD0502]"
+        )
     hint = _hint(runs, text)
     if text and _is_run(text):
         hint = f" The run in the folder of that name is {'./' + text!r}."
-    raise RequestError(f"there is no run {text!r} below {root}.{hint}")
+    raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
 
 
 def _is_run(text: str) -> bool:

@@ -78,7 +78,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             attempt.ask_to_stop("stop")
         except OSError as error:
             raise RequestError(
-                f"{run.name}: {attempt.path} cannot be written: {error.strerror}."
+                f"{run.name}: {attempt.path} cannot be written: {error.strerror}. [CD0504]"
             ) from None
         message = f"{run.name}: asked attempt {attempt.number} to save and leave"
         return Stop(run.name, status.job_id, True, False, message)
@@ -106,7 +106,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     except OSError as error:
         raise RequestError(
             f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
-            f"'clusterddp cancel {run.shown}', or make room there."
+            f"'clusterddp cancel {run.shown}', or make room there. [CD0504]"
         ) from None
     doubt = f" ({status.detail})" if status.state == UNKNOWN else ""
     return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
@@ -190,14 +190,14 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         where = submission.host or "another machine"
         raise RequestError(
             f"{run.name} runs on {where}, not here; cancel it there with "
-            f"'clusterddp cancel {run.shown}'."
+            f"'clusterddp cancel {run.shown}'. [CD0507]"
         )
     try:
         events.add(run.events, events.CancelAsked, job_id=submission.job_id)
     except OSError as error:
         log.warning(
             f"{run.path} cannot be written ({error.strerror}): 'status' can take the end "
-            "of this run for a failure"
+            "of this run for a failure [CD0504]"
         )
     job = status.array_element or submission.job_id
     try:
@@ -210,7 +210,8 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         _take_back(run)
         if isinstance(error, OSError):
             raise RequestError(
-                f"{run.name}: process {submission.pid} cannot be signalled: {error.strerror}."
+                f"{run.name}: process {submission.pid} cannot be signalled: "
+                f"{error.strerror}. [CD0507]"
             ) from None
         raise
     who = f"process {submission.pid}" if submission.is_local else f"Slurm (job {job})"
@@ -237,7 +238,7 @@ def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
     try:
         events.add(run.events, events.CancelAsked)
     except OSError as error:
-        raise RequestError(f"{run.path} cannot be written: {error.strerror}.") from None
+        raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
     if not _awaits_turn(run):  # it has begun meanwhile
         return cancel(run, run_status(run, {}), send)
     return Cancellation(run.name, "", True, f"{run.name}: it waits for its turn, and loses it")
@@ -279,5 +280,5 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
         return "no attempt trains right now, and none starts any more"
     raise RequestError(
         f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
-        f"or use 'clusterddp cancel {run.shown}'."
+        f"or use 'clusterddp cancel {run.shown}'. [CD0507]"
     )

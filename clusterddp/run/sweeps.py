@@ -19,19 +19,28 @@ _PATTERN = frozenset("*?[")
 
 @dataclass(frozen=True)
 class SweepStatus:
-    """Status of a sweep: the states of its points, by index."""
+    """Status of a sweep: the states of its points, by index.
+
+    --json prints `points` as objects with `run`, `state` and `point`, the values by name; `counts`,
+    how many are in each state; and `sweep`, the name again.
+    """
 
     name: str
+    """Name of the sweep; its points are the runs NAME-0, NAME-1 and so on."""
     names: tuple[str, ...]
     """Names that the sweep varies."""
     points: tuple[tuple[str, ...], ...]
+    """Values of each point, as text, in the order of `names`."""
     states: tuple[str, ...]
+    """State of each point, as of a run."""
     max_parallel: int
+    """Most points that run at once; 0 where there is no limit."""
     job_ids: tuple[str, ...]
     """Job arrays that were submitted for it, the latest last."""
     submitted_time: float | None
     """Time of the first submission, in seconds since the epoch."""
     directory: str
+    """Directory of the sweep."""
     layout: str = ""
     """Nodes and tasks of each point, `2x4`."""
 
@@ -138,7 +147,7 @@ def select(root: Path, text: str) -> list[RunDir]:
         return [find_run(root, text)]
     found = [run for run in find_runs(root) if fnmatch.fnmatchcase(run.name, text)]
     if not found:
-        raise RequestError(f"no run below {root} has a name that fits {text!r}.")
+        raise RequestError(f"no run below {root} has a name that fits {text!r}. [CD0501]")
     return found
 
 

@@ -56,7 +56,7 @@ def show_tracker(
         try:
             files.write_record(run.tracked, tracked)
         except OSError as error:
-            log.warning(f"the next start will not find this tracked run: {error}")
+            log.warning(f"the next start will not find this tracked run: {error} [CD0820]")
     if WANDB in trackers:
         wanted = {"WANDB_RUN_ID": tracked.wandb, "WANDB_RESUME": "allow", "WANDB_NAME": run.name}
         for name, value in wanted.items():
@@ -80,12 +80,12 @@ def _make(argv: Sequence[str], name: str, environ: Mapping[str, str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning(f"--tracker mlflow: no run is made: {error}")
+        log.warning(f"--tracker mlflow: no run is made: {error} [CD0820]")
         return ""
     for line in done.stdout.splitlines():
         if line.startswith("mlflow-run-id="):
             return line.partition("=")[2].strip()
     words = done.stderr.strip().splitlines()
     why = words[-1] if words else f"exit code {done.returncode}"
-    log.warning(f"--tracker mlflow: {python} makes no run: {why}")
+    log.warning(f"--tracker mlflow: {python} makes no run: {why} [CD0820]")
     return ""

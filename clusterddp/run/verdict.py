@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import bad_nodes, events, files, hardware, restart_policy, step_watch
+from clusterddp.run import bad_nodes, end_codes, events, files, hardware, restart_policy, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -58,6 +58,8 @@ class End:
     """Nodes that srun has seen fail."""
     hardware: str = ""
     """Hardware that the first failure names, of its node."""
+    code: str = ""
+    """Code for `clusterddp explain`; empty of a run that is done."""
 
 
 def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
@@ -86,13 +88,16 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         lost_nodes=evidence.lost_nodes,
         hardware=_hardware(evidence, end),
     )
+    end = dataclasses.replace(end, code=_code(evidence, end))
+    end = dataclasses.replace(end, lines=(coded(end.lines[0], end.code), *end.lines[1:]))
     if remark := _own_worlds(evidence.outcomes):
         remarks = "; ".join(filter(None, (end.remark, remark)))
-        end = dataclasses.replace(end, lines=(*end.lines, remark), remark=remarks)
+        end = dataclasses.replace(end, lines=(*end.lines, coded(remark, "CD1226")), remark=remarks)
     trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
-    return dataclasses.replace(end, lines=(*end.lines, trouble), trouble=trouble)
+    lines = (*end.lines, coded(trouble, "CD0504"))
+    return dataclasses.replace(end, lines=lines, trouble=trouble)
 
 
 def stop_asked(attempt: Attempt, job_id: str) -> bool:
@@ -116,6 +121,15 @@ def _hardware(evidence: "_Evidence", end: End) -> str:
     outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
     log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
     return hardware.named(outcome.error if outcome else None, failure.exit_code, log)
+
+
+def _code(evidence: "_Evidence", end: End) -> str:
+    """Return the code of an end: one given with it, its cause's, or its first failure's."""
+    if end.code or end.cause == restart_policy.DONE:
+        return end.code
+    if end.cause != restart_policy.FAILED or end.failure is None:
+        return end_codes.OF_CAUSE[end.cause]
+    return end_codes.of_failure(end.failure, evidence.outcomes, end.hardware)
 
 
 class _Evidence:
@@ -335,8 +349,8 @@ def _failed(evidence: _Evidence) -> End | None:
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
             why = "the command does not take that signal, so it saved nothing"
-            line = f"{failure.describe()}: {why}"
-            return End(restart_policy.FAILED, evidence.code, failure, lines=(line,))
+            line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
+            return End(restart_policy.FAILED, evidence.code, failure, lines=(line,), code=code)
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
         return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
     if _is_aftershock(attempt, failure):
@@ -350,18 +364,18 @@ def _unexplained(evidence: _Evidence) -> End:
     run, code = evidence.run, evidence.code
     if evidence.hang:
         line = f"the job was ended: {evidence.hang}"
-        return End(restart_policy.FAILED, code, lines=(line,), remark=line)
+        return End(restart_policy.FAILED, code, lines=(line,), remark=line, code=end_codes.HUNG)
     if code == 0:
         line = (
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
             f"it did not finish. See {run.logs}."
         )
-        return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,))
+        return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,), code=end_codes.UNEXPLAINED)
     if evidence.outcomes:
         line = f"ended with exit code {code}; no rank says why. See {run.job_log}."
-        return End(restart_policy.FAILED, code, lines=(line,))
+        return End(restart_policy.FAILED, code, lines=(line,), code=end_codes.UNEXPLAINED)
     line = f"no task has started: ended with exit code {code}"
-    return End(restart_policy.FAILED, code, lines=(line,), remark=line)
+    return End(restart_policy.FAILED, code, lines=(line,), remark=line, code=end_codes.NO_TASK)
 
 
 def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:

@@ -1,5 +1,6 @@
 """Checks scripts of one's own: reads them, and lists their mistakes."""
 
+import os
 import re
 import sys
 from collections import Counter
@@ -27,21 +28,24 @@ def read_script(name: str) -> str:
             with Path(name).open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise RequestError(f"{name!r} has more than {_MOST_BYTES:,} bytes: no script of a job.")
+            raise RequestError(
+                f"{name!r} has more than {_MOST_BYTES:,} bytes: no script of a job. [CD0315]"
+            )
         if b"\0" in data:
-            raise RequestError(f"{name!r} has NUL bytes: it is no text; give a script.")
+            raise RequestError(f"{name!r} has NUL bytes: it is no text; give a script. [CD0315]")
         text = data.decode()
     except UnicodeDecodeError:
         raise RequestError(
-            f"{name!r} is not UTF-8 text: convert it first, as by iconv -f LATIN1 -t UTF-8."
+            f"{name!r} is not UTF-8 text: convert it first, as by iconv -f LATIN1 -t "
+            "UTF-8. [CD0315]"
         ) from None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"cannot read {name!r}: {why}; give a script.") from None
+        raise RequestError(f"cannot read {name!r}: {why}; give a script. [CD0315]") from None
     if not is_python(name, text) and not sbatch_file.is_sbatch(text):
         raise RequestError(
             f"{name!r} is neither an sbatch file (a first line as #!/bin/bash, #SBATCH lines) nor "
-            "Python (a name that ends with .py)."
+            "Python (a name that ends with .py). [CD0315]"
         )
     return text.removeprefix("\ufeff") if is_python(name, text) else text
 
@@ -67,6 +71,31 @@ def check_texts(texts: dict[str, str]) -> list[Finding]:
     return sorted(findings, key=lambda each: (list(texts).index(each.file), each.line))
 
 
+def trains_alone(script: Path) -> bool:
+    """Return whether a script trains on one device: each of several tasks would train the whole.
+
+    The modules beside it are read with it. Nothing is said where another one may see to the ranks.
+    """
+    trains = False
+    found, todo = {script}, [script]
+    while todo:
+        path = todo.pop()
+        if not os.path.isfile(path):  # noqa: PTH113 - no pipe is read; a name can be too long
+            return False
+        try:
+            text = read_script(str(path))
+            python = _python(path.name, text) if is_python(path.name, text) else None
+        except RequestError:
+            return False  # no text, or no Python that this interpreter knows
+        if python is None or not python.knows_no_rank:
+            return False
+        trains = trains or python.trains
+        beside = {path.parent / f"{module}.py" for module in python.modules_unknown}
+        todo += beside - found
+        found |= beside
+    return trains
+
+
 def _python(name: str, text: str) -> PythonFile:
     try:
         return PythonFile(name, text)
@@ -75,7 +104,7 @@ def _python(name: str, text: str) -> PythonFile:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise RequestError(
             f"{name}{where}: no Python that {sys.version_info.major}.{sys.version_info.minor} "
-            f"reads: {what}."
+            f"reads: {what}. [CD0315]"
         ) from None
 
 
@@ -90,7 +119,7 @@ def _apply(
     try:
         every = [(rule, found) for rule in rules.all for found in rule.find(subject)]
     except RecursionError:
-        raise RequestError(f"{name}: nested too deeply to be read.") from None
+        raise RequestError(f"{name}: nested too deeply to be read. [CD0315]") from None
     for rule, found in every:
         line = line_at(found.line)
         finding = Finding(

@@ -146,6 +146,25 @@ class PythonFile:
         """Return whether a library has the ranks, the samplers and the files in its hands."""
         return bool(self.modules & _MANAGED)
 
+    @property
+    def trains(self) -> bool:
+        return any(True for _ in self.calls("backward"))
+
+    @property
+    def knows_no_rank(self) -> bool:
+        """Return whether nothing in it is about another rank; what it imports is not looked at."""
+        names = {*self.names_in(self.tree), *self.imported.values()}
+        return (
+            not self.spawns
+            and not names & (_OF_ENV | _STARTERS)
+            and not any("distributed" in name or _RANK.fullmatch(name) for name in names)
+        )
+
+    @property
+    def modules_unknown(self) -> set[str]:
+        """Return the packages that are imported and may see to the ranks."""
+        return self.modules - _HARMLESS
+
     @cached_property
     def spawns(self) -> bool:
         """Return whether it starts its ranks itself, on one machine."""

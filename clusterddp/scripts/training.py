@@ -68,7 +68,7 @@ def find(file: SbatchFile) -> Training:
         raise RequestError(
             f"{file.name or 'the file'} starts nothing that could be a task: no srun, no torchrun, "
             "no Python script. Give the file that has the srun line, or write the submit line "
-            "yourself: clusterddp submit [OPTIONS] -- COMMAND"
+            "yourself: clusterddp submit [OPTIONS] -- COMMAND [CD0315]"
         )
     command, step = found
     program = _known(step.program) if step else _evaluated(file, command)

@@ -99,10 +99,13 @@ def sbatch(
     except _NOT_ON_PATH:
         raise RequestError(
             "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
-            "use --launcher local to rehearse the run here, or --dry-run to see its script."
+            "use --launcher local to rehearse the run here, or --dry-run to see its "
+            "script. [CD0402]"
         ) from None
     except OSError as error:
-        raise RequestError(f"sbatch does not start: {error.strerror}; nothing is queued.") from None
+        raise RequestError(
+            f"sbatch does not start: {error.strerror}; nothing is queued. [CD0402]"
+        ) from None
     except subprocess.TimeoutExpired:
         problem = f"sbatch gave no answer within {SBATCH_SECONDS:g} s"
         return _lost(problem, environ, comment, started)
@@ -113,7 +116,7 @@ def sbatch(
         words = explained(words, script, environ)
         raise RequestError(
             f"sbatch refused the job: {words or answer.stdout.strip() or 'it said nothing'} "
-            f"(exit code {answer.returncode}). Nothing was queued."
+            f"(exit code {answer.returncode}). Nothing was queued. [CD0403]"
         )
     for line in reversed(answer.stdout.splitlines()):  # a site's wrapper may print before it
         job_id = _PARSABLE.fullmatch(line.strip())
@@ -156,7 +159,8 @@ def check_expedite(environ: Mapping[str, str]) -> None:
     here = _version(environ)
     if here and not _reaches(here, (25, 11)):
         raise RequestError(
-            f"--requeue=expedite came with Slurm 25.11; this is Slurm {here}. Use --requeue."
+            f"--requeue=expedite came with Slurm 25.11; this is Slurm {here}. Use "
+            "--requeue. [CD0403]"
         )
 
 
@@ -191,7 +195,7 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     raise SlurmError(
         f"{problem}. Slurm shows no job with the comment {comment!r}, so it is not known whether "
         "the job was queued. Before you submit again, look with: "
-        "squeue --me -t all -o '%i %T %V %k'"
+        "squeue --me -t all -o '%i %T %V %k' [CD0404]"
     )
 
 
@@ -354,6 +358,8 @@ def _reason(text: str) -> str:
 class RequeueRefused(SlurmError):
     """This cluster, or this job, allows no requeue; carries scontrol's words."""
 
+    code = "CD0406"
+
 
 def ask(
     argv: Sequence[str],
@@ -376,9 +382,9 @@ def ask(
     try:
         answer = call(argv, plain, seconds, stdin, folder)
     except _NOT_ON_PATH:
-        raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm") from None
+        raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm [CD0402]") from None
     except OSError as error:
-        raise SlurmError(f"{argv[0]} does not start: {error.strerror}") from None
+        raise SlurmError(f"{argv[0]} does not start: {error.strerror} [CD0402]") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
             f"{argv[0]} gave no answer within {seconds:g} s: is slurmctld down? Try 'scontrol ping'"

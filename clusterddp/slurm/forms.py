@@ -67,7 +67,8 @@ class Form:
     def check(self, option: str, value: str) -> None:
         """Raise RequestError unless the text is wholly of the form, and fits into a script."""
         if not re.fullmatch(self.pattern, text(option, value)):
-            raise OptionError(option, f": {value!r} is no {self.noun}, such as {self.examples}.")
+            problem = f": {value!r} is no {self.noun}, such as {self.examples}. [CD0102]"
+            raise OptionError(option, problem)
 
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]*"
@@ -150,12 +151,14 @@ def text(option: str, value: str) -> str:
         raise OptionError(
             option,
             f": {value!r} holds the control character {control.group()!r}; "
-            "a script line cannot carry it faithfully. Remove it, or put the text into a file.",
+            "a script line cannot carry it faithfully. Remove it, or put the text into a "
+            "file. [CD0102]",
         )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise OptionError(option, f": {value!r} is not valid UTF-8; give it in UTF-8.") from None
+        problem = f": {value!r} is not valid UTF-8; give it in UTF-8. [CD0102]"
+        raise OptionError(option, problem) from None
     return value
 
 
@@ -234,7 +237,7 @@ def expand_nodelist(text: str) -> list[str]:
     if total > MAX_HOSTS:
         raise RequestError(
             f"host list {_excerpt(text)} stands for {total} hosts; "
-            f"at most {MAX_HOSTS} are expanded. Check the ranges in it."
+            f"at most {MAX_HOSTS} are expanded. Check the ranges in it. [CD0405]"
         )
     return [host for literals, brackets in names for host in _expand(literals, brackets)]
 
@@ -290,7 +293,9 @@ def _expand(literals: list[str], brackets: list[list[_Range]]) -> list[str]:
 def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
     """Yield each name's literals, and the brackets between them."""
     if not text:
-        raise RequestError(f"the host list is empty; a valid one looks like {_HOSTLIST_EXAMPLE}.")
+        raise RequestError(
+            f"the host list is empty; a valid one looks like {_HOSTLIST_EXAMPLE}. [CD0405]"
+        )
     foreign = _FOREIGN_CHARACTER.search(text)
     if foreign is not None:
         _refuse_hosts(text, foreign.start(), f"{foreign[0]!r} cannot be part of a host list")
@@ -340,7 +345,7 @@ def _refuse_hosts(text: str, position: int, what: str) -> NoReturn:
 def _refuse(kind: str, text: str, position: int, what: str, example: str) -> NoReturn:
     raise RequestError(
         f"cannot read the {kind} {_excerpt(text, position)}: {what} "
-        f"(character {position + 1}); a valid one looks like {example}."
+        f"(character {position + 1}); a valid one looks like {example}. [CD0405]"
     )
 
 

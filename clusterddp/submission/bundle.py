@@ -128,7 +128,7 @@ def carry(run: RunDir) -> Bundle:
             path.unlink(missing_ok=True)
         raise RequestError(
             f"cannot put clusterddp into the run, {path} ({len(content) / 1e6:.1f} MB): "
-            f"{error.strerror}. Make room there, or choose another --output-root."
+            f"{error.strerror}. Make room there, or choose another --output-root. [CD0504]"
         ) from None
     _keep_bytecode(path, content)
     return Bundle(path)
@@ -195,10 +195,12 @@ def find(run: RunDir) -> Bundle | None:
     except OSError as error:
         raise RequestError(
             f"the clusterddp of {run.name}, {carried.path}, cannot be read: {error.strerror}. "
-            f"{remedy}"
+            f"{remedy} [CD0314]"
         ) from None
     if not _is_whole(carried.path, content):
-        raise RequestError(f"the clusterddp of {run.name}, {carried.path}, was altered. {remedy}")
+        raise RequestError(
+            f"the clusterddp of {run.name}, {carried.path}, was altered. {remedy} [CD0314]"
+        )
     return carried
 
 

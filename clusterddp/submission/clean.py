@@ -41,6 +41,8 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
 class NotRemoved(ClusterDDPError):
     """Something of a run cannot be removed."""
 
+    code = "CD0504"
+
 
 @dataclass(frozen=True)
 class Item:
@@ -122,7 +124,9 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
         try:
             for item in cleaning.items:
                 if _latest(run) != before:
-                    raise RequestError(f"{run.name} has started meanwhile: the rest of it stays.")
+                    raise RequestError(
+                        f"{run.name} has started meanwhile: the rest of it stays. [CD0508]"
+                    )
                 _remove(run, item)
                 removed.append(item)
         except OSError as error:
@@ -413,4 +417,6 @@ def _record(run: RunDir, removed: Sequence[Item]) -> None:
             bytes=sum(item.bytes for item in removed),
         )
     except OSError as error:
-        log.warning(f"{run.path} cannot be written ({error.strerror}): the removal is not recorded")
+        log.warning(
+            f"{run.path} cannot be written ({error.strerror}): the removal is not recorded [CD0518]"
+        )

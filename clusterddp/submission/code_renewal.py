@@ -32,7 +32,7 @@ def log_changes(spec: JobSpec, run: RunDir) -> None:
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
     if now is None:  # it cannot be read, or has become too large
-        log.warning(f"{uses}, and {tree} cannot be compared with it")
+        log.warning(f"{uses}, and {tree} cannot be compared with it [CD0313]")
         return
     # What is linked for its size is as it is now in the copy, too.
     linked = {*recorded.large, *now.large}
@@ -71,7 +71,8 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
     tree = Path.cwd()
     if not runs_code_of(spec, tree):
         raise RequestError(
-            f"--code new: {run.name} uses no code of {tree}: its tasks run what is installed."
+            f"--code new: {run.name} uses no code of {tree}: its tasks run what is "
+            "installed. [CD0313]"
         )
     recorded = snapshot.Snapshot.read(run.code_record) if run.code_record.is_file() else None
     record = run.code_record.read_bytes() if recorded else None
@@ -88,7 +89,9 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
     except BaseException as error:
         _put_back(run, had_copy, record)
         if isinstance(error, OSError):
-            raise RequestError(f"--code new: {run.path} cannot be written: {error}.") from None
+            raise RequestError(
+                f"--code new: {run.path} cannot be written: {error}. [CD0504]"
+            ) from None
         raise
     changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []
     where = f"copied {tree} to {run.code}" if copied else f"{run.name} uses {tree}"
@@ -117,7 +120,7 @@ def mend(run: RunDir) -> None:
             elif left.is_dir():
                 shutil.rmtree(left)
     except OSError as error:
-        raise RequestError(f"{run.path} cannot be written: {error}.") from None
+        raise RequestError(f"{run.path} cannot be written: {error}. [CD0504]") from None
 
 
 def _take(

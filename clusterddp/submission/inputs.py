@@ -35,7 +35,7 @@ def make_sure(
 
     absent = config.missing_package()
     if absent and not _in_another_python(spec):
-        raise RequestError(absent)
+        raise RequestError(absent, code="CD0803")
     find_own_functions(config, spec, code=code)
     try:
         if config.resume and spec and config.resume in dict(spec.after):
@@ -46,11 +46,11 @@ def make_sure(
             return
         sources: dict[str, Callable[[str], object]] = {"synthetic": synthesise}
         if spec:
-            _check_folder(config)
+            check_folder(config)
             sources["mnist"] = _fetch
         info = mnist.ensure(config.dataset, config.data_dir, sources)
     except (CheckpointError, DataError) as error:
-        raise RequestError(str(error)) from None
+        raise RequestError(str(error), code=error.code) from None
     log.info(f"dataset: {info.describe()}")
 
 
@@ -60,17 +60,17 @@ def _fetch(data_dir: str) -> None:
     fetch(data_dir)
 
 
-def _check_folder(config: TrainConfig) -> None:
+def check_folder(config: TrainConfig) -> None:
     """Refuse to download into a folder that is not there: its name may be mistyped.
 
-    The default one is excepted, which nobody has typed.
+    The default one is excepted, which nobody has typed. Raises RequestError.
     """
     is_named = config.dataset == "mnist" and config.data_dir != TrainConfig().data_dir
     if is_named and not Path(config.data_dir).expanduser().exists():
         place = shlex.quote(config.data_dir)
         raise RequestError(
             f"--data-dir: {place} does not exist. Name the folder that holds MNIST/raw, or have it "
-            f"made: clusterddp data fetch --data-dir {place}"
+            f"made: clusterddp data fetch --data-dir {place} [CD0601]"
         )
 
 
@@ -84,7 +84,7 @@ def find_own_functions(
     folder = code or Path.cwd()
     for option, reference in config.own_functions:
         if _in_another_python(spec) and user_functions.find(reference, folder) is None:
-            log.warning(f"{option} {reference} is not in {folder}: the tasks need it")
+            log.warning(f"{option} {reference} is not in {folder}: the tasks need it [CD0317]")
         else:
             file = user_functions.locate(option, reference, folder)
             log.info(f"{option.strip('-')}: {reference} of {file}")
@@ -111,7 +111,7 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | Non
     if step is not None and config.max_steps and config.max_steps <= step:
         raise RequestError(
             f"--resume {config.resume}: it has trained {step} steps already, and --max-steps "
-            f"{config.max_steps} ends there: nothing is left to train. Give more steps."
+            f"{config.max_steps} ends there: nothing is left to train. Give more steps. [CD0510]"
         )
     for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
         before = RunDir(folder).read_spec()
@@ -129,17 +129,17 @@ def _check_run(
     if changed and not config.allow_changed:
         raise RequestError(
             f"--resume {config.resume}: it was trained with another configuration: "
-            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed. [CD0703]"
         )
     if step is not None and not config.find_batch_size and is_finished(run, step, before, config):
         raise RequestError(
             f"--resume {config.resume}: {run.name} is done at step {step}: nothing is left to "
             "train. Give it more, such as --epochs N --allow-changed, or name an earlier "
-            "checkpoint of it."
+            "checkpoint of it. [CD0510]"
         )
     problem = uneven_batch(run, config, spec.world_size) if spec else ""
     if problem:
-        raise RequestError(f"--resume {config.resume}: {problem}")
+        raise RequestError(f"--resume {config.resume}: {problem} [CD0105]")
 
 
 def uneven_batch(run: RunDir, config: TrainConfig, world_size: int, *, resumes: bool = True) -> str:

@@ -58,7 +58,9 @@ def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None
     if longest.limit_seconds and asked.time and (limit or math.inf) > longest.limit_seconds:
         problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
     for problem in problems:
-        log.warning(f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever")
+        log.warning(
+            f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever [CD0407]"
+        )
 
 
 def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
@@ -73,7 +75,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             "--sweep",
             f": {len(spec.sweep)} points, whose indices go up to {last}; MaxArraySize of this "
             f"cluster is {size}, so an index is {size - 1} at most. Submit it as {parts} sweeps "
-            "with other values each.",
+            "with other values each. [CD0412]",
         )
     bounds = {
         "max_array_tasks in SchedulerParameters": (limits.tasks, 0),
@@ -86,7 +88,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             raise OptionError(
                 "--sweep",
                 f": {count} points{more}; {name} is {most} here. Submit fewer points now, and the "
-                f"others later: clusterddp resubmit {spec.run_name} --sweep …",
+                f"others later: clusterddp resubmit {spec.run_name} --sweep … [CD0412]",
             )
 
 
@@ -96,18 +98,21 @@ def log_forecast(script: str) -> None:
 
     try:
         can_start, words = outlook(script, os.environ)
-        words = f"Slurm says: {words}"
-        if not can_start and "configuration is not available" in words:
-            words += (
-                ". Queued all the same, it waits for a node or a partition that is down, or for "
-                "ever: see sinfo."
-            )
     except SlurmError as error:
-        can_start, words = False, f"Slurm could not be asked: {error}."
-    (log.info if can_start else log.warning)(words)
+        log.warning(f"Slurm could not be asked: {error}. [CD0401]")
+    else:
+        if can_start:
+            log.info(f"Slurm says: {words}")
+        elif "configuration is not available" in words:
+            log.warning(
+                f"Slurm says: {words}. Queued all the same, it waits for a node or a partition "
+                "that is down, or for ever: see sinfo. [CD0407]"
+            )
+        else:
+            log.warning(f"Slurm says: {words} [CD0403]")
     for setting in requeue_exits():
         log.warning(
             f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "
             "where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. A run that was "
-            "stopped ends with 75, a failed one with its rank's code or 1."
+            "stopped ends with 75, a failed one with its rank's code or 1. [CD0413]"
         )

@@ -37,7 +37,7 @@ def created(sweep: SweepDir, spec: JobSpec, indices: Sequence[int]) -> Iterator[
             raise
         raise RequestError(
             f"--output-root: cannot write {error.filename or sweep.path}: {error.strerror}. "
-            "Choose a folder that you can write and that has room."
+            "Choose a folder that you can write and that has room. [CD0504]"
         ) from None
     try:
         yield points
@@ -58,7 +58,7 @@ def refuse_existing(
         if os.path.lexists(path):
             raise RequestError(
                 f"the run {path.name} exists already at {path}, and would be a point of the sweep "
-                f"{spec.run_name}; {instead}."
+                f"{spec.run_name}; {instead}. [CD0503]"
             )
 
 

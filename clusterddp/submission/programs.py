@@ -41,6 +41,7 @@ def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> 
 
     script: rendered from `spec`. folder: the one in which it starts, by default the current one.
     """
+    _warn_of_one_device(spec, folder or Path.cwd())
     if spec.container_image:
         check_container(spec)
         return
@@ -67,7 +68,8 @@ def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> 
         raise RequestError(
             f"COMMAND: there is no {relative[0]} in {folder}, where the tasks start it. "
             + ("Take the current files with --code new" if is_newer else _FROM_ITS_FOLDER)
-            + ", or name a file that is there."
+            + ", or name a file that is there.",
+            code="CD0306",
         )
     if is_own and program and not missing:
         _check_own_program(folder, program, may_be_on_path=bool(spec.modules))
@@ -76,12 +78,30 @@ def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> 
         typed = shlex.quote(program)
         raise RequestError(
             f"COMMAND: {typed} is given nothing to run: a task's standard input is empty. Type it "
-            f"as: {typed} FILE"
+            f"as: {typed} FILE [CD0306]"
         )
     if program and not is_file and not spec.modules and not is_on_path:
         missing.append(program)
     for name in missing:
-        log.warning(f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it")
+        log.warning(
+            f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it [CD0317]"
+        )
+
+
+def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:
+    """Warn of a training script that knows of no other rank, where several tasks start it."""
+    if not spec.command or spec.world_size == 1:
+        return
+    from clusterddp.request import nested_launcher
+    from clusterddp.scripts import check
+
+    program, file = nested_launcher.started(spec.command)
+    if check.trains_alone(folder / (file or program)):
+        log.warning(
+            f"{shlex.quote(file or program)} is a training for one device: each of the "
+            f"{spec.world_size} tasks trains the whole by itself. docs/from-one-device.md has what "
+            "it lacks. [CD1226]"
+        )
 
 
 def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> None:
@@ -92,7 +112,9 @@ def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> N
     typed = shlex.quote(program)
     path, is_script = folder / program, PurePath(program).suffix in _INTERPRETERS
     if "/" in program and path.is_dir():
-        raise RequestError(f"COMMAND: {typed} is a folder, which cannot be run. Name a program.")
+        raise RequestError(
+            f"COMMAND: {typed} is a folder, which cannot be run. Name a program. [CD0306]"
+        )
     if not path.is_file() or not _is_below(folder, program):
         return
     by = f"{_INTERPRETERS.get(path.suffix, 'INTERPRETER')} {typed}"
@@ -101,7 +123,8 @@ def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> N
         why = "it names no interpreter in its first line (#!…)"
     if "/" in program and why:
         raise RequestError(
-            f"COMMAND: {typed} cannot be run by itself: {why}. Type it as: {by}, or mend that."
+            f"COMMAND: {typed} cannot be run by itself: {why}. Type it as: {by}, or mend "
+            "that. [CD0306]"
         )
     if "/" in program or shutil.which(program) or (may_be_on_path and not is_script):
         return
@@ -109,7 +132,7 @@ def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> N
     ways += [] if why else [f"./{typed}"]
     raise RequestError(
         f"COMMAND: {typed} is a file in {folder}, and no program on the PATH, where the tasks "
-        f"look for it. Type it as: {', or '.join(ways)}."
+        f"look for it. Type it as: {', or '.join(ways)}. [CD0306]"
     )
 
 
@@ -142,7 +165,9 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
     if not imports:
         return
     if "--python" not in given:
-        log.warning("--check-python: the tasks' Python is their image's, which is not started here")
+        log.warning(
+            "--check-python: the tasks' Python is their image's, which is not started here [CD0310]"
+        )
         return
     _try_imports("--python", spec.python, "torch, numpy" if spec.train else "os", spec)
     if spec.command:
@@ -163,7 +188,7 @@ def check_notified(spec: JobSpec) -> None:
         where = f"in {Path.cwd()}, where it starts" if "/" in typed else "on the PATH"
         log.warning(
             f"--notify {typed}: there is no such program {where}, on this machine: the nodes need "
-            "it, or nobody is told"
+            "it, or nobody is told [CD1108]"
         )
 
 
@@ -172,15 +197,23 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
     if "/" not in python:
         here = shutil.which(python) is not None
         if not here and not spec.modules and not spec.setup:
-            log.warning(f"{option} {typed} is not on the PATH of this machine: the nodes need it")
+            log.warning(
+                f"{option} {typed} is not on the PATH of this machine: the nodes need it [CD0317]"
+            )
         return
     if here and (Path(python).is_dir() or not os.access(python, os.X_OK)):
         what = "is a folder" if Path(python).is_dir() else "has no execute permission"
-        raise OptionError(option, f" {typed} cannot run: it {what}. Name an interpreter.")
+        raise OptionError(
+            option,
+            f" {typed} cannot run: it {what}. Name an interpreter. [CD0310]",
+        )
     if not here and Path(python).is_relative_to(Path.cwd()) and os.path.realpath(python) == python:
-        raise OptionError(option, f" {typed} cannot run: there is no such file. Name one that is.")
+        raise OptionError(
+            option,
+            f" {typed} cannot run: there is no such file. Name one that is. [CD0310]",
+        )
     if not here:
-        log.warning(f"{option} {typed} is not on this machine: the nodes need it")
+        log.warning(f"{option} {typed} is not on this machine: the nodes need it [CD0317]")
 
 
 def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None:
@@ -203,19 +236,21 @@ def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None
             check=False,
         )
     except OSError as error:
-        raise RequestError(f"{asked} cannot run: {error.strerror}.") from None
+        raise RequestError(f"{asked} cannot run: {error.strerror}. [CD0310]") from None
     except subprocess.TimeoutExpired:
-        log.warning(f"{asked} had not imported its packages within {_IMPORT_SECONDS:g} s")
+        log.warning(f"{asked} had not imported its packages within {_IMPORT_SECONDS:g} s [CD0310]")
         return
     if answer.returncode == 0:
         return
     last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
     if spec.modules or spec.setup:
-        log.warning(f"{asked} fails here: {last}. The job's modules and set-up lines may mend that")
+        log.warning(
+            f"{asked} fails here: {last}. The job's modules and set-up lines may mend that [CD0310]"
+        )
         return
     raise RequestError(
         f"{asked} fails: {last}. Activate the environment that has it, name its interpreter, or "
-        "install it there."
+        "install it there. [CD0310]"
     )
 
 
@@ -230,4 +265,6 @@ def check_container(spec: JobSpec) -> None:
     sources += [("the mount", Mount.parse(text).source) for text in spec.container_mounts]
     for what, path in sources:
         if not os.path.exists(path):  # noqa: PTH110 -- which raises for a name that is too long
-            log.warning(f"{what} {shlex.quote(path)} is not on this machine: the nodes need it")
+            log.warning(
+                f"{what} {shlex.quote(path)} is not on this machine: the nodes need it [CD0317]"
+            )

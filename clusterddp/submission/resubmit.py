@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp import launchers, log
-from clusterddp.errors import CheckpointError, RequestError
+from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.sweep import is_array, shown
@@ -120,7 +120,7 @@ def resubmit(
         if terms.from_scratch and before.train is None:
             raise RequestError(
                 f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
-                "which begins where it likes."
+                "which begins where it likes. [CD0511]"
             )
         after = change(before)
         if after.train and terms.allow_changed:  # the ranks check their configuration too
@@ -134,7 +134,7 @@ def resubmit(
         check_changes(run, before, after, terms)
         for remark in after.remarks:
             if remark not in before.remarks:
-                log.warning(remark)
+                log.warning(coded(remark, "CD0112"))
         script = script_for(run, before, after, terms)
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
         if after.command != before.command:
@@ -174,7 +174,7 @@ def submission_folder_of(run: RunDir) -> Iterator[None]:
         except OSError as error:
             raise RequestError(
                 f"{run.name} was submitted from {folder}, which cannot be entered: "
-                f"{error.strerror}. Put that folder back, or submit a new run."
+                f"{error.strerror}. Put that folder back, or submit a new run. [CD0512]"
             ) from None
     try:
         yield
@@ -190,7 +190,7 @@ def check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     if fixed:
         raise RequestError(
             f"{run.name} keeps its {', '.join(fixed)}: a resubmission cannot change them. Submit a "
-            "new run."
+            "new run. [CD0511]"
         )
     if not before.point:
         return
@@ -200,7 +200,7 @@ def check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
         raise RequestError(
             f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, and "
             "stays that. Add a point with other values: clusterddp resubmit "
-            f"{before.sweep_name} --sweep …, or submit a new run."
+            f"{before.sweep_name} --sweep …, or submit a new run. [CD0511]"
         )
 
 
@@ -225,13 +225,13 @@ def script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> st
             raise RequestError(
                 f"{run.script} is not what template {before.template} gives for this run: it was "
                 "edited, or rendered from a template of your own, or by another state of "
-                f"clusterddp. {_EITHER}"
+                f"clusterddp. {_EITHER} [CD0515]"
             )
         return render(after, terms.template_folder)
     own = "" if terms.allow_changed else _own_lines(run, before, recorded, terms)
     earlier = f"{run.script} is of clusterddp {of_script(recorded)}"
     if own and not is_unchanged:
-        raise RequestError(f"{earlier}, and {own}. {_EITHER}")
+        raise RequestError(f"{earlier}, and {own}. {_EITHER} [CD0515]")
     if own:
         log.info(f"{earlier}, and is sent as it stands: {own}. --allow-changed renders it anew")
         return recorded
@@ -281,7 +281,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
     try:
         return catalog.source(run)
     except CheckpointError as error:
-        raise RequestError(str(error)) from None
+        raise RequestError(str(error), code=error.code) from None
 
 
 def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
@@ -292,7 +292,7 @@ def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> 
         if name not in os.environ:
             raise RequestError(
                 f"{name} is not set here, and the run passes it by name from where you submit; "
-                "set it."
+                "set it. [CD0106]"
             )
     if spec.train:
         resume = "" if source else spec.train.resume  # the run's own checkpoints come first
@@ -305,7 +305,7 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
     if latest and latest.is_of_newer_version:
         raise RequestError(
             f"{latest.record} was written by a newer clusterddp; update this one to resume "
-            f"{run.name}."
+            f"{run.name}. [CD0506]"
         )
     here, there = run.path.resolve(), Path(spec.run_dir).resolve()
     if here == there:
@@ -313,11 +313,11 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
     if run.array_index:
         raise RequestError(
             f"{run.name} is an element of an array, whose script starts all of them. Resume with: "
-            f"{run.resubmission}"
+            f"{run.resubmission} [CD0511]"
         )
     raise RequestError(
         f"{run.name} lies at {here}, but its script leads to {there}: the directory was moved. "
-        f"Move it back, or submit a new run with --resume {here}."
+        f"Move it back, or submit a new run with --resume {here}. [CD0512]"
     )
 
 
@@ -332,7 +332,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
         raise RequestError(
             f"{run.name} is {status.state}{detail} as job {status.job_id}: one run cannot train "
             f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
-            f"with 'clusterddp stop {run.shown}'."
+            f"with 'clusterddp stop {run.shown}'. [CD0508]"
         )
     _check_done(run, before, after, status)
     if status.state != UNKNOWN or submission is None:
@@ -343,13 +343,13 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             return  # wherever that was, nobody trains it any more
         raise RequestError(
             f"{run.name} still trains: {status.detail}. Stop it first with 'clusterddp stop "
-            f"{run.shown}'."
+            f"{run.shown}'. [CD0508]"
         )
     if job.problem:
         raise RequestError(
             f"whether job {status.job_id} of {run.name} still waits or runs is not known: "
             f"{job.problem}. Try again where 'squeue -j {status.job_id}' answers; two jobs cannot "
-            "train one run."
+            "train one run. [CD0509]"
         )
     log.info(f"{run.name}: {status.detail}; submitting it again")
 
@@ -361,14 +361,14 @@ def _check_done(run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus)
     if not before.train:
         raise RequestError(
             f"{run.name} is done: its command has ended with exit code 0. Give it another COMMAND, "
-            "or submit a new run."
+            "or submit a new run. [CD0510]"
         )
     reached = newest_checkpoint(run.checkpoints)
     is_at_most = reached and 0 < before.train.max_steps <= reached[0]
     more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
     raise RequestError(
         f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
-        "submit a new run."
+        "submit a new run. [CD0510]"
     )
 
 
@@ -382,7 +382,7 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
         if changed:
             raise RequestError(
                 f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
-                "the options as they were, add --allow-changed, or submit a new run."
+                "the options as they were, add --allow-changed, or submit a new run. [CD0703]"
             )
     if terms.new_code or not run.code_record.is_file():
         return
@@ -390,19 +390,21 @@ def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) ->
         raise RequestError(
             f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
             f"the files of {Path.cwd()} as they are now, "
-            f"{code_renewal.way_to_current_files(before, run)}."
+            f"{code_renewal.way_to_current_files(before, run)}. [CD0313]"
         )
     if run.code.is_dir():
         code_renewal.log_changes(before, run)
     elif not terms.allow_changed:  # it uses the folder itself
         differing = snapshot.changes_since_submission(run, Path.cwd())
         if differing is None:
-            log.warning(f"the code in {Path.cwd()} cannot be compared with what was submitted")
+            log.warning(
+                f"the code in {Path.cwd()} cannot be compared with what was submitted [CD0313]"
+            )
         if differing:
             raise RequestError(
                 f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
                 f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or, to run the "
-                f"current files, {code_renewal.way_to_current_files(before, run)}."
+                f"current files, {code_renewal.way_to_current_files(before, run)}. [CD0313]"
             )
 
 
@@ -415,13 +417,14 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
     if reached and 0 < config.max_steps < reached[0]:
         raise RequestError(
             f"--max-steps {config.max_steps}: {run.name} has trained {reached[0]} steps "
-            "already, as its newest checkpoint says. Give as many or more, or submit a new run."
+            "already, as its newest checkpoint says. Give as many or more, or submit a new "
+            "run. [CD0510]"
         )
     if config.resume and not reached:
         return  # `inputs` checks another run's checkpoint
     problem = uneven_batch(run, config, spec.world_size, resumes=bool(reached))
     if problem:
-        raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem}")
+        raise RequestError(f"--nodes and --tasks-per-node: {spec.layout}: {problem} [CD0105]")
 
 
 def _recorded_script(run: RunDir) -> str:
@@ -429,7 +432,7 @@ def _recorded_script(run: RunDir) -> str:
     try:
         return run.script.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{run.script} cannot be read: {error}.") from None
+        raise RequestError(f"{run.script} cannot be read: {error}. [CD0505]") from None
 
 
 def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:

@@ -66,7 +66,7 @@ def resubmit_sweep(
         raise RequestError(
             f"--code new: the points of {sweep.name} share one copy of the code, which those that "
             "are done were trained with. Submit a new sweep, or give one point the new code: "
-            f"clusterddp resubmit {sweep.shown}-0 --code new"
+            f"clusterddp resubmit {sweep.shown}-0 --code new [CD0313]"
         )
     with contextlib.ExitStack() as stack:
         claim = None if dry_run else stack.enter_context(claimed(sweep))
@@ -86,7 +86,7 @@ def resubmit_sweep(
             if not indices:
                 raise RequestError(
                     f"{sweep.name} has each of these points already. Those that have not ended "
-                    f"well, or are missing: clusterddp resubmit {sweep.shown}"
+                    f"well, or are missing: clusterddp resubmit {sweep.shown} [CD1103]"
                 )
             points.refuse_existing(
                 after,
@@ -123,7 +123,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     if unsure:
         raise RequestError(
             f"whether {unsure.name} still waits or runs is not known: {unsure.detail}. Try again "
-            "where Slurm answers; two jobs cannot train one run."
+            "where Slurm answers; two jobs cannot train one run. [CD0509]"
         )
     indices = [index for index, status in enumerate(known) if has_failed(status)]
     own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
@@ -135,12 +135,13 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
             f"{formatting.some(commands, _MOST_COMMANDS, ', ')}"
         )
         if not indices:
-            raise RequestError(words)
+            raise RequestError(words, code="CD1103")
         log.info(words)
     if not indices:
         raise RequestError(
             f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
-            f"again. Add points with: clusterddp resubmit {sweep.shown} --sweep NAME=VALUES"
+            f"again. Add points with: clusterddp resubmit {sweep.shown} --sweep "
+            "NAME=VALUES [CD1103]"
         )
     return indices
 
@@ -159,7 +160,7 @@ def _check(spec: JobSpec, count: int) -> None:
         if name not in os.environ:
             raise RequestError(
                 f"{name} is not set here, and the sweep passes it by name from where you submit; "
-                "set it."
+                "set it. [CD0106]"
             )
     for train in spec.trainings:
         make_sure(train, spec)

@@ -81,7 +81,7 @@ class Snapshot:
         except (OSError, ValueError, RecursionError) as error:
             problem = str(error) if isinstance(error, OSError) else problem
         if record is None:
-            raise RequestError(f"{path} cannot be read: {problem}")
+            raise RequestError(f"{path} cannot be read: {problem} [CD0312]")
         return record
 
 
@@ -156,7 +156,9 @@ def take(
     try:
         target.mkdir(mode=0o700)
     except OSError as error:
-        raise RequestError(f"cannot make {target} for the code: {error.strerror}.") from None
+        raise RequestError(
+            f"cannot make {target} for the code: {error.strerror}. [CD0504]"
+        ) from None
     try:
         return _copy(plan, str(target), links)
     except BaseException:
@@ -176,14 +178,14 @@ def try_to_take(
     except RequestError as error:
         if needed:
             raise
-        log.warning(f"your code is not copied: {error}")
+        log.warning(f"your code is not copied: {error} [CD0311]")
         return None
     if taken.large:
         names = formatting.some([_shown(name) for name in taken.large], 3, ", ")
         log.warning(
             f"too large to copy with your code, so linked: {names}. The run reads them where they "
             f"are. Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what "
-            ".gitignore lists is linked without a word."
+            ".gitignore lists is linked without a word. [CD0311]"
         )
     return taken
 
@@ -207,7 +209,7 @@ def carry_over(
             if taken.digests.get(name) not in (None, record.digests[name]):
                 raise RequestError(
                     f"{_shown(name)} was changed by the run in {copy}, and in {tree} otherwise. "
-                    f"Copy the one that is meant over the other."
+                    f"Copy the one that is meant over the other. [CD0319]"
                 )
         for name in [*changed, *_written(copy, record, os.path.abspath(tree))]:
             source, goal = copy / name, target / name
@@ -218,7 +220,8 @@ def carry_over(
                 elif link.is_symlink():
                     raise RequestError(
                         f"{_shown(name)} was written in {copy}, but {_shown(parent)} of {tree} is "
-                        "no code any more (git ignores it, or it is a link). Move one of them."
+                        "no code any more (git ignores it, or it is a link). Move one of "
+                        "them. [CD0319]"
                     )
             if goal.is_symlink():
                 goal.unlink()
@@ -233,7 +236,7 @@ def carry_over(
     except (OSError, shutil.Error) as error:
         raise RequestError(
             f"cannot keep {_shown(name)}, which was written in {copy}: {error}. Make room, or mend "
-            "the file."
+            "the file. [CD0319]"
         ) from None
     return both
 
@@ -361,7 +364,7 @@ def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
         raise RequestError(
             f"cannot copy {_shown(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
             "Nothing of the copy is left. Make room there or mend the file, or use --no-snapshot "
-            "to run from the folder itself."
+            "to run from the folder itself. [CD0312]"
         ) from None
     return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
@@ -402,7 +405,7 @@ def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
     """Measure the tree; raises RequestError when it cannot be read or is over a limit."""
     top = os.path.abspath(tree)
     if not tree.is_dir():
-        raise RequestError(f"{tree} is no folder: there is no code to copy.")
+        raise RequestError(f"{tree} is no folder: there is no code to copy. [CD0312]")
     left_out = _names_below(top, leave_out)
     folders = _Folders(top, left_out)
     listed, without_git = _git_names(top)
@@ -444,7 +447,7 @@ def _links(plan: Plan) -> dict[str, str]:
             f"beside the code in {plan.tree} are {len(links):,} files and folders that git ignores "
             f"and that would be linked one by one, {count:,} of them in {_shown(full or '.')}; at "
             f"most {MOST_FILES:,} are copied or linked. Move them to a folder that holds no code, "
-            "or use --no-snapshot to run from the folder itself."
+            "or use --no-snapshot to run from the folder itself. [CD0311]"
         )
     return links
 
@@ -574,14 +577,15 @@ def _check_limits(tree: str, items: Mapping[str, Item], limit_mb: float, without
         raise RequestError(
             f"the code in {tree} has {at_least}{len(items):,} files; a copy of it is taken for "
             f"each run, of at most {MOST_FILES:,}. Most are in {largest}. Submit from the folder "
-            f"of the code, {ignore}, or use --no-snapshot to run from the folder itself."
+            f"of the code, {ignore}, or use --no-snapshot to run from the folder itself. [CD0311]"
         )
     if total > limit_mb * 1e6:
         largest = _largest({name: item.size for name, item in items.items()}, _megabytes)
         raise RequestError(
             f"the code in {tree} has {_megabytes(total)} in {len(items):,} files; a copy of it is "
             f"taken for each run, of at most {limit_mb:g} MB. The largest: {largest}. Raise "
-            f"--snapshot-limit MB, {ignore}, or use --no-snapshot to run from the folder itself."
+            f"--snapshot-limit MB, {ignore}, or use --no-snapshot to run from the folder "
+            "itself. [CD0311]"
         )
 
 
@@ -612,7 +616,7 @@ def _is_real_folder(path: str) -> bool:
 def _unreadable(tree: str, name: str, problem: str | None) -> RequestError:
     return RequestError(
         f"cannot read {_shown(name or '.')} of the code in {tree}: {problem}. Make it readable, "
-        "list it in .gitignore, or use --no-snapshot to run from the folder itself."
+        "list it in .gitignore, or use --no-snapshot to run from the folder itself. [CD0312]"
     )
 
 
@@ -655,7 +659,7 @@ def _git(folder: str, *arguments: str) -> tuple[bytes, str]:
     except subprocess.TimeoutExpired:
         raise RequestError(
             f"git {arguments[0]} gave no answer within {GIT_SECONDS:g} s in {folder}. "
-            "Try again, or use --no-snapshot to run from the folder itself."
+            "Try again, or use --no-snapshot to run from the folder itself. [CD0312]"
         ) from None
     if answer.returncode:
         words = answer.stderr.decode(errors="replace").strip().splitlines()

@@ -5,11 +5,12 @@ The command and the Python API both submit through here, so that neither can do 
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from clusterddp.errors import RequestError, SlurmError
+from clusterddp.errors import RequestError, SlurmError, coded
 from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
@@ -20,7 +21,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
-from clusterddp.submission.inputs import find_own_functions, make_sure
+from clusterddp.submission.inputs import check_folder, find_own_functions, make_sure
 from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
 
@@ -46,13 +47,14 @@ def submit(
     """
     if Path(spec.run_dir).exists():
         raise RequestError(
-            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another --run-name."
+            f"the run {spec.run_name} exists already at {spec.run_dir}; choose another "
+            "--run-name. [CD0503]"
         )
     points.refuse_existing(spec, range(len(spec.sweep)))
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} has the form of a job's id: where another run has that "
-            f"job, {spec.run_name} can mean either of them"
+            f"job, {spec.run_name} can mean either of them [CD0502]"
         )
     if spec.launcher != "local":
         bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
@@ -68,7 +70,7 @@ def submit(
             make_sure(train, spec)
     if not inputs_are_sure:
         for remark in spec.remarks:
-            warning(remark)
+            warning(coded(remark, "CD0112"))
     if question:
         outlook.check_partitions(spec, question.answer())
     if check and spec.launcher != "local":
@@ -136,18 +138,32 @@ def naming_the_job(spec: JobSpec) -> Iterator[None]:
     except OSError as error:
         raise SlurmError(
             f"the run's records cannot be written: {error}. The job may be queued; look for it by "
-            f"its comment, {comment}."
+            f"its comment, {comment}. [CD0404]"
         ) from None
 
 
-def check_own_code(spec: JobSpec) -> None:
-    """Refuse, or warn of, what a dry run can see of a person's code; touches nothing.
+def check_files(spec: JobSpec, script: str, *, has_folder: bool) -> list[RequestError]:
+    """Return what a submission would refuse for files that are not there; touches nothing.
 
-    Raises RequestError where the model or the dataset is a function that is not there.
+    Logs what it would warn of. has_folder: somebody has named the folder of the dataset. Raises
+    RequestError where the model or the dataset is a function that is not there.
     """
     _warn_of_launcher(spec)
     for train in spec.trainings:
         find_own_functions(train, spec)
+    checks: list[Callable[[], None]] = [
+        lambda: _check_commands(spec, script),
+        lambda: check_pythons(spec),
+        lambda: check_notified(spec),
+        *(partial(check_folder, train) for train in spec.trainings if has_folder),
+    ]
+    refusals: dict[str, RequestError] = {}
+    for check in checks:
+        try:
+            check()
+        except RequestError as error:
+            refusals[str(error)] = error
+    return [*refusals.values()]
 
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
@@ -179,7 +195,7 @@ def _warn_of_launcher(spec: JobSpec) -> None:
                 f"{found.script}, line {found.line}, may start {found.name} in each of "
                 f"the tasks, which are ranks already ({spec.layout}): each would train a copy by "
                 "itself. Start the program there without it; --allow-launcher says that it is "
-                "meant."
+                "meant. [CD0307]"
             )
 
 

@@ -133,7 +133,7 @@ def best(rows: Sequence[Tried]) -> Tried:
     if not fitting:
         raise TrainingError(
             f"--find-batch-size: not even {rows[0].batch_size} images per rank fit into memory. "
-            "Try a smaller model, or a processor with more."
+            "Try a smaller model, or a processor with more. [CD0811]"
         )
     enough = max(row.images_per_second for row in fitting) / _GAIN
     return next(row for row in fitting if row.images_per_second >= enough)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clusterddp import log
 from clusterddp.distributed.tcp_store import bounded
-from clusterddp.errors import TrainingError
+from clusterddp.errors import TrainingError, coded
 from clusterddp.training.step import Step
 
 # DDP settles its buckets within the first of them; torch's documentation asks for eleven.
@@ -175,9 +175,11 @@ class GraphedStep:
             cause = cause.__context__
         reason = f"the step cannot be captured into a CUDA graph: {str(cause).splitlines()[0]}"
         if not self.falls_back:
-            raise TrainingError(f"{reason}. Train without one: --cuda-graph off.") from failure
+            raise TrainingError(
+                f"{reason}. Train without one: --cuda-graph off. [CD0808]"
+            ) from failure
         self.warning = f"{reason}; training without one, as --cuda-graph off does"
-        log.warning(self.warning)
+        log.warning(coded(self.warning, "CD0808"))
 
     def _state(self) -> list[Tensor]:
         """Return every tensor that a step changes."""

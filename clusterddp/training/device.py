@@ -59,14 +59,14 @@ def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: 
             ask = "" if granted else "Ask Slurm for GPUs (--gpus-per-node), install "
             raise TrainingError(
                 f"--device cuda: {given}torch sees no GPU here. {ask or 'Install '}a CUDA build of "
-                "torch that fits the driver, or use --device cpu."
+                "torch that fits the driver, or use --device cpu. [CD0804]"
             )
         if granted and driver:
             raise TrainingError(
                 f"{_gpus(granted)} granted and the NVIDIA driver is there, but torch sees none: "
                 "it is a CPU-only build or does not fit the driver, or CUDA_VISIBLE_DEVICES names "
                 "a GPU twice or one that is not there. Install a CUDA build of torch for this "
-                "interpreter, or train on the CPU on purpose with --device cpu."
+                "interpreter, or train on the CPU on purpose with --device cpu. [CD0804]"
             )
         return Processor("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
     # More ranks than GPUs are in order where each task is shown its own.

@@ -200,19 +200,20 @@ def check_fit(
             raise
         raise TrainingError(
             f"{tried}: this model is made for images (N, 1, 28, 28). Give one of your own, --model "
-            "MODULE:FUNCTION, or images of that shape."
+            "MODULE:FUNCTION, or images of that shape. [CD0812]"
         ) from None
     model.train(was_training)
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if not (isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1):
         raise TrainingError(
-            f"{what}: a model has to give scores (N, classes) for N images, and gave {shape} for 1."
+            f"{what}: a model has to give scores (N, classes) for N images, and gave {shape} for "
+            "1. [CD0812]"
         )
     try:
         for each in (train_set, test_set):
             each.expect(scores.shape[1])
     except DataError as error:
-        raise DataError(f"{what}: {error}") from None
+        raise DataError(f"{what}: {error} [CD0606]") from None
 
 
 def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
@@ -250,7 +251,8 @@ def _naming_the_operation() -> Iterator[None]:
             raise
         raise TrainingError(
             f"--deterministic: {operation} has no algorithm on {os.uname().nodename} that gives "
-            "the same result each time. Leave --deterministic out, or do without that operation."
+            "the same result each time. Leave --deterministic out, or do without that "
+            "operation. [CD0807]"
         ) from error
 
 

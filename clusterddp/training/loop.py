@@ -18,7 +18,7 @@ from clusterddp.checkpoints.writer import Costs, Saver
 from clusterddp.data.loader import Images, Loaded, generators_kept, training_order
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.errors import CheckpointError, TrainingError
+from clusterddp.errors import CheckpointError, TrainingError, coded
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
@@ -142,7 +142,7 @@ class Training:
         if poor := poor_statistics(self.model, config, agreed):
             self.warnings.append(poor)
             if rank == 0:
-                log.warning(poor)
+                log.warning(coded(poor, "CD0824"))
 
     @property
     def is_unfinished(self) -> bool:
@@ -287,7 +287,7 @@ class Training:
             raise TrainingError(
                 f"the {'training' if kind == 'train' else 'test'} loss is {loss} by step "
                 f"{position.step}: the weights are lost. "
-                f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps."
+                f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps. [CD0810]"
             )
         seconds, now = round(position.seconds, 3), round(time.time(), 3)
         step, epoch = position.step, position.epoch_shown
@@ -366,5 +366,6 @@ class Checkpoints:
             raise CheckpointError(
                 "the training is done, but its last checkpoint, step "
                 f"{self._learner.position.step}, could not be written; the last whole one is of "
-                f"step {self.saver.last_step}. Make room and start the run again: it resumes there."
+                f"step {self.saver.last_step}. Make room and start the run again: it resumes "
+                "there. [CD0706]"
             )

@@ -113,7 +113,7 @@ class Journal:
             if not self._failed:
                 log.warning(
                     f"cannot write {path}: {error.strerror}; training continues, its "
-                    "metrics are in this log alone while that lasts"
+                    "metrics are in this log alone while that lasts [CD0518]"
                 )
             self._failed = True
         else:

@@ -227,7 +227,9 @@ class _Checks:
         try:
             self._attempt.write_last_word(self._attempt.full_preflight, content)
         except OSError as error:
-            log.warning(f"{self._attempt.full_preflight} cannot be written: {error.strerror}")
+            log.warning(
+                f"{self._attempt.full_preflight} cannot be written: {error.strerror} [CD0518]"
+            )
             return False
         return bool(failed)
 

@@ -141,7 +141,7 @@ class Compiled:
             raise TrainingError(
                 f"--compile: torch.compile failed on {socket.gethostname()}: "
                 f"{str(error).splitlines()[0]}. It needs {needs}. Install that there, or leave "
-                "--compile out."
+                "--compile out. [CD0809]"
             ) from None
         return scores
 

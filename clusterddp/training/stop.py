@@ -120,5 +120,5 @@ class Deadline:
                 f"Slurm's signal comes {lead} s ahead of the time limit, but to "
                 f"finish a step and save takes {lead_seconds:.1f} s here, and Slurm can be "
                 f"{_SLURM_SECONDS:.0f} s late: ask for --signal B:USR1@{enough} or more. The ranks "
-                "stop by their own clock where they know the limit."
+                "stop by their own clock where they know the limit. [CD1220]"
             )

@@ -104,7 +104,7 @@ class Stragglers:
             log.warning(
                 f"straggler: {spell.record.name} has computed at {spell.share:.0%} of the other "
                 f"ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} steps, "
-                "waiting left out: the others wait for it"
+                "waiting left out: the others wait for it [CD0818]"
             )
         self._renew(spell, until=None)
 

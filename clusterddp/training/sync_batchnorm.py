@@ -21,7 +21,8 @@ def convert(model: nn.Module, name: str) -> nn.Module:
     """
     if not has_batchnorm(model):
         raise TrainingError(
-            f"--sync-batchnorm: the model {name} has no BatchNorm of torch.nn. Leave the flag out."
+            f"--sync-batchnorm: the model {name} has no BatchNorm of torch.nn. Leave the flag "
+            "out. [CD0812]"
         )
     if next(model.parameters()).device.type != "cpu":
         convert_all: Any = nn.SyncBatchNorm.convert_sync_batchnorm  # untyped in torch

@@ -36,7 +36,8 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except Exception as error:  # a protobuf that does not fit raises what it likes
             raise TrainingError(
-                f"--tensorboard: {error}. Install it there: pip install 'clusterddp[tensorboard]'."
+                f"--tensorboard: {error}. Install it there: pip install "
+                "'clusterddp[tensorboard]'. [CD0803]"
             ) from None
         self._folder = folder
         self._writer: SummaryWriter | None = None
@@ -80,5 +81,5 @@ class Board:
                     writer.file_writer.close()
             log.warning(
                 f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
-                "continues without them"
+                "continues without them [CD0820]"
             )

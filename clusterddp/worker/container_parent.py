@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from clusterddp import log
-from clusterddp.errors import TrainingError
+from clusterddp.errors import TrainingError, coded
 from clusterddp.processes.container import (
     PODMAN,
     PROGRAMS,
@@ -194,18 +194,20 @@ def _check(start: ContainerStart) -> None:
         programs = [program for name in names for program in PROGRAMS[name]]
         raise TrainingError(
             f"{start.node} has no {' or '.join(programs)} on PATH to run the image {image}. Load "
-            "its module with --module, ask for other nodes, or choose another --container-runtime."
+            "its module with --module, ask for other nodes, or choose another "
+            "--container-runtime. [CD1001]"
         )
     if is_file(image) and not Path(image).exists():
         raise TrainingError(
             f"{start.node} has no image {image}. Put it there, or on a file system that all nodes "
-            "share, or leave the node out with --exclude."
+            "share, or leave the node out with --exclude. [CD1002]"
         )
     for mount in start.container.mounts:
         if not Path(mount.source).exists():
             raise TrainingError(
                 f"{start.node} has no {mount.source}, which is to be mounted in the container of "
-                f"{image}. Make it there, correct the mount, or leave the node out with --exclude."
+                f"{image}. Make it there, correct the mount, or leave the node out with "
+                "--exclude. [CD1003]"
             )
 
 
@@ -214,48 +216,52 @@ def _explain(start: ContainerStart, task: Sequence[str], status: int) -> TaskErr
     code = os.waitstatus_to_exitcode(status)
     if code <= 0:
         return None
-    sentence = ""
+    error = None
     with suppress(TrainingError):  # which the task's own process has reported
         _check(start)
-        sentence = _reason(start, task)
-    if sentence:
-        log.info(sentence)
-    return TaskError("", sentence) if sentence else None
+        error = _reason(start, task)
+    if error is None:
+        return None
+    log.info(coded(error))
+    return TaskError("", str(error), code=error.code)
 
 
-def _reason(start: ContainerStart, task: Sequence[str]) -> str:
-    """Find out, by another container, why one ended without a record; empty where it works now."""
+def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
+    """Find out, by another container, why one ended without a record; None where it works now."""
     python, image = start.container.python, f"the image {start.container.image} on {start.node}"
     command, variables = start.probe([python, "-c", _PROBE, task[0]])
     done = _run(command, env=variables, timeout=_PROBE_SECONDS)
     if start.runtime == PODMAN and start.program:  # --rm leaves one that never began
         _lines(removal(start.program, f"{start.name}-probe"))
     if done is None or done.returncode < 0:  # somebody ends the step
-        return ""
+        return None
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {done.returncode}"
     of_runtime = [line for line in lines if line.startswith(("Error: ", "FATAL: "))]
     if done.returncode == 0 and not done.stdout.strip():  # it was ended meanwhile
-        return ""
+        return None
     if done.returncode == 0:
         major, minor, *missing = done.stdout.splitlines()[-1].split()  # a site's hook may print
         if (int(major), int(minor)) < LEAST_PYTHON:
-            return (
+            return TrainingError(
                 f"{python} in {image} is Python {major}.{minor}, and "
                 f"{'.'.join(map(str, LEAST_PYTHON))} or later is needed. Use another image, or "
-                "name another interpreter in it with --python."
+                "name another interpreter in it with --python. [CD1006]"
             )
         if missing:
-            return f"{image} has no {missing[0]}, which starts the task. Use an image that has it."
-        return ""
+            return TrainingError(
+                f"{image} has no {missing[0]}, which starts the task. Use an image that has it. "
+                "[CD1006]"
+            )
+        return None
     if done.returncode in (126, 127) and not of_runtime:
-        return (
+        return TrainingError(
             f"{image} has no {python} that runs: {last}. Use an image with Python, or name its "
-            "interpreter with --python."
+            "interpreter with --python. [CD1006]"
         )
-    return (
+    return TrainingError(
         f"{start.runtime} cannot start {image}: {[*of_runtime, last][0]}. Correct the image or the "
-        "mounts, or choose another --container-runtime."
+        "mounts, or choose another --container-runtime. [CD1007]"
     )
 
 

@@ -18,7 +18,7 @@ from clusterddp import log
 from clusterddp.distributed import agreement, rendezvous, tcp_store
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
-from clusterddp.errors import ClusterDDPError, TrainingError
+from clusterddp.errors import ClusterDDPError, TrainingError, coded
 from clusterddp.processes import change_environment, processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import VISIBLE_GPUS, host_name
@@ -142,7 +142,7 @@ def _meet(
         ahead = rendezvous.collect_clocks(store, env, tellers, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
-            log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)}")
+            log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)} [CD0908]")
         with suppress(OSError):  # a full disk costs the record
             note_clocks(joined.attempt.outcomes, {hello.host: 0.0, **ahead})
     return joined
@@ -177,7 +177,7 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
     Raises TrainingError where the rank cannot train here.
     """
     if absent := config.missing_package():
-        raise TrainingError(absent)
+        raise TrainingError(absent, code="CD0803")
     wants_gpu = config.device != "cpu"  # or the driver is not even asked, which takes its time
     visible = torch.cuda.device_count() if wants_gpu and torch.cuda.is_available() else 0
     choice = devices.choose(
@@ -236,7 +236,7 @@ def _take_gpu(index: int, visible: int, environ: Mapping[str, str]) -> tuple[str
     except RuntimeError as error:
         raise TrainingError(
             f"GPU {index} of {socket.gethostname()} cannot be used: {str(error).splitlines()[0]}. "
-            "Another process may have it to itself, or it is broken: see nvidia-smi there."
+            "Another process may have it to itself, or it is broken: see nvidia-smi there. [CD0814]"
         ) from None
 
 
@@ -273,7 +273,7 @@ def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunSt
         use_tf32(agreed.precision)
     mode = config.numa_binding
     if mode != "none" and (trouble := devices.bind_to_numa(mode, device)):
-        log.warning(trouble)
+        log.warning(coded(trouble, "CD0824"))
     dist.init_process_group(
         agreed.backend,
         store=PrefixStore("group", store),
@@ -297,7 +297,7 @@ def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv)
         for line in agreed.where:
             log.info(line)
     for warning in agreed.warnings:
-        log.warning(warning)
+        log.warning(coded(warning, "CD0824"))
     peak = config.peak_lr(agreed.reference_world_size)
     passes = f", in {config.accumulate} passes" if config.accumulate > 1 else ""
     log.info(

@@ -67,7 +67,7 @@ def settle_attempt(
             raise TrainingError(
                 f"--cuda-graph on against fp16, in which the checkpoint {origin.source} was "
                 "trained: its loss scale is chosen step by step. Leave --cuda-graph out, or choose "
-                "another --precision."
+                "another --precision. [CD0808]"
             )
         return _publish(config, attempt, terms, origin, data_sha256, environ)
 
@@ -79,7 +79,7 @@ def writing(what: str, remedy: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         words = f"rank 0 on {socket.gethostname()} cannot write {what}: {error.strerror}. {remedy}"
-        raise TrainingError(words.rstrip()) from None
+        raise TrainingError(words.rstrip(), code="CD0504") from None
 
 
 def _check_data(
@@ -97,7 +97,7 @@ def _check_data(
             f"the {config.dataset} dataset at {where} has changed since this run first started "
             f"(SHA-256 {known[:12]}…, now {sha256[:12]}…): it would not train to the "
             f"same weights.{mnist.rendered_by(config.dataset, config.data_dir)} Put the "
-            f"{'images' if is_own else 'files'} back, or submit a new run."
+            f"{'images' if is_own else 'files'} back, or submit a new run. [CD0608]"
         )
     return sha256
 
@@ -120,7 +120,7 @@ def _attempt(run: RunDir, number: int | None, job_id: str, config: TrainConfig) 
     if not attempt.path.is_dir():
         raise TrainingError(
             f"{attempt.path} is gone: the run directory was removed or replaced while the job "
-            "was starting. Submit the run again."
+            "was starting. Submit the run again. [CD0512]"
         )
     return attempt
 
@@ -161,7 +161,8 @@ def _choose_checkpoint(
         if changed and not config.allow_changed:
             raise CheckpointError(
                 f"the checkpoint {source} was trained with another configuration: "
-                f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed."
+                f"{'; '.join(changed)}. Give the options as they were, or add "
+                "--allow-changed. [CD0703]"
             )
         batch_size, accumulate = before["batch_size"], before.get("accumulate", 1)
         assert isinstance(batch_size, int) and isinstance(accumulate, int)
@@ -175,7 +176,7 @@ def _choose_checkpoint(
             precision=content.get("precision", "fp32") if config.precision == "auto" else "",
         )
     if problem := config.uneven_batch(origin.reference_world_size, world_size):
-        raise TrainingError(problem)
+        raise TrainingError(problem, code="CD0105")
     return origin
 
 
@@ -249,7 +250,7 @@ def obtain(
             raise DataError(
                 f"--dataset {config.dataset} gives rank {env.rank} on {socket.gethostname()} "
                 "another set than rank 0. Every rank has to get the same images in the same "
-                "order: seed what is random, sort what is listed."
+                "order: seed what is random, sort what is listed. [CD0608]"
             )
         return reading.on(device), None
 

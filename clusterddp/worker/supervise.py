@@ -21,6 +21,7 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     ClusterDDPError,
     TrainingError,
+    coded,
     is_debuggers_quit,
 )
 from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
@@ -127,7 +128,7 @@ def _redirect_output(run_dir: Path, env: DistEnv) -> None:
         raise TrainingError(
             f"rank {env.rank} on {os.uname().nodename} cannot write its log "
             f"{run.rank_log(env.rank)}: {error.strerror}. Choose an output root that every host "
-            "can write."
+            "can write. [CD0504]"
         ) from None
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -211,7 +212,7 @@ def _run(child: Callable[[], int], mask: set[int]) -> int:
         print(leaving.code, file=sys.stderr)
         return EXIT_FAILED
     except ClusterDDPError as error:
-        print(f"clusterddp: {error}", file=sys.stderr)
+        print(f"clusterddp: {coded(error)}", file=sys.stderr)
         report(error)
         return error.exit_code
     except BaseException as error:
@@ -230,8 +231,10 @@ def report(error: BaseException) -> None:
     message = str(error)[:LONGEST_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
     # Our own errors are clear by themselves; of others the type is half the message.
-    kind = "" if isinstance(error, ClusterDDPError) else type(error).__name__
-    os.write(_reports, json.dumps(vars(TaskError(kind, message, peer_lost))).encode())
+    kind, code = type(error).__name__, ""
+    if isinstance(error, ClusterDDPError):
+        kind, code = "", error.code
+    os.write(_reports, json.dumps(vars(TaskError(kind, message, peer_lost, code=code))).encode())
 
 
 def _read_report(report_reader: int) -> TaskError | None:

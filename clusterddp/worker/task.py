@@ -24,6 +24,7 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     PeerError,
     TrainingError,
+    coded,
 )
 from clusterddp.processes import change_environment
 from clusterddp.processes.stacks import armed
@@ -175,12 +176,12 @@ def _unfit(packages: Sequence[str], what: str) -> TrainingError:
     if image:
         return TrainingError(
             f"{what} in the image {image} on {socket.gethostname()}. Use an image that has it, or "
-            "name another interpreter in it with --python."
+            "name another interpreter in it with --python. [CD1006]"
         )
     wanted = " ".join(f"'{name}>={'.'.join(map(str, _PACKAGES[name]))}'" for name in packages)
     return TrainingError(
         f"{what} on {socket.gethostname()}. Install it there: {sys.executable} -m pip install "
-        f"{wanted}; or choose another interpreter with --python."
+        f"{wanted}; or choose another interpreter with --python. [CD0803]"
     )
 
 
@@ -235,7 +236,8 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -
             raise
         raise PeerError(
             f"rank {env.rank} on {socket.gethostname()} lost another rank{hint}: "
-            f"{str(error).splitlines()[0]}. The log of the rank that failed first says why."
+            f"{str(error).splitlines()[0]}. The log of the rank that failed first says "
+            "why. [CD0909]"
         ) from error
 
 
@@ -265,10 +267,10 @@ class _Ending:
 
         if not self._claimed.acquire(blocking=False):
             return
-        error = PeerError(f"{why}. The log of the rank that failed first says why.")
+        error = PeerError(f"{why}. The log of the rank that failed first says why. [CD0909]")
         supervise.report(error)
         with suppress(OSError):  # past the locks of sys.stderr, which the waiting thread may hold
-            os.write(2, f"clusterddp: {error}\n".encode(errors="replace"))
+            os.write(2, f"clusterddp: {coded(error)}\n".encode(errors="replace"))
         if self.training:
             _let_save_end(self.training)
         rendezvous.dump_flight_recorder(attempt.nccl_trace(self._env.rank))
@@ -367,7 +369,7 @@ def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
     return TrainingError(
         f"{joined.hello.device} of {joined.hello.host} has no memory for this model at {size:,} "
         f"images per rank and step: {said} Lower --batch-size, or take --accumulate for the same "
-        "step in parts; --find-batch-size shows what fits."
+        "step in parts; --find-batch-size shows what fits. [CD0811]"
     )
 
 
@@ -434,4 +436,4 @@ def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = 
     except OSError as error:
         if not reason:
             raise
-        log.warning(f"{attempt.end} cannot be written: {error.strerror}")
+        log.warning(f"{attempt.end} cannot be written: {error.strerror} [CD0518]")

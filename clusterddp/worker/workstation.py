@@ -22,6 +22,7 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     RequestError,
     TrainingError,
+    coded,
     is_debuggers_quit,
 )
 from clusterddp.processes import start_methods
@@ -34,7 +35,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, logs
+from clusterddp.run import end_codes, events, logs
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -123,12 +124,14 @@ def train(
     if relay.number:
         log.info(f"ended before it had saved; the logs are in {run.logs}")
         return 128 + relay.number, None
-    failure = first_failure(read_outcomes(attempt.outcomes))
+    outcomes = read_outcomes(attempt.outcomes)
+    failure = first_failure(outcomes)
     if failure is None:
         rank = group.first_failed or 0
-        log.info(f"rank {rank} failed first; see {run.rank_log(rank)}")
+        words = f"rank {rank} failed first; see {run.rank_log(rank)}"
+        log.info(coded(words, end_codes.UNEXPLAINED))
         return EXIT_FAILED, None
-    log.info(f"{failure.describe()}")
+    log.info(coded(failure.describe(), end_codes.of_failure(failure, outcomes)))
     log.info(f"the logs are in {run.logs}")
     return EXIT_FAILED, failure
 
@@ -183,7 +186,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1.")
+    raise TrainingError("no free port was found from 12000 to 31999 on 127.0.0.1. [CD0905]")
 
 
 @contextmanager
@@ -239,7 +242,7 @@ def call_on_ranks(
                 group.call(start_method, _call, call, rank_environment(env), tee=True)
         statuses = group.wait()
         if any(statuses):
-            raise TrainingError(_first_failure(folder, statuses, group.first_failed))
+            raise TrainingError(_first_failure(folder, statuses, group.first_failed), code="CD0817")
         return [_read_result(folder, rank) for rank in range(procs)]
 
 
@@ -254,7 +257,7 @@ def _pickled(function: Callable[..., object], arguments: Sequence[object]) -> by
         raise RequestError(
             f"{getattr(function, '__qualname__', function)} cannot be sent to another process: "
             f"{error}. Use start_method='fork', or a function of a module, and arguments that can "
-            "be pickled."
+            "be pickled. [CD0817]"
         ) from None
 
 
@@ -294,10 +297,13 @@ def _read_result(folder: Path, rank: int) -> Any:
     try:
         return pickle.loads((folder / f"result-{rank}").read_bytes())
     except FileNotFoundError:
-        raise TrainingError(f"rank {rank} left with exit code 0 and returned nothing.") from None
+        raise TrainingError(
+            f"rank {rank} left with exit code 0 and returned nothing. [CD0817]"
+        ) from None
     except Exception as error:  # what builds the value anew can raise anything
         raise TrainingError(
-            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
+            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: "
+            f"{error} [CD0817]"
         ) from error
 
 

@@ -31,6 +31,17 @@ def test_everything_is_printed_and_the_exit_code_kept(tmp_path: Path) -> None:
     assert "--nodes" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [(["submit", "--node=2"], "CD0101"), (["submit", "--time=soon"], "CD0102"),
+     (["status", "nothing"], "CD0501"), (["explain", "CD0420"], "CD0101")],
+)  # fmt: skip
+def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path) -> None:
+    refused = command(*argv, cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.endswith(f" [{code}]\n")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 def test_output_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:

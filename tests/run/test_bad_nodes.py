@@ -256,8 +256,9 @@ def test_an_option_that_decides_which_nodes_fit_has_none_left_out(workplace: Wor
 def test_a_nodelist_that_demands_a_bad_node_is_refused(tmp_path: Path) -> None:
     bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     bad_nodes.refuse_demanded(tmp_path, Resources(nodes=2, nodelist="h[03-04]"))
-    with pytest.raises(RequestError, match=r"h02 .*: lost.* 'clusterddp nodes clear h02'"):
+    with pytest.raises(RequestError, match=r"h02 .*: lost.* 'clusterddp nodes clear h02'") as said:
         bad_nodes.refuse_demanded(tmp_path, Resources(nodes=2, nodelist="h[01-02]"))
+    assert said.value.code == "CD1303"
 
 
 # -- what names hardware -------------------------------------------------------------------------

@@ -102,6 +102,22 @@ def test_the_ranks_own_records_tell_when_the_script_came_to_no_verdict(run: RunD
         (folder / f"rank-{rank}.json").write_text(json.dumps(whole))
     status = run_status(run, {"7": said(State.NODE_FAIL)})
     assert status.first_failure.startswith("rank 1 on h01 failed first: exit code 3")
+    assert status.code == "CD1202"
+    status = run_status(run, {"7": said(State.FAILED)})
+    assert status.why() == f"{status.first_failure} [CD1210]"
+
+
+def test_a_run_that_was_cancelled_while_it_waited_to_start_again_does_not_resume(
+    run: RunDir,
+) -> None:
+    again = [submitted(), begun(1), left(1, "requeued", "Slurm has put it back")]
+    write_events(run, *again)
+    assert run_status(run, {"7": said(State.PENDING)}).code == ""
+    assert run_status(run, {"7": said(State.FAILED)}).code == "CD1219"
+    write_events(run, *again, cancelled())
+    status = run_status(run, {})
+    assert (status.state, status.code) == ("cancelled", "CD1203")
+    assert status.next_command == "clusterddp resubmit mnist-1"
 
 
 @pytest.mark.parametrize("value", [None, 5, ["x"], "rank 1", {"rank": 1}])
@@ -256,6 +272,35 @@ def test_the_next_command_is_what_helps(
     assert status.next_command == f"clusterddp {command} mnist-1"
 
 
+CODES: list[tuple[list[Event], State, str]] = [
+    ([submitted()], State.PENDING, ""),
+    ([submitted(), begun(1)], State.RUNNING, ""),
+    ([submitted(), begun(1), left(1, "done")], State.UNKNOWN, ""),
+    ([submitted(), begun(1), left(1, "signal", "capped")], State.UNKNOWN, "CD1208"),
+    ([submitted(), begun(1), left(1, "signal"), noted("requeue_failed", attempt=1)], State.FAILED,
+     "CD1225"),
+    ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE)], State.FAILED,
+     "CD1209"),
+    ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE, code="CD1212")],
+     State.FAILED, "CD1212"),
+    ([submitted()], State.FAILED, "CD1218"),
+    ([submitted(), begun(1)], State.FAILED, "CD1219"),
+    ([submitted(), begun(1)], State.TIMEOUT, "CD1205"),
+    ([submitted(), begun(1)], State.UNKNOWN, "CD0509"),
+    ([submitted(), cancelled()], State.UNKNOWN, "CD1203"),
+    ([submitted(), begun(1), left(1, "time_limit"), requeued(1, "time_limit"), cancelled()],
+     State.CANCELLED, "CD1203"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "state", "code"), CODES)
+def test_the_code_is_that_of_the_state(
+    run: RunDir, events: list[Event], state: State, code: str
+) -> None:
+    write_events(run, *events)
+    assert run_status(run, {"7": said(state)}, now=200).code == code
+
+
 @pytest.mark.parametrize(
     ("why", "command"),
     [("PartitionTimeLimit", "cancel"), ("BadConstraints", "cancel"), ("Priority", "logs -f")],
@@ -357,6 +402,7 @@ def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
         status = run_status(run, {})
         assert (status.state, status.next_command) == (state, "")
     assert status.first_failure.startswith("rank 0 on h1 failed first: exit code 3")
+    assert status.code == "CD1210"
     for cause, state in (("stopped", "stopped"), ("done", "done")):
         end = {"cause": cause, "reason": "signal", "step": 7, "saved": 7}
         attempt.end.write_text(json.dumps(end))

@@ -307,7 +307,7 @@ def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, c
         "each: every one of them trained by itself. If one training of all tasks was meant, have "
         "each start the program without torchrun"
     )
-    assert (got.code, f"clusterddp: {remark}\n" in got.out + got.err) == (code, True)
+    assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (code, True)
     assert last(run, "ended")["remark"] == remark
     assert f"warning     {remark}\n" in workplace.invoke("status").out
 
@@ -326,7 +326,10 @@ def test_a_script_that_failed_before_its_tasks_keeps_its_code(
 ) -> None:
     got = finish(workplace, run, 7)
     assert got.code == 7
-    assert "no task has started" in got.out
+    assert "no task has started: ended with exit code 7 [CD1218]\n" in got.out
+    assert last(run, "ended")["code"] == "CD1218"
+    assert json.loads(workplace.invoke("status", "--json").out)["code"] == "CD1218"
+    assert "CD1218: clusterddp explain CD1218\n" in workplace.invoke("status").out
     assert last(run, "ended")["remark"].startswith("no task has started: ended with exit code")
 
 

@@ -1,5 +1,6 @@
 """Programs and interpreters that cannot start are refused, or warned of, before a job queues."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -72,6 +73,38 @@ def test_a_program_that_only_the_nodes_may_have_is_warned_of(
     assert f"warning: {program} of COMMAND is not on this machine: the tasks need it" in got.err
     got = workplace.invoke("submit", "--run-name", "two", "--module", "x", "--", program, "none.py")
     assert ("the tasks need it" in got.err) == ("/" in program)
+
+
+ALONE = "import torch, nets\nloss = torch.ones(1)\nloss.backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "warned"),
+    [
+        (ALONE, ["--tasks-per-node", "2"], True),
+        (ALONE, ["--nodes", "2", "--setup", "true"], True),
+        (ALONE, [], False),
+        (ALONE.replace("nets", "my_ddp"), ["--nodes", "2"], False),
+        (ALONE + "rank = 0\n", ["--nodes", "2"], False),
+        (ALONE + "torch.distributed.barrier()\n", ["--nodes", "2"], False),
+        (ALONE.replace("nets", "lightning"), ["--nodes", "2"], False),
+        (ALONE + "if:\n", ["--nodes", "2"], False),
+        ("print(1)\n", ["--nodes", "2"], False),
+    ],
+)
+def test_a_training_for_one_device_is_warned_of_where_several_tasks_start_it(
+    tree: Path, workplace: Workplace, text: str, options: list[str], warned: bool
+) -> None:
+    (tree / "alone.py").write_text(text)
+    os.mkfifo(tree / "pipe.py")
+    for name in ("alone.py", "pipe.py"):
+        argv = ["submit", *options, "--run-name", name[:4], "--", sys.executable, name]
+        got = workplace.invoke(*argv)
+        assert got.code == 0, got.err
+        said = (
+            f"{name} is a training for one device: each of the 2 tasks trains the whole by itself"
+        )
+        assert (said in got.err) == (warned and name == "alone.py")
 
 
 @pytest.mark.parametrize("name", ["train.sh", "linked/train.sh"])

@@ -67,8 +67,9 @@ class Site:
         outcome: dict[str, Any] = json.loads((self.run / "outcomes/rank-0.json").read_text())
         return outcome
 
-    def check(self, *named: str) -> None:
-        """The error on record names the node, the image and what else it has to."""
+    def check(self, *named: str, code: str) -> None:
+        """The error on record has this code, and names the node, the image and what else."""
+        assert self.outcome["error"]["code"] == code
         for part in (os.uname().nodename, str(self.image), *named):
             assert part in self.outcome["error"]["message"]
 
@@ -109,49 +110,50 @@ def test_the_hosts_own_variables_are_named_once_and_stay_in_the_runtime(site: Si
 def test_a_node_without_the_image_is_named(site: Site) -> None:
     site.image.unlink()
     assert site.go("true")[0] == 1
-    site.check("--exclude")
+    site.check("--exclude", code="CD1002")
 
 
 def test_a_node_without_a_mounts_source_is_named(site: Site) -> None:
     assert site.go("true", box={"mounts": ["/not/there:/data:ro"]})[0] == 1
-    site.check("/not/there", "--exclude")
+    site.check("/not/there", "--exclude", code="CD1003")
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "auto"])
 def test_a_node_without_the_runtime_is_named(site: Site, runtime: str) -> None:
     (site.folder / "bin/apptainer").unlink()
     assert site.go("true", box={"runtime": runtime}, PATH=f"{site.folder}/bin")[0] == 1
-    site.check("apptainer", "--container-runtime")
+    site.check("apptainer", "--container-runtime", code="CD1001")
 
 
 def test_an_image_without_the_python_is_named(site: Site) -> None:
     assert site.go("python-of-nobody")[0] == 127
-    site.check("python-of-nobody", "--python")
+    site.check("python-of-nobody", "--python", code="CD1006")
 
 
 def test_an_image_whose_python_is_too_old_is_named(site: Site) -> None:
     site.provide("oldpython", '#!/bin/sh\n[ "$1" = -c ] || exit 1\necho 3 8\n')
     assert site.go("oldpython", "run.pyz", "train", "-v")[0] == 1
-    site.check("oldpython", "Python 3.8", "3.10", "--python")
+    site.check("oldpython", "Python 3.8", "3.10", "--python", code="CD1006")
 
 
 def test_an_image_without_the_program_that_starts_the_task_is_named(site: Site) -> None:
     """As torchrun's template has bash do."""
     assert site.go("bash-of-nobody", box={"python": sys.executable})[0] == 127
-    site.check("has no bash-of-nobody")
+    site.check("has no bash-of-nobody", code="CD1006")
 
 
 def test_an_image_without_a_shell_is_named_by_the_runtimes_words(site: Site) -> None:
     said = "Error: crun: executable file `sh` not found in $PATH"
     site.provide("apptainer", f"#!/bin/sh\necho '{said}' >&2\nexit 127\n")
     assert site.go("true")[0] == 127
-    site.check("cannot start", said)
+    site.check("cannot start", said, code="CD1007")
 
 
 def test_what_a_runtime_says_that_cannot_start_is_passed_on(site: Site) -> None:
     site.provide("apptainer", "#!/bin/sh\necho 'FATAL: no user namespaces' >&2\nexit 255\n")
-    assert site.go("true")[0] == 255
-    site.check("FATAL: no user namespaces", "--container-runtime")
+    code, said = site.go("true")
+    assert (code, said.splitlines()[-1][-8:]) == (255, "[CD1007]")
+    site.check("FATAL: no user namespaces", "--container-runtime", code="CD1007")
 
 
 def test_a_second_container_that_is_ended_too_tells_nothing(site: Site) -> None:

@@ -640,7 +640,7 @@ def test_a_step_that_is_stuck_is_reported_saved_and_left(
     [error] = left.reported
     assert isinstance(error, PeerError)
     assert str(error).startswith("rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not")
-    assert capfd.readouterr().err == f"clusterddp: {error}\n"
+    assert capfd.readouterr().err == f"clusterddp: {error} [CD0909]\n"
 
 
 def test_a_task_that_fails_by_itself_is_left_alone(

@@ -73,7 +73,7 @@ def test_a_rank_that_is_ended_as_it_records_its_failure_hides_no_other(tmp_path:
         Path.write_bytes = write_half  # type: ignore[assignment]
         raise ValueError("late")
 
-    with pytest.raises(TrainingError, match=r"^rank 0 of 2 failed first:[^$]*boom$"):
+    with pytest.raises(TrainingError, match=r"^rank 0 of 2 failed first:[^$]*boom\n\[CD0817\]$"):
         launch(fails, procs=2)
 
 

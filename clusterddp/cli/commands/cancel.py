@@ -27,7 +27,8 @@ def command(run: tuple[str, ...], yes: bool, output_root: Path, as_json: bool) -
     returns at once: 'clusterddp status' shows when the run has ended. One that has ended already
     is left as it is. Where it does not work with one of several, the others are cancelled.
 
-    Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one is no run.
+    Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one is no run,
+    or nobody said yes.
     """
     confirm = None if yes else _confirm
     return act_on_each(
@@ -43,6 +44,6 @@ def _confirm(runs: Sequence[RunStatus]) -> None:
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     question = f"Cancel {counts.total()} runs ({states})?"
     if not sys.stdin.isatty():
-        raise RequestError(f"{question} Nobody is here to answer: add --yes.")
+        raise RequestError(f"{question} Nobody is here to answer: add --yes. [CD0109]")
     if not click.confirm(question, err=True):
-        raise RequestError("nothing was cancelled.")
+        raise RequestError("nothing was cancelled. [CD0109]")

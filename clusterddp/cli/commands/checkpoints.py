@@ -11,7 +11,7 @@ from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, coded
 from clusterddp.run import events, formatting
 from clusterddp.run.run_dir import RunDir
 from clusterddp.run.status import find_run
@@ -54,7 +54,7 @@ def _why_none(run: RunDir) -> str:
         with log.to(lambda _: None):
             catalog.source(run)
     except CheckpointError as error:
-        return f"clusterddp: {error}"
+        return f"clusterddp: {coded(error)}"
     return f"{run.shown} has no checkpoints yet"
 
 

@@ -64,8 +64,9 @@ def command(
     failed …) is left alone unless it is named, and keeps its code, its clusterddp and what its
     present attempt has saved even then. No link is followed out of a run's directory.
 
-    Exit codes: 0 removed, or nothing to remove; 1 something could not be removed; 2 a wrong
-    request, or another process cleans or submits one of the runs; 130 interrupted.
+    Exit codes: 0 removed, nothing to remove, or the answer was no; 1 something could not be
+    removed; 2 a wrong request, nobody answered, or another process cleans or submits one of the
+    runs; 130 interrupted.
     """
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
@@ -91,7 +92,7 @@ def command(
         if not as_json:
             click.echo(f"removed {_sum(cleanings)}")
     for failure in failed:
-        click.echo(f"clusterddp: {failure}", err=True)
+        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
     if as_json:
         echo_json([_record(cleaning, removed=not dry_run) for cleaning in cleanings])
     return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
@@ -135,7 +136,7 @@ def _agrees(cleanings: Sequence[Cleaning]) -> bool:
     click.echo(f"Remove {_sum(cleanings)}? [y/N] ", nl=False, err=True)
     answer = sys.stdin.readline()
     if not answer:
-        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes.")
+        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
     return answer.strip().lower() in ("y", "yes")
 
 

@@ -137,9 +137,9 @@ def command(
     """Train the same on one device, with DataParallel and with DistributedDataParallel.
 
     \b
-    clusterddp compare --max-steps 200                         on this workstation
+    clusterddp compare --max-steps 200                         # on this workstation
     clusterddp compare --launcher sbatch --gpus-per-node 4 --world-sizes 1,2,4,8
-    clusterddp compare --of compare-20261121-120000            its table once more
+    clusterddp compare --of compare-20261121-120000            # its table once more
 
     Under Slurm the ranks fill nodes of --gpus-per-node GPUs, or of --tasks-per-node ranks, and the
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
@@ -234,13 +234,13 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
-            log.info(f"no picture is drawn to {plot}: no run has figures")
+            log.warning(f"no picture is drawn to {plot}: no run has figures [CD0111]")
             return EXIT_FAILED
         picture = results.scaling(lines, formatting.line(name))
         try:
             plots.save_scaling(picture, Path(plot), remarks[:2])
         except OSError as error:
-            log.info(f"the picture cannot be written to {plot}: {error.strerror}")
+            log.warning(f"the picture cannot be written to {plot}: {error.strerror} [CD0108]")
             return EXIT_FAILED
         log.info(f"the picture is in {plot}")
     return EXIT_DONE

@@ -19,7 +19,7 @@ _MOST_IMAGES = 1_000_000
 
 def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     if not value:
-        raise RequestError("--data-dir is empty; name the folder of the dataset.")
+        raise RequestError("--data-dir is empty; name the folder of the dataset. [CD0102]")
     return value
 
 
@@ -59,10 +59,10 @@ def command() -> None:
     the internet, and a job that waited for hours should not end for want of a file.
 
     \b
-    clusterddp data fetch              MNIST from its mirrors
-    clusterddp data import mnist.tgz   MNIST from files that you have
-    clusterddp data synthesise         digits rendered here, for --dataset synthetic
-    clusterddp data check              whether a set is whole
+    clusterddp data fetch              # MNIST from its mirrors
+    clusterddp data import mnist.tgz   # MNIST from files that you have
+    clusterddp data synthesise         # digits rendered here, for --dataset synthetic
+    clusterddp data check              # whether a set is whole
     """
 
 
@@ -73,6 +73,9 @@ def fetch_command(data_dir: str) -> None:
 
     A whole set that is there already is verified and left as it is. An interrupted or
     concurrent fetch never leaves half a set.
+
+    Exit codes: 0 the set is whole and in place, 1 it cannot be had or is damaged, 2 a wrong
+    request.
     """
     from clusterddp.data.download import fetch
 
@@ -92,9 +95,11 @@ def fetch_command(data_dir: str) -> None:
 def check_command(data_dir: str, dataset: str, as_json: bool) -> None:
     """Check that a dataset is whole.
 
-    Compares headers, sizes, labels and SHA-256 digests; changes nothing. Exit code 0 says that
-    the set can be trained on, 1 that it is missing, damaged or unreadable; the message says
-    what to do.
+    Compares headers, sizes, labels and SHA-256 digests; changes nothing. The message says what to
+    do.
+
+    Exit codes: 0 the set can be trained on, 1 it is missing, damaged or unreadable, 2 a wrong
+    request.
     """
     info = check(dataset, data_dir, checksums=True)
     if as_json:
@@ -112,6 +117,9 @@ def import_command(source: Path, data_dir: str) -> None:
     FILE is a folder, .tar, .tar.gz or .tgz, and may hold another set of MNIST's form. The four
     IDX files may lie anywhere in it, gzipped or plain. They are checked and copied to
     FOLDER/MNIST/raw; a different set that is there already is never overwritten.
+
+    Exit codes: 0 the set is whole and in place, 1 FILE has none, or another one is in its place, 2
+    a wrong request.
     """
     from clusterddp.data.download import import_from
 
@@ -134,6 +142,9 @@ def synthesise_command(data_dir: str, train_images: int, test_images: int, seed:
 
     They come in MNIST's form and need no network. They are easier than MNIST's: use them to try
     a cluster out, not to compare models. The same set that is there already is left as it is.
+
+    Exit codes: 0 the set is in place, 1 it cannot be written, or another one is in its place, 2 a
+    wrong request.
     """
     from clusterddp.data.synthetic import synthesise
 

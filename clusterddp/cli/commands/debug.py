@@ -64,10 +64,13 @@ def command(
     """Train here and now, without Slurm.
 
     \b
-    clusterddp debug                 in this process: a breakpoint in the model stops there
-    clusterddp debug --procs 2       two ranks; rank 0 prints here, each has its log
+    clusterddp debug                 # in this process: a breakpoint in the model stops there
+    clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has its log
 
     With --container-image each rank runs in a container, as it would in a job.
+
+    Exit codes: 0 done, 1 the training failed, 2 a wrong request, 75 it was stopped and can resume,
+    130 interrupted, 128 + N ended by signal N before it had saved.
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
@@ -79,16 +82,20 @@ def command(
     )
     if container and start_method:
         raise RequestError(
-            "--start-method: each rank of a container starts by itself; leave it out."
+            "--start-method: each rank of a container starts by itself; leave it out. [CD0103]"
         )
     if not container and source(ctx, "python") == "flag":
         raise RequestError(
-            "--python names the interpreter in an image: name --container-image, too."
+            "--python names the interpreter in an image: name --container-image, too. [CD1004]"
         )
     if run_dir is not None and run_name is not None:
-        raise RequestError("--run-dir and --run-name both name the run's directory; give one.")
+        raise RequestError(
+            "--run-dir and --run-name both name the run's directory; give one. [CD0103]"
+        )
     if run_dir == "":
-        raise RequestError("--run-dir is empty; leave it out to have a new directory made.")
+        raise RequestError(
+            "--run-dir is empty; leave it out to have a new directory made. [CD0102]"
+        )
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
     forms.run_name("--run-name", name)
     path = os.path.abspath(run_dir or f"{output_root}/{name}")

@@ -1,5 +1,6 @@
 """`clusterddp doctor`: what to mend on this machine and site before runs are submitted."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from clusterddp import log
 from clusterddp.cli.commands import submit
 from clusterddp.cli.job_spec import interpreter, job_spec, template_folder
 from clusterddp.cli.options import options, source
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
-from clusterddp.request.options import Settings, read_site
+from clusterddp.request.options import Settings, find_site, read_site
 from clusterddp.request.spec import OPTIONS
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-nod
 
 @click.command(name="doctor")
 @options([OPTIONS[name] for name in _NAMES], settings=False, defaults=False)
-@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option(
+    "--site", metavar="FILE", help="The site.cfg to use; 'clusterddp site' shows which it is."
+)
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
 @click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
@@ -56,7 +60,7 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     try:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
-        raise RequestError(error.format_message()) from None
+        raise RequestError(error.format_message(), code="CD0101") from None
     spec = job_spec(ctx, "doctor")
     given_before = _in_force(ctx)
     if sys.stderr.isatty():
@@ -76,7 +80,9 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         if isinstance(ctx.obj, Settings) and ctx.obj.path is None:
             _name_files_that_fit(diagnosis)
     if write is not None:
+        in_force = find_site(None, os.environ, Path.cwd())
         _write(write, text, found.proposed(diagnosis, given_before))
+        _warn_of_hidden(in_force)
         shown = f"clusterddp site --site {shlex.quote(write)}"
         click.echo(f"clusterddp: wrote {write}; read it, then look at: {shown}", err=True)
     return EXIT_FAILED if diagnosis.verdict == found.BAD else EXIT_DONE
@@ -114,10 +120,34 @@ def _check_place(name: str) -> None:
     """Refuse, before anything is checked, a file that cannot be written or is there already."""
     if os.path.lexists(name):
         raise RequestError(
-            f"--write: {name!r} is there already, and is left as it is. Name another."
+            f"--write: {name!r} is there already, and is left as it is. Name another. [CD0108]"
         )
     if not name or not Path(name).parent.is_dir():
-        raise RequestError(f"--write: the folder of {name!r} is not there. Make it first.")
+        raise RequestError(f"--write: the folder of {name!r} is not there. Make it first. [CD0108]")
+
+
+def _warn_of_hidden(before: Path | None) -> None:
+    """Warn where the new file takes the place of one that was in force, and lacks settings of it.
+
+    before: the file that was in force.
+    """
+    now = find_site(None, os.environ, Path.cwd())
+    if before is None or now is None or now.samefile(before):
+        return
+    from clusterddp.run import formatting
+
+    missing: list[str] = []
+    with contextlib.suppress(RequestError):  # one that nobody could have used
+        old, new = (read_site(path, None, OPTIONS) for path in (before, now))
+        missing += [name for name in old.values if name not in new.values]
+        missing += [name for name in old.environment if name not in new.environment]
+        missing += [f"[cluster:{name}]" for name in old.clusters if name not in new.clusters]
+    number = formatting.count(len(missing), "setting")
+    lacks = f", and lacks {number} of it: {', '.join(missing)}" if missing else ""
+    log.warning(
+        f"{now} hides {before} from now on, as one file alone is read{lacks}. Copy what you need, "
+        "or remove the new file. [CD0207]"
+    )
 
 
 def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
@@ -128,11 +158,17 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
         read = read_site(draft, None, OPTIONS).values
     for key, value in settings.items():
         if read.get(key) != value:
-            raise RequestError(f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out.")
+            raise RequestError(
+                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0203]"
+            )
     try:
         with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never over a file
             file.write(text)
     except FileExistsError:
-        raise RequestError(f"--write: {name!r} is there already, and is left as it is.") from None
+        raise RequestError(
+            f"--write: {name!r} is there already, and is left as it is. [CD0108]"
+        ) from None
     except OSError as error:
-        raise RequestError(f"--write: {name!r} cannot be written: {error.strerror}.") from None
+        raise RequestError(
+            f"--write: {name!r} cannot be written: {error.strerror}. [CD0108]"
+        ) from None

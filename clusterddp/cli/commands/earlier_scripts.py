@@ -12,7 +12,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.commands.batch import code_changes
-from clusterddp.errors import EXIT_DONE, ClusterDDPError
+from clusterddp.errors import EXIT_DONE, ClusterDDPError, coded
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import own_name
 from clusterddp.run import batch_script, restart_policy, step_watch
@@ -56,7 +56,7 @@ def begin(
             click.echo(restart_policy.DONE)
             return EXIT_DONE
         except ClusterDDPError as error:
-            log.info(str(error))
+            log.info(coded(error))
             return error.exit_code
     click.echo(attempt.number)
     return EXIT_DONE

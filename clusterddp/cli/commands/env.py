@@ -39,7 +39,7 @@ def _read(source: str) -> str:
     except OSError as error:
         raise RequestError(
             f"cannot read {source!r}: {error.strerror}; give --from a file that holds the output "
-            "of 'env'."
+            "of 'env'. [CD0801]"
         ) from error
     return data.decode(errors="surrogateescape")
 

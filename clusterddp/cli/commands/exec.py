@@ -24,12 +24,14 @@ class CommandNotFound(ClusterDDPError):
     """COMMAND, or the interpreter in its first line, does not exist; a shell exits 127 too."""
 
     exit_code = 127
+    code = "CD0316"
 
 
 class CommandNotExecutable(ClusterDDPError):
     """COMMAND exists and cannot be run; a shell exits 126 too."""
 
     exit_code = 126
+    code = "CD0316"
 
 
 @click.command(name="exec", context_settings={"allow_interspersed_args": False})
@@ -74,7 +76,7 @@ def command(
         click.echo(
             f"clusterddp: warning: this shell is in Slurm's job {shown_value(job)}, but in no step "
             "of it: COMMAND is rank 0 of a world of one. For a rank in every task: "
-            f"srun clusterddp exec -- {shlex.join(argv)}",
+            f"srun clusterddp exec -- {shlex.join(argv)} [CD0801]",
             err=True,
         )
     if run_dir is None:

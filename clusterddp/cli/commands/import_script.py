@@ -73,10 +73,10 @@ def _text(name: str) -> str:
     """Read the file; raises RequestError where it is no sbatch script."""
     text = read_script(name)
     if is_python(name, text):
-        raise RequestError(f"{name!r} is Python: give the sbatch file that starts it.")
+        raise RequestError(f"{name!r} is Python: give the sbatch file that starts it. [CD0315]")
     if "\n#REQUEST " in text:
         raise RequestError(
             f"{name!r} is a script of clusterddp's own: queue it with sbatch, or its run with "
-            "clusterddp resubmit."
+            "clusterddp resubmit. [CD0315]"
         )
     return text

@@ -1,5 +1,6 @@
 """`clusterddp jobs`: the runs below the output root as a table, the latest last."""
 
+import re
 import shutil
 import sys
 import time
@@ -21,13 +22,21 @@ from clusterddp.slurm.states import JobState
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
 _WATCH_SECONDS = 10.0
 _sleep = time.sleep
+_CODE = re.compile(r" \[CD\d{4}\]$")
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 """Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
 
 @click.command(name="jobs", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, metavar="[RUN...]")
-@click.option("-n", "--last", type=click.IntRange(1), metavar="N", help="The latest N runs alone.")
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(1),
+    metavar="N",
+    show_default="all",
+    help="The latest N runs alone.",
+)
 @click.option(
     "--state",
     type=click.Choice(STATES),
@@ -57,10 +66,11 @@ def command(
     RUN is a run, a sweep, whose points are listed then, or a pattern such as 'lr-*'. With --state,
     too, each point has its own line.
 
-    NODES is nodes x tasks per node; AGE counts from the submission; LEFT is the time until a run
-    that trains will be done, by its pace of late, or until Slurm expects a queued one to start; WHY
-    says why a run waits, or how it failed. In a terminal, lines are cut to its width; 'status' has
-    the whole. --json prints a list of what 'status --json' prints for each.
+    JOB is Slurm's, and of a rehearsal pid:N, its process on this machine; NODES is nodes x tasks
+    per node; AGE counts from the submission; LEFT is the time until a run that trains will be done,
+    by its pace of late, or until Slurm expects a queued one to start; WHY says why a run waits, or
+    how it failed, with the code for 'clusterddp explain'. In a terminal, lines are cut to its
+    width; 'status' has the whole. --json prints a list of what 'status --json' prints for each.
 
     --watch draws the list anew in a terminal, and elsewhere prints it again where it has changed;
     each look is one call of squeue.
@@ -153,8 +163,15 @@ def _lines(listed: Sequence[RunStatus | SweepStatus], width: int | None) -> list
 
 
 def _cut(line: str, width: int | None) -> str:
-    """A line as wide as the terminal at most; as it is where there is none, for other programs."""
-    return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
+    """A line as wide as the terminal at most; as it is where there is none, for other programs.
+
+    The code at its end, for `clusterddp explain`, stays.
+    """
+    if width is None or len(line) <= width:
+        return line
+    code = _CODE.search(line)
+    end = f"…{code[0] if code else ''}"
+    return f"{line[: max(width - len(end), 0)]}{end}"
 
 
 def _statuses(
@@ -181,14 +198,14 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
         return status.name, status.state, job, status.layout, age, "-", "-", "-", points
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
-    why = status.first_failure or status.detail
+    job = status.array_element or status.job_id or "-"
     left = status.seconds_left
     if status.expected_start is not None:
         left = max(status.expected_start - now, 0.0)
     return (
         status.name,
         status.state,
-        status.array_element or status.job_id or "-",
+        f"pid:{job}" if status.launcher == "local" else job,
         asked,
         formatting.duration(now - since if since else None),
         formatting.steps(status.step, status.steps_planned, status.percent_done).replace(
@@ -196,5 +213,5 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
         ),
         formatting.duration(left),
         formatting.percent(status.accuracy),
-        formatting.line(why.partition("\n")[0]),
+        formatting.line(status.why(in_short=True)),
     )

@@ -28,7 +28,12 @@ from clusterddp.run.sweeps import select
 )
 @click.option("--job", is_flag=True, help="The log of the batch script and Slurm.")
 @click.option(
-    "-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each."
+    "-n",
+    "--lines",
+    type=click.IntRange(min=0),
+    metavar="N",
+    show_default="all",
+    help="Only the last N lines of each.",
 )
 @OUTPUT_ROOT_OPTION
 def command(
@@ -54,7 +59,7 @@ def command(
         if following:
             raise RequestError(
                 f"-f follows one run, and {run} means {len(several)}: name one, such as "
-                f"{several[0].name}; 'clusterddp jobs {run}' shows them all."
+                f"{several[0].name}; 'clusterddp jobs {run}' shows them all. [CD0502]"
             )
         _print_several(several, ranks, job=job, lines=lines)
         return 0
@@ -64,7 +69,7 @@ def command(
         if status.world_size is not None and rank >= status.world_size:
             raise RequestError(
                 f"--rank {rank}: {run_dir.name} has {status.world_size} ranks; name one of 0 to "
-                f"{status.world_size - 1}."
+                f"{status.world_size - 1}. [CD0102]"
             )
     paths = [run_dir.job_log] if job else []
     paths += [run_dir.rank_log(rank) for rank in dict.fromkeys(ranks)]
@@ -87,5 +92,5 @@ def _print_several(
         paths = paths or [default_log(run, status)]
         labelled |= {path: f"{run.name}/{path.stem}" for path in paths if path.is_file()}
     if not labelled:
-        raise RequestError(f"none of the {len(runs)} runs has such a log yet.")
+        raise RequestError(f"none of the {len(runs)} runs has such a log yet. [CD0507]")
     LogPrinter([*labelled], lines, sys.stdout.buffer, [*labelled.values()]).print_new(last=True)

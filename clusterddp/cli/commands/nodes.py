@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.options import SettingsCommand, source
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import bad_nodes, formatting
@@ -34,6 +34,7 @@ def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand:
         return
+    _refuse_misspelt(ctx, output_root)
     nodes = sorted(_read(output_root).values(), key=lambda node: node.time, reverse=True)
     if as_json:
         echo_json([dataclasses.asdict(node) for node in nodes])
@@ -51,37 +52,51 @@ def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
 def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, output_root: Path) -> None:
     """Clear HOST…: runs may use these nodes again. A HOST may be a list, gpu[01-03].
 
-    A job that leaves one out already does so until it is next put back into the queue.
+    A job that leaves one out already does so until it is next put back into the queue. Those that
+    are not on the list are named.
 
-    Exit codes: 0 cleared, 1 the list cannot be written, 2 a HOST is not on it.
+    Exit codes: 0 cleared, 1 the list cannot be written, 2 no HOST is on it.
     """
     if bool(hosts) == is_all:
         raise click.UsageError("Name the nodes to clear, or give --all.", ctx)
-    source = ctx.get_parameter_source("output_root")
-    if ctx.parent and source is click.core.ParameterSource.DEFAULT:
+    if ctx.parent and source(ctx, "output_root") == "default":
         output_root = ctx.parent.params["output_root"]
+        _refuse_misspelt(ctx.parent, output_root)
+    _refuse_misspelt(ctx, output_root)
     bad = _read(output_root)
     names = [name for host in hosts for name in expand_nodelist(text("HOST", host))]
-    unknown = [name for name in names if name not in bad]
-    if unknown:
+    unknown = [formatting.line(name) for name in dict.fromkeys(names) if name not in bad]
+    cleared = [name for name in dict.fromkeys(names) if name in bad]
+    if unknown and not cleared:
         on_it = formatting.some(list(bad), 20, ", ") or "no node"
         raise RequestError(
-            f"{formatting.line(unknown[0])} is not left out below {output_root}; on the list is "
-            f"{on_it}."
+            f"{unknown[0]} is not left out below {output_root}; on the list is {on_it}. [CD1302]"
         )
-    cleared = list(dict.fromkeys(names)) or list(bad)
+    cleared = cleared or list(bad)
     try:
         bad_nodes.clear(output_root, cleared)
     except OSError as error:
         raise _Unreadable(output_root, error) from None
     click.echo(f"cleared {', '.join(cleared)}" if cleared else "there was no bad node to clear")
+    if unknown:
+        click.echo(f"clusterddp: not on the list: {formatting.some(unknown, 20, ', ')}", err=True)
 
 
 class _Unreadable(ClusterDDPError):
     """The list of bad nodes cannot be read or written."""
 
+    code = "CD1302"
+
     def __init__(self, root: Path, error: OSError) -> None:
         super().__init__(f"{root / bad_nodes.FILE_NAME}: {error.strerror}.")
+
+
+def _refuse_misspelt(ctx: click.Context, root: Path) -> None:
+    """Refuse a folder that somebody has typed and that is not there."""
+    if source(ctx, "output_root") == "flag" and not root.exists():
+        raise RequestError(
+            f"--output-root: {root} does not exist. Name the folder that holds your runs. [CD0501]"
+        )
 
 
 def _read(root: Path) -> dict[str, BadNode]:

@@ -79,7 +79,9 @@ def command(
     metric, or the file cannot be written.
     """
     if (html is not None) + (csv is not None) + as_json > 1:
-        raise RequestError("--html, --csv and --json ask for several forms; give one of them.")
+        raise RequestError(
+            "--html, --csv and --json ask for several forms; give one of them. [CD0103]"
+        )
     if html is not None:
         from clusterddp.reporting import plots
 
@@ -92,7 +94,7 @@ def command(
         return
     for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
         if value:
-            raise OptionError(option, " is for a sweep; name one.")
+            raise OptionError(option, " is for a sweep; name one. [CD1104]")
     runs, wrong = select_each(output_root, run_names)
     if wrong:
         raise wrong[0]
@@ -308,5 +310,5 @@ def _write(option: str, name: str, content: str) -> None:
         else:
             write_atomically(path, content.encode())
     except OSError as error:
-        raise RequestError(f"{option}: cannot write {name}: {error.strerror}.") from None
+        raise RequestError(f"{option}: cannot write {name}: {error.strerror}. [CD0108]") from None
     click.echo(f"wrote {name}")

@@ -32,11 +32,12 @@ from clusterddp.cli.options import (
 )
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
-from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError
+from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
+from clusterddp.run import formatting
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.run.status import find_run, statuses
 from clusterddp.run.sweeps import find_sweep, has_failed, is_pattern, select
@@ -78,8 +79,9 @@ class ResubmitCommand(WithCommand):
 @click.command(
     name="resubmit",
     cls=ResubmitCommand,
-    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and can resume, 130 interrupted.",
+    epilog="Exit codes: 0 submitted, with --wait done; 1 the run failed, or nobody knows whether "
+    "it was queued; 2 a wrong request, or Slurm refused it; 75 with --wait: it was stopped and can "
+    "resume; 130 interrupted.",
 )
 @click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
@@ -88,6 +90,7 @@ class ResubmitCommand(WithCommand):
     "--max-parallel",
     type=click.IntRange(1),
     metavar="N",
+    show_default="as before",
     help="Most points of the sweep that run at once, of those that are submitted now.",
 )
 @click.option(
@@ -179,7 +182,7 @@ def command(
     sweep, more = find_sweep(output_root, run), sweep_of(ctx)
     if sweep is None and (more or max_parallel):
         raise RequestError(
-            f"{run} is no sweep: --sweep and --max-parallel are for the points of one."
+            f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
         )
     if sweep is None and is_pattern(run):
         if dry_run or wait:
@@ -196,8 +199,9 @@ def command(
         fields = {"run": spec.run_name, "run_dir": spec.run_dir}
         echo_dry_run(spec, done.script, fields, as_json=as_json)
         return EXIT_DONE
+    job = formatting.job(submission.job_id, spec.launcher)
     words = (
-        f"submitted {spec.run_name} again as job {submission.job_id}: {spec.layout}; it "
+        f"submitted {spec.run_name} again as {job}: {spec.layout}; it "
         f"{done.beginning}\n"
         f"  status  clusterddp status {run_dir.shown}\n"
         f"  logs    clusterddp logs -f {run_dir.shown}"
@@ -240,18 +244,21 @@ def _resubmit_each(
     runs = select(root, pattern)
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
     if not again:
-        raise RequestError(f"none of the {len(runs)} runs of {pattern} has failed or was stopped.")
+        raise RequestError(
+            f"none of the {len(runs)} runs of {pattern} has failed or was stopped. [CD1103]"
+        )
     code, fields = EXIT_DONE, []
     for run in again:
         try:
             done = resubmit(run, partial(changed_request, ctx), terms)
         except ClusterDDPError as error:
-            click.echo(f"clusterddp: {error}", err=True)
+            click.echo(f"clusterddp: {coded(error)}", err=True)
             code = max(code, error.exit_code)
             continue
         fields.append({"run": run.name, "run_dir": done.spec.run_dir, "job_id": done.job_id})
         if not as_json:
-            click.echo(f"submitted {run.name} again as job {done.job_id}; it {done.beginning}")
+            job = formatting.job(done.job_id, done.spec.launcher)
+            click.echo(f"submitted {run.name} again as {job}; it {done.beginning}")
     if as_json:
         click.echo(json.dumps(fields))
     return code

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -24,7 +24,9 @@ def _names(_ctx: click.Context, _incomplete: str) -> Iterable[str]:
 
 
 @click.group(name="site", invoke_without_command=True)
-@click.option("--site", metavar="FILE", help="The site.cfg to use.")
+@click.option(
+    "--site", metavar="FILE", help="The site.cfg to use; 'clusterddp site' shows which it is."
+)
 @click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
@@ -34,7 +36,8 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
     'clusterddp site list' has files for public clusters, 'clusterddp site use NAME' takes one.
 
     site.cfg is looked for at --site, $CLUSTERDDP_SITE, ./site.cfg, the user's config folder
-    (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used.
+    (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used,
+    alone. The others that are there are named as passed over.
 
     Exit codes: 0 a submission takes these settings as they are, 2 it would refuse one of them.
     """
@@ -46,25 +49,32 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
             listed = given == ["--json"] and word == "list"
             raise RequestError(
                 f"{', '.join(given)}: of 'clusterddp site' alone, not of its '{word}'."
-                + (" Type --json behind 'list'." if listed else "")
+                + (" Type --json behind 'list'." if listed else ""),
+                code="CD0103",
             )
         return
     args = [f"--{k}={v}" for k, v in (("site", site), ("cluster", cluster)) if v]
     try:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
-        raise RequestError(error.format_message()) from None
+        raise RequestError(error.format_message(), code="CD0101") from None
     assert isinstance(ctx.obj, Settings)
     rows = {
         name: {"value": ctx.params[row.parameter], "source": source(ctx, row.parameter)}
         for name, row in sorted(OPTIONS.items())
     }
+    used = ctx.obj.path
+    others = options.passed_over(used, os.environ, Path.cwd()) if used else []
     if as_json:
-        path = str(ctx.obj.path) if ctx.obj.path else None
-        shown = {"site": path, "settings": rows, "environment": dict(ctx.obj.environment)}
+        shown = {
+            "site": str(used) if used else None,
+            "passed_over": [*map(str, others)],
+            "settings": rows,
+            "environment": dict(ctx.obj.environment),
+        }
         click.echo(json.dumps(shown, indent=2))
     else:
-        _print_table(ctx.obj, rows)
+        _print_table(ctx.obj, rows, others)
     _check(ctx)
 
 
@@ -75,6 +85,8 @@ def list_sites(as_json: bool) -> None:
 
     It fits where ClusterName of slurm.conf is its name, or this host is one of its login nodes.
     Where each was taken from, and when, stands in the file, and in --json.
+
+    Exit codes: 0 listed.
     """
     from clusterddp.run import formatting
     from clusterddp.slurm.site import cluster_name
@@ -128,8 +140,15 @@ def _check(ctx: click.Context) -> None:
         )
 
 
-def _print_table(site: Settings, rows: Mapping[str, Mapping[str, object]]) -> None:
+def _print_table(
+    site: Settings, rows: Mapping[str, Mapping[str, object]], others: Sequence[Path]
+) -> None:
     click.echo(f"site.cfg: {site.path or 'none found'}")
+    if others:
+        click.echo(f"passed over: {', '.join(map(str, others))}")
+    elif site.path is None:
+        places = options.site_places(os.environ, Path.cwd())
+        click.echo(f"looked for: {', '.join(map(str, places))}")
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
     width = max(map(len, rows))

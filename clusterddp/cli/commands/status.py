@@ -35,7 +35,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     """
     if run and is_pattern(run):
         listed = statuses(select(output_root, run))
-        rows = [(s.name, s.state, formatting.line(s.first_failure or s.detail)) for s in listed]
+        rows = [(s.name, s.state, formatting.line(s.why())) for s in listed]
         if as_json:
             echo_json([status.as_dict() for status in listed])
         else:
@@ -79,6 +79,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 def describe(status: RunStatus) -> str:
     """The status as lines of `label  value`; what is not known is left out."""
     launcher = f" ({status.launcher})" if status.launcher else ""
+    job = status.array_element or status.job_id
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
     left = formatting.duration(status.seconds_left)
@@ -98,8 +99,9 @@ def describe(status: RunStatus) -> str:
         ("run", status.name),
         ("state", f"{status.state}: {status.detail}" if status.detail else status.state),
         ("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")),
+        ("code", f"{status.code}: clusterddp explain {status.code}" if status.code else ""),
         ("exit code", str(status.exit_code or "") if status.state != STOPPED else ""),
-        ("job", f"{status.array_element or status.job_id}{launcher}" if status.job_id else ""),
+        ("process" if status.launcher == "local" else "job", f"{job}{launcher}" if job else ""),
         ("attempt", _attempt(status)),
         ("asked", status.layout),
         ("hosts", formatting.some(status.hosts, 8)),

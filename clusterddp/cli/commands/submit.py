@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import WithCommand, options, site_options
+from clusterddp.cli.options import WithCommand, options, site_options, source, typed_flags
 from clusterddp.cli.request_file import RequestCommand, from_option, save
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
-from clusterddp.request.spec import OPTIONS, REQUEST
+from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 
 
 class SubmitCommand(RequestCommand, WithCommand):
@@ -43,8 +44,9 @@ class SubmitCommand(RequestCommand, WithCommand):
     cls=SubmitCommand,
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this "
-    "shell, site.cfg, --recipe, default. Exit codes: 0 done, 1 the run failed, 2 a wrong request, "
-    "75 it was stopped and can resume, 130 interrupted.",
+    "shell, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait "
+    "done; 1 the run failed, or nobody knows whether it was queued; 2 a wrong request, or Slurm "
+    "refused it; 75 with --wait: it was stopped and can resume; 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
@@ -62,6 +64,7 @@ class SubmitCommand(RequestCommand, WithCommand):
     "--max-parallel",
     type=click.IntRange(1),
     metavar="N",
+    show_default="all",
     help="Most points of the sweep that run at once.",
 )
 @site_options
@@ -89,12 +92,20 @@ def command(
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
     if run_name == "":
-        raise RequestError("--run-name is empty; leave it out to have one made up.")
+        raise RequestError("--run-name is empty; leave it out to have one made up. [CD0102]")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
+    checks = typed_flags(ctx, ("check", "check_python"))
+    if dry_run and checks:
+        raise click.UsageError(
+            f"--dry-run asks neither Slurm nor an interpreter: leave it out, or {checks}.", ctx
+        )
     swept = sweep_of(ctx, max_parallel or 0)
     if max_parallel and not swept:
-        raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep.")
+        raise OptionError(
+            "--max-parallel",
+            " is for the points of a sweep: give --sweep. [CD1104]",
+        )
     if save_to and swept:
         raise OptionError(
             "--save",
@@ -114,12 +125,9 @@ def command(
                 err=True,
             )
     if dry_run:
-        if spec.uses_own_code:
-            from clusterddp.submission import submit
-
-            submit.check_own_code(spec)
+        _warn_of_files(ctx, spec, script)
         for remark in spec.remarks:
-            click.echo(f"clusterddp: warning: {remark}", err=True)
+            click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
         if spec.after:
             from clusterddp.run import chain
 
@@ -151,12 +159,27 @@ def command(
         points = range(len(swept))
         return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
     from clusterddp.cli.runs import follow_submitted
+    from clusterddp.run import formatting
 
+    job = formatting.job(submission.job_id, spec.launcher)
     words = (
-        f"submitted {spec.run_name} as job {submission.job_id}: {spec.layout}\n"
+        f"{'started' if spec.launcher == 'local' else 'submitted'} {spec.run_name} as {job}: "
+        f"{spec.layout}\n"
         f"  files   {spec.run_dir}\n"
         f"  status  clusterddp status {run.shown}\n"
         f"  logs    clusterddp logs -f {run.shown}\n"
         f"  cancel  clusterddp cancel {run.shown}"
     )
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
+
+
+def _warn_of_files(ctx: click.Context, spec: JobSpec, script: str) -> None:
+    """Say what a submission would refuse for files that are not there."""
+    has_folder = source(ctx, "data_dir") != "default"
+    own_python = {spec.python, spec.batch_python} != {sys.executable}
+    if spec.uses_own_code or spec.notify or has_folder or own_python:
+        from clusterddp.submission import submit  # which a plain dry run does without
+
+        for refused in submit.check_files(spec, script, has_folder=has_folder):
+            said = f"warning: a submission would refuse this: {coded(refused)}"
+            click.echo(f"clusterddp: {said}", err=True)

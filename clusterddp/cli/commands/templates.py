@@ -33,7 +33,10 @@ def command() -> None:
 
 @command.command("list")
 def list_templates() -> None:
-    """List the shipped templates."""
+    """List the shipped templates.
+
+    Exit codes: 0 listed.
+    """
     for name, summary in SHIPPED.items():
         click.echo(f"{name:22} {summary}")
 
@@ -41,7 +44,10 @@ def list_templates() -> None:
 @command.command()
 @click.argument("name", type=NAME)
 def show(name: str) -> None:
-    """Print a shipped template."""
+    """Print a shipped template.
+
+    Exit codes: 0 printed, 2 there is no such template.
+    """
     click.echo(_read(name), nl=False)
 
 
@@ -49,15 +55,19 @@ def show(name: str) -> None:
 @click.argument("name", type=NAME)
 @click.argument("target", type=click.Path(path_type=Path), default=Path())
 def copy(name: str, target: Path) -> None:
-    """Copy a shipped template to TARGET, a folder or a new file, to change it."""
+    """Copy a shipped template to TARGET, a folder or a new file, to change it.
+
+    Exit codes: 0 copied, 2 there is no such template, or TARGET is there already or cannot be
+    written.
+    """
     path = target / name if target.is_dir() else target
     try:
         with path.open("x") as file:
             file.write(_read(name))
     except FileExistsError:
-        raise RequestError(f"{path} exists already; it is left as it is.") from None
+        raise RequestError(f"{path} exists already; it is left as it is. [CD0108]") from None
     except OSError as error:
-        raise RequestError(f"cannot write {path}: {error.strerror}.") from None
+        raise RequestError(f"cannot write {path}: {error.strerror}. [CD0108]") from None
     click.echo(path)
     given = str(path) if "/" in str(path) else f"./{path}"  # a bare name is that of a shipped one
     click.echo(f"use it with --template {shlex.quote(given)}", err=True)

@@ -61,12 +61,16 @@ def command(
     """Train as one rank, which this process learns from its environment, or from --rank.
 
     \b
-    srun clusterddp train                                      ranks from Slurm's variables
-    torchrun --nproc-per-node 2 --no-python clusterddp train   ranks from torchrun's
-    clusterddp train --rank 0 --world-size 2 --master-port N   by hand: --rank 1 in another shell
-    clusterddp train                                           a single process
+    srun clusterddp train                                      # ranks from Slurm's variables
+    torchrun --nproc-per-node 2 --no-python clusterddp train   # ranks from torchrun's
+    clusterddp train --rank 0 --world-size 2 --master-port N   # by hand: --rank 1 in another shell
+    clusterddp train                                           # a single process
 
     A run directory that holds checkpoints is resumed from its newest.
+
+    Exit codes: 0 done, 1 this rank failed, 2 a wrong request, 75 it was stopped and can resume, 130
+    interrupted, 128 + N ended by signal N. With --run-dir a task of Slurm or of torchrun that was
+    stopped ends with 0, for they would end the others.
     """
     ctx = click.get_current_context()
     config = config_from(ctx)

@@ -55,6 +55,16 @@ def test_a_finding_has_the_line_the_reason_and_the_line_to_write(tmp_path: Path)
     assert done.stderr.decode() == "clusterddp: 2 findings in 1 file: 1 will, 1 may\n"
 
 
+def test_a_training_for_one_device_is_named_as_such() -> None:
+    alone = "clusterddp: warning: examples/one_device.py is a training for one device"
+    for files in (["one_device.py"], ["one_device.py", "own_dataset.py"]):
+        done = run_check(*(f"examples/{file}" for file in files))
+        assert (done.returncode, done.stdout) == (0, b"")
+        assert alone in done.stderr.decode()
+    done = run_check("examples/many_devices.py")
+    assert (done.returncode, b"one device" in done.stderr) == (0, False)
+
+
 def test_without_a_finding_it_ends_with_0_and_says_so() -> None:
     done = run_check("-", stdin=RIGHT.encode())
     assert (done.returncode, done.stdout) == (0, b"")

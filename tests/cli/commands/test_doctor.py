@@ -259,6 +259,22 @@ def test_the_proposed_site_cfg_is_one_that_site_and_a_submission_take(site: Site
     assert site.workplace.invoke("site", "--site", "new.cfg").code == 0
 
 
+def test_a_site_cfg_that_hides_the_one_in_force_names_what_it_lacks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = site.folder / ".config/clusterddp/site.cfg"
+    own.parent.mkdir(parents=True)
+    own.write_text("[defaults]\npartition = gpu\nmem = 4G\n[environment]\nA = 1\n[cluster:b]\n")
+    command = ["doctor", "--python", "python", "--write"]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(site.folder / ".config"))
+    aside = site.workplace.invoke(*command, "other.cfg")
+    assert "other.cfg" in aside.err and "hides" not in aside.err
+    got = site.workplace.invoke(*command, "site.cfg")
+    [line] = [line for line in got.err.splitlines() if "hides" in line]
+    assert f"site.cfg hides {own} from now on" in line
+    assert "lacks 3 settings of it: mem, A, [cluster:b]." in line and line.endswith(" [CD0207]")
+
+
 def test_what_is_wrong_is_not_proposed(site: Site) -> None:
     site.sbatch("partition=gone", "error: invalid partition specified: gone")
     site.workplace.command("python", "exit 1")

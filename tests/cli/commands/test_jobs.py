@@ -51,6 +51,15 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     assert got.code == 0
 
 
+def test_the_process_of_a_rehearsal_is_no_job(workplace: Workplace) -> None:
+    pid = str(os.getpid())
+    workplace.run("one", submitted(pid, launcher="local", pid=os.getpid(), time=time.time()))
+    [_, row] = workplace.invoke("jobs").out.splitlines()
+    assert row.split()[:3] == ["one", "queued", f"pid:{pid}"]
+    shown = workplace.invoke("status", "one").out
+    assert f"\nprocess     {pid} (local)\n" in shown and "\njob " not in shown
+
+
 def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) -> None:
     for number in range(1, 5):
         end = [ended(str(number), number % 2)] if number < 4 else []
@@ -79,9 +88,10 @@ def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
     workplace: Workplace,
 ) -> None:
     words = {**FAILURE, "reason": "ValueError: " + "long " * 40}
-    workplace.run("one", submitted("1"), started("1"), ended("1", 1, first_failure=words))
+    end = ended("1", 1, first_failure=words, code="CD1209")
+    workplace.run("one", submitted("1"), started("1"), end)
     master, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 72, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 82, 0, 0))
     command = [sys.executable, "-m", "clusterddp", "jobs"]
     environ = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
     subprocess.run(command, cwd=workplace.folder, env=environ, stdout=terminal, check=True)
@@ -89,8 +99,8 @@ def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
     lines = os.read(master, 1 << 16).decode().splitlines()
     os.close(master)
     assert len(lines) == 2
-    assert len(lines[1]) == 72
-    assert lines[1].endswith("…")
+    assert len(lines[1]) == 82
+    assert lines[1].endswith("… [CD1209]")
     assert "rank 3 on h02" in lines[1]
     assert len(workplace.invoke("jobs").out.splitlines()[1]) > 200
 
@@ -146,9 +156,10 @@ def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
     workplace.run("c", submitted("1"), start, {**end, "cause": "time limit"}, again, age=300)
     rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
     assert "stopped" in rows["a"]
-    assert rows["a"].endswith("by 'clusterddp stop'")
+    assert rows["a"].endswith("by 'clusterddp stop' [CD1204]")
     assert "queued" in rows["b"]
     assert rows["b"].endswith("resumes after the time limit")
+    assert rows["c"].endswith(" [CD1219]")  # it is not the time limit that it failed by
     assert "failed" in rows["c"]  # that word should have passed long ago
 
 

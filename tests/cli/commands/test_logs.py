@@ -189,12 +189,12 @@ def test_follow_of_a_failed_run_names_the_failure(
 ) -> None:
     run = workplace.run("one", submitted("7"), started("7"))
     write_logs(run, job="Traceback: boom\n")
-    end = record("ended", exit_code=1, first_failure=FAILURE)
+    end = record("ended", exit_code=1, first_failure=FAILURE, code="CD1209")
     story(workplace, run, f"{end}; {say('COMPLETING')}", say("FAILED", "NonZeroExitCode"))
     assert follow(run) == 1
     out, err = capfd.readouterr()
     assert out == ""
-    assert f"failed: {BOOM}\n  clusterddp logs --rank 3 one" in err
+    assert f"failed: {BOOM} [CD1209]\n  clusterddp logs --rank 3 one" in err
     assert "Traceback: boom" in err  # no rank said anything: the job log is the next best
 
 
@@ -321,7 +321,7 @@ def test_follow_ends_with_a_run_that_is_stopped(
     said = told(capfd.readouterr().err)
     assert "running on h01 h02: asked to save and leave" in said
     assert said[-2:] == [
-        "stopped: by 'clusterddp stop' at step 40",
+        "stopped: by 'clusterddp stop' at step 40 [CD1204]",
         "  clusterddp resubmit one",
     ]
 
@@ -348,9 +348,9 @@ def test_earlier_requeues_are_no_news(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("TIMEOUT", "failed: the job reached its time limit"),
+        ("TIMEOUT", "failed: the job reached its time limit [CD1205]"),
         ("CANCELLED", "cancelled"),
-        ("NODE_FAIL", "failed: a node of the job failed"),
+        ("NODE_FAIL", "failed: a node of the job failed [CD1202]"),
     ],
 )
 def test_follow_takes_slurms_word_when_the_run_recorded_no_end(
@@ -422,7 +422,7 @@ def test_logs_f_follows_files_that_do_not_exist_yet(workplace: Workplace) -> Non
     run = workplace.run("one", submitted("7", launcher="local", pid=os.getpid(), time=time.time()))
     follower = Follower("--rank", "0", "--rank", "1")
     try:
-        follower.wait_for("queued")
+        follower.wait_for("queued as process 7")
         write_logs(run, rank_1="late\nhalf")
         follower.wait_for("rank-1 | late\n")
         write_logs(run, rank_0="zero\n")

@@ -69,11 +69,32 @@ def test_the_folder_can_stand_before_clear_and_behind_it(
     assert not bad_nodes.read(tmp_path / "one") and not bad_nodes.read(tmp_path / "two")
 
 
+def test_of_a_list_those_that_are_there_are_cleared_and_the_others_named(
+    workplace: Workplace,
+) -> None:
+    blamed(workplace.root, "h02")
+    answer = workplace.invoke("nodes", "clear", "h[02-04]", "h03")
+    assert (answer.code, answer.out) == (0, "cleared h02\n")
+    assert answer.err == "clusterddp: not on the list: h03, h04\n"
+    assert bad_nodes.read(workplace.root) == {}
+
+
+@pytest.mark.parametrize("words", [[], ["clear", "--all"], ["clear", "h01"]])
+def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
+    workplace: Workplace, words: list[str]
+) -> None:
+    answer = workplace.invoke("nodes", "--output-root", "jbos", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith("clusterddp: --output-root: jbos does not exist.")
+    assert answer.err.endswith(" [CD0501]\n")
+    workplace.root.rmdir()
+    assert workplace.invoke("nodes").code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["h09"], "h09 is not left out below jobs; on the list is h01."),
-        (["h01", "h09"], "h09 is not left out"),
         ([], "Name the nodes to clear, or give --all."),
         (["h01", "--all"], "Name the nodes to clear, or give --all."),
     ],

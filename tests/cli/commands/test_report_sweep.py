@@ -72,7 +72,7 @@ def test_a_sweep_is_a_table_over_seeds_the_best_first(
     assert header == ["lr", "TEST-ACCURACY", "SPREAD", "N", "STATE", "BEST-RUN"]
     assert lines[0] == ["0.3", "85.00%", "7.07%", "2", "2", "done", "lr-2"]
     assert lines[1] == ["1", "60.00%", "-", "1", "1", "done,", "1", "failed", "lr-4"]
-    assert lines[2] == ["0.1", "-", "-", "0", "2", "queued", "lr-0"]
+    assert lines[2] == ["0.1", "-", "-", "0", "2", "queued", "-"]
 
 
 def test_slurm_is_asked_once_and_each_file_read_once(sweep: SweepDir, workplace: Workplace) -> None:
@@ -183,6 +183,20 @@ def test_a_sweep_that_has_not_begun_is_a_table_of_states(workplace: Workplace) -
     for name in ("", "-"):
         got = workplace.invoke("report", "s", f"--by={name}")
         assert (got.code, "names no metric" in got.err) == (2, True)
+
+
+def test_without_a_metric_no_run_is_the_best_and_none_is_awaited_once_all_are_done(
+    workplace: Workplace,
+) -> None:
+    sweep = workplace.sweep("s", ("n", "seed"), ("1", "0"), ("1", "1"))
+    end(sweep.element(0))
+    got = workplace.invoke("report", "s")
+    assert "by         no point has recorded a metric yet\n" in got.out
+    end(sweep.element(1))
+    got = workplace.invoke("report", "s")
+    assert "by         no point has recorded a metric: a script" in got.out
+    assert "with a Loop (docs/resumable.md)\n" in got.out
+    assert rows(got.out) == [["n", "STATE"], ["1", "2", "done"]]
 
 
 def test_json_holds_rows_runs_and_all_metrics(sweep: SweepDir, workplace: Workplace) -> None:

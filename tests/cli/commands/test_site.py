@@ -52,7 +52,26 @@ def test_the_table_for_people_names_the_same_sources(elsewhere: Path) -> None:
 
 
 def test_without_a_site_cfg_it_says_so() -> None:
-    assert CliRunner().invoke(cli, ["site"]).output.startswith("site.cfg: none found\n")
+    said, looked, *_ = CliRunner().invoke(cli, ["site"]).output.splitlines()
+    assert said == "site.cfg: none found"
+    assert looked.endswith("home/.config/clusterddp/site.cfg, /etc/clusterddp/site.cfg")
+
+
+def test_the_files_that_another_one_hides_are_named(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = elsewhere / "home/.config/clusterddp/site.cfg"
+    own.parent.mkdir(parents=True)
+    own.write_text("[defaults]\npartition = a\n")
+    assert "passed over" not in CliRunner().invoke(cli, ["site"]).output
+    here = elsewhere / "site.cfg"
+    here.write_text("# all comments\n")
+    lines = CliRunner().invoke(cli, ["site"]).output.splitlines()
+    assert lines[:2] == [f"site.cfg: {here}", f"passed over: {own}"]
+    monkeypatch.setenv("CLUSTERDDP_SITE", "site.cfg")
+    assert CliRunner().invoke(cli, ["site"]).output.splitlines()[1] == f"passed over: {own}"
+    shown = json.loads(CliRunner().invoke(cli, ["site", "--site", str(own), "--json"]).output)
+    assert (shown["site"], shown["passed_over"]) == (str(own), [str(here)])
 
 
 @pytest.mark.parametrize(

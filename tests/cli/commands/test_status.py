@@ -47,6 +47,15 @@ def test_a_failed_run_is_told_with_exit_code_0(workplace: Workplace) -> None:
     assert "next        clusterddp logs --rank 3 bad" in got.out
 
 
+def test_of_several_runs_each_line_ends_with_the_code(workplace: Workplace) -> None:
+    end = ended("1", 1, first_failure=FAILURE, code="CD1209")
+    workplace.run("lr-0", submitted("1"), started("1"), end)
+    workplace.run("lr-1", submitted("2"), started("2"), ended("2", 0))
+    _, failed, done = workplace.invoke("status", "lr-*").out.splitlines()
+    assert failed.endswith(f"{BOOM} [CD1209]")
+    assert "[" not in done
+
+
 def test_where_relative_output_lies_is_said_for_code_of_ones_own(workplace: Workplace) -> None:
     run = workplace.run("own", submitted("12", folder="/home/me/x"), started("12"))
     trained = workplace.invoke("status", "--json").out

@@ -188,7 +188,8 @@ def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace:
     workplace.command("scancel", f": >{gone}")
     got = workplace.invoke("stop", "--wait", "one")
     assert got.code == 0
-    assert got.err == ("clusterddp: one: cancelled: before it started\n  clusterddp resubmit one\n")
+    told = "clusterddp: one: cancelled: before it started [CD1203]\n  clusterddp resubmit one\n"
+    assert got.err == told
 
 
 def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from clusterddp.cli.main import cli
-from clusterddp.errors import ClusterDDPError
+from clusterddp.errors import ClusterDDPError, coded
 from clusterddp.launchers import sbatch
 from tests.hostile import CARRIED, REFUSED
 
@@ -570,7 +570,7 @@ def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecas
         ),
         (
             "echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
-            "warning: Slurm says: Invalid partition name specified\n",
+            "warning: Slurm says: Invalid partition name specified [CD0403]\n",
         ),
         (
             "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
@@ -608,7 +608,11 @@ def test_without_a_check_and_in_a_dry_run_slurm_is_not_asked(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
-    assert run("--check", "--dry-run", "--", "true").exit_code == 0
+    for flag in ("--check", "--check-python"):
+        assert f"leave it out, or {flag}." in refusal(flag, "--dry-run", "--", "true")
+    monkeypatch.setenv("CLUSTERDDP_CHECK", "yes")  # for submissions
+    assert run("--dry-run", "--", "true").exit_code == 0
+    monkeypatch.delenv("CLUSTERDDP_CHECK")
     assert not calls.exists()
     assert run("--run-name", "demo", "--no-snapshot", "--", "true").exit_code == 0
     assert calls.read_text() == "--parsable\n"
@@ -645,6 +649,27 @@ def test_a_launcher_in_a_script_is_a_warning(
         assert result.stderr.count(expected) == 1
     allowed = run("--dry-run", "--allow-launcher", "--", "bash", "run.sh")
     assert "may start" not in allowed.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words", "code"),
+    [
+        (["--", "python", "tain.py"], "COMMAND: there is no tain.py in", "CD0306"),
+        (["--sweep", "a=1,2", "--", "./tain.sh", "{a}"], "there is no ./tain.sh in", "CD0306"),
+        (["--python", "venv/bin/python"], "venv/bin/python cannot run", "CD0310"),
+        (["--data-dir", "dat"], "/dat does not exist", "CD0601"),
+    ],
+)
+def test_a_dry_run_warns_of_what_a_submission_refuses_for_a_file_that_is_not_there(
+    elsewhere: Path, argv: list[str], words: str, code: str
+) -> None:
+    got = run("--dry-run", "--run-name", "a", *argv)
+    assert got.exit_code == 0, got.output
+    said = "clusterddp: warning: a submission would refuse this: "
+    [line] = [line for line in got.stderr.splitlines() if line.startswith(said)]
+    assert words in line and line.endswith(f" [{code}]")
+    assert coded(run("--run-name", "a", *argv).exception) == line.removeprefix(said)
+    assert got.stdout.startswith("#!/bin/bash\n") and not list(elsewhere.iterdir())
 
 
 def test_a_dry_run_refuses_a_function_that_is_not_there_as_the_submission_does(

@@ -277,7 +277,7 @@ def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
     none = workplace.invoke("resubmit", "s", "--mem", "32G")
     assert none.code == 2
-    assert "each by itself: clusterddp resubmit s-3\n" in none.err
+    assert "each by itself: clusterddp resubmit s-3 [CD1103]\n" in none.err
     assert sweep.element(3).events.read_bytes() == history
     assert sweep.element(3).load_spec().resources.mem == "64G"
 

@@ -1,0 +1,346 @@
+"""Every block of every page, fenced or indented, is held by what its language allows.
+
+What is held elsewhere as well is named there: commands and their options in test_docs_commands,
+the changes of scripts in test_examples. A block that fits nothing has to be what the code prints.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+import click
+import pytest
+import submitit
+
+from clusterddp.cli.main import cli
+from clusterddp.request.options import read_site
+from clusterddp.request.spec import OPTIONS
+from clusterddp.scripts import sbatch_file
+from tests.cli.made_runs import Workplace, ended, submitted, workplace
+from tests.test_docs_commands import commands_of
+from tests.waiting import PATIENCE
+
+__all__ = ["workplace"]
+
+ROOT = Path(__file__).parents[1]
+BASH = str(shutil.which("bash"))
+BESIDE = ("README.md", "SKILL.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in BESIDE)]
+PROGRAMS = "clusterddp|python3?|pip|srun|torchrun|torchx|source|eval|git|\\.ci/run"
+LANGUAGES = {
+    "sbatch": r"#!/bin/bash|#SBATCH ",
+    "cfg": r"\[[\w:]+\]$",
+    "toml": r"# \S+\.toml:",
+    "json": r"\{",
+    "python": r"(import|from) \w",
+    "shell": rf"({PROGRAMS})( |$)|# (bash|zsh|fish)\b",
+    "tree": r"\S+/ +\S",
+}
+EXAMPLES = {"docs/from-one-device.md", "docs/resumable.md", "examples/README.md"}
+"""Pages whose changes tests/test_examples.py puts into the scripts of examples/."""
+RUN_BY = {
+    "docs/python.md": "tests/test_docs_python.py",
+    "docs/start.md": "tests/test_start_page.py",
+    "docs/resumable.md": "tests/test_examples.py",
+    "docs/scripts.md": "tests/test_scripts_page.py",
+}
+OTHERS = [f"docs/coming/{name}.md" for name in ("lightning", "nemo-run", "submitit")]
+"""Pages whose Python is for another tool."""
+NOT_PRINTED = {
+    "CONTRIBUTING.md": "the floors: a test of their own",
+    "benchmarks/README.md": "the machine that was measured",
+}
+SHORT = (
+    *(" failed first: ", " refused; use ", "(days-hours)", "clusterddp explain "),
+    "test accuracy ",
+)
+"""What the code prints in messages that are mostly names."""
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    text: str
+
+
+@cache
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page; one that is indented is cut where another language begins."""
+    text, name, made = page.read_text(), str(page.relative_to(ROOT)), []
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    for each in fenced.finditer(text):
+        language = "shown" if each[1] == "text" else each[1]
+        made.append(Block(name, line_of(each), language, each[2]))
+    text = fenced.sub(lambda each: "\n" * each[0].count("\n"), text)
+    for each in re.finditer(r"(?<=\n\n)(?: {4}.*\n+)+", text):
+        lines = re.sub("^    ", "", each[0], flags=re.MULTILINE)
+        made.extend(cut(Block(name, line_of(each), "", lines)))
+    return made
+
+
+def cut(block: Block) -> Iterator[Block]:
+    line, parts = block.line, []
+    for text in re.split(r"(?<=\n)\n+(?=.)", block.text):
+        language = next((n for n, first in LANGUAGES.items() if re.match(first, text, re.M)), "")
+        if parts and language in ("", parts[-1].language) and parts[-1].language != "shell":
+            parts[-1] = parts[-1]._replace(text=f"{parts[-1].text}\n{text}")
+        else:
+            parts.append(Block(block.page, line, language or "shown", text))
+        line += text.count("\n") + 1
+    return iter(parts)
+
+
+def line_of(match: re.Match[str]) -> int:
+    return match.string.count("\n", 0, match.start()) + 1
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def of_language(language: str) -> list[Block]:
+    return [block for block in ALL if block.language == language]
+
+
+def of(language: str) -> Any:
+    chosen = of_language(language)
+    return pytest.mark.parametrize("block", chosen, ids=[f"{b.page}:{b.line}" for b in chosen])
+
+
+def test_every_block_has_a_language_that_is_held() -> None:
+    held = {*LANGUAGES, "shown", "diff", "jinja"}
+    assert [block[:3] for block in ALL if block.language not in held] == []
+    assert {block.page for block in ALL if block.language == "diff"} == EXAMPLES
+
+
+@pytest.fixture
+def desk(workplace: Workplace) -> Workplace:
+    """A folder with all that the pages' commands name, and a Slurm whose queue is empty."""
+    shutil.copytree(ROOT / "examples", workplace.folder, dirs_exist_ok=True)
+    for name in re.findall(r"\b[\w-]+\.(?:py|sif|sbatch|tgz)\b", "\n".join(b.text for b in ALL)):
+        (workplace.folder / name).touch()
+    (workplace.folder / "package").mkdir()
+    (workplace.folder / "package" / "module.py").write_text("def function(): ...\n")
+    for block in of_language("toml"):
+        (workplace.folder / block.text.split()[1].rstrip(":")).write_text(block.text)
+    for name in ("pretrain", "big", "RUN"):
+        workplace.run(name, submitted("7"), ended("7", 75))
+    sweep = workplace.sweep("lr", ("lr",), *((str(n),) for n in range(4)))
+    shutil.copy(workplace.root / "big" / "spec.json", sweep.element(3).spec)
+    for name in ("squeue", "python", "torchrun"):
+        workplace.command(name, "exit 0")
+    return workplace
+
+
+def test_a_shell_takes_every_command_and_clusterddp_its_arguments(desk: Workplace) -> None:
+    """A submission is dry-run as it stands; of another command the arguments are read."""
+    wrong = []
+    for block in of_language("shell"):
+        bash_takes(block.text)
+        for line in block.text.replace("\\\n", "").splitlines():
+            refused = refusal(desk, line)
+            wrong += [f"{block.page}:{block.line}: {line}: {refused}"] if refused else []
+    assert not wrong, "\n".join(wrong)
+
+
+def refusal(desk: Workplace, line: str) -> str:
+    """Why a line cannot be typed; empty where it can, and of a pattern such as `[OPTIONS]`."""
+    for module in re.findall(r"\bpython3? -m ([\w.]+)", line):
+        if not importlib.util.find_spec(module):
+            return f"there is no module {module}"
+    for typed in commands_of(line):
+        words = ["1" if word == "N" else word.rstrip("…") for word in typed if word != "…"]
+        if "[OPTIONS]" not in words:
+            try:
+                (dry_run if words[0] == "submit" else read_arguments)(desk, words)
+            except (AssertionError, click.ClickException) as error:
+                return str(error)
+    return ""
+
+
+def dry_run(desk: Workplace, words: list[str]) -> None:
+    place = [*words, "--"].index("--")
+    options = [word for word in words[:place] if word != "--wait"]
+    if "--save" in options:
+        (desk.folder / options[options.index("--save") + 1]).unlink()
+    got = desk.invoke(*options, "--dry-run", *words[place:])
+    assert got.code == 0, got.err
+
+
+def read_arguments(_: Workplace, words: list[str]) -> None:
+    command: click.Command | None = cli
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command, words = command.get_command(click.Context(command), words[0]), words[1:]
+    assert command is not None, "there is no such command"
+    command.make_context("", words, **cli.context_settings)
+
+
+def bash_takes(script: str) -> None:
+    done = subprocess.run([BASH, "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), script
+
+
+@of("sbatch")
+def test_a_batch_script_is_bash_with_directives_that_sbatch_has(block: Block) -> None:
+    bash_takes(block.text)
+    read = sbatch_file.read(block.text).directives
+    assert len({each.line for each in read}) == block.text.count("#SBATCH ")
+    assert all(each.is_read and not sbatch_file.nearest_name(each.name) for each in read)
+
+
+def test_import_prints_what_its_page_shows(workplace: Workplace) -> None:
+    script, line = (b.text for b in blocks(ROOT / "docs/import.md")[1:])
+    (workplace.folder / "job.sbatch").write_text(script)
+    assert workplace.invoke("import", "job.sbatch").out == line.rstrip("\n") + "\n"
+
+
+def test_check_prints_what_its_page_shows(workplace: Workplace) -> None:
+    _, shown = blocks(ROOT / "docs/check.md")
+    [line] = re.findall(r"^ +is: +(.*)$", shown.text, re.MULTILINE)
+    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=10\n#SBATCH --ntasks-per-node=1\n"
+    (workplace.folder / "job.sbatch").write_text(f"{script}\n\n\n{line}\n")
+    assert shown.text.strip() in workplace.invoke("check", "job.sbatch").out
+
+
+@of("cfg")
+def test_a_site_cfg_has_keys_that_there_are(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "site.cfg"
+    path.write_text(block.text)
+    for section in [None, *re.findall(r"^\[cluster:(\w+)\]", block.text, re.MULTILINE)]:
+        assert read_site(path, section, OPTIONS).values
+
+
+@of("jinja")
+def test_a_template_gives_a_script(block: Block, desk: Workplace) -> None:
+    (desk.folder / "own.sbatch.j2").write_text(block.text)
+    got = desk.invoke("submit", "--nodes=1", "--template", "./own.sbatch.j2", "--dry-run")
+    assert got.code == 0, got.err
+    own = [line for line in block.text.splitlines() if not line.startswith("{")]
+    assert all(line in got.out.splitlines() for line in own)
+    bash_takes(got.out)
+
+
+@of("python")
+def test_python_compiles_and_what_it_imports_of_us_is_there(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("clusterddp"):
+            spec = importlib.util.find_spec(str(node.module))
+            assert spec is not None and spec.origin is not None
+            names = {*re.findall(r"\w+", Path(spec.origin).read_text())}
+            assert {each.name for each in node.names} <= names
+    if block.page in RUN_BY:
+        assert Path(block.page).name in (ROOT / RUN_BY[block.page]).read_text()
+    else:
+        pages = ("docs/launchers.md", "docs/sweeps.md", *OTHERS)
+        assert block.page in pages, "no test runs it"
+
+
+def test_the_lines_of_the_sweeps_page_record_a_metric(tmp_path: Path) -> None:
+    [block] = [b for b in of_language("python") if b.page == "docs/sweeps.md"]
+    script = f"import torch\nmodel, accuracy = torch.nn.Linear(1, 1), 0.875\n{block.text}"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=PATIENCE)
+    [metrics] = tmp_path.glob("jobs/*/metrics.jsonl")
+    assert json.loads(metrics.read_text().splitlines()[-1])["accuracy"] == 0.875
+
+
+def test_the_command_of_the_launchers_page_saves_leaves_and_resumes(tmp_path: Path) -> None:
+    [block] = [b for b in of_language("python") if b.page == "docs/launchers.md"]
+    signalled = block.text.replace(
+        "# train", "; step == 500 and signal.raise_signal(signal.SIGTERM)"
+    )
+    assert signalled != block.text
+    for script, code, said in ((signalled, 75, ""), (block.text, 0, "done at step 10000\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "RANK": "0"},
+            capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (code, said), done.stderr
+        assert (tmp_path / "state-0").read_text() == "500"
+
+
+@pytest.mark.parametrize("page", OTHERS)
+def test_the_python_of_another_tool_runs_with_a_stand_in_for_it(
+    page: str, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of submitit, which the tests need anyway, `submit` alone is a stand-in's."""
+    workplace.command("srun", "exit 0")
+    monkeypatch.setattr(submitit.AutoExecutor, "submit", MagicMock())
+    [block] = [b for b in of_language("python") if b.page == page]
+    for node in ast.walk(ast.parse(block.text)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.split(".")[0] not in {*sys.stdlib_module_names, "submitit"}:
+                monkeypatch.setitem(sys.modules, name, MagicMock())
+    exec(compile(block.text, page, "exec"), {"model": None})
+
+
+@of("tree")
+def test_a_tree_has_names_that_the_code_has(block: Block) -> None:
+    """Those in its first column, but for what stands for a run, a number, a version."""
+    column = re.findall(r"^ {0,9}((?:[^\s,]+, )*[^\s,]+) ", block.text, re.MULTILINE)
+    parts = re.split(r"[\s,/]+|<\w+>|\blr\b|-?\d+\b|\b[RN]+\b|\bJOB\b", " ".join(column))
+    texts = "\n".join(texts_of_the_code())
+    assert [part for part in parts if part not in texts] == []
+
+
+def test_the_floors_are_those_of_the_package() -> None:
+    [floors] = [b.text for b in of_language("shown") if b.text.startswith("cli ")]
+    ours = [*(ROOT / "clusterddp").iterdir()]
+    rows = re.findall(r"^(\w+)  ", floors, re.MULTILINE)
+    assert {*rows} <= {path.stem for path in ours}
+    packages = {path.name for path in ours if (path / "__init__.py").is_file()}
+    assert [name for name in packages if not re.search(rf"\b{name}\b", floors)] == []
+
+
+@cache
+def texts_of_the_code() -> tuple[str, ...]:
+    """What strings of the package hold, docstrings left out."""
+    found: list[str] = []
+    for path in (ROOT / "clusterddp").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if id(node) not in said
+        ]
+    return tuple(found)
+
+
+@cache
+def runs_of_the_code() -> frozenset[tuple[str, ...]]:
+    return frozenset(run for text in texts_of_the_code() for run in runs(text))
+
+
+def runs(text: str) -> list[tuple[str, ...]]:
+    """Every three words in a row; columns, numbers and codes come between."""
+    found: list[tuple[str, ...]] = []
+    for part in re.split(r"  +|\[CD\d+\]|\d\S*", text):
+        words = re.findall(r"[A-Za-z][a-z'-]+", part)
+        found += zip(words, words[1:], words[2:], strict=False)
+    return found
+
+
+def is_printed(text: str) -> bool:
+    """Whether more than words by chance are the code's: names and errors of others come between."""
+    known = sum(run in runs_of_the_code() for run in runs(text))
+    return known > len(runs(text)) / 12 or any(phrase in text for phrase in SHORT)
+
+
+def test_what_is_shown_is_what_the_code_prints() -> None:
+    shown = [b for b in of_language("shown") if b.page not in NOT_PRINTED]
+    assert [f"{b.page}:{b.line}: {b.text}" for b in shown if not is_printed(b.text)] == []
+    assert [each for each in SHORT if not any(each in text for text in texts_of_the_code())] == []
+    assert not is_printed("rank 3 on h02 was the one to go wrong first, by its own ValueError")
