@@ -2,12 +2,14 @@
 
 Python imports this by itself wherever PYTHONPATH leads here. Nothing of the package is replaced: a
 task waits at a moment while the file CAMPAIGN_HOLDS/want-MOMENT is there, and writes
-held-MOMENT.RANK.PID meanwhile; then it raises where fail-MOMENT.RANK is there. The moments:
-`import` (of torch), `step-N` (after the N-th step), `save` (a checkpoint's bytes on their way to
+held-MOMENT.RANK.PID meanwhile; then it raises where fail-MOMENT.RANK is there. A want file with the
+words "until told" is removed by the first task that was asked to stop. The moments: `import` (of
+torch), `step-N` (after the N-th step), `save` (a checkpoint's bytes on their way to
 the disk), `last` (after the report), `left` (the other ranks, for good). On a host for which
 clock-ahead.HOST is there when a process starts, its clock is ahead by so many seconds.
 """
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -29,6 +31,8 @@ def hold(moment: str) -> None:
         held = Path(f"{HOLDS}/held-{moment}.{RANK}.{os.getpid()}")
         held.touch()
         while any(path.exists() for path in wanted):
+            if was_told():
+                let_go(wanted)
             time.sleep(0.02)
         held.unlink(missing_ok=True)
     fail = Path(f"{HOLDS}/fail-{moment}.{RANK}")
@@ -36,6 +40,19 @@ def hold(moment: str) -> None:
         if fail.read_text() == "once":
             fail.unlink()
         raise RuntimeError(f"an error of the program at {moment}")
+
+
+def was_told() -> bool:
+    """Whether this task was asked to stop: what asks it may have come, and still be on its way."""
+    stop = sys.modules.get("clusterddp.training.stop")
+    return bool(stop and stop.requested.reason)
+
+
+def let_go(wanted: list[Path]) -> None:
+    for path in wanted:
+        with contextlib.suppress(FileNotFoundError):  # another rank was told as well
+            if path.read_text() == "until told":
+                path.unlink()
 
 
 def fsync(descriptor: int, _plain: object = os.fsync) -> None:
