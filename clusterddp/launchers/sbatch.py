@@ -155,6 +155,9 @@ def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> l
 
 
 def _comment(spec: JobSpec) -> str:
+    """Return the comment of the job; empty where the site has it left out."""
+    if "comment" in spec.omit_directives:
+        return ""
     return dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
 
 

@@ -80,8 +80,8 @@ def sbatch(
 ) -> str:
     """Queue a script and return the job id.
 
-    comment: the job comment that the script itself sets; a submission whose answer was lost is
-        looked for by it, among this user's jobs of the last minutes.
+    comment: the job comment that the script itself sets, or empty; a submission whose answer was
+        lost is looked for by it, among this user's jobs of the last minutes.
     exclude: nodes to leave out, in place of those that the script itself leaves out.
     dependency: what to wait for, in place of what the script itself waits for.
     array: elements to start, `0-3,7%2`, in place of those that the script names; sbatch is given
@@ -132,7 +132,8 @@ def sbatch_options(
     """Return the options that `sbatch` gives in place of the script's own lines."""
     options = [f"--exclude={','.join(exclude)}"] if exclude else []
     options += [f"--dependency={dependency}"] if dependency else []
-    return options + ([f"--array={array}", f"--comment={comment}"] if array else [])
+    options += [f"--array={array}"] if array else []
+    return options + ([f"--comment={comment}"] if array and comment else [])
 
 
 def outlook(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -184,7 +185,7 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     """Return the id of a job that was queued without an answer; SlurmError when unknown."""
     # %V is local time; two minutes of grace for a slurmctld whose clock is behind ours.
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started - 120))
-    for pause in LOOKUP_PAUSES_SECONDS:
+    for pause in LOOKUP_PAUSES_SECONDS if comment else ():
         time.sleep(pause)  # slurmctld may still be working on the submission
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         rows = [line.split("|", 2) for line in output_of(argv, environ).splitlines()]
@@ -192,10 +193,11 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
         numbers = [int(re.sub(r"\D.*", "", job_id) or 0) for job_id in ids]  # 89 of 89_[0-3]
         if numbers:
             return str(max(numbers))
+    named = f"Slurm shows no job with the comment {comment!r}"
+    seen = named if comment else "The job has no comment to look for"
     raise SlurmError(
-        f"{problem}. Slurm shows no job with the comment {comment!r}, so it is not known whether "
-        "the job was queued. Before you submit again, look with: "
-        "squeue --me -t all -o '%i %T %V %k' [CD0404]"
+        f"{problem}. {seen}, so it is not known whether it was queued. Before you submit again, "
+        "look with: squeue --me -t all -o '%i %T %V %k' [CD0404]"
     )
 
 

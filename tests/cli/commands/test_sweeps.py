@@ -483,6 +483,16 @@ def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplac
     assert (none.code, "has each of these points already" in none.err) == (2, True)
 
 
+def test_points_go_without_the_comment_that_the_site_leaves_out(workplace: Workplace) -> None:
+    workplace.command("sbatch", "echo 30")
+    first = workplace.invoke(*TEN[:5], "--omit-directive", "comment", *TEN[5:])
+    assert first.code == 0, first.err
+    more = workplace.invoke("resubmit", "s", "--sweep", "n=8..11")
+    assert more.code == 0, more.err
+    assert [call for call in workplace.calls if "--array" in call]
+    assert not [call for call in workplace.calls if "comment" in call]
+
+
 def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
