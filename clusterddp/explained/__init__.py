@@ -62,9 +62,12 @@ def code_of(word: str) -> str:
 def with_words(words: Sequence[str]) -> list[Page]:
     """Return the pages that hold all the words, in any case; all pages for none.
 
-    A number is looked for as a word of its own.
+    A number is looked for as a word of its own, a word as the beginning of one: `oom` is no room.
     """
-    asked = [rf"\b{w}\b" if w.isdigit() else re.escape(w) for w in " ".join(words).lower().split()]
+    asked = [
+        (r"\b" if w[0].isalnum() else "") + re.escape(w) + (r"\b" if w.isdigit() else "")
+        for w in " ".join(words).lower().split()
+    ]
     return [
         page
         for page in catalogue().values()

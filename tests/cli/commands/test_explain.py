@@ -34,6 +34,11 @@ def test_words_list_the_pages_that_have_them_all() -> None:
     assert "CD0903  Rank 0 does not answer" in shown and "CD0401" not in shown
 
 
+def test_a_word_is_looked_for_where_one_begins() -> None:
+    assert explained("oom").startswith("CD1211: ")  # and not where there is no room
+    assert "CD1211" in explained("KILL", "memor")
+
+
 def test_several_codes_are_explained_in_their_order() -> None:
     shown = explained("cd1212", "CD0401")
     assert shown.startswith("CD1212: ") and "\n\nCD0401: " in shown
