@@ -28,7 +28,7 @@ class ClusterDDPError(Exception):
     """Code of the class, where each of its errors has the same remedy."""
 
     def __init__(self, message: object = "", *, code: str = "") -> None:
-        """Take the code off the message, which stands in other ones as well, if it ends with one.
+        """Keep the code that ends the message as `code`, so that another message can quote the words.
 
         code: that of an error which this one passes on.
         """

@@ -11,6 +11,7 @@ import pytest
 
 from clusterddp import errors
 from clusterddp.explained import FOLDER, catalogue, code_of, nearest, with_words
+from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.run import end_codes, restart_policy
 
 ROOT = Path(__file__).parent.parent
@@ -126,6 +127,8 @@ def test_every_page_is_whole() -> None:
         assert not any("\n" in command for command in commands), f"{page.code}: copied whole"
         for named in CODE.findall(page.text):
             assert named in catalogue(), f"{page.code} names {named}"
+        for template in re.findall(r"`[^`]*--template ([a-z][\w.-]*)[^`]*`", page.text):
+            assert full_name(template) in SHIPPED, f"{page.code} names {template}"
         for document in re.findall(r"docs/([\w-]+\.md)", page.text):
             assert (ROOT / "docs" / document).is_file(), f"{page.code} names {document}"
 

@@ -25,7 +25,7 @@ class Page:
     title: str
     cause: str
     look: str
-    """How to see more, with a command."""
+    """Command that shows more."""
     remedy: str
     example: str
     """Message, or the lines of one, as it is printed."""

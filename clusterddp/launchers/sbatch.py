@@ -95,7 +95,6 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     awaited = chain.look(spec) if spec.after else []
     chain.check(awaited, spec)
     dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
-    comment = _comment(spec)
     choice = bad_nodes.choose_for_submission(spec)
     # The argument takes the place of a line that the person may have edited.
     exclude: Sequence[str] = ()
@@ -112,7 +111,12 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     indices = [int(point.name.rpartition("-")[2]) for point in points]
     array = array_of(indices, spec.sweep.max_parallel)
     job_id = sbatch(
-        script, os.environ, comment=comment, exclude=exclude, dependency=dependency, array=array
+        script,
+        os.environ,
+        comment=spec.comment,
+        exclude=exclude,
+        dependency=dependency,
+        array=array,
     )
     folder, names = str(Path.cwd()), [f"{job_id}_{index}" for index in indices]
     if points and run != points[0]:
@@ -151,14 +155,7 @@ def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> l
     awaited = chain.look(spec) if spec.after else []
     dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
     array = array_of(indices, spec.sweep.max_parallel)
-    return sbatch_options(_comment(spec), dependency=dependency, array=array)
-
-
-def _comment(spec: JobSpec) -> str:
-    """Return the comment of the job; empty where the site has it left out."""
-    if "comment" in spec.omit_directives:
-        return ""
-    return dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
+    return sbatch_options(spec.comment, dependency=dependency, array=array)
 
 
 def shipped_folder() -> Path:

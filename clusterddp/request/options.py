@@ -301,7 +301,7 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
 
 
 def site_places(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
-    """Return where site.cfg is looked for when none is named, the first first."""
+    """Return where site.cfg is looked for when none is named, in this order."""
     return folder / "site.cfg", user_file(environ), SYSTEM_FILE
 
 

@@ -871,6 +871,13 @@ class JobSpec:
         return f"--{chosen[0].replace('_', '-')} {of_gpus[chosen[0]]}" if chosen else ""
 
     @property
+    def comment(self) -> str:
+        """Comment of its jobs, by which a submission without an answer is found; empty for none."""
+        if "comment" in self.omit_directives:
+            return ""
+        return dict(self.sbatch).get("comment") or submission_comment(self.run_name)
+
+    @property
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
         return bool(self.command) or any(train.own_functions for train in self.trainings)

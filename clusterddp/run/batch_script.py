@@ -16,7 +16,7 @@ from clusterddp import log, version
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError, coded
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
-from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import is_array
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events, files, formatting, logs, restart_policy
@@ -470,7 +470,6 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
             raise SlurmError(
                 "submitit's pickled task belongs to the job that it was made for [CD0305]"
             )
-        comment = dict(spec.sbatch).get("comment") or submission_comment(spec.run_name)
         script = run.script.read_text()
         # A point's script is that of all points, or one of its own, which is no array's.
         is_own = spec.point and not is_array(script)
@@ -481,7 +480,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
         successor = _patiently(
             attempt,
-            lambda: sbatch(script, os.environ, comment=comment, exclude=exclude, array=index),
+            lambda: sbatch(script, os.environ, comment=spec.comment, exclude=exclude, array=index),
         )
         if index:  # its own element of another array
             successor = f"{successor}_{index}"

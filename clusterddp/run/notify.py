@@ -138,7 +138,7 @@ def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
 
 def comment_of(spec: JobSpec) -> str:
     """Return the comment of that job, by which it is found should sbatch give no answer."""
-    return f"{submission_comment(spec.run_name)} notify"
+    return spec.comment and f"{submission_comment(spec.run_name)} notify"
 
 
 def tell_as_job(run: RunDir) -> None:

@@ -148,6 +148,7 @@ class PythonFile:
 
     @property
     def trains(self) -> bool:
+        """Return whether it computes gradients."""
         return any(True for _ in self.calls("backward"))
 
     @property

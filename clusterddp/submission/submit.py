@@ -15,7 +15,7 @@ from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
-from clusterddp.request.spec import JobSpec, submission_comment
+from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, chain
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.array_limits import array_limits
@@ -122,23 +122,23 @@ def ask_for_partitions(spec: JobSpec) -> Question | None:
 
 @contextmanager
 def naming_the_job(spec: JobSpec) -> Iterator[None]:
-    """Name the comment of a job that may be queued although its submission was cut short.
+    """Tell how to look for a job that may be queued although its submission was cut short.
 
     Logs it after an interruption, which is passed on; raises SlurmError in place of OSError.
     """
-    comment = submission_comment(spec.run_name)
+    look = "with squeue --me" + (spec.comment and f", by its comment, {spec.comment}")
     try:
         yield
     except KeyboardInterrupt:
         info(
-            f"interrupted; the job may be queued. Look for it by its comment, {comment}; its "
-            f"directory {spec.run_dir} is kept."
+            f"interrupted; the job may be queued. Look for it {look}; its directory {spec.run_dir} "
+            "is kept."
         )
         raise
     except OSError as error:
         raise SlurmError(
-            f"the run's records cannot be written: {error}. The job may be queued; look for it by "
-            f"its comment, {comment}. [CD0404]"
+            f"the run's records cannot be written: {error}. The job may be queued; look for it "
+            f"{look}. [CD0404]"
         ) from None
 
 

@@ -592,17 +592,18 @@ def test_a_point_with_a_script_of_its_own_is_no_element_of_the_next_job(
     workplace: Workplace,
 ) -> None:
     run = begun(workplace.run("s-3", submitted("17")))
-    spec = dataclasses.replace(run.load_spec(), point=(("lr", "1"),))
-    run.spec.write_text(spec.to_json())
     slurm_says(workplace, requeue="echo 'Requested operation is presently disabled' >&2; exit 1")
     workplace.command("sbatch", "echo 18")
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     workplace.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    for lines, job, argument in (
-        ("", "18", ""),
-        ("#SBATCH --array=0-9\n", "18_3", " --array=3 --comment=clusterddp:s-3"),
+    for lines, omitted, job, argument in (
+        ("", (), "18", ""),
+        ("#SBATCH --array=0-9\n", (), "18_3", " --array=3 --comment=clusterddp:s-3"),
+        ("#SBATCH --array=0-9\n", ("comment",), "18_3", " --array=3"),
     ):
+        point = {"point": (("lr", "1"),), "omit_directives": omitted}
+        run.spec.write_text(dataclasses.replace(run.load_spec(), **point).to_json())
         run.script.write_text(f"#!/bin/bash\n{lines}")
         leave(run, **PAUSED)
         assert finish(workplace, run, 75, REQUEUES).code == 75
