@@ -28,7 +28,7 @@ class ClusterDDPError(Exception):
     """Code of the class, where each of its errors has the same remedy."""
 
     def __init__(self, message: object = "", *, code: str = "") -> None:
-        """Keep the code that ends the message as `code`, so that another message can quote the words.
+        """Keep the code that ends the message as `code`: another message can quote the words.
 
         code: that of an error which this one passes on.
         """

@@ -127,7 +127,8 @@ def test_every_page_is_whole() -> None:
         assert not any("\n" in command for command in commands), f"{page.code}: copied whole"
         for named in CODE.findall(page.text):
             assert named in catalogue(), f"{page.code} names {named}"
-        for template in re.findall(r"`[^`]*--template ([a-z][\w.-]*)[^`]*`", page.text):
+        typed = " ".join(commands)
+        for template in re.findall(r"--template ([a-z][\w.-]*)", typed):
             assert full_name(template) in SHIPPED, f"{page.code} names {template}"
         for document in re.findall(r"docs/([\w-]+\.md)", page.text):
             assert (ROOT / "docs" / document).is_file(), f"{page.code} names {document}"
