@@ -1,6 +1,6 @@
 """Pages made from the code, and the site of docs/.
 
-python -m docs_build reference     writes docs/reference anew; a test holds it to the code
+python -m docs_build reference     writes docs/reference and docs/errors.md; a test holds both
 python -m docs_build site FOLDER   builds the site into FOLDER, strictly (needs the extra `docs`)
 python -m docs_build man FOLDER    writes the man pages, which each wheel carries (hatch_build.py)
 """
@@ -19,7 +19,7 @@ from types import ModuleType
 
 import click
 
-from clusterddp import errors
+from clusterddp import errors, explained
 from clusterddp.cli.main import COMMANDS, cli
 from clusterddp.request import options as table
 from clusterddp.request.options import Option
@@ -29,7 +29,16 @@ from clusterddp.version import __version__
 
 ROOT = Path(__file__).parent
 REFERENCE = ROOT / "docs" / "reference"
-_CODE = re.compile(r"^### (CD\d+)\n\n\*\*(.+?)\*\*$", re.MULTILINE | re.DOTALL)
+ERRORS = ROOT / "docs" / "errors.md"
+_OF_ERRORS = """\
+# Errors and their codes
+
+Every refusal, warning and verdict ends with a code, `[CD0401]`. `clusterddp explain CODE` prints
+its page, `clusterddp explain WORDS` those that have all the words, and `clusterddp explain` lists
+all. Who has no code at hand begins with [troubleshooting.md](troubleshooting.md). A code keeps its
+meaning from version to version. RUN, JOB, HOST, R and such words stand for your own; "in the job"
+is a line of its script, or, while it runs, `srun --jobid JOB --overlap` ahead of the command.
+"""
 _TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
 _MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
 _Named = tuple[str, click.Command]
@@ -42,10 +51,11 @@ def main() -> None:
 
 @main.command(name="reference")
 def write_reference() -> None:
-    """Write docs/reference anew."""
+    """Write docs/reference and docs/errors.md anew."""
     REFERENCE.mkdir(exist_ok=True)
     for name, text in reference().items():
         (REFERENCE / name).write_text(text)
+    ERRORS.write_text(errors_page())
 
 
 @main.command(name="site")
@@ -82,21 +92,12 @@ def assemble(place: Path) -> None:
     shutil.copytree(ROOT / "examples", pages / "examples", ignore=_not("*.py", "*.md"))
     shutil.copytree(ROOT / "benchmarks", pages / "benchmarks", ignore=_not("*.md", "*.svg"))
     shutil.copy(ROOT / "CHANGELOG.md", pages / "changelog.md")
-    _title_codes(pages / "errors.md")
+    # What a code means stands in its heading there, where the search finds it; the anchor stays.
+    (pages / "errors.md").write_text(errors_page(_titled))
     for page in pages.rglob("*.md"):
         up = "../" * len(page.relative_to(pages).parts[1:])
         text = page.read_text().replace(f"]({up}../", f"]({up}").replace(f"]({up}docs/", f"]({up}")
         page.write_text(_TABLE_ROW.sub(_unescaped, text))
-
-
-def _title_codes(page: Path) -> None:
-    """Put what a code means into its heading, where the search finds it; the anchor stays."""
-
-    def titled(entry: re.Match[str]) -> str:
-        code, title = entry.groups()
-        return f"### {code}: {title} {{ #{code.lower()} }}"
-
-    page.write_text(_CODE.sub(titled, page.read_text()))
 
 
 def _unescaped(row: re.Match[str]) -> str:
@@ -112,6 +113,26 @@ def reference() -> dict[str, str]:
         "exit-codes.md": _exit_codes_page(),
         "fields.md": _fields_page(),
     }
+
+
+def errors_page(heading: Callable[[str, str], str] = "### {}\n\n**{}**".format) -> str:
+    """Return docs/errors.md, which is made of the catalogue's files.
+
+    heading: Markdown that begins the part of a code and its title.
+    """
+
+    def begin(part: re.Match[str]) -> str:
+        return heading(*part.groups())
+
+    parts = [_OF_ERRORS]
+    for path in sorted(explained.FOLDER.glob("*.md")):
+        text = re.sub(r"^#", "##", path.read_text(), flags=re.MULTILINE)
+        parts.append(re.sub(r"^### (CD\d{4})\n\n(.+)$", begin, text, flags=re.MULTILINE))
+    return re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", "\n".join(parts))
+
+
+def _titled(code: str, title: str) -> str:
+    return f"### {code}: {title} {{ #{code.lower()} }}"
 
 
 def man_pages() -> dict[str, str]:

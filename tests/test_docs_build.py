@@ -18,6 +18,7 @@ def test_the_reference_is_what_the_code_says() -> None:
     made = docs_build.reference()
     kept = {path.name: path.read_text() for path in docs_build.REFERENCE.iterdir()}
     assert kept == made, "run: python -m docs_build reference"
+    assert docs_build.ERRORS.read_text() == docs_build.errors_page()
 
 
 def test_the_reference_names_every_command_and_option() -> None:

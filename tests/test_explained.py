@@ -1,7 +1,6 @@
 """Codes of messages: none is forgotten, each has its page, and docs/errors.md is made of these."""
 
 import ast
-import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -16,16 +15,6 @@ from clusterddp.run import end_codes, restart_policy
 
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"\bCD\d{4}\b")
-ERRORS_PAGE = ROOT / "docs/errors.md"
-INTRODUCTION = """\
-# Errors and their codes
-
-Every refusal, warning and verdict ends with a code, `[CD0401]`. `clusterddp explain CODE` prints
-its page, `clusterddp explain WORDS` those that have all the words, and `clusterddp explain` lists
-all. Who has no code at hand begins with [troubleshooting.md](troubleshooting.md). A code keeps its
-meaning from version to version. RUN, JOB, HOST, R and such words stand for your own; "in the job"
-is a line of its script, or, while it runs, `srun --jobid JOB --overlap` ahead of the command.
-"""
 SOURCES = {
     path: ast.parse(path.read_text()) for path in sorted((ROOT / "clusterddp").rglob("*.py"))
 }
@@ -144,23 +133,6 @@ def test_pages_are_found_by_their_words() -> None:
     assert "CD1211" in [page.code for page in with_words(["exit code", "137"])]
     assert with_words(["no page has these"]) == [] and code_of("firewall") == ""
     assert "CD0413" in nearest("CD0419") and not nearest("")
-
-
-def rendered() -> str:
-    """docs/errors.md, of the catalogue's files."""
-    parts = [INTRODUCTION]
-    for path in sorted(FOLDER.glob("*.md")):
-        text = path.read_text()
-        text = re.sub(r"^#", "##", text, flags=re.MULTILINE)
-        parts.append(re.sub(r"^(### CD\d{4})\n\n(.+)$", r"\1\n\n**\2**", text, flags=re.MULTILINE))
-    return re.sub(r"\bdocs/([\w-]+\.md)", r"[\1](\1)", "\n".join(parts))
-
-
-def test_the_page_of_the_docs_is_made_of_the_catalogue() -> None:
-    """CLUSTERDDP_TEST_UPDATE_GOLDEN=1 writes it anew."""
-    if os.environ.get("CLUSTERDDP_TEST_UPDATE_GOLDEN") == "1":
-        ERRORS_PAGE.write_text(rendered())
-    assert ERRORS_PAGE.read_text() == rendered()
 
 
 def test_the_docs_name_no_code_that_there_is_not() -> None:
