@@ -683,7 +683,8 @@ class JobSpec:
         if not reads(runtime, self.container_image):
             raise OptionError(
                 "--container-runtime",
-                f" {runtime} does not read {self.container_image}: such files are apptainer's.",
+                f" {runtime} does not read {self.container_image}: such a file needs "
+                "apptainer on the nodes.",
             )
         for path in (self.run_dir, *map(str, mounts)):
             if runtime == PYXIS and not pyxis_carries(path):

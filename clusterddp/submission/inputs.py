@@ -70,7 +70,8 @@ def check_folder(config: TrainConfig) -> None:
         place = shlex.quote(config.data_dir)
         raise RequestError(
             f"--data-dir: {place} does not exist. Name the folder that holds MNIST/raw, or have it "
-            f"made: clusterddp data fetch --data-dir {place} [CD0601]"
+            f"made: clusterddp data fetch --data-dir {place}; --dataset synthetic needs none. "
+            "[CD0601]"
         )
 
 

@@ -195,7 +195,7 @@ def _check(start: ContainerStart) -> None:
         raise TrainingError(
             f"{start.node} has no {' or '.join(programs)} on PATH to run the image {image}. Load "
             "its module with --module, ask for other nodes, or choose another "
-            "--container-runtime. [CD1001]"
+            "--container-runtime, and an image that it reads. [CD1001]"
         )
     if is_file(image) and not Path(image).exists():
         raise TrainingError(
