@@ -1,7 +1,6 @@
 """Cleaning runs on a real Slurm: one that is done, and one that is at work, which goes on."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,12 @@ import pytest
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
-from tests.on_slurm.test_life import HOOKS, told, train_to, typed
+from tests.on_slurm.held import LONG, Hold
+from tests.on_slurm.test_life import told, train_to, typed
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three jobs, and many commands
 
 TRAINING = [
     "--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--warmup-steps", "2",
@@ -26,16 +26,12 @@ def test_a_run_goes_on_after_it_was_cleaned(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    hooks = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
-    # The task waits at a step while commands are typed; behind it, it is slow enough to be stopped.
-    waits = tmp_path / "want-step-45"
-    waits.touch()
-    env = {"CAMPAIGN_HOLDS": str(tmp_path), "CAMPAIGN_PACE": "0.1", "PYTHONPATH": hooks}
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one", env=env)
+    hold = Hold(tmp_path, 45, until_told=True)
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "one", env=hold.env)
     run = RunDir(tmp_path / "jobs/one")
     train_to(run.path, 40)
     # Rank 0's sign of life is of up to two seconds ago.
-    wait_for(lambda: told(cluster, tmp_path, "one")["seconds_left"], "the time left")
+    wait_for(lambda: told(cluster, tmp_path, "one")["seconds_left"], "the time left", LONG)
     status = told(cluster, tmp_path, "one")
     assert (status["state"], status["steps_planned"]) == ("running", 120)
     alone = typed(cluster, tmp_path, "clean", "--yes")
@@ -43,8 +39,7 @@ def test_a_run_goes_on_after_it_was_cleaned(
     at_work = typed(cluster, tmp_path, "clean", "one", "--yes")  # all is its present attempt's
     assert "nothing to remove" in at_work.stderr
     assert typed(cluster, tmp_path, "stop", "one").returncode == 0
-    waits.unlink()
-    wait_for(lambda: told(cluster, tmp_path, "one")["state"] == "stopped", "the stop")
+    wait_for(lambda: told(cluster, tmp_path, "one")["state"] == "stopped", "the stop", LONG)
     assert "stopped, can go on" in typed(cluster, tmp_path, "clean", "--yes").stderr
     named = typed(cluster, tmp_path, "clean", "one", "--yes", "--json")
     [cleaned] = json.loads(named.stdout)

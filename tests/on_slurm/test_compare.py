@@ -9,9 +9,10 @@ from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.held import LONG
 from tests.on_slurm.test_submit import CLUSTERDDP
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two jobs, one after the other
 
 
 def test_one_rank_and_four_are_compared_job_after_job(
@@ -22,12 +23,12 @@ def test_one_rank_and_four_are_compared_job_after_job(
         "--strategies=single,ddp", "--tasks-per-node=2", "--dataset=synthetic", "--threads=1",
         f"--data-dir={synthetic_dir}", "--max-steps=20", "--batch-size=16",
     ]  # fmt: skip
-    uneven = cluster.run([*compare, "--world-sizes=3"], cwd=tmp_path, timeout=60)
+    uneven = cluster.run([*compare, "--world-sizes=3"], cwd=tmp_path, timeout=LONG)
     assert uneven.returncode == 2
     assert "3 ranks cannot fill nodes of 2 evenly" in uneven.stderr
     assert cluster.run(["squeue", "-h"]).stdout == ""
 
-    done = cluster.run([*compare, "--json"], cwd=tmp_path, timeout=240)
+    done = cluster.run([*compare, "--json"], cwd=tmp_path, timeout=2 * LONG)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)
     seen = [(row["strategy"], row["ranks"], row["nodes"], row["state"]) for row in rows]
@@ -43,5 +44,5 @@ def test_one_rank_and_four_are_compared_job_after_job(
         assert all(events["started"] >= end for end in ends.values()), "two at once"
         ends[name] = events["ended"]
         assert len((read_json(run.report) or {})["hosts"]) == hosts
-    again = cluster.run([*CLUSTERDDP, "compare", "--of=a", "--json"], cwd=tmp_path)
+    again = cluster.run([*CLUSTERDDP, "compare", "--of=a", "--json"], cwd=tmp_path, timeout=LONG)
     assert json.loads(again.stdout) == rows

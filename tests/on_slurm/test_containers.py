@@ -21,13 +21,15 @@ from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
+from tests.on_slurm.held import LONG, Hold
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
-from tests.on_slurm.test_life import PACED, STEPS, TRAINING, train_to
+from tests.on_slurm.test_life import HELD_AT, STEPS, TRAINING, train_to, wait_held
 from tests.on_slurm.test_submit import CLUSTERDDP
 from tests.on_slurm.test_user import home
 from tests.waiting import wait_for
 
 __all__ = ["home"]
+pytestmark = pytest.mark.timeout(600)  # starts of jobs whose tasks start in containers
 
 SHARED = [*TRAINING, "--nodes", "2", "--tasks-per-node", "1"]
 
@@ -128,7 +130,8 @@ def _runtime(cluster: SlurmCluster) -> str:
 
 @pytest.fixture(scope="module")
 def site(slurm_available: None, tmp_path_factory: Any) -> Iterator[Site]:
-    with SlurmCluster(hosts=2, root=DEFAULT_ROOT) as cluster:
+    # The ranks of a cancelled job have the time to save on a busy machine.
+    with SlurmCluster(hosts=2, root=DEFAULT_ROOT, conf={"KillWait": "60"}) as cluster:
         yield Site(cluster, _runtime(cluster), tmp_path_factory.mktemp("site"))
 
 
@@ -260,13 +263,15 @@ def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
     site: Site, tmp_path: Path, synthetic_dir: Path, whole: RunDir
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    paced = [f"--env={name}={value}" for name, value in PACED.items()]
-    job = site.submit(tmp_path, "again", *data, *paced)
-    train_to(tmp_path / "jobs/again", 50)
+    hold = Hold(tmp_path, HELD_AT, until_told=True)
+    job = site.submit(tmp_path, "again", *data, *_held(hold))
+    run = RunDir(tmp_path / "jobs/again")
+    wait_held(hold, run.path)
     site.cluster.run(["scontrol", "requeue", job], check=True)
+    hold.release_after_requeue(run)
     assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
-    reports = [read_json(whole.report), read_json(tmp_path / "jobs/again/report.json")]
-    assert (tmp_path / "jobs/again/attempts/0002").is_dir()
+    reports = [read_json(whole.report), read_json(run.report)]
+    assert Attempt(run, 2).path.is_dir()
     assert reports[0] is not None
     assert reports[1] is not None
     assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
@@ -275,18 +280,19 @@ def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "scancel", "parent", "runtime", "host"])
 def test_no_container_is_left(site: Site, tmp_path: Path, synthetic_dir: Path, how: str) -> None:
-    paced = [f"--env={name}={value}" for name, value in PACED.items()]
+    hold = Hold(tmp_path, HELD_AT, until_told=how in ("stop", "scancel"))
     data = ["--data-dir", str(synthetic_dir)]
-    job = site.submit(tmp_path, how, *data, *paced, "--no-requeue")
+    job = site.submit(tmp_path, how, *data, *_held(hold), "--no-requeue")
     run = RunDir(tmp_path / "jobs" / how)
-    train_to(run.path, 50)
+    wait_held(hold, run.path)
     if how == "stop":
         argv = [sys.executable, "-m", "clusterddp", "stop", how]
-        site.cluster.run(argv, cwd=tmp_path, check=True)
+        site.cluster.run(argv, cwd=tmp_path, check=True, timeout=LONG)
     elif how == "scancel":
         site.cluster.run(["scancel", job], check=True)
     else:
         _kill(site, how)
+        hold.release()
     state = site.cluster.wait_job(job)
     outcomes = {outcome.rank: outcome for outcome in read_outcomes(Attempt(run, 1).outcomes)}
     if how in ("stop", "scancel"):
@@ -304,17 +310,23 @@ def test_no_container_is_left(site: Site, tmp_path: Path, synthetic_dir: Path, h
 def test_the_stacks_of_ranks_in_containers_are_read_from_their_hosts(
     site: Site, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    paced = [f"--env={name}={value}" for name, value in PACED.items()]
-    job = site.submit(tmp_path, "seen", "--data-dir", str(synthetic_dir), *paced)
-    train_to(tmp_path / "jobs/seen", 50)
+    hold = Hold(tmp_path, HELD_AT)
+    job = site.submit(tmp_path, "seen", "--data-dir", str(synthetic_dir), *_held(hold))
+    wait_held(hold, tmp_path / "jobs/seen")
     argv = [*CLUSTERDDP, "stacks", "seen", "--json"]
-    told = site.cluster.run(argv, cwd=tmp_path, env=site.env)
+    told = site.cluster.run(argv, cwd=tmp_path, env=site.env, timeout=LONG)
+    hold.release()
     assert told.returncode == 0, told.stdout + told.stderr
     for rank in json.loads(told.stdout):
         [program] = rank["programs"]
         functions = {frame["function"] for frame in program["threads"][0]["frames"]}
         assert {"run_task", "train"} <= functions, program
     assert site.cluster.wait_job(job) == "COMPLETED"
+
+
+def _held(hold: Hold) -> list[str]:
+    """Options for tasks in containers to wait."""
+    return [*hold.options, f"--container-mount={hold.folder}:{hold.folder}"]
 
 
 def _running(site: Site) -> list[str]:
@@ -354,14 +366,14 @@ def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
     with process:
         train_to(tmp_path / "run", 50)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=120)[1]
+        said = process.communicate(timeout=LONG)[1]
     assert process.returncode == 75, said
     again = shlex.split(said.partition("resume with: clusterddp ")[2].splitlines()[0])
     wait_for(lambda: not site.left(), "the end of all containers")
     checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*.pt"))
     more = [*again, "--allow-changed", f"--max-steps={int(checkpoints[-1].stem[5:]) + 1}"]
     done = site.cluster.run_on(
-        "h01", [sys.executable, "-m", "clusterddp", *more], cwd=tmp_path, env=site.env, timeout=120
+        "h01", [sys.executable, "-m", "clusterddp", *more], cwd=tmp_path, env=site.env, timeout=LONG
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done: test accuracy" in done.stdout

@@ -12,20 +12,20 @@ from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.held import LONG, Hold
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.on_slurm.versions import SKIPPED_FOR_VERSION
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # starts of jobs, and trainings
 
 STEPS = 150
-# A first job is slow enough that a request comes in the middle, and a checkpoint before it.
-HOOKS = Path(__file__).parent / "campaign/hooks"
-PACED = {"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": "/nowhere", "CAMPAIGN_PACE": "0.08"}
+# Where a first job waits for a request, which so comes in the middle and after a checkpoint.
+SAVED_AT, HELD_AT = 50, 60
 TRAINING = [
     "--nodes", "1", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
     "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
-    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
+    "--save-every", f"{SAVED_AT}steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
 
 
@@ -60,16 +60,23 @@ def told(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, Any]:
 
 def train_to(run: Path, step: int) -> None:
     """Wait until the run has saved that step."""
-    wait_for((run / f"checkpoints/step-{step:08d}.pt").exists, f"step {step}")
+    wait_for((run / f"checkpoints/step-{step:08d}.pt").exists, f"step {step}", LONG)
+
+
+def wait_held(hold: Hold, run: Path) -> None:
+    """Wait until both ranks are held, and the checkpoint before that is there."""
+    hold.wait(2)
+    train_to(run, SAVED_AT)
 
 
 def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "life", env=PACED)
+    hold = Hold(tmp_path, HELD_AT, until_told=True)
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "life", env=hold.env)
     run = tmp_path / "jobs/life"
-    train_to(run, 50)
+    wait_held(hold, run)
     twice = typed(cluster, tmp_path, "resubmit", "life")
     assert twice.returncode == 2
     assert "life is running" in twice.stderr
@@ -79,7 +86,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
     assert "asked attempt 1 to save and leave" in stopped.stdout
     status = told(cluster, tmp_path, "life")
     assert (status["state"], status["next_command"]) == ("stopped", "clusterddp resubmit life")
-    assert 50 <= status["checkpoint_step"] < STEPS
+    assert HELD_AT <= status["checkpoint_step"] < STEPS
     assert cluster.run(["squeue", "-h"]).stdout == ""
 
     refused = typed(cluster, tmp_path, "resubmit", "life", "--lr", "0.5")
@@ -99,17 +106,23 @@ def test_where_requeue_is_refused_the_next_job_goes_on_and_is_followed(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "next", env=PACED)
+    hold, next_hold = Hold(tmp_path, HELD_AT, until_told=True), Hold(tmp_path, STEPS - 10)
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "next", env=hold.env)
     run = RunDir(tmp_path / "jobs/next")
     [job_id] = [e["job_id"] for e in read_events(run) if e["event"] == "submitted"]
-    follower = cluster.popen(
-        [*CLUSTERDDP, "logs", "-f", "next"], cwd=tmp_path, stdout=-3, stderr=-1
-    )
-    train_to(run.path, 50)
+    follows = tmp_path / "follows"
+    with follows.open("w") as stderr:
+        follower = cluster.popen(
+            [*CLUSTERDDP, "logs", "-f", "next"], cwd=tmp_path, stdout=-3, stderr=stderr
+        )
+    wait_held(hold, run.path)
+    wait_for(lambda: "next: running on h0" in follows.read_text(), "the first look", LONG)
     cluster.run(["scontrol", "update", f"JobId={job_id}", "Requeue=0"], check=True)
     cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
-    _, said = follower.communicate(timeout=200)
-    assert follower.returncode == 0, said
+    wait_for(lambda: "attempt 2" in follows.read_text(), "the second attempt, as followed", LONG)
+    next_hold.release()
+    assert follower.wait(200) == 0, follows.read_text()
+    said = follows.read_text()
     assert weights(run.path) == uninterrupted
     status = told(cluster, tmp_path, "next")
     assert (status["state"], status["attempt"], status["restarts"]) == ("done", 2, 1)
@@ -126,8 +139,9 @@ def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
 ) -> None:
     conf = {"SlurmctldParameters": "enable_expedited_requeue", "SlurmdTimeout": "5"}
     with SlurmCluster(hosts=2, conf=conf) as cluster:
+        hold = Hold(tmp_path, HELD_AT)
         done = submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
-                      "--run-name", "life", "--requeue=expedite", env=PACED)  # fmt: skip
+                      "--run-name", "life", "--requeue=expedite", env=hold.env)  # fmt: skip
         if cluster.release < (25, 11):
             assert done.returncode == 2
             release = "{}.{:02}".format(*cluster.release)
@@ -138,9 +152,10 @@ def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
             return
         assert done.returncode == 0, done.stderr
         run = RunDir(tmp_path / "jobs/life")
-        train_to(run.path, 50)
+        wait_held(hold, run.path)
         host, job = (told(cluster, tmp_path, "life")[name] for name in ("hosts", "job_id"))
         cluster.kill_host(host[0])  # another is idle: it goes on there
+        hold.release()
         assert cluster.wait_job(job) == "COMPLETED"
         assert weights(run.path) == uninterrupted
         assert [e["event"] for e in read_events(run)].count("requeued") == 0
@@ -160,9 +175,10 @@ def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
         record_property(SKIPPED_FOR_VERSION, True)
         pytest.skip("this Slurm is older than 25.11: refused, as the test above shows")
     with cluster:
+        hold = Hold(tmp_path, HELD_AT, until_told=True)
         submit(cluster, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir),
-               "--run-name", "life", "--requeue=expedite", env=PACED)  # fmt: skip
-        train_to(tmp_path / "jobs/life", 50)
+               "--run-name", "life", "--requeue=expedite", env=hold.env)  # fmt: skip
+        wait_held(hold, tmp_path / "jobs/life")
         stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
         assert cluster.wait_job(told(cluster, tmp_path, "life")["job_id"]) in (
@@ -176,17 +192,24 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "waits", env=PACED)
+    hold = Hold(tmp_path, HELD_AT, until_told=True)
+    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "waits", env=hold.env)
     run = RunDir(tmp_path / "jobs/waits")
-    train_to(run.path, 50)
+    wait_held(hold, run.path)
     job_id = told(cluster, tmp_path, "waits")["job_id"]
-    cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
-    wait_for(lambda: read_events(run)[-1]["event"] == "requeued", "the requeue")
-    status = told(cluster, tmp_path, "waits")
-    assert (status["state"], status["goes_on_after"]) == ("queued", "signal"), status
-    stopped = typed(cluster, tmp_path, "stop", "waits")
-    assert "waits in the queue, where nothing trains: cancelled it" in stopped.stdout
-    assert cluster.wait_job(job_id) == "CANCELLED"
+    # Nothing starts until it is up again: a requeued job's wait is short.
+    cluster.run(["scontrol", "update", "PartitionName=main", "State=DOWN"], check=True)
+    try:
+        cluster.run(["scancel", "--batch", "--signal=USR1", job_id], check=True)
+        wait_for(lambda: read_events(run)[-1]["event"] == "requeued", "the requeue", LONG)
+        wait_for(lambda: cluster.job_state(job_id) == "PENDING", "the job's end")
+        status = told(cluster, tmp_path, "waits")
+        assert (status["state"], status["goes_on_after"]) == ("queued", "signal"), status
+        stopped = typed(cluster, tmp_path, "stop", "waits")
+        assert "waits in the queue, where nothing trains: cancelled it" in stopped.stdout
+        assert cluster.wait_job(job_id) == "CANCELLED"
+    finally:
+        cluster.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)
     status = told(cluster, tmp_path, "waits")
     assert (status["state"], status["next_command"]) == ("cancelled", "clusterddp resubmit waits")
     assert [e["event"] for e in read_events(run)].count("started") == 1

@@ -4,8 +4,6 @@ Each run here is stopped by one signal, sent twice, requeued once, and ends with
 run in one piece.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,32 +12,30 @@ from clusterddp.errors import EXIT_PAUSED
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
-from tests.event_lines import read_events
+from tests.event_lines import kinds, read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.held import Hold
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two starts of a job, or four
 
 STEPS, HELD_AT = 120, 20
-HOOKS = Path(__file__).parent / "campaign/hooks"
 TRAINING = ["--dataset", "synthetic", "--threads", "1", "--batch-size", "32", "--epochs", "100",
             "--max-steps", str(STEPS), "--warmup-steps", "2", "--log-every", "10"]  # fmt: skip
 TWO = ["--nodes", "2"]
 
 
-def train(cluster: SlurmCluster, folder: Path, data: Path, name: str, *options: str) -> RunDir:
-    """Submit a training of two ranks, one a host; `trains` lets it go on."""
-    holds = folder / "holds"
-    holds.mkdir()
-    (holds / f"want-step-{HELD_AT}").touch()
-    hooks = {"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": str(holds), "CAMPAIGN_PACE": "0.02"}
+def train(cluster: SlurmCluster, folder: Path, data: Path, *options: str) -> tuple[RunDir, Hold]:
+    """Submit a training of two ranks, one a host, and wait until both are in the middle of it."""
+    hold = Hold(folder, HELD_AT)
     done = submit(
-        cluster, folder, *TWO, *TRAINING, "--data-dir", str(data), "--run-name", name, *options,
-        env=hooks,
+        cluster, folder, *TWO, *TRAINING, "--data-dir", str(data), "--run-name", "a", *options,
+        env=hold.env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return RunDir(folder / "jobs" / name)
+    hold.wait(2)
+    return RunDir(folder / "jobs/a"), hold
 
 
 def job_of(run: RunDir) -> str:
@@ -60,23 +56,12 @@ def weights(run: RunDir) -> str:
     return str(report["weights_sha256"])
 
 
-@contextmanager
-def training(run: RunDir) -> Iterator[None]:
-    """Both ranks are in the middle of the first attempt's training, and go on afterwards."""
-    holds = run.path.parents[1] / "holds"
-    held = f"held-step-{HELD_AT}.*"
-    wait_for(lambda: len(list(holds.glob(held))) == 2, f"training: {run.path}")
-    yield
-    (holds / f"want-step-{HELD_AT}").unlink()
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(
     cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
 ) -> str:
-    run = train(cluster, tmp_path_factory.mktemp("whole"), synthetic_dir, "whole")
-    with training(run):
-        pass
+    run, hold = train(cluster, tmp_path_factory.mktemp("whole"), synthetic_dir)
+    hold.release()
     wait_done(cluster, run)
     return weights(run)
 
@@ -90,6 +75,7 @@ SCANCELS = {
 def stops_and_goes_on(
     cluster: SlurmCluster,
     run: RunDir,
+    hold: Hold,
     scancel: list[str],
     whole: str,
     *,
@@ -99,9 +85,9 @@ def stops_and_goes_on(
 
     requeued: whether it is our own script that puts the job back.
     """
-    with training(run):
-        for _ in range(2):
-            cluster.run(["scancel", *scancel, job_of(run)], check=True)
+    for _ in range(2):
+        cluster.run(["scancel", *scancel, job_of(run)], check=True)
+    hold.until_told()
     wait_done(cluster, run)
     first, second = Attempt(run, 1), Attempt(run, 2)
     left = read_json(first.end)
@@ -112,7 +98,8 @@ def stops_and_goes_on(
     assert [(one or {}).get("exit_code") for one in paused] == [EXIT_PAUSED] * 2
     assert second.read_record().step == left["step"]
     assert not Attempt(run, 3).path.exists()
-    told = [event["event"] for event in read_events(run)]
+    # The submission's own line comes from the login host, perhaps after the start's.
+    told = sorted(kinds(run), key=lambda kind: kind != "submitted")
     back = ["requeued"] if requeued else []
     assert told == ["submitted", "started", "ended", *back, "started", "ended"], told
     assert weights(run) == whole
@@ -126,8 +113,8 @@ def test_a_signal_pauses_all_ranks_at_one_step_and_the_run_goes_on(
     uninterrupted: str,
     scancel: list[str],
 ) -> None:
-    run = train(cluster, tmp_path, synthetic_dir, "a")
-    stops_and_goes_on(cluster, run, scancel, uninterrupted)
+    run, hold = train(cluster, tmp_path, synthetic_dir)
+    stops_and_goes_on(cluster, run, hold, scancel, uninterrupted)
 
 
 RELEASE = ("torchrun, USR1 to the whole job", "submitit, TERM")
@@ -164,18 +151,21 @@ def test_it_is_the_same_under_other_launchers(
     *,
     requeued: bool,
 ) -> None:
-    run = train(cluster, tmp_path, synthetic_dir, "a", *options)
-    stops_and_goes_on(cluster, run, scancel, uninterrupted, requeued=requeued)
+    run, hold = train(cluster, tmp_path, synthetic_dir, *options)
+    stops_and_goes_on(cluster, run, hold, scancel, uninterrupted, requeued=requeued)
 
 
 def test_submitit_starts_no_job_again_that_a_person_cancelled(
-    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+    slurm_available: None, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    run = train(cluster, tmp_path, synthetic_dir, "a", "--launcher", "submitit", "--time", "10")
-    with training(run):
+    submitit = ["--launcher", "submitit", "--time", "10"]
+    # The ranks of a cancelled job have the time to save on a busy machine.
+    with SlurmCluster(hosts=2, conf={"KillWait": "90"}) as cluster:
+        run, hold = train(cluster, tmp_path, synthetic_dir, *submitit)
         cluster.run(["scancel", "--signal=USR1", job_of(run)], check=True)
         cluster.run(["scancel", job_of(run)], check=True)
-    assert cluster.wait_job(job_of(run)) == "CANCELLED"
-    wait_for(lambda: "ended" in [event["event"] for event in read_events(run)], "the last word")
+        hold.until_told()
+        assert cluster.wait_job(job_of(run)) == "CANCELLED"
+        wait_for(lambda: "ended" in kinds(run), "the last word")
     assert read_events(run)[-1]["cause"] == "cancelled", logs(run)
     assert read_json(Attempt(run, 1).end), "the ranks have saved all the same"

@@ -1,4 +1,4 @@
-"""Jobs with spare nodes, on a real Slurm that takes a node for lost after 300 s."""
+"""Jobs with spare nodes, on a real Slurm that takes a node for lost long after a test."""
 
 import shutil
 import sys
@@ -18,17 +18,19 @@ from tests.event_lines import read_events
 from tests.on_slurm.campaign.run import STEPS as CAMPAIGN_STEPS
 from tests.on_slurm.campaign.spares import draw
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.held import HOOKS, LONG, Hold
 from tests.on_slurm.host_faults import frozen
-from tests.on_slurm.test_life import HOOKS, PACED, told, train_to
+from tests.on_slurm.test_life import told, train_to
 from tests.on_slurm.test_submit import submit
 from tests.waiting import wait_for
 
-STEPS = 150
-ENV = {**PACED, "PYTHONPATH": f"{HOOKS}:{Path(__file__).parents[2]}"}
+pytestmark = pytest.mark.timeout(600)  # losses are waited for
+
+STEPS, SAVED_AT, HELD_AT = 150, 50, 60
 TRAINING = [
     "--nodes", "2", "--dataset", "synthetic", "--threads", "1", "--batch-size", "32",
     "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
-    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
+    "--save-every", f"{SAVED_AT}steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OF_A_COMMAND = [
@@ -38,7 +40,7 @@ OF_A_COMMAND = [
 
 @pytest.fixture(scope="module")
 def four_hosts(slurm_available: None) -> Iterator[SlurmCluster]:
-    with SlurmCluster(hosts=4, conf={"SlurmdTimeout": "300"}) as booted:
+    with SlurmCluster(hosts=4, conf={"SlurmdTimeout": "3600"}) as booted:
         yield booted
 
 
@@ -72,24 +74,25 @@ def of_kind(run: RunDir, kind: str) -> list[dict[str, Any]]:
 
 
 def wait_ended(run: RunDir, count: int) -> None:
-    wait_for(lambda: len(of_kind(run, "ended")) >= count, f"{count} ends")
+    wait_for(lambda: len(of_kind(run, "ended")) >= count, f"{count} ends", LONG)
 
 
 def test_a_killed_node_is_replaced_in_the_same_job(
     hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path, undisturbed: str
 ) -> None:
+    hold = Hold(tmp_path, HELD_AT)
     done = submit(hosts, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir), "--run-name",
-                  "spare", "--spare-nodes", "1", env=ENV)  # fmt: skip
+                  "spare", "--spare-nodes", "1", env=hold.env)  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "jobs/spare")
-    train_to(run.path, 50)
+    hold.wait(2)
+    train_to(run.path, SAVED_AT)
     [first] = of_kind(run, "started")
     batch, lost = first["nodelist"].split(",")
     [spare] = first["spares"]
     hosts.kill_host(lost)
-    struck = time.time()
-    wait_for(Attempt(run, 2).read_record, "a second attempt")
-    resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
+    hold.release()
+    wait_for(Attempt(run, 2).read_record, "a second attempt", LONG)
     wait_ended(run, 2)
 
     log = run.job_log.read_text()
@@ -99,7 +102,7 @@ def test_a_killed_node_is_replaced_in_the_same_job(
         ("node lost", first["job_id"], 0),
         ("done", first["job_id"], 0),
     ]
-    assert resumed < 60, log
+    assert len(of_kind(run, "resumed_in_job")) == 1
     second = of_kind(run, "started")[1]
     assert (second["nodelist"], second.get("spares")) == (f"{batch},{spare}", None)
     shown = hosts.run(["scontrol", "show", "job", "-o", first["job_id"]]).stdout
@@ -111,7 +114,7 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     assert (status["state"], status["attempt"], status["hosts"]) == ("done", 2, [batch, spare])
 
 
-# Half a minute between two looks would be SlurmdTimeout here.
+# The looks at idle spares are half a minute apart.
 OFTEN = """
 import sys
 if "batch" in sys.orig_argv:
@@ -122,22 +125,30 @@ WAITS = "until [ -e go ]; do sleep 0.05; done"
 
 
 @pytest.mark.slow
-def test_the_loss_of_an_idle_spare_ends_no_job(slurm_available: None, tmp_path: Path) -> None:
+def test_the_loss_of_an_idle_spare_ends_no_job(hosts: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(OFTEN)
     env = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
-    with SlurmCluster(hosts=3, conf={"SlurmdTimeout": "10"}) as three:
-        submit(three, tmp_path, "--run-name", "a", "--nodes", "2", "--spare-nodes", "1",
-               "--no-requeue", "--no-snapshot", "--preflight", "none", "--",
-               "sh", "-c", WAITS, env=env, check=True)  # fmt: skip
-        run = RunDir(tmp_path / "jobs/a")
-        wait_for(lambda: of_kind(run, "started"), "the start")
-        [first] = of_kind(run, "started")
-        [spare] = first["spares"]
-        three.kill_host(spare)
-        lost = f"node {spare} is lost: it was an idle spare, "
-        wait_for(lambda: lost in run.job_log.read_text(), "the loss")
-        (tmp_path / "go").touch()
-        assert three.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
+    submit(hosts, tmp_path, "--run-name", "a", "--nodes", "2", "--spare-nodes", "1",
+           "--no-requeue", "--no-snapshot", "--preflight", "none", "--",
+           "sh", "-c", WAITS, env=env, check=True)  # fmt: skip
+    run = RunDir(tmp_path / "jobs/a")
+    wait_for(lambda: of_kind(run, "started"), "the start")
+    [first] = of_kind(run, "started")
+    [spare] = first["spares"]
+    hosts.kill_host(spare)
+
+    def nodes_left() -> str:
+        show = ["scontrol", "show", "job", "-o", first["job_id"]]
+        return str(hosts.run(show, check=True).stdout).partition(" NumNodes=")[2].split()[0]
+
+    wait_for(lambda: nodes_left() == "2", "that the spare is given back", LONG)
+    lost = f"node {spare} is lost: it was an idle spare, "
+    assert lost in run.job_log.read_text()
+    # As slurmctld does after SlurmdTimeout, with all jobs that still have the node.
+    down = ["scontrol", "update", f"NodeName={spare}", "State=DOWN", "Reason=lost"]
+    hosts.run(down, check=True)
+    (tmp_path / "go").touch()
+    assert hosts.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
     [end], [blamed] = of_kind(run, "ended"), of_kind(run, "nodes_blamed")
     assert (end["cause"], end["restart"]) == ("done", 0)
     assert (list(blamed["nodes"]), blamed["by"]) == ([spare], "lost")
@@ -149,13 +160,13 @@ def test_a_start_with_fewer_nodes_than_a_step_needs_goes_back_for_all_of_them(
 ) -> None:
     hosts.run(["scontrol", "update", "PartitionName=main", "State=DOWN"], check=True)
     submit(hosts, tmp_path, "--run-name", "few", "--nodes", "2", "--spare-nodes", "1",
-           "--requeue", "--", "true", env=ENV, check=True)  # fmt: skip
+           "--requeue", "--", "true", check=True)  # fmt: skip
     run = RunDir(tmp_path / "jobs/few")
     [job] = of_kind(run, "submitted")
     fewer = ["NumNodes=1-1", "NumTasks=1"]
     hosts.run(["scontrol", "update", f"JobId={job['job_id']}", *fewer], check=True)
     hosts.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)
-    assert hosts.wait_job(job["job_id"], timeout=90) == "COMPLETED", run.job_log.read_text()
+    assert hosts.wait_job(job["job_id"]) == "COMPLETED", run.job_log.read_text()
     words = "Slurm has given 1 node, and a step of the run needs 2"
     assert f"{words}: job {job['job_id']} is back in the queue, for 3" in run.job_log.read_text()
     assert [event["event"] for event in read_events(run)] == [
@@ -173,28 +184,29 @@ def test_a_node_that_froze_is_replaced_and_publishes_nothing_when_it_is_back(
     for file in EXAMPLES.glob("*.py"):
         shutil.copy(file, tmp_path)
     argv = [*OF_A_COMMAND, "--", sys.executable, "resumable.py"]
-    env = {**ENV, "CAMPAIGN_PACE": "0.1"}
-    done = submit(hosts, tmp_path, "--run-name", "alone", *argv, env=env)
+    done = submit(hosts, tmp_path, "--run-name", "alone", *argv)
     assert done.returncode == 0, done.stderr
     alone = RunDir(tmp_path / "jobs/alone")
     [job] = of_kind(alone, "submitted")
     assert hosts.wait_job(job["job_id"]) == "COMPLETED"
-    done = submit(hosts, tmp_path, "--run-name", "spare", "--spare-nodes", "1", *argv, env=env)
+    hold = Hold(tmp_path, 15)
+    spare = ["--run-name", "spare", "--spare-nodes", "1"]
+    done = submit(hosts, tmp_path, *spare, *argv, env=hold.env)
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "jobs/spare")
+    hold.wait(2)
     wait_for(lambda: newest_checkpoint(run.checkpoints), "a checkpoint")
     [first] = of_kind(run, "started")
     lost = first["nodelist"].split(",")[1]
     thaw = frozen(hosts, lost)
-    struck = time.time()
-    wait_for(Attempt(run, 2).read_record, "a second attempt")
-    resumed = of_kind(run, "resumed_in_job")[0]["time"] - struck
+    hold.release()
+    wait_for(Attempt(run, 2).read_record, "a second attempt", LONG)
     orphan = Attempt(run, 1)
     before = {path.name for path in orphan.checkpoints.iterdir()}
     thaw()
     wait_ended(run, 2)
     log = run.job_log.read_text()
-    assert resumed < 60, log
+    assert len(of_kind(run, "resumed_in_job")) == 1
     assert [end["cause"] for end in of_kind(run, "ended")] == ["node lost", "done"], log
     assert {event["job_id"] for event in of_kind(run, "started")} == {first["job_id"]}
     assert {path.name for path in orphan.checkpoints.iterdir()} <= before
@@ -212,7 +224,7 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     append_json_line(jobs / FILE_NAME, vars(bad))
     error = "import sys; sys.exit(3)"
     done = submit(hosts, tmp_path, "--run-name", "wrong", "--nodes", "3", "--spare-nodes", "1",
-                  "--", sys.executable, "-c", error, env=ENV)  # fmt: skip
+                  "--", sys.executable, "-c", error)  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = RunDir(jobs / "wrong")
     wait_ended(run, 1)
@@ -240,7 +252,7 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced(
     (tmp_path / "bus.sh").write_text(BUS_ERROR)
     submit(hosts, tmp_path, "--run-name", "bus", "--nodes", "2", "--spare-nodes", "1",
            "--restart-on-failure", "1", "--no-snapshot", "--", "sh", "bus.sh",
-           env=ENV, check=True)  # fmt: skip
+           check=True)  # fmt: skip
     run = RunDir(tmp_path / "jobs/bus")
     [job] = of_kind(run, "submitted")
     assert hosts.wait_job(job["job_id"]) == "COMPLETED", run.job_log.read_text()

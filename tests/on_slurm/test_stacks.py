@@ -12,8 +12,11 @@ from clusterddp.run.run_dir import RunDir
 from tests.cli.commands.test_stacks import JUMPS, PACKAGE, SCRIPT, SHELL
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.held import LONG
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(600)  # a start of a job, and several steps beside it
 
 ASKED = ["--nodes", "2", "--tasks-per-node", "2", "--no-snapshot", "--run-name", "a"]
 AT_THEIR_PLACES = "3 of 4 (ranks 0, 2-3) in waits (train.py:3)"
@@ -29,14 +32,14 @@ def go(tmp_path: Path) -> Iterator[Path]:
 
 
 def stacks(cluster: SlurmCluster, folder: Path, *options: str) -> Any:
-    return cluster.run([*CLUSTERDDP, "stacks", "a", *options], cwd=folder, timeout=200)
+    return cluster.run([*CLUSTERDDP, "stacks", "a", *options], cwd=folder, timeout=LONG)
 
 
 def started(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> RunDir:
     """A run whose four ranks wait for `go`."""
     done = submit(cluster, folder, *ASKED, *argv, **kwargs)
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: len(list(folder.glob("up-*"))) == 4, "all ranks")
+    wait_for(lambda: len(list(folder.glob("up-*"))) == 4, "all ranks", LONG)
     return RunDir(folder / "jobs/a")
 
 
@@ -53,7 +56,7 @@ def test_the_ranks_of_both_hosts_are_shown_and_go_on(
         cluster, tmp_path, "--gpus-per-node", "4", "--exclusive", "--arm-stacks",
         "--", sys.executable, "train.py",
     )  # fmt: skip
-    wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES)
+    wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES, LONG)
     told = stacks(cluster, tmp_path)
     assert told.returncode == 0, told.stdout + told.stderr
     lines = told.stdout.splitlines()
@@ -75,7 +78,7 @@ def test_a_shell_on_each_host_is_told_of_and_goes_on(
 ) -> None:
     run = started(cluster, tmp_path, "--", *SHELL)
     note = "all 4 (ranks 0-3): no Python in it (bash), sleeping"
-    wait_for(lambda: note in stacks(cluster, tmp_path).stdout, note)
+    wait_for(lambda: note in stacks(cluster, tmp_path).stdout, note, LONG)
     assert stacks(cluster, tmp_path).returncode == 1
     writer = os.open(go, os.O_RDWR)
     assert cluster.wait_job(job_of(run)) == "COMPLETED"
@@ -94,7 +97,7 @@ def test_a_silent_command_is_ended_when_asked_and_the_odd_rank_is_named(
         cluster, tmp_path, "--arm-stacks", "--end-silent", "--", sys.executable, "train.py",
         env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
     )  # fmt: skip
-    wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES)
+    wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES, LONG)
     quiet.touch()
     assert cluster.wait_job(job_of(run)) == "FAILED"
     log = run.job_log.read_text()

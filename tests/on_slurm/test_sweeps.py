@@ -18,7 +18,7 @@ from clusterddp.run.run_dir import RunDir
 from tests.on_slurm import test_notify as notices
 from tests.on_slurm.campaign.stops import WITHOUT_GRACE
 from tests.on_slurm.cluster import SlurmCluster
-from tests.on_slurm.test_life import HOOKS
+from tests.on_slurm.held import HOOKS
 from tests.on_slurm.test_submit import CLUSTERDDP, WHO, submit, told
 from tests.training.ranks import run_ranks
 from tests.training.trainings import config, train_rank

@@ -13,18 +13,18 @@ from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
+from tests.on_slurm.held import LONG, Hold
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
-from tests.on_slurm.test_life import PACED
+from tests.on_slurm.test_life import train_to
 from tests.on_slurm.test_submit import CLUSTERDDP
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
-# Long enough that a request comes in the middle, once a checkpoint is there.
+SAVED_AT, HELD_AT = 50, 60
 TRAINING = [
     "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
     "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "200",
-    "--save-every", "50steps", "--log-every", "50", "--eval-every", "1000epochs",
+    "--save-every", f"{SAVED_AT}steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
 
 
@@ -46,16 +46,20 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
     # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
     with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
         weights = {}
+        hold = Hold(home, HELD_AT, until_told=True)
+        for path in (hold.folder, *hold.folder.iterdir()):
+            os.chown(path, NOBODY, NOBODY)
         for name in ("main", "requeued"):
             data = ["--data-dir", str(home / "data")]
-            paced = [f"--env={each}={value}" for each, value in PACED.items()]
-            options = [*data, *(paced if name == "requeued" else [])]
+            options = [*data, *(hold.options if name == "requeued" else [])]
             typed(cluster, home, *CLUSTERDDP, "submit", *TRAINING, *options, "--run-name", name)
             run = RunDir(home / "jobs" / name)
             job = str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
             if name == "requeued":
-                wait_for(lambda run=run: list(run.checkpoints.glob("step-*.pt")), "a checkpoint")
+                hold.wait(4)
+                train_to(run.path, SAVED_AT)
                 typed(cluster, home, "scontrol", "requeue", job)
+                hold.release_after_requeue(run)
             assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
             report = read_json(run.report)
             assert report is not None
@@ -70,4 +74,4 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
 
 def typed(cluster: SlurmCluster, home: Path, *argv: str) -> Any:
     env = {"HOME": str(home), "USER": None, "LOGNAME": None}
-    return cluster.run([*AS_NOBODY, *argv], cwd=home, env=env, timeout=120, check=True)
+    return cluster.run([*AS_NOBODY, *argv], cwd=home, env=env, timeout=LONG, check=True)
