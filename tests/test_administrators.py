@@ -14,6 +14,7 @@ import pytest
 
 from clusterddp.launchers import sbatch
 from clusterddp.request.spec import Resources
+from clusterddp.slurm import client, partitions
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace  # noqa: F401
 from tests.request.test_spec import spec
 from tests.waiting import PATIENCE, wait_for
@@ -36,8 +37,10 @@ def calls_on_the_page(label: str, column: int = 0) -> dict[str, int]:
 
 
 @pytest.fixture
-def site(workplace: Workplace) -> Workplace:  # noqa: F811
-    """A Slurm that answers; squeue says what stands in the file `queue`."""
+def site(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:  # noqa: F811
+    """A Slurm that answers and is waited for; squeue says what stands in the file `queue`."""
+    for module, seconds in ((partitions, "PATIENCE_SECONDS"), (client, "QUERY_SECONDS")):
+        monkeypatch.setattr(module, seconds, PATIENCE)
     workplace.command("sinfo", "echo 'gpu*|1-00:00:00|64|10|gpu:4'")
     workplace.command("sbatch", "while read -r _; do :; done; echo 9")
     workplace.command("scontrol", "echo 'SLURM_VERSION = 24.11.5'")

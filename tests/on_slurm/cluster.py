@@ -369,7 +369,7 @@ class SlurmCluster:
             message = f"job {job_id} is {before} after {timeout} s, expected it to end.\n{shown}"
             raise self._error(message) from error
 
-    def cancel_all(self, timeout: float = 60) -> None:
+    def cancel_all(self, timeout: float = 180) -> None:
         """Makes the cluster as after boot: no job, every daemon up, every node idle.
 
         Job ids go on counting, and Slurm remembers the ended jobs for MinJobAge.

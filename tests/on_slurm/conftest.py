@@ -38,8 +38,11 @@ def slurm_available() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(slurm_available: None) -> Iterator[SlurmCluster]:
-    """A cluster of two hosts with four fake GPUs each, booted once a session."""
-    with SlurmCluster(hosts=2) as booted:
+    """A cluster of two hosts with four fake GPUs each, booted once a session.
+
+    What it ends has as long as Slurm gives by default, as this machine can be busy.
+    """
+    with SlurmCluster(hosts=2, conf={"KillWait": "30"}) as booted:
         yield booted
 
 

@@ -31,10 +31,12 @@ if start == "0":
 
 @pytest.fixture(scope="module")
 def three(slurm_available: None) -> Iterator[SlurmCluster]:
-    """Three hosts, a lost one of which is noticed within seconds."""
-    with SlurmCluster(
-        hosts=3, root=DEFAULT_ROOT or Path("/"), conf={"SlurmdTimeout": "5"}
-    ) as cluster:
+    """Three hosts, a lost one of which is noticed within seconds.
+
+    The script of a job that has lost one is ended, and has the time for its verdict.
+    """
+    conf = {"SlurmdTimeout": "5", "KillWait": "30"}
+    with SlurmCluster(hosts=3, root=DEFAULT_ROOT or Path("/"), conf=conf) as cluster:
         yield cluster
 
 
@@ -49,7 +51,7 @@ def home() -> Iterator[Path]:
 def typed(cluster: SlurmCluster, home: Path, *argv: str, check: bool = True) -> Any:
     """Run a command as the ordinary user."""
     env = {"HOME": str(home), "USER": None, "LOGNAME": None}
-    return cluster.run([*AS_NOBODY, *argv], cwd=home, env=env, timeout=120, check=check)
+    return cluster.run([*AS_NOBODY, *argv], cwd=home, env=env, timeout=200, check=check)
 
 
 def submit(cluster: SlurmCluster, home: Path, name: str, program: str, *options: str) -> RunDir:
@@ -65,7 +67,7 @@ def job_of(run: RunDir) -> str:
     return str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     three: SlurmCluster, home: Path
 ) -> None:
@@ -73,7 +75,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     wait_for(lambda: len(list(home.glob("up-0-*"))) == 2, "both ranks")
     assert read_events(run)[-1]["nodelist"] == "h[01-02]"
     three.kill_host("h02")
-    wait_for(lambda: "nodes_left_out" in kinds(run), "the verdict")
+    wait_for(lambda: "nodes_left_out" in kinds(run), "the verdict", 240)
     shown = json.loads(typed(three, home, *CLUSTERDDP, "status", "lost", "--json").stdout)
     assert shown["left_out"] == {"h02": "lost during attempt 1"}
     three.start_slurmd("h02")  # and it could be given again
@@ -100,7 +102,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     assert three.wait_job(job_of(last)) == "COMPLETED", last.job_log.read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_bad_node_that_slurm_gives_all_the_same_is_given_back_without_an_attempt(
     three: SlurmCluster, home: Path
 ) -> None:
@@ -122,7 +124,7 @@ def test_a_bad_node_that_slurm_gives_all_the_same_is_given_back_without_an_attem
     assert events[4]["attempt"] == 1
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_program_that_raises_at_every_start_blames_nobody(
     three: SlurmCluster, home: Path
 ) -> None:

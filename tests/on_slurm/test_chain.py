@@ -14,9 +14,9 @@ from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 
 AWAITED = """
+trap 'exit 75' USR1 TERM
 cd "$1/jobs/a"
 echo "$SLURM_JOB_ID" >> starts
-trap 'exit 75' USR1 TERM
 until [ -e go ]; do sleep 0.05; done
 code=$(cat go); rm go
 exit "$code"

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import HELD
 from tests.event_lines import add_event, read_events
 from tests.on_slurm.cluster import SlurmCluster
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE, wait_for
+
+CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 
 
 def script(*lines: str, comment: str = "") -> str:
@@ -39,7 +42,7 @@ def query(cluster: SlurmCluster, *job_ids: str, **env: str) -> dict[str, dict[st
     return answer
 
 
-def wait_state(cluster: SlurmCluster, job_id: str, state: str, timeout: float = 60) -> None:
+def wait_state(cluster: SlurmCluster, job_id: str, state: str, timeout: float = PATIENCE) -> None:
     deadline = time.monotonic() + timeout
     while cluster.job_state(job_id) != state:
         assert time.monotonic() < deadline, cluster.job_state(job_id)
@@ -235,7 +238,7 @@ def make_run(
 
 
 def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "clusterddp", argv[0], "--output-root", str(root), *argv[1:]]
+    command = [*CLUSTERDDP, argv[0], "--output-root", str(root), *argv[1:]]
     got = cluster.run(command, timeout=120)
     return got.returncode, got.stdout, got.stderr
 
@@ -305,12 +308,22 @@ def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
 
 
 def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
-    log = tmp_path / "one" / "logs" / "rank-0.log"
-    make_run(tmp_path, "one", cluster, f"echo hello >>{log}", "sleep 2", f"echo bye >>{log}")
-    code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", "one")
-    assert (code, out) == (0, "hello\nbye\n"), err
-    assert "one: running on h0" in err
-    assert "one: done" in err
+    log, go = tmp_path / "one" / "logs" / "rank-0.log", tmp_path / "go"
+    until = f"until [ -e {go} ]; do sleep 0.1; done"
+    make_run(tmp_path, "one", cluster, f"echo hello >>{log}", until, f"echo bye >>{log}")
+    said = tmp_path / "said"
+    with (
+        said.open("w") as errors,
+        cluster.popen(
+            [*CLUSTERDDP, "logs", "--output-root", str(tmp_path), "-f", "one"],
+            stdout=PIPE, stderr=errors,
+        ) as follower,
+    ):  # fmt: skip
+        wait_for(lambda: "one: running on h0" in said.read_text(), "it follows")
+        go.touch()
+        out, _ = follower.communicate(timeout=PATIENCE)
+    assert (follower.returncode, out) == (0, "hello\nbye\n"), said.read_text()
+    assert "one: done" in said.read_text()
 
 
 @pytest.mark.slow

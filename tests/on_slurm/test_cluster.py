@@ -18,16 +18,17 @@ import pytest
 
 from clusterddp.processes.signals import die_with_parent
 from tests.on_slurm.cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
+from tests.waiting import PATIENCE
 
 pytestmark = [pytest.mark.usefixtures("slurm_available"), pytest.mark.slow]
 
 NOBODY = 65534
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 
-# Prints what a client of the given address and port was greeted with, trying for a minute.
+# Prints what a client of the given address and port was greeted with, trying for a while.
 CLIENT = """
 import socket, sys, time
-deadline = time.monotonic() + 60
+deadline = time.monotonic() + 90
 while True:
     try:
         with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5) as link:
@@ -41,7 +42,7 @@ while True:
 SERVER = """
 import socket, sys
 with socket.create_server(("", int(sys.argv[1]))) as server:
-    server.settimeout(60)
+    server.settimeout(90)
     link, peer = server.accept()
     link.sendall(f"{socket.gethostname()} greets {peer[0]}".encode())
 """
@@ -83,7 +84,7 @@ def test_a_port_taken_on_one_host_is_free_on_the_other(cluster: SlurmCluster) ->
         client = [sys.executable, "-c", CLIENT, host, "5001"]
         answer = cluster.run(client, check=True).stdout
         assert answer == f"{host} greets {cluster.addresses['login']}\n"
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=PATIENCE) == 0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(cluster: Slur
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 7
+    assert process.wait(timeout=PATIENCE) == 7
     process.stdout.close()
 
 
@@ -207,12 +208,12 @@ def test_cancel_all_mends_what_a_fault_test_broke(cluster: SlurmCluster) -> None
 
 
 def test_two_clusters_at_once_and_no_trace_of_either(own_tmp: Path) -> None:
-    before = _machine()
+    before = _machine(own_tmp)
     with SlurmCluster(hosts=2) as one, SlurmCluster(hosts=1, conf={"KillWait": "7"}) as two:
         argv = ["srun", "-l", "hostname"]
         jobs = [one.popen([*argv[:1], "-N2", *argv[1:]], stdout=subprocess.PIPE)]
         jobs.append(two.popen(argv, stdout=subprocess.PIPE))
-        shown = [sorted(job.communicate(timeout=60)[0].split("\n")) for job in jobs]
+        shown = [sorted(job.communicate(timeout=PATIENCE)[0].split("\n")) for job in jobs]
         assert shown == [["", "0: h01", "1: h02"], ["", "0: h01"]]
         assert two.run(["scontrol", "show", "config"]).stdout.count("7 sec") == 1
         left_running = two.popen(["sh", "-c", "echo up; sleep 1000"], stdout=subprocess.PIPE)
@@ -223,7 +224,7 @@ def test_two_clusters_at_once_and_no_trace_of_either(own_tmp: Path) -> None:
     assert left_running.returncode == -signal.SIGKILL
     assert not any(folder.exists() for folder in folders)
     assert _left_in(own_tmp) == set()
-    assert _machine() == before
+    assert _machine(own_tmp) == before
 
 
 def test_a_process_forked_meanwhile_keeps_no_cluster_up(own_tmp: Path) -> None:
@@ -244,7 +245,7 @@ def test_a_process_forked_meanwhile_keeps_no_cluster_up(own_tmp: Path) -> None:
 
 
 def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp: Path) -> None:
-    before = _machine()
+    before = _machine(own_tmp)
     program = "import os, clusterddp; print(os.getuid(), os.path.exists('/run/written'))"
     python = shlex.join([*AS_NOBODY, sys.executable, "-c", program])
     argv = ["sh", "-c", f"touch /run/written; {python}"]
@@ -252,7 +253,7 @@ def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp
         assert other.run(["srun", *argv], check=True).stdout.split() == [str(NOBODY), "True"]
     assert not Path("/run/written").exists()
     assert _left_in(own_tmp) == set()
-    assert _machine() == before
+    assert _machine(own_tmp) == before
 
 
 def test_a_root_without_slurm_is_refused(own_tmp: Path) -> None:
@@ -327,10 +328,10 @@ def test_the_command_line_cleans_up_when_interrupted(own_tmp: Path, sig: signal.
     try:
         assert owner.stdout.readline() == "login\n"
         os.killpg(owner.pid, sig)  # as the terminal does
-        assert owner.wait(timeout=60) == 128 + sig
+        assert owner.wait(timeout=PATIENCE) == 128 + sig
     finally:
         owner.kill()
-        owner.wait(timeout=60)
+        owner.wait(timeout=PATIENCE)
         owner.stdout.close()
     assert _left_in(own_tmp) == set()
 
@@ -339,7 +340,7 @@ def test_the_command_line_passes_the_commands_exit_code_on() -> None:
     command = [sys.executable, "cluster.py", "--hosts", "1", "--", "sh", "-c", "sinfo -h; exit 9"]
     here = Path(__file__).parent
     done = subprocess.run(
-        command, cwd=here, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=here, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 9, done.stderr
     assert "h01" in done.stdout
@@ -370,14 +371,26 @@ def _job_state(cluster: SlurmCluster) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def _machine() -> tuple[str, ...]:
-    """What of this machine's own network and mounts a cluster could have touched."""
-    argvs = (["ip", "netns", "list"], ["ip", "-o", "-br", "link"], ["cat", "/etc/hosts"])
-    shown = [subprocess.run(argv, capture_output=True, text=True, check=True) for argv in argvs]
-    return (*(done.stdout for done in shown), Path("/proc/self/mountinfo").read_text())
+# What a cluster's hosts and their parts of the network are called.
+NAMES = {"login", "h01", "h02", "br0", "eth0"}
 
 
-def _eventually(condition: Callable[[], bool], timeout: float = 90) -> None:
+def _machine(own_tmp: Path) -> list[str]:
+    """What of this machine's own network and mounts a cluster could have touched.
+
+    Other tests may mount small disks and start containers meanwhile.
+    """
+    seen = [Path("/etc/hosts").read_text()]
+    for argv in (["ip", "netns", "list"], ["ip", "-o", "-br", "link"]):
+        shown = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        seen += [line for line in shown.splitlines() if line.split()[0].partition("@")[0] in NAMES]
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if line.split()[4] in ("/etc/hosts", "/proc") or str(own_tmp) in line:
+            seen.append(line)
+    return seen
+
+
+def _eventually(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"

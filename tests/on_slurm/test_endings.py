@@ -36,7 +36,7 @@ ALL = tuple(LAUNCHERS)
 OF_RANKS = ("ddp", "torchrun")
 AHEAD_OF_TASKS = ("ddp",)
 """What the batch script has come to before any launcher is called."""
-PATIENCE = 240
+PATIENCE = 600
 # As Slurm has it by default: an agent needs seconds to leave, on a machine that does all at once.
 CONF = {"KillWait": "30", "MinJobAge": "3600"}
 # Models: every rank leaves in the midst of its training, content with itself; rank 1 hangs.
@@ -255,6 +255,7 @@ def test_the_codes_for_which_a_cluster_requeues_are_read(slurm_available: None) 
     assert said == "[['RequeueExit=70-75', True, False], ['RequeueExitHold=3,9', False, True]]\n"
 
 
+@pytest.mark.timeout(1200)  # the first waits for all runs, and a minute's time limit is one of them
 @pytest.mark.parametrize(("name", "launcher"), TRIED)
 def test_a_run_ends_as_the_page_says(
     seen: dict[tuple[str, str], Seen], name: str, launcher: str

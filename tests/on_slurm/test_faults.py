@@ -34,6 +34,7 @@ def results(
             pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.timeout(900)  # the first waits for several trainings at once, each of many processes
 @pytest.mark.parametrize(
     "name",
     [

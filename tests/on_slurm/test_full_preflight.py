@@ -62,7 +62,7 @@ HANGS = """
 # Waits until the test has put a fault in; other work on the rank's core begins from here.
 WAITS = f"""
     (HERE / "waits").touch()
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while not (HERE / "goes").exists() and time.monotonic() < until:
         time.sleep(0.01)
     if (HERE / "busy").exists():
@@ -72,6 +72,10 @@ WAITS = f"""
         for _ in range(8):
             subprocess.Popen([sys.executable, "-S", "-c", spin])
 """
+
+
+LONG = 240
+"""Seconds for several ranks that import torch, on a machine that others use as well."""
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,7 @@ def slow_link(cluster: SlurmCluster, _: Path) -> Callable[[], object]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -171,11 +176,11 @@ def test_what_begins_after_quick_checks_is_found_by_full_ones(
     synthetic_dir: Path,
 ) -> None:
     run = submitted(four, tmp_path, synthetic_dir, "--nodes", "3", env=hooked(tmp_path, WAITS))
-    wait_for((tmp_path / "waits").exists, "ranks that have met")
+    wait_for((tmp_path / "waits").exists, "ranks that have met", LONG)
     undo = fault(four, tmp_path)
     try:
         (tmp_path / "goes").touch()
-        wait_for(lambda: causes(run), "the end")
+        wait_for(lambda: causes(run), "the end", LONG)
     finally:
         undo()
     said = run.job_log.read_text()
@@ -197,7 +202,7 @@ def test_what_begins_after_quick_checks_is_found_by_full_ones(
 def test_a_rank_that_hangs_in_the_checks_is_named(
     four: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    limits = ["--watchdog", "2", "--process-group-timeout", "8"]
+    limits = ["--watchdog", "2", "--process-group-timeout", "16"]
     run, status = trained(
         four, tmp_path, synthetic_dir, "--nodes", "3", *limits, env=hooked(tmp_path, HANGS)
     )

@@ -28,6 +28,9 @@ TELL = [
     "print('told it')",
 ]
 
+LONG = 240
+"""Seconds for several jobs in a row, on a machine that others use as well."""
+
 
 def program(folder: Path, *lines: str) -> str:
     """A program that writes what it is told, and what it is called with."""
@@ -38,7 +41,7 @@ def program(folder: Path, *lines: str) -> str:
 
 def told(folder: Path, number: int = 0) -> Any:
     path = folder / f"told-{number}.json"
-    wait_for(path.exists, f"notice {number}")
+    wait_for(path.exists, f"notice {number}", LONG)
     return json.loads(path.read_text())
 
 
@@ -48,7 +51,9 @@ def job_of(run: RunDir) -> str:
 
 def notice_job_is_gone(cluster: SlurmCluster, run: RunDir) -> None:
     wait_for(
-        lambda: "-notify" not in cluster.run(["squeue", "-h", "-o", "%j"]).stdout, "the notice job"
+        lambda: "-notify" not in cluster.run(["squeue", "-h", "-o", "%j"]).stdout,
+        "the notice job",
+        LONG,
     )
     assert len(list(run.path.glob("notified-*.json"))) >= 1
 

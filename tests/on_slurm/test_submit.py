@@ -13,6 +13,7 @@ from clusterddp.ranks.dist_env import master_port
 from clusterddp.run.files import read_json_lines
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster
+from tests.waiting import PATIENCE
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 # What each task prints of itself in the tests that run a command.
@@ -277,6 +278,6 @@ def test_cancel_ends_the_tasks_and_is_recorded(cluster: SlurmCluster, tmp_path: 
         assert follower.stdout.readline() == "up\n"
         cancelled = cluster.run([*CLUSTERDDP, "cancel", "c"], cwd=tmp_path)
         assert cancelled.returncode == 0, cancelled.stderr
-        assert follower.wait(timeout=60) == 1
+        assert follower.wait(timeout=PATIENCE) == 1
     state = cluster.run([*CLUSTERDDP, "status", "c", "--json"], cwd=tmp_path)
     assert json.loads(state.stdout)["state"] == "cancelled"

@@ -149,7 +149,7 @@ def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told
         f"afterany:{array}", f"afterany:{own.partition('_')[0]}",
     }  # fmt: skip
     (tmp_path / "go").touch()
-    wait_for(lambda: len([*tmp_path.glob("t-[12]")]) == 2, "both points that wait")
+    wait_for(lambda: len([*tmp_path.glob("t-[12]")]) == 2, "both points that wait", LONG)
     assert status(cluster, tmp_path, "b")["state"] == "done"
     assert len([*(tmp_path / "jobs/b/attempts").iterdir()]) == 1
     verdict, _, _ = notices.told(tmp_path)
@@ -162,7 +162,7 @@ def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told
 def test_a_sweep_that_has_started_too_early_is_held_and_let_go_as_a_whole(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    script = f"trap 'exit 75' USR1 TERM; {UNTIL_GO}"
+    script = f"trap 'exit 75' USR1 TERM; echo up; {UNTIL_GO}"
     submit(cluster, tmp_path, "--run-name", "a", "--no-snapshot", "--", "bash", "-c", script,
            str(tmp_path), check=True)  # fmt: skip
     submit(
@@ -170,7 +170,7 @@ def test_a_sweep_that_has_started_too_early_is_held_and_let_go_as_a_whole(
         "touch", f"{tmp_path}/t-{{x}}", check=True,
     )  # fmt: skip
     log = tmp_path / "jobs/a/logs/rank-0.log"
-    wait_for(log.exists, "the start of a")
+    wait_for(lambda: log.exists() and "up" in log.read_text(), "the start of a")
     stopped = typed(cluster, tmp_path, "stop", "a", "--wait")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
 
@@ -187,8 +187,8 @@ def test_a_sweep_that_has_started_too_early_is_held_and_let_go_as_a_whole(
     assert f"t (job {array}_[0-2]) waits for it" in again.stderr
     assert status(cluster, tmp_path, "t-2")["detail"] == "waits for a"
     (tmp_path / "go").touch()
-    wait_for(lambda: len([*tmp_path.glob("t-[123]")]) == 3, "all points")
-    wait_for(lambda: status(cluster, tmp_path, "t")["counts"] == {"done": 3}, "all are done")
+    wait_for(lambda: len([*tmp_path.glob("t-[123]")]) == 3, "all points", LONG)
+    wait_for(lambda: status(cluster, tmp_path, "t")["counts"] == {"done": 3}, "all are done", LONG)
     assert not (tmp_path / "jobs/t-1/attempts/0002").exists()
 
 

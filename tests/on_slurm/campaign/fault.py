@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 
 SAME = "same weights"
 ENDS = "clean failure"
+UNHURRIED = {"KillWait": "30", "MessageTimeout": "60"}
+"""What is asked to end has the time for it on a busy machine.
+
+slurmd answers slurmctld's TERM to a step once the step has ended. An answer that takes longer than
+MessageTimeout (10 s by default) has slurmctld send it again after a minute, to the same step of the
+job's next start, which on these clusters does not wait two minutes (seen on 22.05).
+"""
 
 Strike = Callable[["Trial"], str]
 
@@ -25,7 +32,7 @@ class Fault:
     """Starts a run, strikes it, proves it, and returns what it saw; raises where that differs."""
     subject: str
     conf: Mapping[str, str | None] | None = None
-    """Lines of a slurm.conf of its own; None shares a cluster with other faults."""
+    """Lines of a slurm.conf of its own; None shares an unhurried cluster with other faults."""
     hosts: int = 2
     needs: tuple[str, ...] = ()
     """Configurations whose uninterrupted run it is held against."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from clusterddp.checkpoints.catalog import files
 from clusterddp.run.files import read_json_lines
+from clusterddp.run.run_dir import newest_checkpoint
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import PATIENCE, STEPS, Differs, Run, Trial, slurm
 
@@ -39,14 +40,21 @@ def flip(path: Path) -> None:
 
 def _between_starts(trial: Trial, options: list[str], strike: Callable[[Run], None]) -> Run:
     """A run whose second start waits while its files are struck."""
-    run = trial.start("--restart-on-failure", "3", *options)
-    run.wait_step(90)
+    run = trial.start_held(90, "--restart-on-failure", "3", *options)
+    run.wait(lambda: _has(run, 80), "the checkpoint of step 80")
     trial.want("import")
     run.gone(run.kill(1))
+    trial.release("step-90")
     trial.held("import", 2)
     strike(run)
     trial.release("import")
     return run
+
+
+def _has(run: Run, step: int) -> bool:
+    """Whether the newest checkpoint, written beside the training, is of that step."""
+    newest = newest_checkpoint(run.dir.checkpoints)
+    return newest is not None and newest[0] == step
 
 
 def _damage(trial: Trial, harm: Callable[[Path], None]) -> str:
@@ -196,8 +204,8 @@ def disk_full_at_the_metrics(trial: Trial) -> str:
 @fault("disk-full-at-the-signal", conf={}, disk="tmpfs", quick=True)
 def disk_full_at_the_signal(trial: Trial) -> str:
     """Not a byte left when Slurm's signal comes; there is room again before the next start."""
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60, until_told=True)
+    run.wait(lambda: _has(run, 40), "the checkpoint of step 40")
     filler = Filler(trial.folder, leave=0)
     struck = run.struck()
     slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)

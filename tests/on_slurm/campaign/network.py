@@ -117,7 +117,7 @@ def _lose_exit_message(trial: Trial, run: Run, go: Callable[[], None]) -> None:
         "an exit message that is lost",
     )
     trial.cluster.set_link("h02", up=True)
-    run.wait(lambda: run.causes, "the verdict", 60)
+    run.wait(lambda: run.causes, "the verdict")
 
 
 def _exit_message_lost(trial: Trial, *options: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import clusterddp
 from clusterddp.data.synthetic import synthesise
-from tests.on_slurm.campaign.fault import Fault
+from tests.on_slurm.campaign.fault import UNHURRIED, Fault
 from tests.on_slurm.campaign.run import (
     CONFIGURATIONS,
     PACE,
@@ -85,7 +85,7 @@ class Site:
         """That of the baselines, and of all faults that need none of their own; booted once."""
         with self._booting:
             if self._shared is None:
-                self._shared = self._stack.enter_context(SlurmCluster(hosts=2))
+                self._shared = self._stack.enter_context(SlurmCluster(hosts=2, conf=UNHURRIED))
             return self._shared
 
     def place(self, cluster: SlurmCluster, folder: Path) -> Place:

@@ -23,10 +23,10 @@ def named(run: Run, rank: int) -> None:
 
 
 def _kill_in_the_middle(trial: Trial, config: str, rank: int) -> str:
-    run = trial.start("--restart-on-failure", "1", config=config)
-    run.wait_step(60)
+    run = trial.start_held(60, "--restart-on-failure", "1", config=config)
     struck = run.struck()
     run.gone(run.kill(rank))
+    trial.release("step-60")
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["failed", "done"])
     named(run, rank)
@@ -139,14 +139,15 @@ def srun_terminated(trial: Trial) -> str:
 
 def _batch_controller(trial: Trial, kill: Callable[[int], object]) -> str:
     """No verdict, and no task that trains on; the next start resumes."""
-    run = trial.start("--nodelist", "h[01-02]", "--teardown", f"touch {trial.folder}/torn-down")
-    run.wait_step(60)
+    teardown = ["--teardown", f"touch {trial.folder}/torn-down"]
+    run = trial.start_held(60, "--nodelist", "h[01-02]", *teardown, until_told=True)
     struck, job_id = run.struck(), run.job_id
     tasks = [run.task(rank) for rank in (0, 1)]
     [batch] = run.processes("h01", " batch --run-dir=")
     kill(batch)
     for task in (batch, *tasks):
         run.gone(task)
+    trial.release("step-60")  # where they were killed without a word
     run.wait_over()
     shown = slurm(trial, "scontrol", "show", "job", job_id).stdout
     if "ExitCode=137:0" not in shown:
@@ -202,12 +203,14 @@ def _use_memory_up_beside(pid: int) -> None:
 
 def _kill_above(trial: Trial, words: str, *options: str) -> str:
     """Kills what stands above rank 1; rank 0, ended for it, takes that for a request to stop."""
-    run = trial.start("--restart-on-failure", "1", "--nodelist", "h[01-02]", *options)
-    run.wait_step(60)
+    options = ("--restart-on-failure", "1", "--nodelist", "h[01-02]", *options)
+    run = trial.start_held(60, *options, until_told=True)
     struck = run.struck()
     [above] = run.wait(lambda: run.processes("h02", words), words)
     run.signal(above, signal.SIGKILL)
     run.gone(above)
+    run.wait(lambda: run.causes, "the verdict")
+    trial.release("step-60")  # where they were ended without a word
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["failed", "done"])
     named(run, 1)
@@ -306,11 +309,11 @@ def fault_in_the_restart(trial: Trial) -> str:
 def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
     """SIGSTOP: the others wait in an exchange until the process group's time-out."""
     short = ["--process-group-timeout", "12", *options]
-    run = trial.start("--restart-on-failure", "1", *short)
-    run.wait_step(60)
+    run = trial.start_held(60, "--restart-on-failure", "1", *short)
     struck = run.struck()
     pid = run.kill(rank, signal.SIGSTOP)
     run.wait_said("is stopped (SIGSTOP)")
+    trial.release("step-60")
     run.gone(pid)
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["failed", "done"])
@@ -320,12 +323,12 @@ def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
     return seen
 
 
-@fault("stopped-for-good")
+@fault("stopped-for-good", conf={})
 def stopped_for_good(trial: Trial) -> str:
     return _stop_for_good(trial, 1, "--watchdog", "4")
 
 
-@fault("stopped-with-a-time-out-under-the-watchdogs", quick=True)
+@fault("stopped-with-a-time-out-under-the-watchdogs", conf={}, quick=True)
 def stopped_with_a_time_out_under_the_watchdogs(trial: Trial) -> str:
     return _stop_for_good(trial, 1)
 

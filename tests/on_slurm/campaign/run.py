@@ -25,8 +25,8 @@ from tests.on_slurm.cluster import FINAL_STATES, ClusterError, SlurmCluster
 Answer = TypeVar("Answer")
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
-PATIENCE = 90.0
-"""Seconds for anything that waits for an event; what takes longer says so."""
+PATIENCE = 240.0
+"""Seconds for anything that waits for an event, on a machine that others use as well."""
 STEPS = 240
 PACE = 0.02
 """Seconds by which each step is made longer, so that strikes meet training and not its end."""
@@ -165,9 +165,19 @@ class Trial(Place):
         self.runs.append(run)
         return run
 
-    def want(self, moment: str) -> None:
-        """Have the tasks wait at a moment; see `hooks`."""
-        (self.holds / f"want-{moment}").touch()
+    def start_held(self, step: int, *options: str, until_told: bool = False, **more: Any) -> Run:
+        """Submits a run, and returns once its ranks wait after a step; see `want`."""
+        self.want(f"step-{step}", until_told=until_told)
+        run = self.start(*options, **more)
+        self.held(f"step-{step}", run.world_size)
+        return run
+
+    def want(self, moment: str, *, until_told: bool = False) -> None:
+        """Have the tasks wait at a moment; see `hooks`.
+
+        until_told: until the first of them is asked to stop, which may take its time to arrive.
+        """
+        (self.holds / f"want-{moment}").write_text("until told" if until_told else "")
 
     def held(self, moment: str, ranks: int, seconds: float = PATIENCE) -> None:
         """Waits until so many ranks wait there."""
@@ -178,7 +188,7 @@ class Trial(Place):
         )
 
     def release(self, moment: str) -> None:
-        (self.holds / f"want-{moment}").unlink()
+        (self.holds / f"want-{moment}").unlink(missing_ok=True)
         for left in self.holds.glob(f"held-{moment}.*"):
             left.unlink(missing_ok=True)
 
@@ -286,7 +296,7 @@ class Run:
     def wait_said(self, words: str, seconds: float = PATIENCE) -> None:
         self.wait(lambda: words in self.log or words in self.rank_logs, f"{words!r}", seconds)
 
-    def wait_over(self, seconds: float = 150) -> None:
+    def wait_over(self, seconds: float = PATIENCE) -> None:
         """Waits until Slurm has nothing of it any more."""
         seen_idle = 0
         asked = 0.0
@@ -356,7 +366,7 @@ class Run:
             except OSError:
                 return True
 
-        self.wait(is_gone, f"the end of process {pid}", 30)
+        self.wait(is_gone, f"the end of process {pid}")
 
     # -- striking and judging ----------------------------------------------------------------
 
@@ -368,7 +378,7 @@ class Run:
         struck: Struck | None = None,
         *,
         causes: Sequence[str] | None = None,
-        seconds: float = 150,
+        seconds: float = PATIENCE,
     ) -> str:
         """The right end of nearly every fault; returns it in words. Raises Differs.
 

@@ -6,7 +6,7 @@ import signal
 import sys
 
 from clusterddp.run.files import read_json
-from tests.on_slurm.campaign.fault import ENDS, fault
+from tests.on_slurm.campaign.fault import ENDS, UNHURRIED, fault
 from tests.on_slurm.campaign.run import Run, Trial, slurm
 
 # A partition of lower priority whose jobs get no time to leave.
@@ -38,8 +38,7 @@ def signal_before_limit(trial: Trial) -> str:
 
 
 def _signal_to_script(trial: Trial, config: str) -> str:
-    run = trial.start(config=config)
-    run.wait_step(60)
+    run = trial.start_held(60, config=config, until_told=True)
     struck = run.struck()
     slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
     run.wait_said("got SIGUSR1")
@@ -88,8 +87,7 @@ def limit_that_nobody_knows(trial: Trial) -> str:
 
 
 def _preempt(trial: Trial) -> tuple[Run, str]:
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60, until_told=True)
     struck = run.struck()
     wrap = ["--parsable", "--wrap", "true", "--output", "/dev/null"]
     high = slurm(trial, "sbatch", "-p", "high", "-N2", "--exclusive", *wrap).stdout.strip()
@@ -102,7 +100,7 @@ def _preempt(trial: Trial) -> tuple[Run, str]:
     return run, seen
 
 
-@fault("preempt-with-grace", conf={}, quick=True)
+@fault("preempt-with-grace", conf=UNHURRIED, quick=True)
 def preempt_with_grace(trial: Trial) -> str:
     run, seen = _preempt(trial)
     saved_when_told(run, 60)
@@ -133,8 +131,7 @@ def preempt_cancels_without_grace(trial: Trial) -> str:
 
 @fault("requeue-from-outside", quick=True)
 def requeue_from_outside(trial: Trial) -> str:
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60, until_told=True)
     struck = run.struck()
     slurm(trial, "scontrol", "requeue", run.job_id)
     run.wait_attempt(2)
@@ -143,10 +140,9 @@ def requeue_from_outside(trial: Trial) -> str:
 
 @fault("scancel", ENDS, quick=True)
 def scancel(trial: Trial) -> str:
-    run = trial.start("--restart-on-failure", "3")
-    run.wait_step(60)
+    run = trial.start_held(60, "--restart-on-failure", "3", until_told=True)
     slurm(trial, "scancel", run.job_id)
-    seen = run.check_failed("cancelled", within=30, states=("cancelled",), usable=60)
+    seen = run.check_failed("cancelled", states=("cancelled",), usable=60)
     if len(run.attempts) != 1:
         raise run.differs("it was started again")
     return seen
@@ -154,8 +150,7 @@ def scancel(trial: Trial) -> str:
 
 @fault("term-twice")
 def term_twice(trial: Trial) -> str:
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60, until_told=True)
     struck = run.struck()
     for _ in range(2):
         slurm(trial, "scancel", "--signal=TERM", run.job_id)
@@ -167,8 +162,7 @@ def term_twice(trial: Trial) -> str:
 
 @fault("usr1-twice")
 def usr1_twice(trial: Trial) -> str:
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60, until_told=True)
     struck = run.struck()
     for _ in range(2):
         slurm(trial, "scancel", "--full", "--signal=USR1", run.job_id)
@@ -180,8 +174,7 @@ def usr1_twice(trial: Trial) -> str:
 
 @fault("usr1-to-one-rank")
 def usr1_to_one_rank(trial: Trial) -> str:
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60, until_told=True)
     struck = run.struck()
     run.kill(1, signal.SIGUSR1)
     run.wait_attempt(2)
@@ -254,7 +247,7 @@ def usr1_during_a_save(trial: Trial) -> str:
     return seen
 
 
-@fault("deaf-to-term")
+@fault("deaf-to-term", conf={})
 def deaf_to_term(trial: Trial) -> str:
     """A rank that TERM does not reach: killed after KillWait, the run falls back."""
     run = trial.start()
@@ -271,8 +264,8 @@ def deaf_to_term(trial: Trial) -> str:
 @fault("wrapper-deaf-to-term")
 def wrapper_deaf_to_term(trial: Trial) -> str:
     """A wrapper in front of the task that ignores TERM and outlives it."""
-    run = trial.start("--launch-prefix", 'bash -c \'trap "" TERM; "$@"; exit $?\' bash')
-    run.wait_step(60)
+    prefix = 'bash -c \'trap "" TERM; "$@"; exit $?\' bash'
+    run = trial.start_held(60, "--launch-prefix", prefix, until_told=True)
     struck = run.struck()
     slurm(trial, "scancel", "--signal=TERM", run.job_id)
     run.wait_attempt(2)
@@ -281,11 +274,12 @@ def wrapper_deaf_to_term(trial: Trial) -> str:
 
 @fault("requeue-cap", ENDS, quick=True)
 def requeue_cap(trial: Trial) -> str:
-    run = trial.start("--max-requeues", "1")
-    for attempt in (1, 2):
-        run.wait_attempt(attempt)
-        run.wait_step(50 * attempt)
-        slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
+    run = trial.start_held(50, "--max-requeues", "1", until_told=True)
+    slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
+    run.wait(lambda: run.causes, "the end of attempt 1")
+    trial.want("step-200", until_told=True)
+    trial.held("step-200", 2)
+    slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
     seen = run.check_failed(
         "--max-requeues 1", "clusterddp resubmit", states=("stopped",), usable=100
     )

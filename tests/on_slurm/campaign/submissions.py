@@ -50,12 +50,12 @@ def submitter_gone(trial: Trial) -> str:
 @fault("two-jobs-of-one-run", quick=True)
 def two_jobs_of_one_run(trial: Trial) -> str:
     """The script is submitted once more by hand while its first job trains."""
-    run = trial.start()
-    run.wait_step(60)
+    run = trial.start_held(60)
     struck = run.struck()
     script = str(run.dir.script)
     second = slurm_in(trial, "sbatch", "--parsable", script)
     run.wait_said("waiting up to")
+    trial.release("step-60")
     seen = run.check_same(struck)
     first = run.attempts[0].end.exists()
     state = trial.cluster.job_state(second)
