@@ -5,12 +5,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import Interval, TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
 
@@ -610,8 +612,36 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
 def test_spares_are_refused_where_the_job_chooses_no_nodes(
     fields: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(RequestError, match=re.escape(words)):
+    with pytest.raises(OptionError, match=re.escape(words)) as seen:
         spec(resources=Resources(nodes=2, spare_nodes=1), **fields)
+    assert seen.value.code == "CD0103"
+
+
+NODES = "h1,h2"
+AFTER = (("/jobs/a", "ok"),)
+SWEEP = Sweep.of(["lr"], [["0.1"], ["0.2"]], max_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (lambda: Resources(nodes=2, nodelist=NODES, exclude="h2"), "CD0103"),
+        (lambda: Resources(nodelist=NODES), "CD0105"),
+        (lambda: spec(launcher="submitit", sweep=SWEEP), "CD0305"),
+        (lambda: spec(launcher="submitit", after=AFTER), "CD0305"),
+        (lambda: spec(launcher="submitit", notify=("tell",)), "CD0305"),
+        (lambda: spec(notify=("",)), "CD1108"),
+        (lambda: spec(after=AFTER, resources=Resources(dependency="after:1?after:2")), "CD0103"),
+        (lambda: spec(after=(("a", "ok"),)), "CD1105"),
+        (lambda: spec(launcher="local", sweep=SWEEP).check_points(), "CD0103"),
+    ],
+)
+def test_a_contradiction_leads_to_another_page_than_a_value_that_is_not_valid(
+    asked: Callable[[], object], code: str
+) -> None:
+    with pytest.raises(OptionError) as seen:
+        asked()
+    assert seen.value.code == code
 
 
 def test_a_nodelist_of_a_job_with_spares_names_fewer_nodes_or_spares_too() -> None:
