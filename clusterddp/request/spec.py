@@ -879,6 +879,12 @@ class JobSpec:
         return bool(self.command) or any(train.own_functions for train in self.trainings)
 
     @property
+    def starts_own_files(self) -> bool:
+        """Return whether the job starts the user's code, program of `notify`, or interpreter."""
+        own_python = {self.python, self.batch_python} != {sys.executable}
+        return self.uses_own_code or bool(self.notify) or own_python
+
+    @property
     def node_checks(self) -> str:
         """Return the checks of nodes, one of `PREFLIGHTS`.
 
