@@ -29,7 +29,12 @@ def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
 
 
 def last_words(message: ast.expr) -> str:
-    """The end of a message, as far as it is written out: also where `coded` adds it."""
+    """The end of a message, as far as it is written out: also where `coded` adds it.
+
+    The code of an error that is passed on stands for any.
+    """
+    if ast.unparse(message) == "error.code":
+        return "CD0000"
     if isinstance(message, ast.Call) and getattr(message.func, "id", "") == "coded":
         return f" [{last_words(message.args[1])}]"
     if isinstance(message, ast.JoinedStr):

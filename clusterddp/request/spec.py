@@ -185,7 +185,9 @@ class Resources:
         both = next((host for host in unwanted if host in wanted), None)
         if both:
             raise OptionError(
-                f"--nodelist {self.nodelist}", f" and --exclude {self.exclude} both name {both}."
+                f"--nodelist {self.nodelist}",
+                f" and --exclude {self.exclude} both name {both}.",
+                code="CD0103",
             )
 
     @property
@@ -477,7 +479,7 @@ class JobSpec:
             raise OptionError(
                 "--notify",
                 " against --launcher submitit, whose job does not end by our verdict. Use "
-                "--launcher sbatch.",
+                "--launcher sbatch. [CD0305]",
             )
         if self.end_silent and not self.silence:
             raise OptionError(
@@ -495,7 +497,7 @@ class JobSpec:
             raise OptionError(
                 "--sweep",
                 " against --launcher submitit, whose array would number the points as it likes, "
-                "and requeue without their runs. Use --launcher sbatch.",
+                "and requeue without their runs. Use --launcher sbatch. [CD0305]",
             )
         if self.command:
             check_command(self.command, self.sweep.names)
@@ -511,7 +513,7 @@ class JobSpec:
             raise OptionError(
                 "--max-parallel",
                 f" {self.sweep.max_parallel}: has no part in --launcher local, which runs the "
-                "points one after the other. Leave it out.",
+                "points one after the other. Leave it out. [CD0103]",
             )
         if self.train:
             refuse_equal(self.sweep)
@@ -613,13 +615,13 @@ class JobSpec:
             raise OptionError(
                 "--after",
                 " against --launcher submitit: its job looks at no other run. Use --launcher "
-                "sbatch, or --dependency with a job id.",
+                "sbatch, or --dependency with a job id. [CD0305]",
             )
         if "?" in self.resources.dependency:
             raise OptionError(
                 "--after",
                 f" against --dependency {self.resources.dependency}: Slurm takes either all of its "
-                "dependencies (','), which --after needs, or any ('?').",
+                "dependencies (','), which --after needs, or any ('?'). [CD0103]",
             )
 
     def _check_spares(self) -> None:
@@ -629,13 +631,13 @@ class JobSpec:
             raise OptionError(
                 asked,
                 f" against --launcher {self.launcher}: the nodes of a step are chosen by the "
-                "script of --launcher sbatch alone. Use that one, or no spares.",
+                "script of --launcher sbatch alone. Use that one, or no spares. [CD0103]",
             )
         if self.restart_in_job:
             raise OptionError(
                 asked,
                 f" against --restart-in-job {self.restart_in_job}: torchrun's agents start their "
-                "ranks again on the nodes that they have. Leave one of them out.",
+                "ranks again on the nodes that they have. Leave one of them out. [CD0103]",
             )
         words = [  # `-N4` is `-N 4`
             word.partition("=")[0] if word.startswith("--") else word[:2]
@@ -647,13 +649,14 @@ class JobSpec:
             raise OptionError(
                 asked,
                 f" against --srun-args {taken}: the job chooses the nodes of each step. Leave one "
-                "of them out.",
+                "of them out. [CD0103]",
             )
         if dict(self.sbatch).get("no-kill", "off") != "off":
             raise OptionError(
                 asked,
                 " against --sbatch no-kill: a job that loses its script's node would run on, with "
-                "no script, to its time limit. Leave no-kill out: spares do without it.",
+                "no script, to its time limit. Leave no-kill out: spares do without it. "
+                "[CD0103]",
             )
 
     def _check_container(self) -> None:
@@ -882,6 +885,12 @@ class JobSpec:
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
         return bool(self.command) or any(train.own_functions for train in self.trainings)
+
+    @property
+    def starts_own_files(self) -> bool:
+        """Return whether the job starts the user's code, program of `notify`, or interpreter."""
+        own_python = {self.python, self.batch_python} != {sys.executable}
+        return self.uses_own_code or bool(self.notify) or own_python
 
     @property
     def node_checks(self) -> str:

@@ -297,6 +297,7 @@ def train_at(train: TrainConfig, point: Point) -> TrainConfig:
         raise OptionError(
             error.option,
             f"{str(error).removeprefix(error.option)} It is the point {shown(point)} of the sweep.",
+            code=error.code,
         ) from None
 
 

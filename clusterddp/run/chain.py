@@ -321,7 +321,7 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         trouble = _left_held(name, error)
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
-        raise NotDue(why, restart_policy.FAILED, code="CD0401") from None
+        raise NotDue(why, restart_policy.FAILED, code=error.code) from None
     _record_wait(run, name, awaited, trouble=trouble)
     if trouble or not dependency(waits):
         _let_go_where_due(run, name, spec)

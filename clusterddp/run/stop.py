@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
-from clusterddp.run import events
+from clusterddp.run import events, formatting
 from clusterddp.run.attempt import latest, process_alive
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import (
@@ -200,6 +200,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             "of this run for a failure [CD0504]"
         )
     job = status.array_element or submission.job_id
+    name = formatting.job(job, submission.launcher)
     try:
         if not submission.is_local:
             send(job)
@@ -210,11 +211,10 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         _take_back(run)
         if isinstance(error, OSError):
             raise RequestError(
-                f"{run.name}: process {submission.pid} cannot be signalled: "
-                f"{error.strerror}. [CD0507]"
+                f"{run.name}: {name} cannot be signalled: {error.strerror}. [CD0507]"
             ) from None
         raise
-    who = f"process {submission.pid}" if submission.is_local else f"Slurm (job {job})"
+    who = name if submission.is_local else f"Slurm ({name})"
     return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
 
 

@@ -4,8 +4,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from clusterddp.errors import RequestError
 from clusterddp.scripts import sbatch_file
@@ -71,7 +72,33 @@ def check_texts(texts: dict[str, str]) -> list[Finding]:
     return sorted(findings, key=lambda each: (list(texts).index(each.file), each.line))
 
 
-def trains_alone(script: Path) -> bool:
+def one_device_remarks(texts: Mapping[str, str]) -> list[str]:
+    """Return a remark on each training for one device; none beside a job, which has its rules."""
+    if not all(is_python(name, text) for name, text in texts.items()):
+        return []
+    known = {Path(name): text for name, text in texts.items()}
+    remarks = (one_device_remark(name, Path(name), known) for name in texts)
+    return [remark for remark in remarks if remark]
+
+
+def one_device_remark(
+    name: str, script: Path, texts: Mapping[Path, str] = MappingProxyType({}), tasks: int = 0
+) -> str:
+    """Return a remark on a training for one device, empty for any other script.
+
+    name: as the remark shows it. texts: scripts that are read already. tasks: how many start it;
+    0 where that is not known.
+    """
+    if not _trains_alone(script, texts):
+        return ""
+    each = f"each of the {tasks} tasks trains" if tasks else "each of several tasks would train"
+    return (
+        f"{name} is a training for one device: {each} the whole by itself. "
+        "docs/from-one-device.md has what it lacks."
+    )
+
+
+def _trains_alone(script: Path, texts: Mapping[Path, str]) -> bool:
     """Return whether a script trains on one device: each of several tasks would train the whole.
 
     The modules beside it are read with it. Nothing is said where another one may see to the ranks.
@@ -80,10 +107,10 @@ def trains_alone(script: Path) -> bool:
     found, todo = {script}, [script]
     while todo:
         path = todo.pop()
-        if not os.path.isfile(path):  # noqa: PTH113 - no pipe is read; a name can be too long
-            return False
+        if path not in texts and not os.path.isfile(path):  # noqa: PTH113
+            return False  # no pipe is read; a name can be too long for Path.is_file
         try:
-            text = read_script(str(path))
+            text = texts[path] if path in texts else read_script(str(path))
             python = _python(path.name, text) if is_python(path.name, text) else None
         except RequestError:
             return False  # no text, or no Python that this interpreter knows

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path, PurePath
 
 from clusterddp import log
-from clusterddp.errors import OptionError, RequestError
+from clusterddp.errors import OptionError, RequestError, coded
 from clusterddp.launchers import SHIPPED, load
 from clusterddp.request.spec import JobSpec
 
@@ -96,12 +96,10 @@ def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:
     from clusterddp.scripts import check
 
     program, file = nested_launcher.started(spec.command)
-    if check.trains_alone(folder / (file or program)):
-        log.warning(
-            f"{shlex.quote(file or program)} is a training for one device: each of the "
-            f"{spec.world_size} tasks trains the whole by itself. docs/from-one-device.md has what "
-            "it lacks. [CD1226]"
-        )
+    name = file or program
+    remark = check.one_device_remark(shlex.quote(name), folder / name, tasks=spec.world_size)
+    if remark:
+        log.warning(coded(remark, "CD1226"))
 
 
 def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> None:

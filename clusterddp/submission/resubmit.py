@@ -329,8 +329,9 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     job = states.get(status.job_id, JobState(State.UNKNOWN))
     detail = f" ({status.detail})" if status.detail else ""
     if status.state in (QUEUED, RUNNING):
+        name = formatting.job(status.job_id, status.launcher)
         raise RequestError(
-            f"{run.name} is {status.state}{detail} as job {status.job_id}: one run cannot train "
+            f"{run.name} is {status.state}{detail} as {name}: one run cannot train "
             f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
             f"with 'clusterddp stop {run.shown}'. [CD0508]"
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clusterddp import log
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, coded
 from clusterddp.run import events, formatting
 from clusterddp.run.files import load, read_file, write_atomically
 from clusterddp.run.run_dir import RunDir, run_folders
@@ -178,7 +178,7 @@ def try_to_take(
     except RequestError as error:
         if needed:
             raise
-        log.warning(f"your code is not copied: {error} [CD0311]")
+        log.warning(coded(f"your code is not copied: {error}", error.code))
         return None
     if taken.large:
         names = formatting.some([_shown(name) for name in taken.large], 3, ", ")

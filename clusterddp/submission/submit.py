@@ -21,7 +21,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
-from clusterddp.submission.inputs import check_folder, find_own_functions, make_sure
+from clusterddp.submission.inputs import check_folder, make_sure
 from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
 
@@ -61,10 +61,8 @@ def submit(
     question = ask_for_partitions(spec)
     if spec.sweep and spec.launcher != "local":
         outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
-    _warn_of_launcher(spec)
-    _check_commands(spec, script)
-    check_pythons(spec, imports=check_python)
-    check_notified(spec)
+    for check_start in _checks_of_starts(spec, script, imports=check_python):
+        check_start()
     if not inputs_are_sure:
         for train in spec.trainings:
             make_sure(train, spec)
@@ -142,21 +140,29 @@ def naming_the_job(spec: JobSpec) -> Iterator[None]:
         ) from None
 
 
-def check_files(spec: JobSpec, script: str, *, has_folder: bool) -> list[RequestError]:
+def _checks_of_starts(
+    spec: JobSpec, script: str, *, imports: bool = False
+) -> list[Callable[[], None]]:
+    """Return the checks of what the job starts, which warn or raise RequestError.
+
+    imports: start the tasks' interpreters, which have to import torch.
+    """
+    return [
+        lambda: _warn_of_launcher(spec),
+        lambda: _check_commands(spec, script),
+        lambda: check_pythons(spec, imports=imports),
+        lambda: check_notified(spec),
+    ]
+
+
+def refusals_of_files(spec: JobSpec, script: str, *, has_folder: bool) -> list[RequestError]:
     """Return what a submission would refuse for files that are not there; touches nothing.
 
-    Logs what it would warn of. has_folder: somebody has named the folder of the dataset. Raises
-    RequestError where the model or the dataset is a function that is not there.
+    Logs what it would warn of. has_folder: somebody has named the folder of the dataset. A model or
+    a dataset of the user's own is not looked at.
     """
-    _warn_of_launcher(spec)
-    for train in spec.trainings:
-        find_own_functions(train, spec)
-    checks: list[Callable[[], None]] = [
-        lambda: _check_commands(spec, script),
-        lambda: check_pythons(spec),
-        lambda: check_notified(spec),
-        *(partial(check_folder, train) for train in spec.trainings if has_folder),
-    ]
+    checks = _checks_of_starts(spec, script)
+    checks += [partial(check_folder, train) for train in spec.trainings if has_folder]
     refusals: dict[str, RequestError] = {}
     for check in checks:
         try:

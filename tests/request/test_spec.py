@@ -5,12 +5,14 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import Interval, TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
 
@@ -258,29 +260,39 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "message", "code"),
     [
-        ({**IMAGE, "launch_prefix": ("env",)}, "--container-image.* against --launch-prefix"),
-        ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container"),
-        ({**IMAGE, "container_runtime": "docker"}, "--container-runtime"),
-        ({**IMAGE, "container_runtime": "podman"}, "podman does not read /img/torch.sif"),
-        ({**IMAGE, "container_runtime": "pyxis"}, "pyxis does not read /img/torch.sif"),
-        ({**PYXIS, "run_dir": "/my jobs/demo"}, "pyxis cannot mount '/my jobs/demo'"),
-        ({**PYXIS, "container_mounts": ("/a,b",)}, "pyxis cannot mount '/a,b:/a,b'"),
-        ({**IMAGE, "container_mounts": ("/a:b",)}, "--container-mount"),
-        ({**IMAGE, "container_workdir": "relative"}, "--container-workdir"),
-        ({**IMAGE, "run_dir": "/a:b/demo"}, "--output-root"),
-        ({**IMAGE, "train": TrainConfig(data_dir="/a:b")}, "--data-dir"),
-        ({"container_image": "--nv"}, "--container-image"),
-        ({"container_mounts": ("/a",)}, "--container-mount without --container-image"),
-        ({"container_workdir": "/a"}, "--container-workdir without --container-image"),
-        ({"container_runtime": "podman"}, "--container-runtime without --container-image"),
+        (
+            {**IMAGE, "launch_prefix": ("env",)},
+            "--container-image.* against --launch-prefix",
+            "CD1004",
+        ),
+        ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container", "CD1004"),
+        ({**IMAGE, "container_runtime": "docker"}, "--container-runtime", "CD0102"),
+        ({**IMAGE, "container_runtime": "podman"}, "podman does not read /img/torch.sif", "CD1004"),
+        ({**IMAGE, "container_runtime": "pyxis"}, "pyxis does not read /img/torch.sif", "CD1004"),
+        ({**PYXIS, "run_dir": "/my jobs/demo"}, "pyxis cannot mount '/my jobs/demo'", "CD1004"),
+        ({**PYXIS, "container_mounts": ("/a,b",)}, "pyxis cannot mount '/a,b:/a,b'", "CD1004"),
+        ({**IMAGE, "container_mounts": ("/a:b",)}, "--container-mount", "CD1003"),
+        ({**IMAGE, "container_workdir": "relative"}, "--container-workdir", "CD0102"),
+        ({**IMAGE, "run_dir": "/a:b/demo"}, "--output-root", "CD1003"),
+        ({**IMAGE, "train": TrainConfig(data_dir="/a:b")}, "--data-dir", "CD1003"),
+        ({"container_image": "--nv"}, "--container-image", "CD0102"),
+        ({"container_mounts": ("/a",)}, "--container-mount without --container-image", "CD1004"),
+        ({"container_workdir": "/a"}, "--container-workdir without --container-image", "CD1004"),
+        (
+            {"container_runtime": "podman"},
+            "--container-runtime without --container-image",
+            "CD1004",
+        ),
     ],
 )
-def test_a_container_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_container_that_cannot_be_is_refused(
+    fields: dict[str, Any], message: str, code: str
+) -> None:
     with pytest.raises(OptionError, match=message) as said:
         spec(**fields)
-    assert said.value.code == "CD1004" or "without" not in message
+    assert said.value.code == code
 
 
 @pytest.mark.parametrize("field", ["arm_stacks", "end_silent", "silence"])
@@ -610,8 +622,36 @@ def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
 def test_spares_are_refused_where_the_job_chooses_no_nodes(
     fields: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(RequestError, match=re.escape(words)):
+    with pytest.raises(OptionError, match=re.escape(words)) as seen:
         spec(resources=Resources(nodes=2, spare_nodes=1), **fields)
+    assert seen.value.code == "CD0103"
+
+
+NODES = "h1,h2"
+AFTER = (("/jobs/a", "ok"),)
+SWEEP = Sweep.of(["lr"], [["0.1"], ["0.2"]], max_parallel=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (lambda: Resources(nodes=2, nodelist=NODES, exclude="h2"), "CD0103"),
+        (lambda: Resources(nodelist=NODES), "CD0105"),
+        (lambda: spec(launcher="submitit", sweep=SWEEP), "CD0305"),
+        (lambda: spec(launcher="submitit", after=AFTER), "CD0305"),
+        (lambda: spec(launcher="submitit", notify=("tell",)), "CD0305"),
+        (lambda: spec(notify=("",)), "CD1108"),
+        (lambda: spec(after=AFTER, resources=Resources(dependency="after:1?after:2")), "CD0103"),
+        (lambda: spec(after=(("a", "ok"),)), "CD1105"),
+        (lambda: spec(launcher="local", sweep=SWEEP).check_points(), "CD0103"),
+    ],
+)
+def test_a_contradiction_leads_to_another_page_than_a_value_that_is_not_valid(
+    asked: Callable[[], object], code: str
+) -> None:
+    with pytest.raises(OptionError) as seen:
+        asked()
+    assert seen.value.code == code
 
 
 def test_a_nodelist_of_a_job_with_spares_names_fewer_nodes_or_spares_too() -> None:

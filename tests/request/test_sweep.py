@@ -7,7 +7,7 @@ import pytest
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.spec import JobSpec, Resources
-from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
+from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points, train_at
 from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
 
@@ -181,6 +181,12 @@ def test_points_that_the_training_cannot_have_are_refused(items: list[str], word
         JobSpec(
             "s", "/s", Resources(), train=TrainConfig(device="cpu"), sweep=parse(items)
         ).check_points()
+
+
+def test_a_point_keeps_the_code_of_what_is_refused() -> None:
+    with pytest.raises(OptionError, match="the point precision=tf32") as seen:
+        train_at(TrainConfig(device="cpu"), (("precision", "tf32"),))
+    assert seen.value.code == "CD0103"
 
 
 def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:

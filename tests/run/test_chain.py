@@ -279,7 +279,7 @@ def test_a_job_that_cannot_go_back_ends_with_the_reason(
     monkeypatch.setattr(chain.slurm, "put_back", refuse)
     with pytest.raises(chain.NotDue, match=r"cannot wait again for a \(running\): not on") as seen:
         chain.wait_again(waiting, "5", 0)
-    assert seen.value.cause == "failed"
+    assert (seen.value.cause, seen.value.code) == ("failed", "CD0406")
     assert events.read(waiting.events) == []
 
 

@@ -601,7 +601,7 @@ def as_nobody() -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ["secret.key", "private"])
 def test_what_cannot_be_read_is_named_before_anything_is_written(
-    as_nobody: Path, name: str
+    as_nobody: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree, target = as_nobody / "tree", as_nobody / "code"
     write(tree, {"train.py": "x", "secret.key": "x", "private/x": "x"})
@@ -610,6 +610,8 @@ def test_what_cannot_be_read_is_named_before_anything_is_written(
         take(tree, target)
     assert not target.exists()
     assert fingerprint(tree) is None
+    assert snapshots.try_to_take(tree, target, 200, (), needed=False) is None
+    assert capsys.readouterr().err.endswith("from the folder itself. [CD0312]\n")
     (tree / name).chmod(0o700)
     assert take(tree, target).files == 3
 

@@ -1,14 +1,13 @@
 """`clusterddp check`: what will go wrong in an sbatch file or a training script, with the line."""
 
 import json
-from pathlib import Path
 
 import click
 
 from clusterddp import log
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, coded
 from clusterddp.run.formatting import clean, count
-from clusterddp.scripts.check import check_texts, is_python, read_script, trains_alone
+from clusterddp.scripts.check import check_texts, one_device_remarks, read_script
 from clusterddp.scripts.findings import Finding
 
 
@@ -32,12 +31,8 @@ def command(files: tuple[str, ...], as_json: bool) -> int:
         for finding in findings:
             click.echo(_shown(finding))
         click.echo(_summary(findings, len(texts)), err=True)
-    if all(is_python(name, text) for name, text in texts.items()):  # no job says how many tasks
-        for name in filter(lambda name: trains_alone(Path(name)), texts):
-            log.warning(
-                f"{clean(name)} is a training for one device: several tasks would each train the "
-                "whole by themselves. docs/from-one-device.md has what it lacks. [CD1226]"
-            )
+    for remark in one_device_remarks(texts):
+        log.warning(coded(clean(remark), "CD1226"))
     return EXIT_FAILED if findings else EXIT_DONE
 
 

@@ -51,7 +51,8 @@ def begin(
             )
         except batch_script.RunIsDone as error:
             if not or_done:
-                raise NotStarted(f"{error}.") from None  # a script would go on after exit code 0
+                # A script would go on after exit code 0.
+                raise NotStarted(f"{error}.", code=error.code) from None
             log.info(str(error))
             click.echo(restart_policy.DONE)
             return EXIT_DONE

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -125,7 +124,7 @@ def command(
                 err=True,
             )
     if dry_run:
-        _warn_of_files(ctx, spec, script)
+        _check_files(ctx, spec, script)
         for remark in spec.remarks:
             click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
         if spec.after:
@@ -173,13 +172,14 @@ def command(
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
 
 
-def _warn_of_files(ctx: click.Context, spec: JobSpec, script: str) -> None:
-    """Say what a submission would refuse for files that are not there."""
+def _check_files(ctx: click.Context, spec: JobSpec, script: str) -> None:
+    """Say what a submission would refuse for files that are not there; refuse a function."""
     has_folder = source(ctx, "data_dir") != "default"
-    own_python = {spec.python, spec.batch_python} != {sys.executable}
-    if spec.uses_own_code or spec.notify or has_folder or own_python:
-        from clusterddp.submission import submit  # which a plain dry run does without
+    if spec.starts_own_files or has_folder:
+        from clusterddp.submission import inputs, submit  # which a plain dry run does without
 
-        for refused in submit.check_files(spec, script, has_folder=has_folder):
+        for train in spec.trainings:
+            inputs.find_own_functions(train, spec)
+        for refused in submit.refusals_of_files(spec, script, has_folder=has_folder):
             said = f"warning: a submission would refuse this: {coded(refused)}"
             click.echo(f"clusterddp: {said}", err=True)

@@ -120,8 +120,9 @@ def test_a_stopped_run_has_ended(workplace: Workplace) -> None:
 def test_a_local_run_gets_sigterm(workplace: Workplace) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        event = submitted("5", launcher="local", pid=process.pid, time=time.time())
-        run = workplace.run("here", event, started("5"))
+        job = str(process.pid)
+        event = submitted(job, launcher="local", pid=process.pid, time=time.time())
+        run = workplace.run("here", event, started(job))
         got = workplace.invoke("cancel", "here")
         assert (got.code, got.out) == (0, f"here: asked process {process.pid} to end it\n"), got.err
         assert process.wait(timeout=90) == -signal.SIGTERM

@@ -61,6 +61,13 @@ def test_a_training_for_one_device_is_named_as_such() -> None:
         done = run_check(*(f"examples/{file}" for file in files))
         assert (done.returncode, done.stdout) == (0, b"")
         assert alone in done.stderr.decode()
+    script = b"#!/usr/bin/env python\nimport torch\ntorch.ones(1).sum().backward()\n"
+    done = run_check("--json", "-", stdin=script)
+    assert (done.returncode, json.loads(done.stdout)) == (0, [])
+    assert done.stderr.decode() == (
+        "clusterddp: warning: - is a training for one device: each of several tasks would train "
+        "the whole by itself. docs/from-one-device.md has what it lacks. [CD1226]\n"
+    )
     done = run_check("examples/many_devices.py")
     assert (done.returncode, b"one device" in done.stderr) == (0, False)
 

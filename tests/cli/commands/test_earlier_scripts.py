@@ -116,7 +116,9 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
     status = json.loads(workplace.invoke("status", "one", "--json").out)
     assert (status["state"], status["attempt"], status["exit_code"]) == ("done", 1, 0)
     # A script of before would go on after exit code 0.
-    assert (starts(workplace, run, restart=2).code, len(attempts.attempts(run))) == (1, 1)
+    again = starts(workplace, run, restart=2)
+    assert (again.code, len(attempts.attempts(run))) == (1, 1)
+    assert again.err.endswith(" [CD1228]\n")
     add_event(run, "resubmit")
     assert starts(workplace, run, job_id="8").out == "2\n"
 

@@ -1142,6 +1142,13 @@ def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -
     assert shown.startswith("second\n7\nclusterddp: rank 0 on 127.0.0.1 failed first")
 
 
+def test_a_rehearsal_that_runs_is_named_as_a_process(workplace: Workplace) -> None:
+    run, pid = rehearsal(workplace), os.getpid()
+    here = {"launcher": "local", "pid": pid, "host": os.uname().nodename, "time": time.time()}
+    run.events.write_text(json.dumps(submitted(str(pid), **here)) + "\n")
+    assert f") as process {pid}: one run cannot train twice at once" in refused(workplace, run)
+
+
 def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Workplace) -> None:
     run = rehearsal(workplace)
     there = submitted("5", launcher="local", pid=1, host="elsewhere", time=1.0)
