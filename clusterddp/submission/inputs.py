@@ -65,7 +65,8 @@ def check_folder(config: TrainConfig) -> None:
 
     The default one is excepted, which nobody has typed. Raises RequestError.
     """
-    is_named = config.dataset == "mnist" and config.data_dir != TrainConfig().data_dir
+    usual = Path(TrainConfig().data_dir).absolute()
+    is_named = config.dataset == "mnist" and Path(config.data_dir).absolute() != usual
     if is_named and not Path(config.data_dir).expanduser().exists():
         place = shlex.quote(config.data_dir)
         raise RequestError(

@@ -55,10 +55,11 @@ def test_nothing_is_downloaded_into_a_folder_that_is_not_there(
     assert fetched == []
     monkeypatch.chdir(tmp_path)
     missing.mkdir()
-    for there in (str(missing), TrainConfig().data_dir):  # the default is no typing error
+    usual = TrainConfig().data_dir
+    for there in (str(missing), usual, str(tmp_path / usual)):  # the default is no typing error
         with pytest.raises(RequestError, match="no network"):
             make_sure(TrainConfig(data_dir=there), job())
-    assert fetched == [str(missing), "data"]
+    assert fetched == [str(missing), "data", str(tmp_path / "data")]
 
 
 @pytest.mark.parametrize("what", ["", "attempts/0001/checkpoints/step-00000020.pt"])
