@@ -90,7 +90,8 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
         wait_for(lambda: request.reason, "the request")
         begin(attempt.run)
         wait_for(lambda: ends, "the end")
-    assert sum("No space left on device" in line for line in logged) == 1
+    [line] = [line for line in logged if "No space left on device" in line]
+    assert line.endswith("[CD0518]")
 
 
 @pytest.mark.usefixtures("quickly")

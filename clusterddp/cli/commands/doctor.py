@@ -159,7 +159,7 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
     for key, value in settings.items():
         if read.get(key) != value:
             raise RequestError(
-                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0203]"
+                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0201]"
             )
     try:
         with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never over a file

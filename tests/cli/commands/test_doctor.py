@@ -299,6 +299,7 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
     got = write(site, "--data-dir", value)
     if got.code == 2:
         assert not (site.folder / "new.cfg").exists()
+        assert "site.cfg cannot carry" not in got.err or got.err.endswith("[CD0201]\n")
         return
     assert value in hostile.CARRIED
     shown = site.workplace.invoke("site", "--site", "new.cfg", "--json")
