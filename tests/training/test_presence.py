@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,16 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The reasons for which a process would have ended."""
     reasons: list[str] = []
     monkeypatch.setattr(Presence, "_end", lambda _, why: reasons.append(why))
-    return reasons
+    yield reasons
+    await_thread()  # a thread that is late would end the tests' process
+
+
+def await_thread() -> None:
+    wait_for(lambda: "presence" not in {t.name for t in threading.enumerate()}, "its thread's end")
 
 
 @pytest.fixture
@@ -41,7 +47,7 @@ def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
     with ours:
         wait_for(lambda: attempt.alive.exists() and _step(attempt) >= 3, "a third sign of life")
         assert attempt.is_alive()
-    wait_for(lambda: "presence" not in {t.name for t in threading.enumerate()}, "its thread's end")
+    await_thread()
     assert sorted(path.name for path in attempt.path.iterdir()) == ["alive", "outcomes"]
 
 
