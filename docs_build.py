@@ -21,6 +21,7 @@ import click
 
 from clusterddp import errors, explained
 from clusterddp.cli.main import COMMANDS, cli
+from clusterddp.cli.options import RequeueOption
 from clusterddp.request import options as table
 from clusterddp.request.options import Option
 from clusterddp.request.spec import OPTIONS
@@ -232,8 +233,8 @@ def _option_row(row: Option) -> tuple[str, ...]:
     negated = [f"--no-{row.name}"] if row.negatable else []
     value = "" if row.type is bool else f" {row.metavar or _kind(row)}"
     forms = ", ".join([*row.flags, *negated]) + value
-    if row.name == "requeue":  # RequeueOption
-        forms = f"--requeue[={table.EXPEDITE}], --no-requeue"
+    if row.name == "requeue":
+        forms = ", ".join(RequeueOption.FORMS)
     usual = _switch(row) if row.type is bool else str(row.default)
     default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]

@@ -18,11 +18,12 @@ from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, follow, stacks
+from clusterddp.run import end_codes, events, follow, restart_policy, stacks
 from clusterddp.run import stop as stopping
 from clusterddp.run.events import Failure
 from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
+from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.run.stacks import RankStacks
 from clusterddp.run.state import latest_submission
@@ -279,18 +280,25 @@ def _train(
     report = read_json(run.report)
     if code == EXIT_DONE and report is not None:
         return report
+    attempt = attempts.latest(run) or attempts.Attempt(run, 1)
     if code == EXIT_PAUSED:
+        last_word = attempt.read_last_word()
+        by_person = last_word and last_word.reason == "stop"
         raise TrainingError(
-            f"it was stopped and has saved; resume it with run_dir={str(path)!r}. [CD1204]"
+            f"it was stopped and has saved; resume it with run_dir={str(path)!r}.",
+            code=end_codes.OF_CAUSE[restart_policy.STOPPED if by_person else restart_policy.SIGNAL],
         )
-    raise TrainingError(_how_it_failed(run, failure), code="CD0817")
-
-
-def _how_it_failed(run: RunDir, failure: Failure | None) -> str:
-    """Name the rank that failed first, with its traceback where its log ends with one."""
     if failure is None:
-        return f"the training failed; the logs are in {run.logs}"
-    attempt = attempts.latest(run)
-    text = of_attempt(run.rank_log(failure.rank), attempt.number if attempt else 1)
+        words = f"the training failed; the logs are in {run.logs}"
+        raise TrainingError(words, code=end_codes.UNEXPLAINED)
+    outcomes = read_outcomes(attempt.outcomes)
+    raise TrainingError(
+        _how_it_failed(attempt, failure), code=end_codes.of_failure(failure, outcomes)
+    )
+
+
+def _how_it_failed(attempt: attempts.Attempt, failure: Failure) -> str:
+    """Name the rank that failed first, with its traceback where its log ends with one."""
+    text = of_attempt(attempt.run.rank_log(failure.rank), attempt.number)
     _, begin, trace = text.rpartition("Traceback (most recent call last):")
     return f"{failure.describe()}\n{begin}{trace}".rstrip() if begin else failure.describe()

@@ -17,7 +17,8 @@ EXIT_PAUSED = 75
 EXIT_INTERRUPTED = 130
 
 
-_CODE = re.compile(r" \[(CD\d{4})\]\Z")
+CODE_AT_END = re.compile(r" \[(CD\d{4})\]\Z")
+"""Code of a message, as `coded` adds it."""
 
 
 class ClusterDDPError(Exception):
@@ -33,7 +34,7 @@ class ClusterDDPError(Exception):
         code: that of an error which this one passes on.
         """
         text = str(message)
-        if own := _CODE.search(text):
+        if own := CODE_AT_END.search(text):
             text, code = text[: own.start()], own[1]
         super().__init__(text)
         self.code = code or self.code

@@ -43,6 +43,7 @@ from clusterddp.errors import (
     ClusterDDPError,
     RequestError,
     TrainingError,
+    coded,
 )
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
 from clusterddp.request.train_config import Interval
@@ -359,11 +360,11 @@ class Loop:
                 source = self._settle(attempt, hosts)
                 settled = str(attempt.path), str(source or ""), None
             except CheckpointError as error:
-                settled = str(error), "", CheckpointError
+                settled = coded(error), "", CheckpointError
             except ClusterDDPError as error:
-                settled = str(error), "", TrainingError
+                settled = coded(error), "", TrainingError
             except OSError as error:
-                cause = f"rank 0 on {_host()} cannot begin an attempt: {error}"
+                cause = f"rank 0 on {_host()} cannot begin an attempt: {error} [CD0504]"
                 settled = cause, "", TrainingError
         path, source_path, failure = self._from_first(settled)
         if failure:
@@ -419,7 +420,8 @@ class Loop:
         try:
             results.append(act())
         except (CheckpointError, OSError) as error:
-            problem = f"rank {self.rank} on {_host()}: {error}"
+            code = getattr(error, "code", "CD0505")
+            problem = f"rank {self.rank} on {_host()}: {coded(error, code)}"
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"the checkpoint {source} does not fit what this loop was given: {error}"
         if problem := next(filter(None, self._gather(problem)), ""):

@@ -12,7 +12,13 @@ import clusterddp
 from clusterddp import JobSpec, Resources, TrainConfig, launch, render, submit
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError, TrainingError
+from clusterddp.run import attempt as attempts
+from clusterddp.run.events import Failure
+from clusterddp.run.files import write_record
+from clusterddp.run.outcome import failure_of
+from clusterddp.run.records import LastWord, Outcome, TaskError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.worker import workstation
 from tests.event_lines import kinds, read_events
 from tests.waiting import PATIENCE
 
@@ -217,7 +223,33 @@ def test_a_failed_training_names_the_rank_that_failed_first(
     assert words.startswith("rank 1 on ")
     assert "failed first: ValueError: no such layer" in words
     assert words.endswith("ValueError: no such layer") and "Traceback" in words
+    assert raised.value.code == "CD1209"
     with pytest.raises(RequestError, match="'clone' is not one of exec, fork, spawn, forkserver"):
         launch(config, start_method="clone")
     with pytest.raises(RequestError, match="args"):
         launch(config, args=(1,))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "code"),
+    [(75, "stop", "CD1204"), (75, "SIGTERM", "CD1208"), (1, "", "CD1219"), (1, "rank 1", "CD0810")],
+)
+def test_an_end_has_the_code_that_the_log_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int, reason: str, code: str
+) -> None:
+    def trained(_: TrainConfig, run: RunDir, *__: object) -> tuple[int, Failure | None]:
+        attempt = attempts.begin(run)
+        if exit_code == 75:
+            attempt.write_last_word(attempt.end, vars(LastWord("stopped", reason, 3)))
+        if not reason or exit_code == 75:
+            return exit_code, None
+        error = TaskError("", "the loss is nan", code=code)
+        failed = Outcome(1, 1, 0, "here", 7, "", 0, "", 1.0, 2.0, exit_code, error=error)
+        write_record(attempt.outcomes / "rank-1.json", dataclasses.asdict(failed))
+        return exit_code, failure_of(failed)
+
+    monkeypatch.setattr(workstation, "train", trained)
+    config = TrainConfig(dataset="synthetic", data_dir=f"{folder}/data")
+    with pytest.raises(TrainingError) as raised:
+        launch(config, run_dir="jobs/one")
+    assert raised.value.code == code

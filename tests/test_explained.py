@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp import errors
-from clusterddp.explained import FOLDER, catalogue, code_of, nearest, with_words
+from clusterddp.explained import FOLDER, catalogue, code_of, find, nearest, with_words
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.run import end_codes, restart_policy
 
@@ -135,6 +135,8 @@ def test_a_code_is_found_as_it_is_typed(asked: str) -> None:
 
 def test_pages_are_found_by_their_words() -> None:
     assert "CD0903" in [page.code for page in with_words(["Firewall", "interface"])]
+    assert [page.code for page in find(["cd1212", "401"])] == ["CD1212", "CD0401"]
+    assert find(["75"]) == with_words(["75"]) and len(find([])) == len(catalogue())
     assert "CD1211" in [page.code for page in with_words(["exit code", "137"])]
     assert with_words(["no page has these"]) == [] and code_of("firewall") == ""
     assert "CD0413" in nearest("CD0419") and not nearest("")

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from clusterddp import checkpoints
+from clusterddp import loop as loop_module
 from clusterddp.checkpoints import catalog
 from clusterddp.distributed.agreement import Poll
 from clusterddp.errors import CheckpointError, RequestError, TrainingError
@@ -443,6 +444,52 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
             loop = Loop(folder=tmp_path, model=kind)
             loop.finish()
             loop.close()
+
+
+def test_what_rank_0_refuses_keeps_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path | None = tmp_path, **states: Any) -> tuple[type[Exception], str]:
+        with pytest.raises((CheckpointError, TrainingError)) as caught:
+            Loop(folder=folder, **states or {"model": nn.Linear(1, 1)})
+        return caught.type, caught.value.code
+
+    loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    assert refused() == (TrainingError, "CD0816")
+    loop.step()
+    loop.finish()
+    loop.close()
+    assert refused(other=nn.Linear(1, 1)) == (CheckpointError, "CD0703")
+    parsed = loop_module._parsed
+    of_two = lambda *read: {**parsed(*read), "world_size": 2}  # noqa: E731
+    monkeypatch.setattr(loop_module, "_parsed", of_two)
+    assert refused() == (CheckpointError, "CD0709")
+    monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
+    assert refused(folder=None) == (TrainingError, "CD0512")
+    (tmp_path / "file").touch()
+    assert refused(tmp_path / "file/run") == (TrainingError, "CD0504")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CheckpointError("it is damaged", code="CD0702"), "CD0702"),
+        (OSError(116, "Stale file handle"), "CD0505"),
+        (RuntimeError("size mismatch"), "CD0703"),
+    ],
+    ids=repr,
+)
+def test_what_a_rank_cannot_restore_keeps_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    Training(tmp_path).run()
+    monkeypatch.setattr(Loop, "_restore", fails)
+    with pytest.raises(CheckpointError) as caught:
+        Training(tmp_path)
+    assert caught.value.code == code
 
 
 # -- what the commands read ------------------------------------------------------------------

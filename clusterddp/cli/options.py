@@ -244,6 +244,8 @@ _WORDS = {
 class RequeueOption(click.Option):
     """`--requeue`, `--requeue=expedite` and `--no-requeue`, as sbatch has them."""
 
+    FORMS = (f"--requeue[={EXPEDITE}]", "--no-requeue")
+
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         """Register all forms for one value."""
         super().add_to_parser(parser, ctx)
@@ -256,7 +258,7 @@ class RequeueOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the two columns of --help."""
         record = super().get_help_record(ctx)
-        return record and (f"--requeue[={EXPEDITE}] / --no-requeue", record[1])
+        return record and (" / ".join(self.FORMS), record[1])
 
 
 def _with_value(args: list[str]) -> list[str]:

@@ -62,7 +62,7 @@ def _download(draft: Path, others: str) -> None:
     except ImportError as error:
         raise DataError(
             f"fetching needs torchvision, which cannot be imported: {error}. Install it "
-            f"(python -m pip install torchvision), or:\n{others} [CD0603]"
+            f"(python -m pip install torchvision), or:\n{others} [CD0803]"
         ) from None
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_SECONDS)

@@ -120,7 +120,7 @@ def check_labels(raw: Path) -> None:
             index = next(i for i, label in enumerate(labels) if label >= CLASSES)
             raise DataError(
                 f"{name} has the label {labels[index]} at image {index}; "
-                f"labels are 0 to {CLASSES - 1}. [CD0606]"
+                f"labels are 0 to {CLASSES - 1}."
             )
 
 

@@ -59,6 +59,15 @@ def code_of(word: str) -> str:
     return f"CD{int(digits[1]):04}" if digits else ""
 
 
+def find(typed: Sequence[str]) -> list[Page]:
+    """Return the pages of the codes that were typed; of anything else those with all the words."""
+    known = catalogue()
+    codes = [code_of(word) for word in typed]
+    if typed and known.keys() >= set(codes):
+        return [known[code] for code in codes]
+    return with_words(typed)
+
+
 def with_words(words: Sequence[str]) -> list[Page]:
     """Return the pages that hold all the words, in any case; all pages for none.
 

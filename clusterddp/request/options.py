@@ -314,6 +314,20 @@ def passed_over(used: Path, environ: Mapping[str, str], folder: Path) -> list[Pa
     return [place for place in there if not place.samefile(used)]
 
 
+def lacking(now: Path, before: Path, known: Collection[str]) -> list[str]:
+    """Return the settings, variables and clusters of the file before that the new one lacks.
+
+    A file that cannot be read lacks nothing. known: the names that a setting can have.
+    """
+    try:
+        old, new = (read_site(path, None, known) for path in (before, now))
+    except RequestError:
+        return []
+    missing = [name for name in old.values if name not in new.values]
+    missing += [name for name in old.environment if name not in new.environment]
+    return missing + [f"[cluster:{name}]" for name in old.clusters if name not in new.clusters]
+
+
 def user_file(environ: Mapping[str, str]) -> Path:
     """Return the place of the user's own site.cfg."""
     home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"

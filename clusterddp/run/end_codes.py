@@ -42,29 +42,38 @@ NO_SAVING = "CD1220"
 HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
 NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
 NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
+# Our own words of a signal stand at the beginning, or behind those of what started the rank
+# (`outcome`); a person's exception can have the same anywhere.
+_DIED = r"^(what had started it .* was )?"
 _OF_REASONS = (
     (
         r"OutOfMemoryError|(CUDA|HIP)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
         "CD1212",
     ),
     (
-        r"out of memory \(killed by the kernel\)|killed by SIGKILL|killed by signal: Killed"
-        r"|MemoryError|(can't|Cannot) allocate memory|DataLoader worker .* exited unexpectedly",
+        rf"{_DIED}(out of memory \(killed by the kernel\)|killed by SIGKILL)"
+        r"|DataLoader worker .* (killed by signal: Killed|exited unexpectedly)"
+        r"|MemoryError|(can't|Cannot) allocate memory",
         "CD1211",
     ),
-    (r"killed by SIG(SEGV|ABRT|BUS|ILL|FPE)", "CD1213"),
-    # A shell's words for the signal that ended what it had started.
-    (r"exit code 137$", "CD1211"),
-    (r"exit code 1(39|34|35|32|36)$", "CD1213"),
+    # An exit code is a shell's word for the signal that ended what it had started.
+    (rf"{_DIED}killed by SIGBUS|^exit code 135$", "CD1216"),
+    (rf"{_DIED}killed by SIG(SEGV|ABRT|ILL|FPE)", "CD1213"),
+    (r"^exit code 137$", "CD1211"),
+    (r"^exit code 1(39|34|32|36)$", "CD1213"),
     (r"No space left on device|Disk quota exceeded", "CD0504"),
     (r"ModuleNotFoundError|ImportError|cannot open shared object file", "CD1217"),
     (r"(EADDRINUSE|[Aa]ddress already in use)", "CD0905"),
     (r"No CUDA GPUs are available|invalid device ordinal|NVIDIA driver", "CD0804"),
     (r"DistStoreError|DistNetworkError|Timed out waiting .* clients? to join", "CD0902"),
-    (r"NCCL|collective operation timeout|(closed|reset) by peer", "CD1215"),
-    (r"exit code 12[67]$", "CD0316"),
-    (r"exit code \d+|killed by SIG", EXIT_CODE),
-    (r"left no record of its end$", UNEXPLAINED),
+    (
+        r"^NCCL's watchdog: |DistBackendError|NCCL ([Ee]rror|communicator)|nccl\w+Error"
+        r"|collective operation timeout|(closed|reset) by peer",
+        "CD1215",
+    ),
+    (r"^exit code 12[67]$", "CD0316"),
+    (rf"^exit code \d+|{_DIED}killed by SIG", EXIT_CODE),
+    (r"^left no record of its end$", UNEXPLAINED),
 )
 """Codes by a failed rank's reason, the first that fits."""
 

@@ -483,7 +483,9 @@ def _code(state: str, submission: Submission, failure: Failure | None, job: JobS
     """Return the code of a run's end, or of why it never starts; empty where neither is known."""
     if state == QUEUED:
         return end_codes.NEVER_STARTS if job and job.reason in NEVER_STARTS else ""
-    if state not in (*ENDED, UNKNOWN) or state == DONE:
+    if state == UNKNOWN:  # whatever the last attempt came to
+        return end_codes.OF_RUN[state]
+    if state not in ENDED or state == DONE:
         return ""
     # Of a job that is back in the queue, what the attempt before came to is another thing.
     end = None if submission.put_back else submission.end
@@ -493,7 +495,7 @@ def _code(state: str, submission: Submission, failure: Failure | None, job: JobS
         return end_codes.NOT_RESUMED
     if end and (code := end.code or end_codes.OF_CAUSE.get(end.cause, "")):
         return code
-    says_why = job and job.state in end_codes.OF_STATE.keys() - {State.FAILED, State.UNKNOWN}
+    says_why = job and job.state in end_codes.OF_STATE.keys() - {State.FAILED}
     if failure and not says_why:
         return end_codes.of_failure(failure)
     if state != FAILED:

@@ -83,7 +83,7 @@ class Presence:
         if not self._said:
             self._said = True
             with suppress(OSError):  # the log may lie on the same disk
-                log.warning(f"attempt {self._attempt.number} {line} [CD0504]")
+                log.warning(f"attempt {self._attempt.number} {line} [CD0518]")
 
     def _end(self, why: str) -> None:
         """End this process at once; the other ranks find their exchange broken."""

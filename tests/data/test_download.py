@@ -126,8 +126,9 @@ def test_a_mirror_that_sends_something_else_is_found_out(
 
 def test_fetch_without_torchvision_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(DataError, match="needs torchvision"):
+    with pytest.raises(DataError, match="needs torchvision") as refused:
         fetch(str(tmp_path / "new"))
+    assert refused.value.code == "CD0803"
 
 
 # --- import --------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def test_a_fault_of_content_is_found_by_checksums(
         check("synthetic", str(small), checksums=True)
     for words in (*said, str(raw), "clusterddp data synthesise"):
         assert words in str(raised.value)
+    assert raised.value.code == "CD0602"
 
 
 def test_another_set_in_the_place_of_mnist_is_found_by_its_digest(raw: Path) -> None:

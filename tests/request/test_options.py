@@ -204,3 +204,13 @@ def test_the_first_of_the_places_counts(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_named_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="not found"):
         table.find_site(str(tmp_path / "none.cfg"), {}, tmp_path)
+
+
+def test_what_a_file_lacks_of_another_one_is_told(tmp_path: Path) -> None:
+    before, now, broken = (tmp_path / name for name in ("before", "now", "broken"))
+    before.write_text("[defaults]\nmem = 4G\n[environment]\nA = 1\nB = 1\n[cluster:b]\n")
+    now.write_text("[defaults]\npartition = gpu\n[environment]\nB = 2\n")
+    broken.write_text("mem = 4G\n")
+    assert table.lacking(now, before, OPTIONS) == ["mem", "A", "[cluster:b]"]
+    assert table.lacking(before, now, OPTIONS) == ["partition"]
+    assert table.lacking(now, broken, OPTIONS) == []

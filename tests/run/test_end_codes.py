@@ -7,7 +7,7 @@ import pytest
 from clusterddp.explained import catalogue
 from clusterddp.run import end_codes
 from clusterddp.run.events import Failure
-from clusterddp.run.outcome import failure_of
+from clusterddp.run.outcome import _ABOVE, failure_of
 from clusterddp.run.records import Outcome, TaskError
 
 OUTCOME = Outcome(3, 1, 1, "h02", 4711, "89", 0, "0", 1.0, ended=2.0, exit_code=1)
@@ -31,6 +31,12 @@ OUTCOME = Outcome(3, 1, 1, "h02", 4711, "89", 0, "0", 1.0, ended=2.0, exit_code=
         (TaskError("DistBackendError", "NCCL error in: …"), "CD1215"),
         (TaskError("RuntimeError", "Connection closed by peer", peer_lost=True), "CD1215"),
         (TaskError("", "the loss is nan", code="CD0810"), "CD0810"),
+        (TaskError("NCCL's watchdog", "Process group watchdog thread terminated"), "CD1215"),
+        (TaskError("RuntimeError", "helper left with exit code 3"), "CD1209"),
+        (TaskError("RuntimeError", "helper left with exit code 137"), "CD1209"),
+        (TaskError("ValueError", "task was killed by SIGTERM"), "CD1209"),
+        (TaskError("ValueError", "the helper was killed by SIGSEGV"), "CD1209"),
+        (TaskError("ValueError", "set NCCL_DEBUG to INFO"), "CD1209"),
         (None, "CD1210"),
     ],
 )
@@ -48,6 +54,11 @@ def test_a_failed_ranks_error_gives_the_code(error: TaskError | None, code: str)
         ("killed by SIGSEGV", "CD1213"),
         ("exit code 137", "CD1211"),
         ("exit code 139", "CD1213"),
+        ("killed by SIGBUS", "CD1216"),
+        ("exit code 135", "CD1216"),
+        (f"{_ABOVE} was killed by SIGKILL", "CD1211"),
+        (f"{_ABOVE} was out of memory (killed by the kernel)", "CD1211"),
+        (f"{_ABOVE} was killed by SIGABRT", "CD1213"),
         ("exit code 130", "CD1210"),
         ("RuntimeError: DataLoader worker (pid(s) 57) exited unexpectedly", "CD1211"),
         ("exit code 127", "CD0316"),

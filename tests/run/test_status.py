@@ -272,7 +272,8 @@ def test_the_next_command_is_what_helps(
     assert status.next_command == f"clusterddp {command} mnist-1"
 
 
-CODES: list[tuple[list[Event], State, str]] = [
+NOT_ASKED = JobState(State.UNKNOWN, problem="squeue: no answer")
+CODES: list[tuple[list[Event], State | JobState, str]] = [
     ([submitted()], State.PENDING, ""),
     ([submitted(), begun(1)], State.RUNNING, ""),
     ([submitted(), begun(1), left(1, "done")], State.UNKNOWN, ""),
@@ -287,6 +288,8 @@ CODES: list[tuple[list[Event], State, str]] = [
     ([submitted(), begun(1)], State.FAILED, "CD1219"),
     ([submitted(), begun(1)], State.TIMEOUT, "CD1205"),
     ([submitted(), begun(1)], State.UNKNOWN, "CD0509"),
+    ([submitted(), begun(1), left(1, "signal")], NOT_ASKED, "CD0509"),
+    ([submitted(), begun(1), left(1, "signal")], State.UNKNOWN, "CD1208"),
     ([submitted(), cancelled()], State.UNKNOWN, "CD1203"),
     ([submitted(), begun(1), left(1, "time_limit"), requeued(1, "time_limit"), cancelled()],
      State.CANCELLED, "CD1203"),
@@ -295,10 +298,11 @@ CODES: list[tuple[list[Event], State, str]] = [
 
 @pytest.mark.parametrize(("events", "state", "code"), CODES)
 def test_the_code_is_that_of_the_state(
-    run: RunDir, events: list[Event], state: State, code: str
+    run: RunDir, events: list[Event], state: State | JobState, code: str
 ) -> None:
     write_events(run, *events)
-    assert run_status(run, {"7": said(state)}, now=200).code == code
+    job = state if isinstance(state, JobState) else said(state)
+    assert run_status(run, {"7": job}, now=200).code == code
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from clusterddp.cli.job_spec import interpreter, job_spec, template_folder
 from clusterddp.cli.options import options, source
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
-from clusterddp.request.options import Settings, find_site, read_site
+from clusterddp.request.options import Settings, find_site, lacking, read_site
 from clusterddp.request.spec import OPTIONS
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     from clusterddp.doctor import examine
     from clusterddp.run import formatting
 
+    before = None
     if write is not None:
         _check_place(write)
+        with contextlib.suppress(RequestError):  # the variable names a file that is not there
+            before = find_site(None, os.environ, Path.cwd())
     args = [f"--{name.replace('_', '-')}={v}" for name, v in given.items() if v is not None]
     try:
         ctx = submit.command.make_context("submit", args)
@@ -80,9 +83,9 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         if isinstance(ctx.obj, Settings) and ctx.obj.path is None:
             _name_files_that_fit(diagnosis)
     if write is not None:
-        in_force = find_site(None, os.environ, Path.cwd())
         _write(write, text, found.proposed(diagnosis, given_before))
-        _warn_of_hidden(in_force)
+        if before is not None:
+            _warn_of_hidden(before)
         shown = f"clusterddp site --site {shlex.quote(write)}"
         click.echo(f"clusterddp: wrote {write}; read it, then look at: {shown}", err=True)
     return EXIT_FAILED if diagnosis.verdict == found.BAD else EXIT_DONE
@@ -126,22 +129,17 @@ def _check_place(name: str) -> None:
         raise RequestError(f"--write: the folder of {name!r} is not there. Make it first. [CD0108]")
 
 
-def _warn_of_hidden(before: Path | None) -> None:
+def _warn_of_hidden(before: Path) -> None:
     """Warn where the new file takes the place of one that was in force, and lacks settings of it.
 
     before: the file that was in force.
     """
     now = find_site(None, os.environ, Path.cwd())
-    if before is None or now is None or now.samefile(before):
+    if now is None or now.samefile(before):
         return
     from clusterddp.run import formatting
 
-    missing: list[str] = []
-    with contextlib.suppress(RequestError):  # one that nobody could have used
-        old, new = (read_site(path, None, OPTIONS) for path in (before, now))
-        missing += [name for name in old.values if name not in new.values]
-        missing += [name for name in old.environment if name not in new.environment]
-        missing += [f"[cluster:{name}]" for name in old.clusters if name not in new.clusters]
+    missing = lacking(now, before, OPTIONS)
     number = formatting.count(len(missing), "setting")
     lacks = f", and lacks {number} of it: {', '.join(missing)}" if missing else ""
     log.warning(
@@ -159,7 +157,7 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
     for key, value in settings.items():
         if read.get(key) != value:
             raise RequestError(
-                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0203]"
+                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0201]"
             )
     try:
         with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never over a file

@@ -7,7 +7,7 @@ import click
 
 from clusterddp.cli.runs import JSON_OPTION, echo_json
 from clusterddp.errors import EXIT_DONE, RequestError
-from clusterddp.explained import Page, catalogue, code_of, nearest, with_words
+from clusterddp.explained import Page, catalogue, code_of, find, nearest
 
 
 @click.command(name="explain")
@@ -20,17 +20,12 @@ def command(typed: tuple[str, ...], as_json: bool) -> int:
 
     Exit codes: 0 printed, 2 there is no such code, and no page with these words.
     """
-    known = catalogue()
-    if not known:  # in the file that a run carries
+    if not catalogue():  # in the file that a run carries
         raise RequestError(
             "the clusterddp that a run carries has no pages: type this with the installed one, or "
             "read docs/errors.md. [CD0314]"
         )
-    codes = [code_of(word) for word in typed]
-    if typed and known.keys() >= set(codes):
-        pages = [known[code] for code in codes]
-    else:
-        pages = with_words(typed)
+    pages = find(typed)
     if not pages:
         asked = " ".join(typed)
         near = ", ".join(nearest(asked))
@@ -43,7 +38,7 @@ def command(typed: tuple[str, ...], as_json: bool) -> int:
     if as_json:
         fields = [field.name for field in dataclasses.fields(Page) if field.name != "text"]
         echo_json([{name: getattr(page, name) for name in fields} for page in pages])
-    elif len(pages) == 1 or [page.code for page in pages] == codes:
+    elif len(pages) == 1 or [page.code for page in pages] == [*map(code_of, typed)]:
         click.echo("\n\n".join(map(_shown, pages)))
     else:
         click.echo(_listed(pages))

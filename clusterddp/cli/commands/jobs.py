@@ -1,6 +1,5 @@
 """`clusterddp jobs`: the runs below the output root as a table, the latest last."""
 
-import re
 import shutil
 import sys
 import time
@@ -12,6 +11,7 @@ import click
 
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.errors import CODE_AT_END
 from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.run.state import STATES
@@ -22,7 +22,6 @@ from clusterddp.slurm.states import JobState
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
 _WATCH_SECONDS = 10.0
 _sleep = time.sleep
-_CODE = re.compile(r" \[CD\d{4}\]$")
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 """Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
@@ -169,7 +168,7 @@ def _cut(line: str, width: int | None) -> str:
     """
     if width is None or len(line) <= width:
         return line
-    code = _CODE.search(line)
+    code = CODE_AT_END.search(line)
     end = f"…{code[0] if code else ''}"
     return f"{line[: max(width - len(end), 0)]}{end}"
 

@@ -275,6 +275,16 @@ def test_a_site_cfg_that_hides_the_one_in_force_names_what_it_lacks(
     assert "lacks 3 settings of it: mem, A, [cluster:b]." in line and line.endswith(" [CD0207]")
 
 
+def test_a_variable_that_names_no_file_costs_no_diagnosis(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTERDDP_SITE", "gone.cfg")
+    (site.folder / "a.cfg").write_text("[defaults]\npartition = gpu\n")
+    got = write(site, "--site", "a.cfg")
+    assert "wrote new.cfg" in got.err and "hides" not in got.err
+    assert "partition = gpu" in (site.folder / "new.cfg").read_text()
+
+
 def test_what_is_wrong_is_not_proposed(site: Site) -> None:
     site.sbatch("partition=gone", "error: invalid partition specified: gone")
     site.workplace.command("python", "exit 1")
@@ -299,6 +309,7 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
     got = write(site, "--data-dir", value)
     if got.code == 2:
         assert not (site.folder / "new.cfg").exists()
+        assert "site.cfg cannot carry" not in got.err or got.err.endswith("[CD0201]\n")
         return
     assert value in hostile.CARRIED
     shown = site.workplace.invoke("site", "--site", "new.cfg", "--json")
