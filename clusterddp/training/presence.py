@@ -86,7 +86,13 @@ class Presence:
                 log.warning(f"attempt {self._attempt.number} {line} [CD0504]")
 
     def _end(self, why: str) -> None:
-        """End this process at once; the other ranks find their exchange broken."""
+        """End this process at once; the other ranks find their exchange broken.
+
+        Not where the context has ended meanwhile, as it does without a thread that a slow file
+        system keeps: what this process does now is not the attempt's.
+        """
+        if self._over.is_set():
+            return
         with suppress(OSError):
             line = f"clusterddp: attempt {self._attempt.number} ends: {why}"
             print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the process ends here
