@@ -11,8 +11,8 @@ import pytest
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import presence
-from clusterddp.training.presence import Presence
-from clusterddp.training.stop import StopRequest
+from clusterddp.training.presence import Presence, poll_time_limit
+from clusterddp.training.stop import Deadline, StopRequest
 from tests.waiting import PATIENCE, wait_for
 
 
@@ -125,6 +125,27 @@ def test_a_look_that_outlasts_the_training_does_not_end_the_process(
     ours._thread.join(PATIENCE)
     assert not ours._thread.is_alive()
     assert not codes
+
+
+def test_nobody_asks_slurm_on_behalf_of_a_training_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+
+    def seconds_left(job: str) -> float:
+        asked.append(job)
+        return 60.0
+
+    monkeypatch.setattr(presence, "_TIME_LIMIT_SECONDS", 0.01)
+    monkeypatch.setattr(presence.slurm, "seconds_left", seconds_left)
+    deadline, others = Deadline(), {*threading.enumerate()}
+    poll_time_limit(deadline, {"SLURM_JOB_ID": "17"})
+    wait_for(lambda: len(asked) > 2, "a third look")
+    assert deadline.is_near(60.0)
+    [thread] = [each for each in {*threading.enumerate()} - others if each.name == "time limit"]
+    del deadline
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 def _step(attempt: Attempt) -> int:
