@@ -25,7 +25,7 @@ from clusterddp.submission import bundle
 from clusterddp.version import __version__
 from tests.event_lines import read_events
 from tests.request.test_spec import spec
-from tests.waiting import PATIENCE, has_gone, wait_for
+from tests.waiting import has_gone, wait_for
 
 # What the script starts in place of srun. USR1 ends it with 75, as it does a step that has saved.
 STEP = """
@@ -75,7 +75,11 @@ class Job:
         self.process.send_signal(number)
 
     def end(self) -> int:
-        return self.process.wait(PATIENCE)
+        """Wait for its end; it is reaped once its group is killed, whose number is its own then."""
+        assert has_gone(self.process.pid), "the script has not ended"
+        end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def ended(self) -> dict[str, Any]:
         (event,) = [event for event in read_events(self.run) if event["event"] == "ended"]
