@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from clusterddp import log
 from clusterddp.data.synthetic import synthesise
 from clusterddp.slurm import client
 from clusterddp.slurm.forms import RANK_VARIABLES
+from clusterddp.worker.workstation import free_port
 from tests import gpu
 from tests.data.made_sets import NOBODY
 from tests.gpu import pytest_runtest_setup, pytest_terminal_summary  # noqa: F401 # pytest's hooks
@@ -160,11 +160,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture
 def port() -> int:
-    """A free one, of the loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
+    """A free one, of the loopback; the kernel gives none of its range to anybody else meanwhile."""
+    return free_port()
 
 
 @pytest.fixture

@@ -274,21 +274,29 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
             words = error.strerror if isinstance(error, OSError) else str(error)
             os.close(source)
             return None, f"{spec.notify[0]} does not start: {words}"
-    copying = threading.Thread(target=_copy, args=(source, output), daemon=True)
+    # A copy: who has left the group can hold the pipe, and the log is closed behind this.
+    copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
     copying.start()
     problem = ""
-    try:
-        code = program.wait(PROGRAM_SECONDS)
-    except subprocess.TimeoutExpired:
+    if not _ends(program, PROGRAM_SECONDS):
         problem = f"ended, as it had not come to an end within {PROGRAM_SECONDS:g} s"
         _signal(program, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            program.wait(_GRACE_SECONDS)
-        code = -signal.SIGKILL if program.poll() is None else program.returncode
+        _ends(program, _GRACE_SECONDS)
     _signal(program, signal.SIGKILL)  # and what it has left behind
-    program.wait()
+    code = program.wait()
     copying.join(_GRACE_SECONDS)
     return code if code >= 0 else 128 - code, problem
+
+
+def _ends(program: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Wait for its end without reaping it, by which its number stays that of its group alone."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while not os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+    return True
 
 
 def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:
@@ -299,7 +307,7 @@ def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:
 def _copy(source: int, target: int) -> None:
     """Copy what the program prints, the first megabyte of it, until nobody holds the pipe."""
     taken = 0
-    with contextlib.suppress(OSError), os.fdopen(source, "rb"):
+    with contextlib.suppress(OSError), os.fdopen(source, "rb"), os.fdopen(target, "wb"):
         while text := os.read(source, 1 << 16):
             if taken < _MOST_OUTPUT_BYTES:
                 os.write(target, text[: _MOST_OUTPUT_BYTES - taken])

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -86,7 +87,13 @@ class Presence:
                 log.warning(f"attempt {self._attempt.number} {line} [CD0518]")
 
     def _end(self, why: str) -> None:
-        """End this process at once; the other ranks find their exchange broken."""
+        """End this process at once; the other ranks find their exchange broken.
+
+        Not where the context has ended meanwhile, as it does without a thread that a slow file
+        system keeps: what this process does now is not the attempt's.
+        """
+        if self._over.is_set():
+            return
         with suppress(OSError):
             line = f"clusterddp: attempt {self._attempt.number} ends: {why}"
             print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the process ends here
@@ -95,16 +102,22 @@ class Presence:
 
 
 def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
-    """Poll Slurm for the job's time limit from a background thread, as slurmctld can be slow."""
-    job_id = environ.get("SLURM_JOB_ID", "")
+    """Poll Slurm for the job's time limit from a background thread, as slurmctld can be slow.
+
+    It ends once nobody has the deadline any more: the process may do other things than train.
+    """
+    job_id, held = environ.get("SLURM_JOB_ID", ""), weakref.ref(deadline)
 
     def poll() -> None:
-        while True:
-            deadline.set(seconds_left(job_id, environ))
+        while held():
+            seconds = seconds_left(job_id, environ)
+            if known := held():
+                known.set(seconds)
+            del known
             time.sleep(_TIME_LIMIT_SECONDS)
 
     if job_id:
-        threading.Thread(target=poll, daemon=True).start()
+        threading.Thread(target=poll, daemon=True, name="time limit").start()
 
 
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:

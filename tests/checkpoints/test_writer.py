@@ -127,21 +127,42 @@ def test_a_checkpoint_lies_beside_its_checksum(place: Place) -> None:
 
 
 def test_saving_returns_at_once_and_the_next_one_waits(
-    place: Place, slow_disk: threading.Event
+    place: Place, slow_disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Four seconds pass once the second save waits for the first, which the disk holds up."""
+    now, at_disk, waits = [0.0], threading.Event(), threading.Event()
+    ours, fsync = threading.current_thread(), os.fsync
+
+    def clock() -> float:
+        read = now[0]
+        if threading.current_thread() is ours:
+            waits.set()
+        return read
+
+    def reached(descriptor: int) -> None:
+        at_disk.set()
+        fsync(descriptor)
+
+    def go_on() -> None:
+        assert waits.wait(PATIENCE)
+        now[0] += 4.0
+        slow_disk.set()
+
+    monkeypatch.setattr(os, "fsync", reached)
+    monkeypatch.setattr("time.perf_counter", clock)
     writer = place.saver()
     writer.save(content_of(1), copy_seconds=0.25)
-    assert place.steps == [] and writer.costs.blocked_seconds < 0.05
-    threading.Timer(0.3, slow_disk.set).start()
+    assert at_disk.wait(PATIENCE)
+    assert place.steps == [] and writer.costs.blocked_seconds == 0
+    threading.Thread(target=go_on).start()
     writer.save(content_of(2), copy_seconds=0.5)
     assert place.steps[-1:] == [1]
-    assert 0.2 < writer.costs.blocked_seconds < PATIENCE
+    assert writer.costs.blocked_seconds == 4
     assert writer.wait()
     costs = writer.costs
     assert (costs.saves, costs.failed, costs.copy_seconds) == (2, 0, 0.75)
-    assert costs.write_seconds > 0.3
+    assert (costs.write_seconds, costs.longest_seconds) == (4, 4.25)
     assert costs.bytes == sum(place.path(step).stat().st_size for step in (1, 2))
-    assert 0.5 < costs.longest_seconds < costs.copy_seconds + costs.write_seconds
 
 
 def test_the_last_ones_and_the_best_are_kept(place: Place) -> None:

@@ -34,14 +34,17 @@ def meet(
     environ: Mapping[int, Mapping[str, str]] | None = None,
     decision_seconds: float = PATIENCE,
 ) -> list[Any]:
-    """Each rank in a thread of its own; what each of them got, or the error it raised."""
+    """Each rank in a thread of its own; what each of them got, or the error it raised.
+
+    timeout: of the agreement; the store has its time to answer.
+    """
     results: list[Any] = [None] * len(ranks)
     stores = []
 
     def run(position: int) -> None:
         ours = ranks[position]
         try:
-            store = open_store(ours, (environ or {}).get(position, {}), timeout)
+            store = open_store(ours, (environ or {}).get(position, {}), PATIENCE)
             stores.append(store)
             hello = {"rank": ours.rank, "world_size": ours.world_size}
             results[position] = agree(store, ours, hello, decide, timeout, decision_seconds)

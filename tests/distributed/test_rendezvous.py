@@ -98,25 +98,25 @@ def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() 
 
 
 @pytest.fixture
-def come_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Has rank 0 wait for others only once that key is there."""
+def come_first(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has rank 0 wait for others only once these keys are there, and then for a moment."""
 
-    def wanted(key: str) -> None:
+    def wanted(*keys: str) -> None:
         await_ranks = rendezvous.await_ranks
 
-        def later(store: Any, *arguments: Any) -> None:
-            store.wait([key])
-            await_ranks(store, *arguments)
+        def later(store: Any, ours: Any, awaited: Any, timeout: float) -> None:
+            rendezvous.wait(store, keys, PATIENCE)
+            await_ranks(store, ours, awaited, 0.1)
 
         monkeypatch.setattr(rendezvous, "await_ranks", later)
 
     return wanted
 
 
-def test_ranks_that_never_came_are_listed(port: int, come_first: Callable[[str], None]) -> None:
+def test_ranks_that_never_came_are_listed(port: int, come_first: Callable[..., None]) -> None:
     come_first("hello/2")
     second = in_background(lambda: meet([env(2, 4, port)], count)[0])
-    [first] = meet([env(0, 4, port)], count, timeout=0.2)
+    [first] = meet([env(0, 4, port)], count)
     assert "2 of 4 ranks did not come" in str(first)
     assert "ranks 1, 3" in str(first)
     assert "ranks 1, 3" in str(second())
@@ -232,13 +232,13 @@ def test_a_rank_0_that_died_before_all_had_come_is_followed_to_its_next_round(ag
 
 
 def test_ranks_that_never_came_to_an_agents_store_are_listed(
-    agent: Any, come_first: Callable[[str], None]
+    agent: Any, come_first: Callable[..., None]
 ) -> None:
     come_first("enters/2")
     second = in_background(
         lambda: meet([env(2, 4, agent.port)], count, environ={0: under_agent()})[0]
     )
-    [first] = meet([env(0, 4, agent.port)], count, 0.2, {0: under_agent()})
+    [first] = meet([env(0, 4, agent.port)], count, environ={0: under_agent()})
     assert "2 of 4 ranks did not come" in str(first) and "ranks 1, 3" in str(first)
     assert isinstance(second(), PeerError) and "ranks 1, 3" in str(second())
 
@@ -247,7 +247,10 @@ def test_a_start_that_was_called_off_is_not_the_next_ones(
     agent: Any, looks: Callable[[], None]
 ) -> None:
     environ = {0: under_agent(), 1: under_agent()}
-    meet([env(0, 2, agent.port)], count, 0.5, environ)
+    await_ranks = rendezvous.await_ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "await_ranks", lambda *given: await_ranks(*given[:3], 0.1))
+        meet([env(0, 2, agent.port)], count, PATIENCE, environ)
     second = in_background(lambda: meet([env(1, 2, agent.port)], count, PATIENCE, environ)[0])
     keys_of(under_agent(), agent, 1).wait(["enters/1"])
     looks()
@@ -297,11 +300,23 @@ def test_what_a_stranger_writes_over_a_message_is_refused(
         rendezvous.take(store, env(1, 2, 1), "verdict", "the verdict")
 
 
-def test_the_entry_of_a_worker_of_another_run_is_none(agent: Any) -> None:
-    first = in_background(lambda: meet([env(0, 2, agent.port)], count, 1.0, {0: under_agent()})[0])
+def test_the_entry_of_a_worker_of_another_run_is_none(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await_ranks, entered = rendezvous.await_ranks, threading.Event()
+
+    def later(*given: Any) -> None:
+        assert entered.wait(PATIENCE)
+        await_ranks(*given[:3], 0.1)
+
+    monkeypatch.setattr(rendezvous, "await_ranks", later)
+    first = in_background(
+        lambda: meet([env(0, 2, agent.port)], count, environ={0: under_agent()})[0]
+    )
     agent.wait(["clusterddp/1/identity"])
     forger = keys_of(under_agent(CLUSTERDDP_NONCE="77ab"), agent, 1)
     forger.set("enters/1", '{"token": "00"}')
+    entered.set()
     assert "1 of 2 ranks did not come" in str(first())
 
 

@@ -13,6 +13,7 @@ from clusterddp.distributed import tcp_store
 from clusterddp.distributed.rendezvous import open_store
 from clusterddp.errors import PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.worker.workstation import free_port
 from tests.distributed.meetings import PATIENCE, env
 
 
@@ -96,7 +97,7 @@ asked = tcp_store.Lookups(env)
 from clusterddp.distributed import rendezvous
 import torch.distributed as dist
 before = asked.master_answered
-store = rendezvous.open_store(env, {}, 100.0, bound=bound, answered=lambda: asked.master_answered)
+store = rendezvous.open_store(env, {}, 250.0, bound=bound, answered=lambda: asked.master_answered)
 os.environ["GLOO_SOCKET_IFNAME"] = asked.gloo_interface()
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 dist.barrier()
@@ -122,7 +123,7 @@ pytestmark = pytest.mark.skipif(
 def meet(folder: Path, hosts: str, rank: str = RANK) -> dict[str, Any]:
     done = subprocess.run(
         [*UNSHARE, sys.executable, "-c", NETWORK, str(folder), hosts, rank],
-        stdout=subprocess.PIPE, text=True, check=True, timeout=120,
+        stdout=subprocess.PIPE, text=True, check=True, timeout=280,
     )  # fmt: skip
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -151,9 +152,7 @@ def test_ranks_meet_while_name_servers_keep_them_waiting(hosts: str, tmp_path: P
 
 
 def address(master: str) -> DistEnv:
-    return DistEnv.from_environ(
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": "23998"}
-    )
+    return env(0, 2, free_port(), master)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Phase, Posting, Progress
 from clusterddp.distributed.watchdog import Verdict, Watchdog, judge, periods
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.worker.workstation import free_port
 from tests.distributed.meetings import env
 from tests.distributed.test_heartbeat import posting
 from tests.training.ranks import _CONTEXT as CONTEXT
@@ -217,9 +217,7 @@ class Ranks:
         """
         keeper = not port
         if keeper:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
         for rank in range(world_size):
             process = CONTEXT.Process(
                 target=train,
@@ -465,7 +463,7 @@ print("stopped")
         check=False,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=2 * PATIENCE,
     )
     assert ended.returncode == 0, ended.stderr
     assert "watchdog: nothing moved" in ended.stderr and "rank 0 on" in ended.stderr

@@ -34,7 +34,7 @@ SUBMIT = [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--no
 def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*SUBMIT, *args],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_the_rank_that_failed_first_is_named_everywhere(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    fail = 'if [ "$RANK" = 1 ]; then echo its own words; exit 7; fi; sleep 60'
+    fail = 'if [ "$RANK" = 1 ]; then echo its own words; exit 7; fi; sleep 600'
     done = submit(
         tmp_path, "--nodes", "2", "--template", template, "--", "sh", "-c", fail
     )  # fmt: skip
@@ -162,7 +162,7 @@ def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
-    kill = 'if [ "$RANK" = 1 ]; then kill -9 $PPID $$; fi; sleep 60'
+    kill = 'if [ "$RANK" = 1 ]; then kill -9 $PPID $$; fi; sleep 600'
     done = submit(tmp_path, "--nodes", "2", "--", "sh", "-c", kill)
     assert done.returncode == 1
     assert "rank 1 on 127.0.0.2 failed first: killed by SIGKILL" in done.stderr
@@ -171,12 +171,12 @@ def test_a_task_killed_with_its_parent_is_still_named(tmp_path: Path) -> None:
 
 def test_cancelling_during_the_set_up_starts_no_task(tmp_path: Path, begin: Begin) -> None:
     job = begin(
-        "--setup", "touch setting-up", "--setup", "sleep 60", "--", "touch", "ran",
+        "--setup", "touch setting-up", "--setup", "sleep 600", "--", "touch", "ran",
     )  # fmt: skip
     wait_for((tmp_path / "setting-up").exists, "the set-up begins")
     cancelled = subprocess.run([*CLUSTERDDP, "cancel", "a"], cwd=tmp_path, check=False)
     assert cancelled.returncode == 0
-    job.communicate(timeout=60)
+    job.communicate(timeout=120)
     assert job.returncode == 1
     assert not (tmp_path / "ran").exists()
     assert status(tmp_path)["state"] == "cancelled"
@@ -259,7 +259,7 @@ def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> N
 
 def test_a_step_ends_what_its_tasks_leave_in_sessions_of_their_own(tmp_path: Path) -> None:
     """As torchrun's ranks are, of an agent that was ended while it started them."""
-    left = "setsid sh -c 'touch up; exec sleep 60' & while [ ! -e up ]; do sleep 0.05; done"
+    left = "setsid sh -c 'touch up; exec sleep 600' & while [ ! -e up ]; do sleep 0.05; done"
     done = submit(tmp_path, "--", "sh", "-c", left)
     assert done.returncode == 0, done.stderr
     assert processes_in(tmp_path) == []
@@ -277,7 +277,7 @@ def test_ctrl_c_cancels_the_run_and_leaves_no_process(
     logs = [tmp_path / f"jobs/a/logs/rank-{rank}.log" for rank in (0, 1)]
     wait_for(lambda: all(log.exists() and "up" in log.read_text() for log in logs), "tasks up")
     job.send_signal(number)
-    job.communicate(timeout=60)
+    job.communicate(timeout=120)
     assert job.returncode == code
     wait_for(lambda: not processes_in(tmp_path), "no process left")
     assert all("told" in log.read_text() for log in logs)
@@ -297,7 +297,7 @@ def test_a_rehearsal_ends_with_whoever_controls_it(
     submitted = json.loads((tmp_path / "jobs/a/events.jsonl").read_text().splitlines()[0])
     os.kill(job.pid if victim == "submit" else submitted["pid"], signal.SIGKILL)
     wait_for(lambda: not [p for p in processes_in(tmp_path) if "submit" not in p], "tasks gone")
-    job.communicate(timeout=60)
+    job.communicate(timeout=120)
     assert job.returncode == (-signal.SIGKILL if victim == "submit" else 1)
 
 
@@ -307,7 +307,9 @@ CLOCK = """
 import os, subprocess, sys, time  # what subprocess itself waits for keeps its clock
 if "clusterddp.launchers.local" in sys.orig_argv:
     time.monotonic = lambda: float({seconds} * all(map(os.path.exists, {files})))
+exec(open({holds!r}).read(), {{}})
 """
+HOLDS = Path(__file__).parents[1] / "on_slurm/campaign/hooks/sitecustomize.py"
 
 
 @pytest.fixture
@@ -317,7 +319,9 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     def jumps(seconds: int, *files: str) -> None:
         hooks = tmp_path / "hooks"
         hooks.mkdir()
-        (hooks / "sitecustomize.py").write_text(CLOCK.format(seconds=seconds, files=files))
+        (hooks / "sitecustomize.py").write_text(
+            CLOCK.format(seconds=seconds, files=files, holds=str(HOLDS))
+        )
         monkeypatch.setenv("PYTHONPATH", str(hooks), prepend=os.pathsep)
 
     return jumps
@@ -373,37 +377,45 @@ def test_the_time_limit_ends_a_rehearsal(tmp_path: Path, clock: Callable[..., No
 
 
 def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
-    tmp_path: Path, synthetic_dir: Path, clock: Callable[..., None], begin: Begin
+    tmp_path: Path,
+    synthetic_dir: Path,
+    clock: Callable[..., None],
+    begin: Begin,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock(560, "go")
     training = [
         "--nodes", "2", "--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--threads",
-        "1", "--batch-size", "8", "--max-steps", "600", "--epochs", "100", "--warmup-steps", "2",
+        "1", "--batch-size", "8", "--max-steps", "40", "--epochs", "100", "--warmup-steps", "2",
         "--log-every", "5", "--eval-every", "100epochs", "--save-every", "1000steps",
     ]  # fmt: skip
     whole = submit(tmp_path, *training, "--run-name", "whole")
     assert whole.returncode == 0, whole.stderr
+    # However fast or slow the machine is, it is in the middle of its training when the signal
+    # comes: the CONT that comes with it lets it go on.
+    holds = tmp_path / "holds"
+    holds.mkdir()
+    (holds / "want-step-5").write_text("until told")
+    monkeypatch.setenv("CAMPAIGN_HOLDS", str(holds))
     limited = begin(
         *training,
         "--time", "10:00", "--signal", "USR1@50",
     )  # fmt: skip
     run = RunDir(tmp_path / "jobs/a")
-    first, log = Attempt(run, 1), run.rank_log(0)
-    wait_for(lambda: log.exists() and "step 5:" in log.read_text(), "training")
-    # However fast the machine is, it is in the middle of its training when the signal comes:
-    # the CONT that comes with it lets it go on.
+    first = Attempt(run, 1)
+    wait_for(lambda: len([*holds.glob("held-step-5.*")]) == 2, "the fifth step")
     os.kill(first.read_record().pid, signal.SIGSTOP)
     (tmp_path / "go").touch()
-    limited.communicate(timeout=120)
+    limited.communicate(timeout=240)
     assert limited.returncode == 75
     left = read_json(first.end)
     assert left is not None
     assert (left["cause"], left["reason"]) == ("stopped", "signal")
-    assert left["step"] < 600
+    assert 5 <= left["step"] < 40
     assert list(first.checkpoints.glob(f"step-{left['step']:08d}.pt"))
     again = subprocess.run(
         [*CLUSTERDDP, "resubmit", "a", "--time", "10:00"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert Attempt(run, 2).read_record().step == left["step"]
@@ -641,7 +653,7 @@ def test_a_point_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path)
     (tmp_path / "mended").touch()
     again = subprocess.run(
         [*CLUSTERDDP, "resubmit", "a-1", "--time", "5"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["a", "a-0", "a-1"]
@@ -653,7 +665,7 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     def typed(*argv: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*CLUSTERDDP, *argv],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
 
     until_go = "echo at {n}; until [ -e go ]; do sleep 0.1; done"
@@ -667,7 +679,7 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     assert "a-3: it waits for its turn, and loses it" in stopped.stdout, stopped.stderr
     cancelled = typed("cancel", "-y", "a")
     assert cancelled.returncode == 0, cancelled.stderr
-    _, words = rehearsal.communicate(timeout=120)
+    _, words = rehearsal.communicate(timeout=240)
     assert rehearsal.returncode == 1, words
     assert [f"a-{index}: cancelled ahead of its turn" in words for index in range(4)] == [
         False, True, True, True,

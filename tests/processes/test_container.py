@@ -190,14 +190,14 @@ def test_a_task_in_a_container_ends_with_its_parent_on_the_host() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         os.close(writer)
-        assert process.wait(60) == 128 + signal.SIGKILL
+        assert process.wait(90) == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("code", [0, 7, 75])
 def test_the_exit_code_is_the_tasks_and_nothing_outlives_it(code: int) -> None:
     process, writer = begin("sh", "-c", f"exit {code}")
     with process:
-        assert process.wait(60) == code
+        assert process.wait(90) == code
     readers = select.poll()
     readers.register(writer, 0)
     wait_for(lambda: readers.poll(0), "the end of what reads the lifeline")
@@ -217,7 +217,7 @@ def test_a_signal_that_ends_the_task_leaves_its_exit_code(shell: str) -> None:
             assert process.stdout is not None
             process.stdout.readline()
             os.killpg(process.pid, signal.SIGUSR1)
-            assert process.wait(60) == 75
+            assert process.wait(90) == 75
         os.close(writer)
 
 
@@ -230,7 +230,7 @@ def test_a_signal_to_the_shell_does_not_end_the_wait_for_the_task(tmp_path: Path
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             process.send_signal(number)
         go.touch()
-        assert process.wait(60) == 3
+        assert process.wait(90) == 3
     os.close(writer)
 
 

@@ -17,7 +17,7 @@ from clusterddp.processes.stacks import Program, look
 from clusterddp.processes.table import start_ticks
 from clusterddp.version import arming_folder
 from tests.data.made_sets import NOBODY
-from tests.waiting import dying_with_us, wait_for
+from tests.waiting import PATIENCE, dying_with_us, wait_for
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -80,6 +80,13 @@ def start() -> Iterator[Start]:
     for program in started:
         with program:
             program.kill()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that is slow to answer, on a busy machine, is one that answers."""
+    monkeypatch.setattr(stacks, "_ANSWER_SECONDS", PATIENCE)
+    monkeypatch.setattr(stacks, "_PY_SPY_SECONDS", PATIENCE)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from clusterddp.run.status import run_status
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import kinds
 from tests.hostile import CARRIED
+from tests.waiting import PATIENCE, wait_for
 
 __all__ = ["workplace"]
 
@@ -58,7 +60,7 @@ def test_whoever_is_first_tells_and_the_words_arrive_as_they_are(workplace: Work
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert sorted(was_run) == [False, False, False, True]
     [line] = (workplace.folder / "told").read_text().splitlines()
     verdict, words = json.loads(line)
@@ -114,7 +116,6 @@ def test_the_script_tells_an_end_for_good_alone(
 def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "_GRACE_SECONDS", 0.5)
     # Killed before it was deaf is as well.
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'])"
@@ -130,7 +131,9 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
         ("loud", python("print('x' * (3 << 20))"), 0, ""),
     ):
         run = workplace.run(name, *DONE)
-        monkeypatch.setattr(notify, "PROGRAM_SECONDS", 1.0 if name == "hangs" else 60.0)
+        hangs = name == "hangs"
+        monkeypatch.setattr(notify, "PROGRAM_SECONDS", 1.0 if hangs else PATIENCE)
+        monkeypatch.setattr(notify, "_GRACE_SECONDS", 0.5 if hangs else PATIENCE)
         lines: list[str] = []
         with log.to(lines.append):
             notify.tell_at_end(run, asking(run, *words))
@@ -142,6 +145,42 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
         assert len(printed) < (1 << 20) + 200
     assert "words" in RunDir(workplace.root / "fails").notify_log.read_text()
     assert "bytes more" in printed
+
+
+def test_its_group_is_killed_while_its_number_is_its_own(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, kill = list[bool](), os.killpg
+
+    def noted_kill(group: int, number: int) -> None:
+        killed.append(Path(f"/proc/{group}").exists())
+        kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", noted_kill)
+    run = workplace.run("one", *DONE)
+    notify.tell_at_end(run, asking(run, sys.executable, "-c", "raise SystemExit(3)"))
+    assert (killed, noted(run)["exit_code"]) == ([True], 3)
+
+
+def test_what_has_left_its_group_prints_to_no_file_but_the_log(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "_GRACE_SECONDS", 0.05)
+    folder = workplace.folder
+    late = f"/usr/bin/touch {folder}/up; until [ -e {folder}/go ]; do /bin/sleep 0.02; done"
+    leaves = (
+        f"/usr/bin/setsid /bin/sh -c '{late}; echo late' & until [ -e {folder}/up ]; do :; done"
+    )
+    run = workplace.run("one", *DONE)
+    notify.tell_at_end(run, asking(run, "/bin/sh", "-c", leaves))
+    others = [(folder / f"other-{number}").open("w+b") for number in range(9)]
+    try:
+        (folder / "go").touch()
+        wait_for(lambda: "late" in run.notify_log.read_text(), "its last word")
+        assert [other.read() for other in others] == [b""] * 9
+    finally:
+        for other in others:
+            other.close()
 
 
 def test_a_fault_of_ours_is_logged_and_no_more(

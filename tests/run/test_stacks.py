@@ -3,6 +3,7 @@
 import base64
 import os
 import random
+import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.run.stacks import RankStacks, as_lines, described, from_lines, gather, places
 from tests.data.made_sets import NOBODY
 from tests.event_lines import add_event
+from tests.waiting import wait_for
 
 LIBRARY = "/opt/venv/lib/python3.11/site-packages"
 TORCH = f"{LIBRARY}/torch"
@@ -227,9 +229,15 @@ def test_slurms_own_words_are_passed_on_where_no_host_answers(
 def test_a_host_that_does_not_answer_in_time_costs_its_own_ranks_alone(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.5)
+    def later(srun: "subprocess.Popen[str]") -> tuple[str, str]:
+        wait_for((tmp_path / "shown").exists, "the answer of the other host")
+        return communicate(srun)
+
+    communicate = stacks._communicate
+    monkeypatch.setattr(stacks, "_communicate", later)
+    monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.05)
     (tmp_path / "answer").write_text("\n".join(as_lines([at(0, host="h01")], "h01")))
-    script = f"cat {tmp_path}/answer\nexec sleep 1000"
+    script = f"cat {tmp_path}/answer\n: >{tmp_path}/shown\nexec sleep 1000"
     fake_srun(tmp_path / "bin", monkeypatch, script)
     for rank in range(2):
         record(run, rank, job_id="7", host=f"h0{rank + 1}", python="/usr/bin/python3")

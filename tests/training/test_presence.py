@@ -1,6 +1,7 @@
 """Rank 0's sign of life, and what it hears beside the training."""
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ import pytest
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import presence
-from clusterddp.training.presence import Presence
-from clusterddp.training.stop import StopRequest
-from tests.waiting import wait_for
+from clusterddp.training.presence import Presence, poll_time_limit
+from clusterddp.training.stop import Deadline, StopRequest
+from tests.waiting import PATIENCE, wait_for
 
 
 @pytest.fixture
@@ -108,6 +109,50 @@ def test_an_attempt_whose_folder_was_removed_ends(attempt: Attempt, ends: list[s
             shutil.rmtree(attempt.path, ignore_errors=True)
         wait_for(lambda: ends, "the end")
     assert ends[0] == f"{attempt.path} was removed: nothing can be saved any more"
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_look_that_outlasts_the_training_does_not_end_the_process(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that was slow meanwhile; what the process does now is not the attempt's."""
+    looks, answers, codes = threading.Event(), threading.Event(), list[int]()
+
+    def slow(*_: object) -> None:
+        looks.set()
+        answers.wait(PATIENCE)
+
+    monkeypatch.setattr(Attempt, "show_life", slow)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    ours = Presence(attempt, StopRequest())
+    with ours:
+        assert looks.wait(PATIENCE)
+        begin(attempt.run)
+    answers.set()
+    ours._thread.join(PATIENCE)
+    assert not ours._thread.is_alive()
+    assert not codes
+
+
+def test_nobody_asks_slurm_on_behalf_of_a_training_that_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+
+    def seconds_left(job: str) -> float:
+        asked.append(job)
+        return 60.0
+
+    monkeypatch.setattr(presence, "_TIME_LIMIT_SECONDS", 0.01)
+    monkeypatch.setattr(presence.slurm, "seconds_left", seconds_left)
+    deadline, others = Deadline(), {*threading.enumerate()}
+    poll_time_limit(deadline, {"SLURM_JOB_ID": "17"})
+    wait_for(lambda: len(asked) > 2, "a third look")
+    assert deadline.is_near(60.0)
+    [thread] = [each for each in {*threading.enumerate()} - others if each.name == "time limit"]
+    del deadline
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 def _step(attempt: Attempt) -> int:

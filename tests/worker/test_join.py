@@ -4,7 +4,6 @@ counted by a hook of Python's own in each of them; and what ranks ask of torch's
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker import join
 from clusterddp.worker.join import Joined
+from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
 
 FOUR = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
@@ -212,9 +212,7 @@ class Ranks:
         """What they noted: rank, event, path or name, whether to write; in order."""
         self.starts += 1
         notes = self.folder / f"notes-{self.starts}"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         environ = {
             **os.environ, "WATCHED": f"{self.data}:{self.run}", "NOTES": str(notes),
             "PYTHONPATH": f"{self.folder / 'hook'}:{Path(__file__).parents[2]}",

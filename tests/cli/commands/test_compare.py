@@ -478,4 +478,4 @@ def test_ctrl_c_has_a_training_save_and_leave(synthetic_dir: Path, tmp_path: Pat
     assert out.splitlines()[3].endswith("1  not run: interrupted")
     assert list(run.checkpoints.glob("*.pt"))
     assert json.loads((run.attempts / "0001/end.json").read_text())["cause"] == "stopped"
-    assert processes_in(tmp_path) == []
+    wait_for(lambda: not processes_in(tmp_path), "no process left")

@@ -32,7 +32,7 @@ def complete(workplace: Workplace, words: str) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=90,
     )
     assert got.stderr == ""
     # click prints an empty line where it has nothing to offer
@@ -46,7 +46,7 @@ def test_the_script_is_accepted_by_its_shell(shell: str, tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=90,
     )
     assert (got.returncode, got.stderr) == (0, "")
     assert "_CLUSTERDDP_COMPLETE" in got.stdout

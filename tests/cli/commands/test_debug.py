@@ -34,7 +34,7 @@ import os, sys
 import clusterddp.models.nets as models
 convnet = models.MODELS["convnet"]
 def asking():
-    print("in process", os.getpid(), "asked for", input(), flush=True)
+    print("in process", os.getpid(), "asked for", input("what? "), flush=True)
     return convnet()
 models.MODELS["convnet"] = asking
 from clusterddp.__main__ import main
@@ -99,12 +99,12 @@ def debug(synthetic_dir: Path, tmp_path: Path) -> Iterator[Any]:
 LONG = ("--epochs=5000", "--log-every=20")
 
 
-def wait_until_training(process: "subprocess.Popen[str]") -> None:
+def wait_until(process: "subprocess.Popen[str]", shown: str = "images/s") -> None:
     assert process.stdout
     text = ""
-    while "images/s" not in text:
+    while shown not in text:
         ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
-        assert ready, f"it has not started to train: {text}"
+        assert ready, f"it has not said {shown!r}: {text}"
         chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer
         assert chunk, process.stderr and process.stderr.read()
         text += chunk.decode()
@@ -277,7 +277,7 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
 ) -> None:
     chosen = [f"--start-method={method}"] if method else []
     process = debug(f"--procs={procs}", *chosen, *LONG)
-    wait_until_training(process)
+    wait_until(process)
     run = tmp_path / "run"
     pids = rank_pids(RunDir(run)) if procs > 1 else []
     if method == "forkserver":
@@ -309,14 +309,16 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
 
 # A training whose steps after the thirtieth never end: it cannot save.
 HANGING = """
-import signal, sys
+import os, time
 from clusterddp.data.loader import Images
 batches, seen = Images.batches, []
 def hang(self, *order):
     for batch in batches(self, *order):
         seen.append(1)
+        if len(seen) > 30:
+            os.write(1, b"it hangs\\n")
         while len(seen) > 30:
-            signal.pause()
+            time.sleep(0.02)
         yield batch
 Images.batches = hang
 from clusterddp.__main__ import main
@@ -328,7 +330,7 @@ main()
 def test_the_second_ctrl_c_ends_at_once(procs: int, debug: Any, tmp_path: Path) -> None:
     program = ("-c", HANGING) if procs == 1 else ("-m", "clusterddp")
     process = debug(f"--procs={procs}", *LONG, program=program)
-    wait_until_training(process)
+    wait_until(process, "it hangs" if procs == 1 else "images/s")
     run = RunDir(tmp_path / "run")
     pids = rank_pids(run) if procs > 1 else []
     if pids:
@@ -354,7 +356,7 @@ def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: P
         "from clusterddp.__main__ import main; main()"
     )
     process = debug("--procs=2", *LONG, program=("-c", program))
-    wait_until_training(process)
+    wait_until(process)
     pids = rank_pids(RunDir(tmp_path / "run"))
     os.kill(pids[1], signal.SIGSTOP)
     process.terminate()
@@ -367,7 +369,7 @@ def test_ranks_that_do_not_leave_are_ended_after_a_while(debug: Any, tmp_path: P
 @pytest.mark.slow
 def test_ctrl_c_at_a_question_before_the_training_ends_it(debug: Any, tmp_path: Path) -> None:
     process = debug("--max-steps=2", program=("-c", ASKING_MODEL))
-    wait_for(Attempt(RunDir(tmp_path / "run"), 1).alive.exists, "the attempt")
+    wait_until(process, "what?")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
@@ -412,7 +414,7 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(
     method: str, debug: Any, tmp_path: Path
 ) -> None:
     process = debug("--procs=2", f"--start-method={method}", *LONG)
-    wait_until_training(process)
+    wait_until(process)
     os.kill(rank_pids(RunDir(tmp_path / "run"))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1

@@ -353,9 +353,9 @@ def test_ctrl_c_ends_it_and_what_it_has_started(hangs: str, workplace: Workplace
         assert process.wait(PATIENCE) == 130
         assert process.stderr and process.stderr.read() == "\ninterrupted\n"
     try:
-        wait_for(lambda: not any(map(is_at_work, pids(folder))), "the end of its children")
+        wait_for(lambda: not at_work(folder), "the end of its children")
     finally:
-        for pid in filter(is_at_work, pids(folder)):
+        for pid in at_work(folder):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -364,8 +364,13 @@ def pids(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def is_at_work(pid: int) -> bool:
+def at_work(folder: Path) -> list[int]:
+    """Those that still run in the folder: a number can be another process's by now."""
+    return [pid for pid in pids(folder) if runs_in(folder, pid)]
+
+
+def runs_in(folder: Path, pid: int) -> bool:
     try:
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+        return Path(f"/proc/{pid}/cwd").readlink() == folder
     except OSError:
         return False

@@ -154,7 +154,7 @@ if len(sys.argv) == 2:
     argv = [sys.executable, __file__, *sys.argv[1:], "rank"]
     sys.exit(subprocess.run(argv, env=environ).returncode)
 deadline = time.monotonic() + 90
-while "own_world" not in record.read_text():
+while not record.exists() or "own_world" not in record.read_text():
     assert time.monotonic() < deadline
     time.sleep(0.05)
 """

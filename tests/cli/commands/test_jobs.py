@@ -261,7 +261,7 @@ def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
         while b"\x1b[J" not in drawn:
             drawn += os.read(master, 1 << 16)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=90)
     os.close(master)
     assert process.returncode == 130
     screen = drawn.decode().removeprefix("\x1b[H").partition("\x1b[J")[0]
