@@ -71,6 +71,8 @@ OF_EARLIER_SCRIPTS = ("begin", "finish", "watch-step")
 """Commands that are functions of one module, `earlier_scripts`."""
 _exit_code = EXIT_FAILED
 """Python's own code after a traceback, until `end` sets another."""
+OF_HELP = {"help_option_names": ["-h", "--help"]}
+"""Settings of click's context. `submit` has them as well, whose options other commands parse."""
 QUICK = {
     "submit", "check", "import", "jobs", "status", "report", "templates", "site", "explain",
     "completion",
@@ -123,7 +125,7 @@ class LazyGroup(click.Group):
 
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=OF_HELP,
     epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, 75 stopped and "
     "can resume, 130 interrupted.",
 )

@@ -41,6 +41,7 @@ class SubmitCommand(RequestCommand, WithCommand):
 
 @click.command(
     cls=SubmitCommand,
+    context_settings=main.OF_HELP,
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this "
     "shell, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait "
