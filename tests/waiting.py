@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clusterddp.processes.signals import die_with_parent
 
-PATIENCE = 90
+PATIENCE = 150
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from clusterddp.run.files import read_json
+from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
 
 _OPTIONS = [
@@ -41,9 +41,7 @@ def train(name: str, folder: Path, environ: Mapping[str, str] = os.environ) -> d
     """Train a request in a folder, its data too; returns its report."""
     ranks, options = REQUESTS[name]
     _write_digits(folder / "data/MNIST/raw")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     run = [sys.executable, "-m", "clusterddp", "train", "--run-dir=run", *_OPTIONS, *options]
     processes = []
     for rank in range(ranks):
