@@ -41,8 +41,8 @@ def verdicts(checks: Any) -> dict[str, str]:
 def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    def jobs() -> str:
-        return cluster.run(["squeue", "-h", "-t", "all", "-o", "%i"], check=True).stdout
+    def jobs() -> set[str]:
+        return {*cluster.run(["squeue", "-h", "-t", "all", "-o", "%i"], check=True).stdout.split()}
 
     before = jobs()
     checks = diagnosis(cluster, tmp_path)
@@ -65,7 +65,7 @@ def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
     assert refused["code"] == 1 and refused["submission"]["verdict"] == BAD
     shown = cluster.run([*CLUSTERDDP, "site", "--site", str(tmp_path / "site.cfg")])
     assert shown.returncode == 0, shown.stderr
-    assert jobs() == before
+    assert jobs() <= before  # Slurm forgets ended ones meanwhile
     assert not (tmp_path / "jobs").exists()
 
 

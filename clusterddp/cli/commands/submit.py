@@ -96,7 +96,7 @@ def command(
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     checks = typed_flags(ctx, ("check", "check_python"))
-    if dry_run and checks:
+    if dry_run and checks and not save_to:  # a request to save keeps them for its submission
         raise click.UsageError(
             f"--dry-run asks neither Slurm nor an interpreter: leave it out, or {checks}.", ctx
         )
