@@ -70,6 +70,18 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     client._slurmd_port.cache_clear()  # that of another test's cluster
 
 
+@pytest.fixture(autouse=True)
+def ignored_signals() -> Iterator[None]:
+    """Holds each test to what Python ignores.
+
+    With another answer to these, a closed pipe or a full disk in a later test ends the whole
+    process, without a word.
+    """
+    yield
+    kept = [signal.getsignal(each) for each in (signal.SIGPIPE, signal.SIGXFSZ)]
+    assert kept == [signal.SIG_IGN] * 2
+
+
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that this process logs."""

@@ -7,7 +7,8 @@ records the outcome.
 import os
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +19,8 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, own_mig_device, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 from clusterddp.version import arming_folder
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class CommandNotFound(ClusterDDPError):
@@ -168,11 +171,9 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     program = argv[0]
     if not program:
         raise CommandNotFound("the command to run is empty: expected a program after '--'.")
-    # Python ignores these two, and what is ignored stays ignored in the new program.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
-        os.execvpe(program, list(argv), dict(environ))
+        with _usual_signals():
+            os.execvpe(program, list(argv), dict(environ))
     except (FileNotFoundError, NotADirectoryError) as error:
         if "/" in program and Path(program).exists():
             raise CommandNotFound(
@@ -189,3 +190,18 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
             f"{program!r} cannot be run: {error.strerror}; expected a file with execute "
             "permission that starts with #! or is a binary. For a script: python SCRIPT."
         ) from error
+
+
+@contextmanager
+def _usual_signals() -> Iterator[None]:
+    """Have the new program take the two that Python ignores: an ignored signal stays so in it.
+
+    Where there is none after all, this process ignores them again: its message may meet a closed
+    pipe.
+    """
+    ignored = {each: signal.signal(each, signal.SIG_DFL) for each in _IGNORED_BY_PYTHON}
+    try:
+        yield
+    finally:
+        for each, handler in ignored.items():
+            signal.signal(each, handler)
