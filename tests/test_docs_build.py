@@ -130,8 +130,15 @@ def test_the_links_of_every_page_lead_to_files_and_headings_in_the_repository_to
     assert not wrong
 
 
-def test_man_pages_escape_what_man_would_take_for_its_own() -> None:
-    pages = docs_build.man_pages()
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The man pages, made by a process in which no command has been parsed yet, as for a wheel."""
+    folder = tmp_path_factory.mktemp("man")
+    subprocess.run([sys.executable, "-m", "docs_build", "man", folder], cwd=ROOT, check=True)
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_man_pages_escape_what_man_would_take_for_its_own(pages: dict[str, str]) -> None:
     assert {"clusterddp.1", "clusterddp-submit.1", "clusterddp-data-fetch.1"} <= {*pages}
     known = {"TH", "SH", "PP", "TP", "BR", "nf", "fi", "nh", "ad"}
     for name, text in pages.items():
@@ -140,8 +147,7 @@ def test_man_pages_escape_what_man_would_take_for_its_own() -> None:
     assert r"\fB\-\-gpus\-per\-node [TYPE:]N\fR" in pages["clusterddp-submit.1"]
 
 
-def test_each_man_page_has_its_sections() -> None:
-    pages = docs_build.man_pages()
+def test_each_man_page_has_its_sections(pages: dict[str, str]) -> None:
     usual = ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXIT STATUS", "SEE ALSO"]
     for name, text in pages.items():
         sections = re.findall(r"^\.SH (.*)$", text, re.MULTILINE)
@@ -157,8 +163,10 @@ def test_each_man_page_has_its_sections() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff shows man pages")
-def test_groff_finds_nothing_wrong_with_the_man_pages(tmp_path: Path) -> None:
-    for name, text in docs_build.man_pages().items():
+def test_groff_finds_nothing_wrong_with_the_man_pages(
+    pages: dict[str, str], tmp_path: Path
+) -> None:
+    for name, text in pages.items():
         (tmp_path / name).write_text(text)
     shown = subprocess.run(
         ["groff", "-man", "-ww", "-Tutf8", "-K", "utf8", *sorted(tmp_path.iterdir())],
