@@ -19,7 +19,7 @@ from clusterddp.run.records import Spent
 from clusterddp.slurm import client as slurm
 from clusterddp.training.stop import Deadline, StopRequest
 
-_TIME_LIMIT_SECONDS = 600.0  # between two polls: an administrator can move the limit
+_TIME_LIMIT_SECONDS = 600.0  # between two polls; `Deadline` asks once more before it is near
 
 
 class Presence:
@@ -107,16 +107,19 @@ def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
     It ends once nobody has the deadline any more: the process may do other things than train.
     """
     job_id, held = environ.get("SLURM_JOB_ID", ""), weakref.ref(deadline)
+    wanted = threading.Event()
 
     def poll() -> None:
         while held():
+            wanted.clear()
             seconds = seconds_left(job_id, environ)
             if known := held():
                 known.set(seconds)
             del known
-            time.sleep(_TIME_LIMIT_SECONDS)
+            wanted.wait(_TIME_LIMIT_SECONDS)
 
     if job_id:
+        deadline.wanted = wanted
         threading.Thread(target=poll, daemon=True, name="time limit").start()
 
 

@@ -29,6 +29,9 @@ _ON_INTERRUPT = b"clusterddp: saving after this step, then leaving; Ctrl-C again
 _MARGIN_SECONDS = 5.0
 # Slurm looks at time limits about twice a minute, so its signal can come that much later.
 _SLURM_SECONDS = 30.0
+_FRESH_SECONDS = 5.0
+_ANSWER_SECONDS = 3.0
+"""Longest wait for Slurm's word before a training leaves; it comes out of the margin."""
 
 
 class StopRequest:
@@ -100,15 +103,33 @@ class Deadline:
     def __init__(self, signal_lead: int = 0) -> None:
         """`signal_lead`: seconds ahead of the end at which Slurm was asked for a signal, or 0."""
         self._signal_lead = signal_lead
-        self._end = math.inf
+        self._end, self._set_at = math.inf, -math.inf
+        self.wanted: threading.Event | None = None
+        """Wakes the thread that asks Slurm, where there is one."""
+        self._answered = threading.Event()
 
     def set(self, seconds_left: float | None) -> None:
         """Set the time that is left; None where there is no limit, or it is unknown."""
         if seconds_left is not None and seconds_left > 0:
-            self._end = time.monotonic() + seconds_left
+            self._set_at = time.monotonic()
+            self._end = self._set_at + seconds_left
+        self._answered.set()
 
     def is_near(self, lead_seconds: float) -> bool:
-        """Return whether to stop now, if stopping and saving takes so long."""
+        """Return whether to stop now, if stopping and saving takes so long.
+
+        Has Slurm asked again first: an administrator can have moved the limit, and the limit of a
+        job that was suspended moves by itself.
+        """
+        if not self._is_within(lead_seconds):
+            return False
+        if self.wanted and time.monotonic() - self._set_at > _FRESH_SECONDS:
+            self._answered.clear()
+            self.wanted.set()
+            self._answered.wait(_ANSWER_SECONDS)
+        return self._is_within(lead_seconds)
+
+    def _is_within(self, lead_seconds: float) -> bool:
         return time.monotonic() > self._end - lead_seconds - _MARGIN_SECONDS
 
     def check_lead(self, lead_seconds: float) -> None:

@@ -155,5 +155,31 @@ def test_nobody_asks_slurm_on_behalf_of_a_training_that_is_over(
     assert not thread.is_alive()
 
 
+def test_a_limit_that_was_moved_is_seen_before_the_training_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = [60.0]
+    asked = list[float]()
+
+    def seconds_left(job: str) -> float:
+        asked.append(limit[0])
+        return limit[0]
+
+    now = [7000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(presence.slurm, "seconds_left", seconds_left)
+    deadline = Deadline()
+    poll_time_limit(deadline, {"SLURM_JOB_ID": "17"})
+    wait_for(lambda: deadline.is_near(60.0), "the first answer")
+    assert asked == [60.0]  # what it has just heard is not asked again
+    now[0] += 50.0  # suspended, say, or moved by an administrator: the answer is another now
+    limit[0] = 600.0
+    assert not deadline.is_near(20.0)
+    now[0] += 590.0
+    limit[0] = 10.0
+    assert deadline.is_near(20.0)
+    assert asked == [60.0, 600.0, 10.0]
+
+
 def _step(attempt: Attempt) -> int:
     return int(json.loads(attempt.alive.read_text())["step"])
