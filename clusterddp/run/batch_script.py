@@ -413,7 +413,7 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
         requeued(f"Slurm puts job {job_id} back into the queue")
         return False  # and it has not ended well, should Slurm not do it
     try:
-        _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart))
+        _patiently(attempt, lambda: _requeue(own_name(os.environ, job_id), restart, why))
     except slurm.RequeueRefused as refused:
         log.info(
             coded(f"requeue is refused here ({refused}); submitting the next job", refused.code)
@@ -430,12 +430,12 @@ def _start_again(run: RunDir, attempt: Attempt, job_id: str, restart: int, why: 
     return True
 
 
-def _requeue(name: str, restart: int) -> None:
-    """Requeue a job, unless it was cancelled: Slurm would put that back as well."""
+def _requeue(name: str, restart: int, why: str = "") -> None:
+    """Requeue a job, unless a person cancelled it: Slurm would put that back as well."""
     word = ending(name, restart)
     if word is Ending.UNKNOWN:
         raise SlurmError("Slurm does not say how the job is doing")
-    if word is Ending.CANCELLED:
+    if word is Ending.CANCELLED and why != restart_policy.PREEMPTED:
         raise NotStarted("the job was cancelled, and is not put back into the queue [CD1203]")
     slurm.requeue(name)
 

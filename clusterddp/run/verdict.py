@@ -32,6 +32,7 @@ _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 _LOG_TAIL_BYTES = 1 << 20
 # From inside the job a lost node looks like scancel, but for srun's own lines.
 _STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
+_STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -218,7 +219,10 @@ class _Evidence:
             return Ending.TIME_LIMIT  # recorded by a rehearsal
         if is_rehearsal(os.environ):
             return Ending.NONE
-        return ending(own_name(os.environ, self.job_id), self.restart)
+        word = ending(own_name(os.environ, self.job_id), self.restart)
+        # slurmctld can show a job preempted by cancelling it as one that a person cancelled.
+        preempted = word is Ending.CANCELLED and _STEP_PREEMPTED.search(self.job_log)
+        return Ending.PREEMPTED if preempted else word
 
     @cached_property
     def was_saved(self) -> str:

@@ -678,6 +678,7 @@ _ENDINGS = {
     State.RUNNING: Ending.NONE,
     State.OTHER: Ending.UNKNOWN,
     State.TIMEOUT: Ending.TIME_LIMIT,
+    State.PREEMPTED: Ending.PREEMPTED,
 }
 
 

@@ -452,6 +452,7 @@ CAUSES = [
     ("", "signal", "signal"),
     ("JobState=COMPLETING RunTime=00:10:05", "SIGTERM", "time limit"),
     ("PreemptTime=2026-01-01T00:00:00", "SIGTERM", "preempted"),
+    ("JobState=PREEMPTED PreemptTime=None", "SIGTERM", "preempted"),
     ("JobState=PENDING", "SIGTERM", "requeued"),
     ("Restarts=1", "SIGTERM", "requeued"),
     ("JobState=COMPLETING", "SIGTERM", "cancelled"),
@@ -470,6 +471,21 @@ def test_the_cause_is_slurms_word_on_what_the_ranks_saw(
     event = last(run, "ended")
     assert (event["cause"], event["step"]) == (cause, 40)
     assert event["why"]  # without --requeue nothing follows, and that is said
+
+
+def test_a_preemption_that_slurm_shows_as_a_cancellation_is_known_by_the_steps_last_line(
+    workplace: Workplace, run: RunDir
+) -> None:
+    slurm_says(workplace, "JobState=COMPLETING PreemptTime=None")
+    leave(run, cause="stopped", reason="SIGTERM", step=40)
+    run.job_log.write_text(
+        "clusterddp: mnist, job 17 on h01, Tue\nslurmstepd-h01: error: *** STEP 17.0 ON h01 "
+        "CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***\n"
+    )
+    got = finish(workplace, run, 75, REQUEUES)
+    assert last(run, "ended")["cause"] == "preempted"
+    assert "scontrol requeue 17" in workplace.calls
+    assert got.code == 0
 
 
 # -- what follows ------------------------------------------------------------------------------
