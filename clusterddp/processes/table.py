@@ -87,6 +87,11 @@ def status(pid: int | str) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal; False of one that has gone."""
+    return bool(int(status(pid).get("SigIgn", "0"), 16) >> (number - 1) & 1)
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when a process has begun, in the kernel's ticks; None for one that has gone.
 

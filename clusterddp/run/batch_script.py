@@ -220,7 +220,7 @@ def _judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, policy: 
     is_stop_asked = stop_asked(attempt, job_id)
     known = starts_since_submission(attempt.run)
     earlier = [start for start in known if start.attempt != attempt.number]
-    starts = [*earlier, Start(attempt.number, end.cause, gained(attempt))]
+    starts = [*earlier, Start(attempt.number, end.cause, gained(attempt), bool(end.told))]
     decision = decide(policy, end.cause, starts, stop_asked=is_stop_asked, how=end.how)
     return _Verdict(end, decision, is_stop_asked)
 
@@ -248,6 +248,7 @@ def _conclude(attempt: Attempt, verdict: _Verdict, job_id: str, restart: int) ->
         remark=end.remark,
         why="" if decision.go_on or end.cause == restart_policy.DONE else decision.why,
         code=end.code,
+        told=end.told,
     )
     attempt.remove_leftovers()
     _blame_nodes(attempt, job_id, end)

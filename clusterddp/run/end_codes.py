@@ -39,6 +39,8 @@ OF_RUN = {CANCELLED: "CD1203", STOPPED: "CD1208", UNKNOWN: "CD0509"}
 """Codes of a run that has recorded no end, by its state."""
 NO_SAVING = "CD1220"
 """A command died of the signal that asks it to save."""
+TOLD = "CD1229"
+"""A command left with exit code 0 because a signal told it to."""
 HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
 NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
 NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"

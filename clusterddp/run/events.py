@@ -139,6 +139,8 @@ class Ended(Event):
     """Reason for which no other attempt follows by itself; empty where one does."""
     code: str = ""
     """Code of its end, for `clusterddp explain`; empty of a run that is done."""
+    told: str = ""
+    """Signal at which the ranks of a command left with exit code 0, before its end."""
 
 
 @dataclass(frozen=True, kw_only=True)

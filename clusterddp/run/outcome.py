@@ -322,6 +322,9 @@ def is_signalled(code: int) -> bool:
     return 128 < code < 128 + signal.NSIG
 
 
+_SAVING = (signal.SIGUSR1, signal.SIGUSR2)
+
+
 class TaskRecord:
     """rank-R.json: written when the task starts and again when it has ended."""
 
@@ -330,6 +333,7 @@ class TaskRecord:
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._writing = threading.Lock()
+        self._told_to_end = False
         self._fields: dict[str, object] = {
             "rank": env.rank,
             "local_rank": env.local_rank,
@@ -339,6 +343,7 @@ class TaskRecord:
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "step_id": os.environ.get("SLURM_STEP_ID", ""),
+            "told": None,  # here from the start: a signal can come while the fields are written
         }
 
     def started(self, pid: int) -> None:
@@ -358,6 +363,13 @@ class TaskRecord:
             time.sleep(SIGN_SECONDS)
             with suppress(OSError):  # it may be gone
                 os.utime(self._path)
+
+    def told(self, number: int) -> None:
+        """Note a signal that the task does not ignore; from a signal's handler."""
+        if number in _SAVING and self._told_to_end:
+            return
+        self._told_to_end = number not in _SAVING
+        self._fields["told"] = {"signal": signal_name(number), "time": round(time.time(), 3)}
 
     @property
     def _path(self) -> Path:

@@ -11,6 +11,9 @@ from clusterddp.errors import EXIT_PAUSED
 from clusterddp.run.files import Loss
 
 ATTEMPT_FORMAT = 1
+_MAY_GO_ON = ("SIGUSR1", "SIGUSR2")
+_LEAVES_WITHIN = 60.0
+"""Seconds in which a task that saves at such a signal, and then leaves, has left."""
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""
 
@@ -181,6 +184,16 @@ class OwnWorld:
 
 
 @dataclass(frozen=True)
+class Told:
+    """Signal that a task got and did not ignore, the latest one that asks for its end if any."""
+
+    signal: str
+    """Its name, such as `SIGTERM`."""
+    time: float
+    """Time at which it came."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """outcomes/rank-R.json: how a rank ended."""
 
@@ -220,11 +233,24 @@ class Outcome:
     """Seconds by which its host's clock is ahead of rank 0's, where measured (clocks.json)."""
     own_world: OwnWorld | None = None
     """World that its children formed by themselves."""
+    told: Told | None = None
+    """Signal that told it to save or to end; None where none came, or it ignores them."""
 
     @property
     def failed(self) -> bool:
         """Return whether it has ended, and not well."""
         return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
+
+    @property
+    def left_early(self) -> bool:
+        """Return whether it ended with exit code 0 because a signal told it to.
+
+        What goes on for a minute after USR1 or USR2 has saved, and ends at its own time.
+        """
+        if self.told is None or self.ended is None or self.exit_code != 0:
+            return False
+        goes_on = self.told.signal in _MAY_GO_ON and self.ended - self.told.time > _LEAVES_WITHIN
+        return not goes_on
 
     @property
     def paused(self) -> bool:

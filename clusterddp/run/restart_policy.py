@@ -34,9 +34,14 @@ NOT_DUE = "not due"
 STOP_ASKED = "'clusterddp stop' asked for it"
 NO_RESTART = "a failed run starts again only with --restart-on-failure"
 
+_FRUITLESS_STARTS = 2
+_TOLD_AGAIN = (
+    f"{_FRUITLESS_STARTS} starts in a row have left with exit code 0 at a signal, and nobody knows "
+    "whether they saved"
+)
+
 _GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST, PREFLIGHT)
 _NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, PREFLIGHT, SUPERSEDED)
-_FRUITLESS_STARTS = 2
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Start:
     gained: int | None = None
     """Steps by which its last checkpoint is beyond the one from which it started; None for a
     command, whose steps nobody counts."""
+    told: bool = False
+    """True where its ranks left with exit code 0 because a signal told them to."""
 
 
 def decide(
@@ -103,6 +110,9 @@ def decide(
             return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
     if len(starts) > policy.max_requeues:
         return Decision(False, capped(policy.max_requeues), "CD1222")
+    last = starts[-_FRUITLESS_STARTS:]
+    if len(last) == _FRUITLESS_STARTS and all(s.told and s.gained is None for s in last):
+        return Decision(False, _TOLD_AGAIN, "CD1229")
     counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
     last = counted[-_FRUITLESS_STARTS:]
     if len(last) == _FRUITLESS_STARTS and all(start.gained == 0 for start in last):
@@ -124,8 +134,12 @@ def capped(max_requeues: int) -> str:
 
 def starts_since_submission(run: RunDir) -> list[Start]:
     """List the attempts since a person last submitted the run, the latest last."""
-    causes = causes_of(events.read(run.events))
-    return [Start(number, cause, gained(Attempt(run, number))) for number, cause in causes.items()]
+    history = events.read(run.events)
+    told = {each.attempt for each in history if isinstance(each, events.Ended) and each.told}
+    return [
+        Start(number, cause, gained(Attempt(run, number)), number in told)
+        for number, cause in causes_of(history).items()
+    ]
 
 
 def causes_of(history: Sequence[events.Event]) -> dict[int, str]:

@@ -33,6 +33,8 @@ _LOG_TAIL_BYTES = 1 << 20
 # From inside the job a lost node looks like scancel, but for srun's own lines.
 _STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
 _STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
+# Lightning's own word that it has finished (2.6, loops/fit_loop.py).
+_FINISHED = re.compile(r"`Trainer\.fit` stopped: `max_(epochs|steps|time)=.*` reached")
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -57,6 +59,8 @@ class End:
     """What a person should know beside the cause."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes that srun has seen fail."""
+    told: str = ""
+    """Signal at which the ranks of a command left with exit code 0, before its end."""
     hardware: str = ""
     """Hardware that the first failure names, of its node."""
     code: str = ""
@@ -86,6 +90,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
     end = dataclasses.replace(
         end,
         step=evidence.last_word.step,
+        told=evidence.told,
         lost_nodes=evidence.lost_nodes,
         hardware=_hardware(evidence, end),
     )
@@ -149,6 +154,8 @@ class _Evidence:
         self.last_word = last_word or LastWord()
         self.outcomes = read_outcomes(attempt.outcomes)
         any_failed = any(outcome.failed for outcome in self.outcomes)
+        self.told = self._told()
+        """Signal at which all ranks of a command have left with exit code 0; empty otherwise."""
         # srun's code is that of the end which the records made necessary.
         self.srun_code = 0 if step_watch.was_ended(attempt) else exit_code
         self.paused = self._has_paused(any_failed)
@@ -171,7 +178,22 @@ class _Evidence:
             self.failure = next(killed, None)
             self.code = EXIT_FAILED if self.failure else 0
 
+    def _told(self) -> str:
+        ended_well = [outcome for outcome in self.outcomes if outcome.exit_code == 0]
+        # A rank that was told nothing has come to its end, and so had the others.
+        if self.trains or not ended_well or not all(each.left_early for each in ended_well):
+            return ""
+        if self.last_word.cause == restart_policy.DONE or self._says_finished():
+            return ""
+        return next(each.told.signal for each in ended_well if each.told)
+
+    def _says_finished(self) -> bool:
+        """Return whether a framework's own line says that it has finished; rank 0 prints it."""
+        return bool(_FINISHED.search(of_attempt(self.run.rank_log(0), self.attempt.number)))
+
     def _has_paused(self, any_failed: bool) -> bool:
+        if self.told and not any_failed:
+            return True
         if any(outcome.paused for outcome in self.outcomes) and not any_failed:
             return True
         if self.srun_code == EXIT_PAUSED and not self.outcomes:
@@ -230,6 +252,8 @@ class _Evidence:
         if not self.trains and not self.has_last_word:
             # Only a command's exit code is known, not what it saves without a loop of ours.
             asked = f"the {_ASKED_AGAIN}"
+            if self.told:
+                asked = f"told to end by {self.told}, the command left with exit code 0"
             return asked if self.paused else "the command has not said whether it saved"
         step, saved = self.last_word.step, self.last_word.saved
         at = f" at step {step}" if step is not None else ""
@@ -343,7 +367,10 @@ def _signalled(evidence: _Evidence) -> End | None:
         line = f"{reason}: {evidence.was_saved}"
         return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
-    return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how)
+    if evidence.told:
+        how = f"{evidence.told}, at which the command left with exit code 0"
+    code = end_codes.TOLD if evidence.told else ""
+    return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how, code=code)
 
 
 def _failed(evidence: _Evidence) -> End | None:

@@ -24,6 +24,7 @@ from clusterddp.errors import (
     coded,
     is_debuggers_quit,
 )
+from clusterddp.processes.table import ignores
 from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
@@ -79,6 +80,8 @@ def supervise(
     forwards = forwards_signals(os.environ)
 
     def pass_on(number: int, _earlier: int) -> None:
+        if not ignores(pid, number):
+            record.told(number)
         if forwards and not (number == signal.SIGINT and _in_foreground()):
             send(number, [pid])
 

@@ -34,6 +34,8 @@ LAUNCHERS = {
 ALL = tuple(LAUNCHERS)
 # A task of submitit is one of srun, as the template ddp starts them.
 OF_RANKS = ("ddp", "torchrun")
+OF_RANKS_ALONE = ("ddp", "submitit")
+"""An agent of torchrun takes TERM itself, and ends its ranks."""
 AHEAD_OF_TASKS = ("ddp",)
 """What the batch script has come to before any launcher is called."""
 PATIENCE = 600
@@ -86,9 +88,30 @@ class Struck:
         argv = [*CLUSTERDDP, "stop", self.run.name]
         self.cluster.run(argv, cwd=self.folder, check=True)
 
+    def stop_handled(self) -> None:
+        self.cluster.run([*CLUSTERDDP, "stop", self.run.name], cwd=self.folder, check=True)
+
     def stop_a_command(self) -> None:
         done = self.cluster.run([*CLUSTERDDP, "stop", self.run.name], cwd=self.folder, check=True)
         assert "without a handler for it the command dies of it" in done.stdout
+
+    def _signal(self, name: str) -> None:
+        self.cluster.run(["scancel", f"--signal={name}", self.job_id], check=True)
+
+    def tell_to_end(self) -> None:
+        self._signal("TERM")
+        (self.folder / f"told-{self.run.name}").touch()
+
+    def tell_to_end_twice(self) -> None:
+        up = self.folder / f"up-{self.run.name}"
+        up.unlink()
+        self.tell_to_end()
+        wait_for(up.exists, f"{self.run.name} to be up again")
+        self.tell_to_end()
+
+    def tell_to_save(self) -> None:
+        self._signal("USR1")
+        wait_for((self.folder / f"saved-{self.run.name}").exists, f"{self.run.name} to have saved")
 
     def scancel(self) -> None:
         self.cluster.run(["scancel", self.job_id], check=True)
@@ -148,6 +171,28 @@ WAYS = {
         ("--requeue",), f'{UP} until [ -e "go-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; {ONCE}',
         Struck.refuse_requeue, OF_RANKS,
     ),
+    "a COMMAND that leaves with 0 at TERM, and requeue is off": Way(
+        (), f'trap "exit 0" TERM; {UP} {SLEEP}', Struck.tell_to_end
+    ),
+    "the same with `--requeue`, put back by the script": Way(
+        ("--requeue",), f'[ -e "up-$CLUSTERDDP_WAY" ] && exit; trap "exit 0" TERM; {UP} {SLEEP}',
+        Struck.tell_to_end,
+    ),
+    "the same with `--requeue`, twice in a row": Way(
+        ("--requeue",), f'trap "exit 0" TERM; {UP} {SLEEP}', Struck.tell_to_end_twice, ("ddp",)
+    ),
+    "a COMMAND that leaves with 0 at `clusterddp stop`": Way(
+        (), f'trap "exit 0" USR1; {UP} {SLEEP}', Struck.stop_handled
+    ),
+    "a COMMAND that ignores TERM, and comes to its end": Way(
+        (), f'trap "" TERM; {UP} until [ -e "told-$CLUSTERDDP_WAY" ]; do sleep 0.2; done',
+        Struck.tell_to_end, OF_RANKS_ALONE,
+    ),
+    "a COMMAND that saves at USR1, and comes to its end over a minute later": Way(
+        (), f'trap \'touch "saved-$CLUSTERDDP_WAY"\' USR1; {UP} '
+        'until [ -e "saved-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; for i in {1..62}; do sleep 1; done',
+        Struck.tell_to_save,
+    ),
     "Slurm puts it back: preemption, a lost node, `scontrol requeue`": Way(
         ("--requeue",),
         f'[ -e "up-$CLUSTERDDP_WAY" ] && exit; trap "exit 75" TERM; {UP} {SLEEP}', Struck.requeue,
@@ -184,7 +229,7 @@ WAYS = {
     ),
 }  # fmt: skip
 # The slowest first: they take their time beside the others.
-SLOW = ("time limit", "hangs", "node is lost", "stop", "before the training")
+SLOW = ("time limit", "over a minute", "hangs", "node is lost", "stop", "before the training")
 
 
 @dataclass(frozen=True)
