@@ -24,8 +24,8 @@ from clusterddp.errors import (
     coded,
     is_debuggers_quit,
 )
-from clusterddp.processes.table import ignores
 from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
+from clusterddp.processes.table import ignores
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import files, logs

@@ -190,7 +190,8 @@ WAYS = {
     ),
     "a COMMAND that saves at USR1, and comes to its end over a minute later": Way(
         (), f'trap \'touch "saved-$CLUSTERDDP_WAY"\' USR1; {UP} '
-        'until [ -e "saved-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; for i in {1..62}; do sleep 1; done',
+        'until [ -e "saved-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; '
+        "for i in {1..62}; do sleep 1; done",
         Struck.tell_to_save,
     ),
     "Slurm puts it back: preemption, a lost node, `scontrol requeue`": Way(
