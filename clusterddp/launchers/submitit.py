@@ -131,9 +131,11 @@ class Task:
         Raises RuntimeError when it failed, for submitit to record, and SystemExit when it has
         paused: submitit then keeps no result of an attempt that is not the last.
         """
-        if not self.by_protocol:
-            # submitit's handler would compare with a limit that it was not told, and requeue.
-            signal.signal(_submitits_signal(), _do_nothing)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            # Without its protocol submitit's handler would compare with a limit that it was not
+            # told, and requeue. The other signal is for the rank, and would end this process.
+            if not (self.by_protocol and number == _submitits_signal()):
+                signal.signal(number, _do_nothing)
         attempt = self._attempt()
         rank = int(os.environ["SLURM_PROCID"])
         python, *words = self.argv[:4]
