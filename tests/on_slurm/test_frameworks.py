@@ -1,0 +1,107 @@
+"""Scripts of frameworks that leave with exit code 0 when they are told to end, on a real Slurm."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from clusterddp.run.run_dir import RunDir
+from tests.event_lines import read_events
+from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for
+
+LONG = 240.0
+# The first start trains until it is told to end, the next one for three steps.
+BEGINNING = """
+import os
+import torch
+FIRST = not os.path.exists("up")
+STEPS = 10**8 if FIRST else 3
+def up(step):
+    if step == 3 and os.environ["RANK"] == "0":
+        open("up", "w").close()
+"""
+LIGHTNING = (
+    BEGINNING
+    + """
+from lightning.pytorch import LightningModule, Trainer
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        up(self.global_step)
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4)
+Trainer(accelerator="cpu", devices=1, num_nodes=2, max_steps=STEPS, max_epochs=-1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False).fit(Model(), loader)
+"""
+)
+JIT_CHECKPOINT = (
+    BEGINNING
+    + """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return {"loss": self.layer(x).mean()}
+class Up(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        up(state.global_step)
+arguments = TrainingArguments(output_dir="out", use_cpu=True, max_steps=STEPS, report_to=[],
+    save_strategy="no", enable_jit_checkpoint=True, disable_tqdm=True, ddp_backend="gloo")
+Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(4)}] * 64, callbacks=[Up()]).train()
+"""
+)
+
+
+@pytest.fixture
+def frameworks() -> None:
+    """Skips without the extra `frameworks`; fails instead where CI wants every test."""
+    missing = [n for n in ("lightning", "transformers") if importlib.util.find_spec(n) is None]
+    if missing and os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
+        pytest.fail(f"{' and '.join(missing)} is missing: pip install -e '.[frameworks]'")
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}: pip install -e '.[frameworks]'")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("frameworks")
+@pytest.mark.parametrize("script", [LIGHTNING, JIT_CHECKPOINT], ids=["Lightning", "jit"])
+def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in_the_end(
+    cluster: SlurmCluster, tmp_path: Path, script: str
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = submit(
+        cluster, tmp_path, "--nodes", "2", "--requeue", "--partition", "main", "--run-name", "own",
+        "--no-snapshot", "--", sys.executable, "train.py",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs" / "own")
+    job_id = read_events(run)[0]["job_id"]
+    after = cluster.sbatch("#!/bin/sh\n", f"--dependency=afterok:{job_id}", "--output=/dev/null")
+    wait_for((tmp_path / "up").exists, "its third step", LONG)
+    cluster.sbatch(
+        "#!/bin/sh\n", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"
+    )
+
+    def ends() -> list[dict[str, object]]:
+        return [event for event in read_events(run) if event["event"] == "ended"]
+
+    wait_for(ends, "its first end", LONG)
+    [end] = ends()
+    log = run.job_log.read_text()
+    assert (end["cause"], end["told"], end["exit_code"]) == ("preempted", "SIGTERM", 75), log
+    assert "told to end by SIGTERM, the command left with exit code 0" in log
+    assert cluster.job_state(after) == "PENDING"
+    assert cluster.wait_job(job_id, LONG) == "COMPLETED"
+    assert [end["cause"] for end in ends()] == ["preempted", "done"]
+    assert cluster.wait_job(after, LONG) == "COMPLETED"
