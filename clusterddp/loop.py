@@ -54,7 +54,7 @@ from clusterddp.run.loop_variables import attempt_at, attempt_here
 from clusterddp.run.records import LastWord, MetricsLine, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
-from clusterddp.training import replay, stop
+from clusterddp.training import buckets, replay, stop
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.stop import REASONS, Deadline
 from clusterddp.version import __version__
@@ -110,6 +110,9 @@ class Loop:
         self._check(states, save_every, folder)
         self._objects = {name: _bare(each) for name, each in states.items()}
         self._sharded = _sharded_part(self._objects)
+        self._wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
+        self._arranged: dict[str, list[int]] = {}
+        """Arrangement of the buckets of each of DDP's wrappers, once it is known."""
         self._saving, self._log_every = Interval.parse(save_every), log_every
         self._keep_last, self._keeps_random = keep_last, random_states
         self._plain_states()
@@ -241,6 +244,9 @@ class Loop:
         began = time.monotonic()
         now = replay.random_state(self._generators), self._start_random
         self._all_random = self._gather(now if self._keeps_random else None)
+        for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
+            if indices := buckets.arrangement(self._wrappers[name]):
+                self._arranged[name] = indices
         path = self.attempt.checkpoints / catalog.name_of(self.steps)
         shards, problem = sharded.save(path, self._sharded) if self._sharded else ({}, "")
         if self._saver and problem:
@@ -380,6 +386,10 @@ class Loop:
         if self._sharded:
             self._on_all_ranks(source, lambda: sharded.check(source, self._sharded))
             self._on_all_ranks(source, lambda: sharded.restore(source, self._sharded))
+        if content["world_size"] == self.world_size:
+            self._arranged = content["loop"]["buckets"]
+            for name in sorted(self._wrappers.keys() & self._arranged.keys()):
+                buckets.arrange(self._wrappers[name], self._arranged[name])
         self._restore_random(0)
         if self.rank == 0:
             inside = self._resume_batch or not self.epoch
@@ -597,6 +607,7 @@ class Loop:
                 "names": sorted(self._objects),
                 "sharded": sorted(self._sharded),
                 "random_states": self._all_random,
+                "buckets": self._arranged,
             },
         }
 
@@ -698,6 +709,12 @@ def _bare(each: Any) -> Any:
             break
         each = inner
     return each
+
+
+def _wrapper(each: Any) -> nn.parallel.DistributedDataParallel | None:
+    """Return DDP's wrapper among those of a module, of which torch.compile's can be another."""
+    inner = getattr(each, "_orig_mod", each)
+    return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
 
 
 def _sharded_part(objects: Mapping[str, Any]) -> dict[str, Any]:

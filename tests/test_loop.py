@@ -760,6 +760,61 @@ def test_one_ranks_request_stops_all_at_one_step_and_they_end_in_the_same_weight
     assert list(content.get("model", {})) == ([] if sharded else plain)
 
 
+def rank_trains_deep(
+    rank: int, world_size: int, folder: Path, stop_at: int, options: dict[str, Any]
+) -> tuple[Any, list[bytes]]:
+    """Exit code and weights, bit for bit, of a rank whose gradients fill several buckets."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32))]
+    module = nn.Sequential(*layers)
+    module[2].bias.requires_grad_(False)
+    model = DistributedDataParallel(module, bucket_cap_mb=0.01, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loop = Loop(folder=folder, model=model, optimizer=optimizer)
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
+    code, batches = None, [torch.randn(8, 32, generator=_seeded(n, rank)) for n in range(8)]
+    try:
+        for _ in loop.epochs(1):
+            for inputs in loop.batches(batches):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+                if loop.steps + 1 == stop_at:
+                    stop.requested.note("signal")
+                loop.step()
+    except SystemExit as leaving:
+        code = leaving.code
+    loop.close()
+    return code, [each.numpy().tobytes() for each in module.state_dict().values()]
+
+
+def _seeded(batch: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 * batch + rank)
+
+
+@pytest.mark.parametrize("stop_at", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (3, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(8, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"gradient_as_bucket_view": True}, marks=pytest.mark.slow),
+        pytest.param(3, {"find_unused_parameters": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sums_over_many_ranks_are_bit_for_bit_those_of_the_run_in_one_piece(
+    tmp_path: Path, ranks: int, options: dict[str, Any], stop_at: int
+) -> None:
+    whole = run_ranks(ranks, rank_trains_deep, tmp_path / "whole", 0, options)
+    stopped = run_ranks(ranks, rank_trains_deep, tmp_path / "stopped", stop_at, options)
+    assert [code for code, _ in stopped] == [75] * ranks
+    resumed = run_ranks(ranks, rank_trains_deep, tmp_path / "stopped", 0, options)
+    # Statistics of BatchNorm are each rank's own, and a checkpoint holds those of rank 0.
+    assert resumed[0] == whole[0]
+
+
 def rank_fails(
     rank: int, world_size: int, folder: Path, stop_at: int, where: str, sharded: bool
 ) -> tuple[Any, str]:
