@@ -277,7 +277,7 @@ def task_arguments(spec: JobSpec) -> list[str]:
         argv = spec.train.to_argv(defaults=False)
         common = [word for word in argv if word.partition("=")[0][2:] not in spec.sweep.names]
         return ["train", f"--run-dir={spec.run_dir}", *lead, *common]
-    arming = ["--arm-stacks"] if spec.arm_stacks else []
+    arming = [] if spec.arm_stacks else ["--no-arm-stacks"]
     return ["exec", f"--run-dir={spec.run_dir}", *arming, "--", *spec.command]
 
 

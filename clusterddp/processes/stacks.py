@@ -238,7 +238,7 @@ def _py_spys(text: str, pid: int) -> list[Thread]:
 def _ask_handler(process: Process) -> tuple[list[Thread], str]:
     file = _armed_file(process.pid)
     if file is None or not _takes_signal(process.pid):
-        return [], "no handler was armed at its start (--arm-stacks)"
+        return [], "no handler was armed at its start"
     try:
         with file.open("rb") as answer:
             size = answer.seek(0, os.SEEK_END)

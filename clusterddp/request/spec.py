@@ -366,9 +366,10 @@ class JobSpec:
     )
 
     arm_stacks: bool = option(
-        False,
-        "Have a COMMAND's Python take part in 'clusterddp stacks' without py-spy: a handler of a "
-        "signal, armed as it starts.",
+        True,
+        "Have a COMMAND's Python take part in 'clusterddp stacks' without py-spy: a handler of "
+        "SIGURG, armed as it starts. For a program that handles SIGURG itself switch it off.",
+        negatable=True,
         group=table.INTERRUPTED,
     )
     silence: float = option(

@@ -68,7 +68,7 @@ AROUND = [
     "--python", "python3", "--batch-python", "python3", "--check", "--allow-launcher",
     "--no-requeue", "--restart-in-job", "1", "--template", "torchrun.sbatch.j2",
     "--bad-node-hours", "3", "--preflight", "none",
-    "--arm-stacks", "--silence", "60", "--end-silent", "--check-python",
+    "--no-arm-stacks", "--silence", "60", "--end-silent", "--check-python",
     "--snapshot-limit", "9", "--notify", "sh -c 'echo \"a b\"'", "--tracker", "wandb",
     "--", "torchrun", "train.py",
 ]  # fmt: skip

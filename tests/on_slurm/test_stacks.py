@@ -53,7 +53,7 @@ def test_the_ranks_of_both_hosts_are_shown_and_go_on(
     (tmp_path / "train.py").write_text(SCRIPT)
     # The whole of each node is the step's own: the look at it takes none of that.
     run = started(
-        cluster, tmp_path, "--gpus-per-node", "4", "--exclusive", "--arm-stacks",
+        cluster, tmp_path, "--gpus-per-node", "4", "--exclusive",
         "--", sys.executable, "train.py",
     )  # fmt: skip
     wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES, LONG)
@@ -94,7 +94,7 @@ def test_a_silent_command_is_ended_when_asked_and_the_odd_rank_is_named(
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(JUMPS.format(quiet=str(quiet)))
     run = started(
-        cluster, tmp_path, "--arm-stacks", "--end-silent", "--", sys.executable, "train.py",
+        cluster, tmp_path, "--end-silent", "--", sys.executable, "train.py",
         env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
     )  # fmt: skip
     wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES, LONG)

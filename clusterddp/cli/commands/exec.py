@@ -42,7 +42,7 @@ class CommandNotExecutable(ClusterDDPError):
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.option("--container", hidden=True)
-@click.option("--arm-stacks", is_flag=True, hidden=True)
+@click.option("--arm-stacks/--no-arm-stacks", default=True, hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
@@ -71,7 +71,7 @@ def command(
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
     environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
-    if arm_stacks:
+    if arm_stacks and run_dir is not None:  # a person's own srun line has no `clusterddp stacks`
         folders = [arming_folder(), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")

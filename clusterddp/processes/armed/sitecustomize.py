@@ -1,8 +1,8 @@
 """Arms the handler of `clusterddp.processes.stacks` in a COMMAND's Python, as it starts.
 
-Its folder stands first on a COMMAND's PYTHONPATH where --arm-stacks asks for it. It runs under any
-Python 3 and imports nothing of ours; what keeps it from arming costs the program nothing. Then the
-sitecustomize that this one hides has its turn, and the folder leaves sys.path.
+Its folder stands first on a COMMAND's PYTHONPATH, unless --no-arm-stacks was asked for. It runs
+under any Python 3 and imports nothing of ours; what keeps it from arming costs the program nothing.
+Then the sitecustomize that this one hides has its turn, and the folder leaves sys.path.
 """
 
 import sys

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,16 +199,20 @@ PRINT_HANDLER = (
 
 
 @pytest.mark.parametrize("own", ["", "/mine:/yours"])
-def test_a_commands_python_is_armed_where_that_is_asked_for(own: str) -> None:
-    path = {"PYTHONPATH": f"{ROOT}{':' if own else ''}{own}"}
-    done = run_exec(
-        "--arm-stacks", "--", sys.executable, "-c", PRINT_HANDLER, environ={**STEP, **path}
-    )
-    shown, held = json.loads(done.stdout)
-    assert shown == f"{arming_folder()}:{path['PYTHONPATH']}"
+def test_a_runs_python_is_armed_unless_that_was_refused(own: str, tmp_path: Path) -> None:
+    environ = {**STEP, "PYTHONPATH": f"{ROOT}{':' if own else ''}{own}"}
+
+    def shown(*options: str) -> list[Any]:
+        done = run_exec(*options, "--", sys.executable, "-c", PRINT_HANDLER, environ=environ)
+        value: list[Any] = json.loads(done.stdout)
+        return value
+
+    in_run = f"--run-dir={tmp_path}"
+    path, held = shown(in_run)
+    assert path == f"{arming_folder()}:{environ['PYTHONPATH']}"
     assert held == ["/memfd:clusterddp-stacks (deleted)"]
-    plain = run_exec("--", sys.executable, "-c", PRINT_HANDLER, environ={**STEP, **path})
-    assert json.loads(plain.stdout) == [path["PYTHONPATH"], []]
+    assert shown(in_run, "--no-arm-stacks") == [environ["PYTHONPATH"], []]
+    assert shown() == [environ["PYTHONPATH"], []]  # a person's own srun line
 
 
 def test_the_run_directory_is_no_concern_of_people() -> None:

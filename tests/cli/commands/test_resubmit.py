@@ -1168,10 +1168,10 @@ def test_options_cover_what_submit_asks_slurm_for() -> None:
     assert {field.name for field in dataclasses.fields(TrainConfig)} - {"resume"} <= mine
 
 
-def test_a_command_that_hung_is_resubmitted_armed(workplace: Workplace) -> None:
+def test_a_command_that_hung_is_resubmitted_with_another_watch(workplace: Workplace) -> None:
     stopped(workplace, train=None, command=("python", "train.py"))
-    accepted(workplace, "one", "--arm-stacks", "--silence", "5", "--end-silent", "--code", "new")
+    accepted(workplace, "one", "--no-arm-stacks", "--silence", "5", "--end-silent", "--code", "new")
     script = sent(workplace)
-    assert "--arm-stacks -- python train.py" in script
+    assert "--no-arm-stacks -- python train.py" in script
     assert '"silence": 5.0' in script
     assert '"end_silent": true' in script

@@ -102,7 +102,7 @@ def test_each_rank_of_an_armed_command_is_shown_and_goes_on(
     rehearse: Begin, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    run = rehearse("--no-snapshot", "--arm-stacks", "--", sys.executable, "train.py")
+    run = rehearse("--no-snapshot", "--", sys.executable, "train.py")
     wait_for(run.is_up, "all ranks")
     told = run.stacks()
     assert told.returncode == 0, told.stderr
@@ -165,7 +165,7 @@ def test_a_silent_command_has_its_stacks_in_the_jobs_log(
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(JUMPS.format(quiet=str(quiet)))
     run = rehearse(
-        "--no-snapshot", "--arm-stacks", *(["--end-silent"] if ends else []),
+        "--no-snapshot", *(["--end-silent"] if ends else []),
         "--", sys.executable, "train.py", env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
     )  # fmt: skip
     wait_for(run.is_up, "all ranks")
