@@ -53,11 +53,14 @@ class Policy:
     """Most starts after the first, whatever the cause."""
     restart_on_failure: int
     """Most of these that may follow a crash."""
+    requeues_loops: bool = False
+    """True where nobody has decided on a COMMAND: one that has begun a Loop is requeued."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Policy":
         """Return what a request allows."""
-        return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure)
+        undecided = bool(spec.command) and spec.requeue is None
+        return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure, undecided)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def decide(
         return Decision(False, STOP_ASKED)
     if cause == REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
-    if not policy.requeue and (cause in _GOES_ON or policy.restart_on_failure):
+    has_loop = policy.requeues_loops and starts[-1].gained is not None
+    if not (policy.requeue or has_loop) and (cause in _GOES_ON or policy.restart_on_failure):
         return Decision(False, requeue_is_off(how or cause), "CD1221")
     if cause == FAILED:
         crashes = sum(start.cause == FAILED for start in starts)

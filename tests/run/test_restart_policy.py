@@ -53,6 +53,7 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
     (Policy(False, 20, 0), [SIGNAL], False, "signal, and requeue is off"),
     (Policy(False, 20, 0), [TIME_LIMIT], False, "time limit, and requeue is off"),
     (Policy(False, 20, 0), [PREEMPTED], False, "preempted, and requeue is off"),
+    (Policy(False, 20, 0, requeues_loops=True), [PREEMPTED], True, PREEMPTED),
     # no other job, whatever the cause
     (Policy(False, 20, 1), [FAILED], False, "failed, and requeue is off"),
     (Policy(True, 20, 1), [FAILED, FAILED], False, "it has failed 2 times"),
@@ -69,6 +70,21 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
 def test_what_follows(policy: Policy, causes: list[str], go_on: bool, words: str) -> None:
     decision = decide(policy, causes[-1], ends(*causes))
     assert (decision.go_on, words in decision.why) == (go_on, True), decision
+
+
+def test_a_command_without_a_loop_is_not_requeued_where_nobody_asked_for_it() -> None:
+    undecided = Policy(False, 20, 0, requeues_loops=True)
+    decision = decide(undecided, PREEMPTED, ends(PREEMPTED, gained=None))
+    assert (decision.go_on, decision.code) == (False, "CD1221")
+
+
+def test_a_command_that_left_with_0_at_a_signal_is_put_back_once() -> None:
+    first, again = (Start(number, PREEMPTED, None, told=True) for number in (1, 2))
+    assert decide(USUAL, PREEMPTED, [first]).go_on
+    decision = decide(USUAL, PREEMPTED, [first, again])
+    assert (decision.go_on, decision.code) == (False, "CD1229")
+    with_loop = Start(2, PREEMPTED, 5, told=True)  # whose steps are known
+    assert decide(USUAL, PREEMPTED, [Start(1, PREEMPTED, 5, told=True), with_loop]).go_on
 
 
 @pytest.mark.parametrize("cause", [SIGNAL, TIME_LIMIT, PREEMPTED, FAILED, REQUEUED])
