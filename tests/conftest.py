@@ -16,6 +16,7 @@ import submitit  # noqa: F401
 
 from clusterddp import log
 from clusterddp.data.synthetic import synthesise
+from clusterddp.processes.processors import gpu_driver
 from clusterddp.slurm import client
 from clusterddp.slurm.forms import RANK_VARIABLES
 from clusterddp.worker.workstation import free_port
@@ -60,13 +61,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A shell in which nothing was set up, also when the tests run inside a Slurm job."""
     for name in list(os.environ):
         if name in RANK_VARIABLES or (
             name.startswith(_SETTINGS) and not name.startswith("CLUSTERDDP_TEST")
         ):
             monkeypatch.delenv(name)
+    marked = request.node.get_closest_marker("gpu") is not None
+    for name, none in gpu.hidden(marked, gpu_driver()).items():
+        monkeypatch.setenv(name, none)
     client._slurmd_port.cache_clear()  # that of another test's cluster
 
 

@@ -20,6 +20,8 @@ import pytest
 
 # Read once, as the tests clear what they see of it.
 _REQUIRED = int(os.environ.get("CLUSTERDDP_REQUIRE_GPU") or 0)
+# CUDA's, and ROCm's two: what a process and its children may see.
+_SHOW = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 # A process of its own: what asks CUDA must not fork ranks afterwards, which tests do.
 _DESCRIBE = """
@@ -76,6 +78,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if needs <= _REQUIRED:
         pytest.fail(f"{why}; CLUSTERDDP_REQUIRE_GPU is {_REQUIRED}", pytrace=False)
     pytest.skip(why)
+
+
+def hidden(marked: bool, driver: str) -> dict[str, str]:
+    """The variables that show a test no GPU, unless it is marked as one of a GPU's.
+
+    Only where the host has a driver: without one there is nothing to hide, and an empty
+    CUDA_VISIBLE_DEVICES would itself be an answer to what some tests ask.
+    """
+    return {} if marked or not driver else dict.fromkeys(_SHOW, "")
 
 
 def pytest_terminal_summary(

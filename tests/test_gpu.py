@@ -89,3 +89,44 @@ def test_mnist_is_found_where_it_is_at_hand(tmp_path: Path) -> None:
     assert gpu.digits(None, [tmp_path / "a", here]) == here
     assert gpu.digits(None, [tmp_path / "a"]) is None
     assert gpu.digits(str(tmp_path / "a"), [here]) is None, "the one that is named, no other"
+
+
+@pytest.mark.parametrize("driver", ["NVIDIA", "AMD"])
+def test_a_workstations_gpus_are_shown_to_tests_marked_gpu_alone(
+    driver: str, tmp_path: Path
+) -> None:
+    """A driver that is made up; each test reports what a child of its own would see."""
+    (tmp_path / "test_it.py").write_text(
+        "import os, subprocess, sys, pytest\n"
+        "def seen():\n"
+        "    show = 'import os; print(os.environ.get(\"CUDA_VISIBLE_DEVICES\"),'\\\n"
+        "        'os.environ.get(\"ROCR_VISIBLE_DEVICES\"))'\n"
+        "    return subprocess.check_output([sys.executable, '-c', show], text=True).split()\n"
+        "def test_plain(): assert seen() == []\n"
+        "@pytest.mark.gpu\n"
+        "def test_marked(): assert seen() == ['5', '6']\n"
+    )
+    (tmp_path / "made_up.py").write_text(
+        "from clusterddp.processes import processors\nfrom tests import gpu\n"
+        f"processors.gpu_driver = lambda: {driver!r}\n"
+        "gpu.machine = lambda: gpu.Machine(1, ())\n"
+    )
+    command = [
+        *[
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            "-p",
+            "no:cacheprovider",
+        ],
+        *[f"--rootdir={tmp_path}", "-p", "made_up", "-p", "tests.conftest"],
+        str(tmp_path / "test_it.py"),
+    ]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "5", "ROCR_VISIBLE_DEVICES": "6"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert " 2 passed in " in done.stdout, done.stdout

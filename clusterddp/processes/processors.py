@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 _NVIDIA = Path("/proc/driver/nvidia")
@@ -17,6 +18,22 @@ _CPUS = Path("/proc/cpuinfo")
 def has_nvidia_driver() -> bool:
     """Return whether this host has an NVIDIA driver."""
     return any(path.exists() for path in NVIDIA_DRIVER)
+
+
+def gpu_driver(root: Path = Path("/")) -> str:
+    """Return whose GPUs this host has a driver for: NVIDIA, AMD, Intel, or empty for nobody's.
+
+    root: of the file system to read for AMD's and Intel's.
+    """
+    if has_nvidia_driver():
+        return "NVIDIA"
+    if (root / AMD_DEVICE.relative_to("/")).exists():
+        return "AMD"
+    for vendor in (root / "sys/class/drm").glob("renderD*/device/vendor"):
+        with suppress(OSError):
+            if vendor.read_text().strip() == "0x8086":  # PCI's number of Intel
+                return "Intel"
+    return ""
 
 
 def visible_gpus() -> int:

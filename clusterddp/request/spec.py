@@ -289,7 +289,10 @@ class JobSpec:
         (), "Environment module to load; repeatable.", forms.MODULE, "NAME", name="module"
     )
     network_interface: str = option(
-        "", "Sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME.", forms.NETWORK_INTERFACE, "NAME"
+        "",
+        "Sets NCCL_SOCKET_IFNAME, and GLOO_SOCKET_IFNAME without =; ^NAME is for NCCL alone.",
+        forms.NETWORK_INTERFACE,
+        "NAME",
     )
     launch_prefix: tuple[str, ...] = option(
         (), "Words put before each task: 'apptainer exec --nv IMG'.", LINE, "WORDS", type=str

@@ -6,6 +6,7 @@ identifiers when they meet. Imports without torch.
 """
 
 import ctypes
+import logging
 import re
 import resource
 from collections.abc import Mapping
@@ -45,11 +46,12 @@ class Processor:
         return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
 
-def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: bool) -> Processor:
+def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: str) -> Processor:
     """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
 
-    driver: the host has an NVIDIA driver. Raises TrainingError when CUDA is wanted and absent, and
-    when GPUs were granted on a host with a driver but torch sees none: a CPU run would waste them.
+    driver: whose GPUs the host has a driver for, as `processors.gpu_driver` says. Raises
+    TrainingError when CUDA is wanted and absent, and when GPUs were granted on a host with a driver
+    but torch sees none: a CPU run would waste them.
     """
     if wanted == "cpu":
         return Processor("cpu", warning=_unused(granted, "--device cpu leaves them idle"))
@@ -60,6 +62,19 @@ def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: 
             raise TrainingError(
                 f"--device cuda: {given}torch sees no GPU here. {ask or 'Install '}a CUDA build of "
                 "torch that fits the driver, or use --device cpu. [CD0804]"
+            )
+        if granted and driver not in ("", "NVIDIA"):
+            way = (
+                "Install a ROCm build of torch for this interpreter"
+                if driver == "AMD"
+                else (
+                    "clusterddp trains on NVIDIA's and AMD's alone: ask for a node with such GPUs"
+                )
+            )
+            raise TrainingError(
+                f"{_gpus(granted)} granted and {driver}'s driver is there, but torch sees none: "
+                f"this build of it has no support for them. {way}, or train on the CPU on purpose "
+                "with --device cpu. [CD0804]"
             )
         if granted and driver:
             raise TrainingError(
@@ -83,6 +98,8 @@ def bind_to_numa(mode: str, device: "torch.device") -> str:
         return f"--numa-binding {mode} left out: this rank computes on the CPU"
     import torch
 
+    talk = logging.getLogger("torch.numa.binding")
+    was, talk.disabled = talk.disabled, True  # it prints the traceback of what is told here
     try:
         from torch.numa import binding
 
@@ -94,6 +111,8 @@ def bind_to_numa(mode: str, device: "torch.device") -> str:
         return f"--numa-binding {mode}: torch {torch.__version__} cannot bind a running process"
     except Exception as error:  # no numactl, no such CPU among those of the task, no /sys …
         return f"--numa-binding {mode} left out: {error}"
+    finally:
+        talk.disabled = was
     return ""
 
 

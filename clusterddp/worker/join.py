@@ -185,7 +185,7 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
         visible=visible,
         local_rank=env.local_rank,
         granted=devices.granted_gpus(environ),
-        driver=processors.has_nvidia_driver(),
+        driver=processors.gpu_driver(),
     )
     threads = usable_threads(environ, env.local_world_size)
     warning = choice.warning

@@ -55,6 +55,21 @@ def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> Non
         assert checked.stdout == ""
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(
+    ("wanted", "gloo"),
+    [("ib0", "ib0"), ("=ib0", "ib0"), ("=ib0,ib1", "ib0,ib1"), ("^docker0", ""), ("^=lo", "")],
+)
+def test_gloo_is_given_plain_names_of_interfaces(template: str, wanted: str, gloo: str) -> None:
+    script = sbatch.render(spec(template=template, network_interface=wanted))
+    [line] = [each for each in script.split("\n") if "SOCKET_IFNAME" in each]
+    show = 'printf "%s|%s" "$NCCL_SOCKET_IFNAME" "${GLOO_SOCKET_IFNAME-}"'
+    seen = subprocess.run(
+        ["bash", "-c", f"{line}\n{show}"], capture_output=True, text=True, check=True, env={}
+    )
+    assert seen.stdout == f"{wanted}|{gloo}"
+
+
 @pytest.mark.parametrize("value", CARRIED)
 def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) -> None:
     line = next(

@@ -22,25 +22,29 @@ from clusterddp.training.device import (
 
 # wanted, visible, local rank, granted, driver -> device or words of the error
 CASES = [
-    ("auto", 4, 0, 4, True, "cuda:0"),
-    ("auto", 4, 3, 4, True, "cuda:3"),
-    ("cuda", 4, 2, 4, True, "cuda:2"),
-    ("auto", 1, 3, 1, True, "cuda:0"),  # each task is shown its own
-    ("auto", 2, 3, 2, True, "cuda:1"),  # or its own two of eight, or the two of its socket
-    ("auto", 0, 0, 0, True, "cpu"),
-    ("auto", 0, 0, 0, False, "cpu"),
-    ("cpu", 4, 1, 4, True, "cpu"),
-    ("cpu", 0, 1, 0, False, "cpu"),
-    ("cuda", 0, 0, 0, False, "torch sees no GPU"),
-    ("cuda", 0, 0, 2, False, "2 GPUs were granted, but torch sees no GPU here. Install a CUDA"),
-    ("auto", 0, 0, 2, True, "2 GPUs were granted.*--device cpu"),
-    ("auto", 0, 0, 2, False, "cpu"),
+    ("auto", 4, 0, 4, "NVIDIA", "cuda:0"),
+    ("auto", 4, 3, 4, "NVIDIA", "cuda:3"),
+    ("cuda", 4, 2, 4, "NVIDIA", "cuda:2"),
+    ("auto", 1, 3, 1, "NVIDIA", "cuda:0"),  # each task is shown its own
+    ("auto", 2, 3, 2, "NVIDIA", "cuda:1"),  # or its own two of eight, or the two of its socket
+    ("auto", 0, 0, 0, "NVIDIA", "cpu"),
+    ("auto", 0, 0, 0, "", "cpu"),
+    ("cpu", 4, 1, 4, "NVIDIA", "cpu"),
+    ("cpu", 0, 1, 0, "", "cpu"),
+    ("cuda", 0, 0, 0, "", "torch sees no GPU"),
+    ("cuda", 0, 0, 2, "", "2 GPUs were granted, but torch sees no GPU here. Install a CUDA"),
+    ("auto", 0, 0, 2, "NVIDIA", "2 GPUs were granted.*--device cpu"),
+    ("auto", 0, 0, 2, "", "cpu"),
+    ("auto", 0, 0, 2, "AMD", "2 GPUs were granted and AMD.*a ROCm build.*--device cpu"),
+    ("auto", 0, 0, 1, "Intel", "1 GPU was granted and Intel.*--device cpu"),
+    ("auto", 0, 0, 0, "Intel", "cpu"),  # the display of a workstation
+    ("cpu", 0, 0, 2, "AMD", "cpu"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_follows_from_what_is_visible(
-    case: tuple[str, int, int, int, bool, str],
+    case: tuple[str, int, int, int, str, str],
 ) -> None:
     wanted, visible, local_rank, granted, driver, expected = case
 
@@ -77,11 +81,12 @@ def test_a_process_is_bound_to_the_cpus_near_its_gpu(
 
 
 def test_a_process_that_cannot_be_bound_goes_on_with_a_warning(
-    binding: ModuleType, monkeypatch: pytest.MonkeyPatch
+    binding: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(binding, "_get_numa_node_index_for_device_index", lambda **_: 0)
     assert "numactl" in bind_to_numa("node", torch.device("cuda:0"))
+    assert not caplog.records, "torch's traceback, a rank"
     monkeypatch.delattr(binding, "_maybe_apply_numa_binding_to_current_process")
     assert "cannot bind a running process" in bind_to_numa("node", torch.device("cuda:0"))
     monkeypatch.setitem(sys.modules, "torch.numa", None)  # as in torch 2.4
@@ -97,11 +102,11 @@ def test_a_binding_is_one_of_torchs(binding: ModuleType) -> None:
 
 def test_granted_gpus_that_stay_idle_are_a_warning() -> None:
     place = {"visible": 0, "local_rank": 0}
-    unseen = choose("auto", granted=2, driver=False, **place)
+    unseen = choose("auto", granted=2, driver="", **place)
     assert unseen.warning == "2 GPUs were granted, but torch sees none: training on the CPU"
-    chosen = choose("cpu", granted=1, driver=True, **place)
+    chosen = choose("cpu", granted=1, driver="NVIDIA", **place)
     assert chosen.warning == "1 GPU was granted, but --device cpu leaves them idle"
-    assert choose("auto", granted=0, driver=True, **place).warning == ""
+    assert choose("auto", granted=0, driver="NVIDIA", **place).warning == ""
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,8 @@ def test_on_a_gpu_fp32_convolves_exactly_and_tf32_does_not(
     ours = torch.nn.functional.conv2d(images.cuda(), weight.cuda(), padding=2).cpu().double()
     error = ((ours - expected).abs().max() / expected.abs().max()).item()
     record_property("relative error", f"{error:.1e}")
-    assert (error < 1e-6) is exact
+    # fp32 on a CPU is off by 1e-6, TF32 by 3e-4.
+    assert (error < 2e-5) is exact
 
 
 @pytest.mark.gpu
