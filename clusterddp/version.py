@@ -29,6 +29,14 @@ def arming_folder() -> str:
     return f"{package}/processes/armed"
 
 
+def armed_path(path: str) -> str:
+    """Return a PYTHONPATH with the arming folder first; as it is where it cannot have that."""
+    folder = arming_folder()
+    if ":" in folder:  # which parts its entries
+        return path
+    return f"{folder}:{path}" if path else folder
+
+
 def described() -> str:
     """Say which clusterddp this is: `0.1.1 (3f2a9c41d07b)` of a bundle, or `0.1.1 (installed)`."""
     digest = bundle_file().removesuffix(".pyz").rpartition("-")[2]

@@ -35,6 +35,10 @@ _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _CAP_SYS_PTRACE = 19
 _FIRST_WITH_HOOK = 14
 _NO_HOOK_WORDS = "its Python has no remote hook (3.14 has)"
+_NOT_ARMED = (
+    "no handler was armed at its start, as under --no-arm-stacks, python -I, -E or -S, before "
+    "Python 3.8, without the task's PYTHONPATH, or where it takes SIGURG itself"
+)
 _NO_HOOK = 3
 """Exit code of an interpreter without a remote hook."""
 _STACK = "Stack (most recent call first):\n"
@@ -238,7 +242,7 @@ def _py_spys(text: str, pid: int) -> list[Thread]:
 def _ask_handler(process: Process) -> tuple[list[Thread], str]:
     file = _armed_file(process.pid)
     if file is None or not _takes_signal(process.pid):
-        return [], "no handler was armed at its start"
+        return [], _NOT_ARMED
     try:
         with file.open("rb") as answer:
             size = answer.seek(0, os.SEEK_END)

@@ -60,7 +60,6 @@ _REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
     "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
-    "arm_stacks": "our own training's are always seen",
     "silence": "the training has --watchdog SECONDS",
     "end_silent": "the training has --process-group-timeout SECONDS",
 }
@@ -370,10 +369,10 @@ class JobSpec:
 
     arm_stacks: bool = option(
         True,
-        "Have a COMMAND's Python take part in 'clusterddp stacks' without py-spy: a handler of "
-        "SIGURG, armed as it starts. For a program that handles SIGURG itself switch it off.",
-        negatable=True,
+        "Have every Python of a COMMAND take part in 'clusterddp stacks': a handler of SIGURG, "
+        "armed as it starts.",
         group=table.INTERRUPTED,
+        negatable=True,
     )
     silence: float = option(
         30.0,
@@ -943,7 +942,7 @@ class JobSpec:
         fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
         if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
             del fields["allow_launcher"]
-        since = ("bad_node_hours", "preflight", "notify", "after")
+        since = ("arm_stacks", "bad_node_hours", "preflight", "notify", "after")
         for name in (*_OF_COMMANDS, *since):  # nor do those before them
             if getattr(self, name) == self._default(name):
                 del fields[name]

@@ -11,11 +11,14 @@ import pytest
 from clusterddp.run.run_dir import RunDir
 from tests.cli.commands.test_stacks import JUMPS, PACKAGE, SCRIPT, SHELL
 from tests.event_lines import read_events
-from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.held import LONG
+from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.on_slurm.test_user import home
 from tests.waiting import wait_for
 
+__all__ = ["home"]
 pytestmark = pytest.mark.timeout(600)  # a start of a job, and several steps beside it
 
 ASKED = ["--nodes", "2", "--tasks-per-node", "2", "--no-snapshot", "--run-name", "a"]
@@ -70,6 +73,42 @@ def test_the_ranks_of_both_hosts_are_shown_and_go_on(
     assert cluster.wait_job(job_of(run)) == "COMPLETED"
     os.close(writer)
     assert read_events(run)[-1]["cause"] == "done"
+
+
+@pytest.mark.slow
+def test_an_ordinary_user_sees_eight_ranks_beside_a_sites_sitecustomize(
+    slurm_available: None, home: Path
+) -> None:
+    """Nothing was asked for ahead of the hang."""
+    site = home / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import sys\nsys.of_the_site = True\n")
+    (home / "train.py").write_text(f"import sys\nassert sys.of_the_site\n{SCRIPT}")
+    os.mkfifo(home / "go")
+    for path in (site, site / "sitecustomize.py", home / "train.py", home / "go"):
+        os.chown(path, NOBODY, NOBODY)
+    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
+        env = {"PYTHONPATH": f"{site}:{PACKAGE}", "HOME": str(home), "USER": None, "LOGNAME": None}
+
+        def typed(*words: str) -> Any:
+            return cluster.run([*AS_NOBODY, *CLUSTERDDP, *words], cwd=home, env=env, timeout=LONG)
+
+        done = typed(
+            "submit", "--nodes", "2", "--tasks-per-node", "4", "--no-snapshot", "--preflight",
+            "none", "--run-name", "a", "--", sys.executable, "train.py",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        run = RunDir(home / "jobs/a")
+        wait_for(lambda: len(list(home.glob("up-*"))) == 8, "all ranks", LONG / 4)
+        wanted = "7 of 8 (ranks 0, 2-7) in waits (train.py:5)"
+        wait_for(lambda: wanted in typed("stacks", "a").stdout, wanted, LONG)
+        told = typed("stacks", "a")
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert "rank 1 on h01 in loads (train.py:7)" in told.stdout
+        writer = os.open(home / "go", os.O_RDWR)
+        assert cluster.wait_job(job_of(run)) == "COMPLETED"
+        os.close(writer)
 
 
 @pytest.mark.slow

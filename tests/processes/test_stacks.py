@@ -219,6 +219,64 @@ def test_a_program_that_ends_before_the_signal_is_told_of(
     goes_on(program)
 
 
+TAKES = {
+    "handles": COUNTS,
+    "handles each": """\
+import signal
+for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+    if each < signal.SIGRTMIN:
+        assert signal.signal(each, lambda *_: print('signalled')) is not None""",
+    "on its loop": """\
+import asyncio, signal
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGURG, print, 'signalled')""",
+    "waits for it": """\
+import signal, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+def waits():
+    print('signalled', signal.sigwait({signal.SIGURG}), flush=True)
+threading.Thread(target=waits, daemon=True).start()""",
+}
+
+
+@pytest.mark.parametrize("before", TAKES.values(), ids=TAKES)
+def test_a_program_that_takes_the_signal_itself_keeps_it(start: Start, before: str) -> None:
+    program = start([sys.executable, "-c", WAITS.format(before=before)], ARMED)
+    [found] = look_at(program)
+    assert "no handler was armed" in found.note
+    goes_on(program)
+
+
+def test_a_program_that_is_born_ignoring_the_signal_goes_on_to(start: Start) -> None:
+    program = start(["sh", "-c", "trap '' URG; exec \"$@\"", "sh", *PYTHON], ARMED)
+    [found] = look_at(program)
+    assert "no handler was armed" in found.note
+    goes_on(program)
+
+
+def test_what_a_program_finds_of_the_arming_is_a_file_alone(start: Start) -> None:
+    """Signals as they were, calls that refuse what they refused, and no import but built-in."""
+    before = """\
+import sys
+assert not {'signal', 'enum', 'ctypes', 'fcntl'} & sys.modules.keys(), sys.modules.keys()
+assert 'armed' not in ''.join(sys.path)
+import signal
+assert [signal.getsignal(n) for n in signal.valid_signals() if n in (10, 12, 15, signal.SIGURG)] \
+    == [signal.SIG_DFL] * 4
+old = signal.signal(signal.SIGTERM, print)
+assert (old, signal.signal(signal.SIGTERM, old)) == (signal.SIG_DFL, print)
+for wrong in ((), (None, print), ('a', print)):
+    try:
+        signal.signal(*wrong)
+    except TypeError:
+        continue
+    raise SystemExit('not refused')"""
+    program = start([sys.executable, "-c", WAITS.format(before=before)], ARMED)
+    [found] = look_at(program)
+    assert found.how == "handler"
+    goes_on(program)
+
+
 @pytest.mark.parametrize("handler", ["SIG_DFL", "SIG_IGN"])
 def test_an_armed_program_whose_handler_has_gone_is_not_asked(start: Start, handler: str) -> None:
     before = f"import signal; signal.signal(signal.SIGURG, signal.{handler})"

@@ -295,7 +295,7 @@ def test_a_container_that_cannot_be_is_refused(
     assert said.value.code == code
 
 
-@pytest.mark.parametrize("field", ["arm_stacks", "end_silent", "silence"])
+@pytest.mark.parametrize("field", ["end_silent", "silence"])
 def test_what_concerns_a_commands_output_is_no_option_of_the_training(field: str) -> None:
     value: float | bool = {"silence": 5.0, "arm_stacks": False}.get(field, True)
     flag = f"--{field.replace('_', '-')}"

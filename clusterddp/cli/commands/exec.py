@@ -18,7 +18,7 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, own_mig_device, shown_value
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
-from clusterddp.version import arming_folder
+from clusterddp.version import armed_path
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -72,8 +72,7 @@ def command(
     environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
     if arm_stacks and run_dir is not None:  # a person's own srun line has no `clusterddp stacks`
-        folders = [arming_folder(), environ.get("PYTHONPATH", "")]
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+        environ["PYTHONPATH"] = armed_path(environ.get("PYTHONPATH", ""))
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(

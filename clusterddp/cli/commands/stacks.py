@@ -41,8 +41,9 @@ def command(
 
     Equal stacks are shown once: '61 of 64 in all_reduce', 'rank 17 on gpu03 in DataLoader'. They
     are read from outside, by a step beside the job's own: no rank is stopped, ended or altered. By
-    py-spy where the ranks have it on their PATH; by a handler, which our own training always has,
-    and a COMMAND's Python unless --no-arm-stacks was asked for; by Python itself from 3.14 on.
+    a handler, which our own training always has, and every Python of a COMMAND that was submitted
+    without --no-arm-stacks; by py-spy, with all threads, where the ranks have it on their PATH;
+    by Python itself from 3.14 on.
 
     Exit codes: 0 each rank's stack is shown, 1 that of a rank could not be read, or Slurm did not
     answer, 2 there is no such run, or it does not run.

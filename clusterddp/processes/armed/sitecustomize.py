@@ -1,32 +1,65 @@
 """Arms the handler of `clusterddp.processes.stacks` in a COMMAND's Python, as it starts.
 
-Its folder stands first on a COMMAND's PYTHONPATH, unless --no-arm-stacks was asked for. It runs
-under any Python 3 and imports nothing of ours; what keeps it from arming costs the program nothing.
-Then the sitecustomize that this one hides has its turn, and the folder leaves sys.path.
+Its folder stands first on a COMMAND's PYTHONPATH, unless --no-arm-stacks forbids it. Any Python may
+run it, 2.7 included: it imports nothing but built-in modules, and what keeps it from arming costs
+the program nothing. A program that takes the signal itself has it: the handler goes then. At last
+the sitecustomize that this one hides has its turn, and the folder leaves sys.path.
 """
+# mypy: ignore-errors -- no annotations: Python 2.7 may read it
 
 import sys
 
-try:
+
+def _arm():
+    import _signal  # built in; `signal` itself would import more
     import faulthandler
     import os
-    import signal
 
-    faulthandler.register(
-        signal.SIGURG, file=os.memfd_create("clusterddp-stacks"), all_threads=False
-    )
+    urgent = _signal.SIGURG
+    if _signal.getsignal(urgent) is not _signal.SIG_DFL:  # somebody's already
+        return
+    file = os.memfd_create("clusterddp-stacks")
+    faulthandler.register(urgent, file=file, all_threads=False)
+
+    def disarm():
+        try:  # without its file no look sends the signal; the number may be another's by now
+            held = os.readlink("/proc/self/fd/{}".format(file))  # noqa: PTH115, UP032
+            if held.startswith("/memfd:clusterddp-stacks"):
+                os.close(file)
+        except OSError:
+            pass
+        faulthandler.unregister(urgent)
+
+    def giving_way(function, position):
+        def call(*args, **kwargs):
+            asked = args[position] if len(args) > position else ()
+            try:
+                is_ours = asked == urgent or urgent in asked
+            except TypeError:  # for `function` to refuse, or another signal
+                is_ours = False
+            if is_ours:
+                disarm()
+            return function(*args, **kwargs)
+
+        call.__name__, call.__doc__ = function.__name__, function.__doc__
+        return call
+
+    takers = {"signal": 0, "pthread_sigmask": 1, "sigwait": 0, "sigwaitinfo": 0, "sigtimedwait": 0}
+    for name, position in takers.items():
+        setattr(_signal, name, giving_way(getattr(_signal, name), position))
+
+
+try:
+    _arm()
 except Exception:  # another system, an older Python
     pass
 
 _folder = __file__.rpartition("/")[0]
 sys.path[:] = [entry for entry in sys.path if entry != _folder]
-
-from importlib.machinery import PathFinder  # noqa: E402
-
-_hidden = PathFinder.find_spec("sitecustomize")
-if _hidden is not None and _hidden.loader is not None:
-    _module = type(sys)("sitecustomize")
-    _module.__spec__, _module.__loader__ = _hidden, _hidden.loader
-    _module.__file__ = _hidden.origin
-    sys.modules["sitecustomize"] = _module
-    _hidden.loader.exec_module(_module)
+_own = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize  # noqa: F401 -- the one that this one hides
+except ImportError as error:
+    if getattr(error, "name", "sitecustomize") != "sitecustomize":
+        raise
+    sys.modules["sitecustomize"] = _own

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp import version
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.version import arming_folder
 from tests.cli.commands.test_env import STEP
@@ -213,6 +214,11 @@ def test_a_runs_python_is_armed_unless_that_was_refused(own: str, tmp_path: Path
     assert held == ["/memfd:clusterddp-stacks (deleted)"]
     assert shown(in_run, "--no-arm-stacks") == [environ["PYTHONPATH"], []]
     assert shown() == [environ["PYTHONPATH"], []]  # a person's own srun line
+
+
+def test_a_folder_that_parts_the_path_is_not_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "arming_folder", lambda: "/runs:old/armed")
+    assert version.armed_path("/mine") == "/mine"
 
 
 def test_the_run_directory_is_no_concern_of_people() -> None:

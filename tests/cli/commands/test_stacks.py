@@ -98,9 +98,7 @@ def rehearse(tmp_path: Path) -> Iterator[Begin]:
             rehearsal.submit.terminate()
 
 
-def test_each_rank_of_an_armed_command_is_shown_and_goes_on(
-    rehearse: Begin, tmp_path: Path
-) -> None:
+def test_each_rank_of_a_command_is_shown_and_goes_on(rehearse: Begin, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     run = rehearse("--no-snapshot", "--", sys.executable, "train.py")
     wait_for(run.is_up, "all ranks")
