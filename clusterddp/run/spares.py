@@ -8,6 +8,7 @@ node is lost is then asked of its slurmd, by a connection to its port.
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -40,6 +41,7 @@ _LEAVE_SECONDS = 5.0
 """Time for the ranks that are left to end by themselves: what they compute is lost anyway."""
 _KILL_SECONDS = 2.0
 _MOST_AT_ONCE = 32
+_GIVE_BACK_SECONDS = 120.0
 
 
 class Allocation:
@@ -298,11 +300,29 @@ def give_back(job: str, allocation: Allocation) -> None:
 
     Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
     no script (seen on 22.05). A requeue asks for as many nodes as the job had at first there.
+    Slurm refuses a second change until its accounting has recorded the first, and for good without
+    accounting (seen on 22.05): it is asked again beside what comes next.
     """
-    try:
-        slurm.give_back(job, allocation.left)
-    except SlurmError as error:
-        log.info(f"{error}; Slurm may requeue the job once it knows of the loss")
+
+    def trouble() -> str:
+        try:
+            slurm.give_back(job, allocation.left)
+        except SlurmError as error:
+            return str(error)
+        return ""
+
+    def try_again() -> None:
+        deadline, problem = time.monotonic() + _GIVE_BACK_SECONDS, first
+        while problem and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            problem = trouble()
+        if problem:
+            log.info(f"{problem}; Slurm may requeue the job once it knows of the loss")
+
+    if (first := trouble()) and "try again" in first:
+        threading.Thread(target=try_again, daemon=True).start()
+    elif first:
+        log.info(f"{first}; Slurm may requeue the job once it knows of the loss")
 
 
 def bad(run: RunDir) -> dict[str, BadNode]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.spec import Resources
 from clusterddp.run import bad_nodes, events, files, outcome, preflight, spares
 from clusterddp.run.attempt import Attempt
@@ -27,6 +27,7 @@ from clusterddp.slurm.states import JobState, State
 from tests.hostile import CARRIED
 from tests.made_events import ended, started, submitted
 from tests.request.test_spec import spec
+from tests.waiting import wait_for
 
 RAISED = {"type": "ValueError", "message": "boom"}
 PEER_LOST = {"type": "RuntimeError", "message": "closed by peer", "peer_lost": True}
@@ -435,3 +436,23 @@ def test_between_the_attempts_of_a_job_the_run_is_running() -> None:
     found = latest_submission(history)
     state, _ = judge(found, None, JobState(State.RUNNING), None, 180.0)
     assert state == "running"
+
+
+def test_a_lost_node_that_slurm_does_not_take_back_yet_is_offered_again(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    asked: list[Collection[str]] = []
+
+    def give_back(_: str, kept: Collection[str]) -> None:
+        asked.append(kept)
+        if len(asked) < 3:
+            raise SlurmError("the DB index is being set, try again in a bit for job 7")
+
+    monkeypatch.setattr(spares, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(spares.slurm, "give_back", give_back)
+    allocation = spares.Allocation("h[01-03]", 2)
+    allocation.lost.add("h02")
+    spares.give_back("7", allocation)
+    wait_for(lambda: len(asked) == 3, "the third offer")
+    assert asked[-1] == ["h01", "h03"]
+    assert logged == []
