@@ -5,7 +5,8 @@ run it, 2.7 included: it imports nothing but built-in modules, and what keeps it
 the program nothing. A program that takes the signal itself has it: the handler goes then. At last
 the sitecustomize that this one hides has its turn, and the folder leaves sys.path.
 """
-# mypy: ignore-errors -- no annotations: Python 2.7 may read it
+# No annotations, for Python 2.7 may read it.
+# mypy: ignore-errors
 
 import sys
 
