@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from clusterddp import launchers
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
@@ -29,6 +29,7 @@ from clusterddp.run.stacks import RankStacks
 from clusterddp.run.state import latest_submission
 from clusterddp.run.status import DEFAULT_ROOT, RunStatus, statuses
 from clusterddp.run.stop import Cancellation, Stop
+from clusterddp.submission import keywords
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.inputs import make_sure
@@ -88,12 +89,15 @@ class Run:
         """
         return statuses([self._run])[0]
 
-    def wait(self) -> RunStatus:
+    def wait(self, timeout: float | None = None) -> RunStatus:
         """Wait until the run has ended, over requeues, and return how; logs changes of its state.
+
+        timeout: seconds after which TimeoutError is raised; the run goes on, and can be waited for
+        again.
 
         A run of which Slurm no longer knows the job, and that recorded no end, is `unknown`.
         """
-        return follow.wait_for_end(self._run)
+        return follow.wait_for_end(self._run, timeout=timeout)
 
     def logs(self, rank: int | None = None, *, job: bool = False, lines: int | None = None) -> str:
         """Read the log of a rank, or of the job; by default the one that tells most.
@@ -170,6 +174,7 @@ def runs(output_root: str | Path = DEFAULT_ROOT) -> list[Run]:
     return [Run(run.path.absolute()) for run in find_runs(Path(output_root))]
 
 
+@overload
 def submit(
     spec: JobSpec,
     template_folder: str | Path | None = None,
@@ -177,15 +182,50 @@ def submit(
     check: bool = False,
     check_python: bool = False,
     snapshot_limit_mb: float = 50.0,
+) -> Run: ...
+
+
+@overload
+def submit(spec: Sequence[str] = (), *, run_name: str | None = None, **options: object) -> Run: ...
+
+
+def submit(
+    spec: JobSpec | Sequence[str] = (),
+    template_folder: Any = None,
+    *,
+    check: Any = False,
+    check_python: Any = False,
+    snapshot_limit_mb: Any = 50.0,
+    run_name: str | None = None,
+    **options: object,
 ) -> Run:
     """Submit a run as `clusterddp submit` does, with the same checks; logs what it finds.
 
+    spec: a request; or a command as a list of words, with the options of `clusterddp submit` as
+    keywords, `gpus_per_node=4`; without either it is the training. Paths are meant from here.
+
     check: ask Slurm for its forecast. check_python: start the tasks' interpreters, which have to
-    import torch. snapshot_limit_mb: most that a copy of your code may have.
+    import torch. snapshot_limit_mb: most that a copy of your code may have (as a keyword of a
+    command: snapshot_limit).
 
     With the launcher `local` the run lives no longer than this process: `wait` for it. Raises
     RequestError where nothing was submitted, SlurmError where Slurm did not answer.
     """
+    if not isinstance(spec, JobSpec):
+        given = {"check": check, "check_python": check_python, **options}
+        template_folder = template_folder or _folder(options.get("template_dir"))
+        made = keywords.request(spec, run_name, given)
+        limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
+        with keywords.speaking_of_keywords():
+            return submit(
+                made, template_folder,
+                check=check, check_python=check_python, snapshot_limit_mb=limit,
+            )  # fmt: skip
+    if options or run_name is not None:
+        names = ", ".join([*options, *(["run_name"] if run_name is not None else [])])
+        raise RequestError(
+            f"{names}: options beside a JobSpec, which has its own; give it there. [CD0103]"
+        )
     if spec.sweep:
         raise RequestError(
             "a sweep is no single run: submit it with 'clusterddp submit --sweep …', or each "
@@ -196,6 +236,10 @@ def submit(
         spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check, check_python=check_python
     )
     return Run(run.path)
+
+
+def _folder(value: object) -> str | None:
+    return str(value) if value else None
 
 
 @overload

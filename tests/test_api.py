@@ -174,6 +174,62 @@ def test_a_submitted_command_has_its_code_copied(folder: Path) -> None:
     assert "train.py" in str(digests)
 
 
+def test_a_command_is_submitted_by_keywords_as_by_flags(folder: Path) -> None:
+    Path("train.py").write_text("pass\n")
+    flags = [
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--time=30",
+        "--setup=a",
+        "--env=A=b",
+        "--output-root=out",
+    ]
+    words = ["python", "train.py"]
+    assert command("--run-name=one", *flags, "--", *words) == 0
+    run = submit(
+        words, run_name="two", nodes=2, gpus_per_node=4, time=30, setup="a", env=["A=b"],
+        output_root=Path("out"),
+    )  # fmt: skip
+    assert run.run_dir == Path("out/two").absolute()
+    first = clusterddp.Run(Path("out/one")).spec
+    assert run.spec == dataclasses.replace(first, run_name="two", run_dir=str(run.run_dir))
+    with pytest.raises(TimeoutError, match="two has not ended within 0 s"):
+        run.wait(timeout=0)
+
+
+def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
+    run = submit(dataset="synthetic", data_dir="../data", epochs=3, gpus_per_node="a100:2")
+    train = run.spec.train
+    assert train is not None
+    assert (train.epochs, run.spec.resources.gpu_type) == (3, "a100")
+    assert train.data_dir == os.path.abspath("../data")
+    assert run.run_dir.parent == Path("jobs").absolute()
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (["true"], {"node": 2}, "there is no option 'node' (did you mean 'nodes'?)"),
+        (["true"], {"nodes": 0}, "nodes: 0 is not a positive whole number."),
+        (["true"], {"nodes": 2.5}, "nodes: 2.5 is float, not int."),
+        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is str, not float."),
+        (["true"], {"env": 3}, "env: 3 is neither a text nor a list of texts."),
+        (["true"], {"lr": 0.1}, "lr: of the MNIST training, but a command is given"),
+        (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "against gpus_per_node 2: "),
+        (["true"], {"run_name": "a/b"}, "run_name"),
+        ("python train.py", {}, "is no list of words"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_by_its_name(
+    folder: Path, words: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        submit(words, **options)
+    assert message in str(refused.value)
+    assert "--" not in str(refused.value)
+    assert not Path("jobs").exists()
+
+
 def test_what_cannot_be_submitted_is_refused_and_leaves_nothing(folder: Path) -> None:
     with pytest.raises(RequestError, match="nowhere does not exist"):
         submit(spec(folder, train=TrainConfig(dataset="synthetic", resume="nowhere")))

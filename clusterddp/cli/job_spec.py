@@ -1,36 +1,25 @@
 """From the values of submit's options to a `JobSpec`: the only place where flags become types."""
 
-import dataclasses
 import os
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from clusterddp.cli.options import config_from, naming_sources, source, typed_flags
-from clusterddp.errors import OptionError, RequestError
+from clusterddp.errors import OptionError
 from clusterddp.launchers import SHIPPED, full_name
-from clusterddp.request.options import (
-    COUNT,
-    NEEDED_DIRECTIVES,
-    PASSED_ON,
-    REPLACED,
-    Settings,
-    sbatch_directives,
-)
-from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
+from clusterddp.request.options import Settings, sbatch_directives
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
-from clusterddp.slurm import forms
-
-CONTAINER = ("container_image", "container_runtime", "container_mount", "container_workdir")
-"""Options of a container, by their parameters."""
-IMAGES_PYTHON = "python3"
-"""Interpreter of the tasks in an image where none is named."""
-_FURTHER = ("chdir", "comment", "gres", "nice")
-_KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
-"""Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
+from clusterddp.submission.fields import (
+    CONTAINER,
+    IMAGES_PYTHON,
+    container_fields,
+    request_of,
+    resume_path,
+)
 
 
 def job_spec(ctx: click.Context, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
@@ -63,46 +52,16 @@ def _job_spec(ctx: click.Context, run_name: str, sweep: Sweep) -> JobSpec:
         if value == "" and source(ctx, name) == "flag":
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(flag, " is empty; give a value, or leave it out. [CD0102]")
-    given = {name: value for name, value in values.items() if value is not None}
-    tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
-    resources = changed_resources(Resources(), given, tasks)
-    environment, passed = environment_of(ctx.obj.environment, values["env"])
-    container = container_fields(given_container(ctx))
-    names = {field.name for field in dataclasses.fields(JobSpec)}
-    fields = {name: value for name, value in given.items() if name in names - {*CONTAINER}}
-    fields |= {
-        "run_name": run_name,
-        "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
-        "resources": resources,
-        "train": train,
-        "sweep": sweep,
-        "command": task_command,
-        "environment": environment,
-        "pass_environment": passed,
-        **{name: interpreter(values[name]) for name in ("python", "batch_python")},
-        **container,
-        "after": _after(values, train),
-        "template": _template(ctx),
-        "sbatch": directives_of(
-            {} if ctx.meta.get("whole") else sbatch_directives(os.environ),
-            values["sbatch"],
-            resources,
-        ),
-        "omit_directives": _omitted(values["omit_directive"]),
-        "srun_args": tuple(
-            word for line in values["srun_args"] for word in forms.words("--srun-args", line)
-        ),
-        "notify": forms.words("--notify", values["notify"] or ""),
-        "modules": values["module"],
-        "launch_prefix": forms.words("--launch-prefix", values["launch_prefix"] or ""),
-        "signal": "" if values["signal"] == "none" else values["signal"],
-    }
-    return JobSpec(**fields)
-
-
-def interpreter(name: str) -> str:
-    """Return a path as it is meant from here; a bare name is found on the PATH of the job."""
-    return os.path.abspath(name) if "/" in name else name
+    return request_of(
+        {name: value for name, value in values.items() if value is not None},
+        run_name,
+        train if train else task_command,
+        environment=ctx.obj.environment,
+        directives={} if ctx.meta.get("whole") else sbatch_directives(os.environ),
+        container=container_fields(given_container(ctx)),
+        template=_template(ctx),
+        sweep=sweep,
+    )
 
 
 def given_container(ctx: click.Context) -> dict[str, Any]:
@@ -115,41 +74,6 @@ def given_container(ctx: click.Context) -> dict[str, Any]:
         return {name: value for name, value in given.items() if source(ctx, name) == "flag"}
     is_named = source(ctx, "python") != "default"
     return {**given, "python": ctx.params["python"] if is_named else IMAGES_PYTHON}
-
-
-def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a JobSpec for options of a container; paths are meant from here."""
-    fields = {**given}
-    mounts = fields.pop("container_mount", None)
-    if "python" in fields:
-        fields["python"] = interpreter(fields["python"])
-    if image := fields.get("container_image"):
-        from clusterddp.processes.container import from_here, is_file
-
-        if is_file(image):
-            fields["container_image"] = from_here(image)
-    if mounts is not None:
-        from clusterddp.processes.container import Mount
-
-        texts = (forms.text("--container-mount", text) for text in mounts if text)
-        fields["container_mounts"] = tuple(str(Mount.parse(text)) for text in texts)
-    return fields
-
-
-def changed_resources(
-    before: Resources, given: Mapping[str, object], tasks_per_node: int
-) -> Resources:
-    """Return the resources with the given values of options in place of theirs.
-
-    tasks_per_node: where none is given; 0 is one a GPU, or one.
-    """
-    names = {field.name for field in dataclasses.fields(Resources)}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if name in names}
-    if "gpus_per_node" in given:
-        gpus = forms.gpu_count("--gpus-per-node", fields["gpus_per_node"])
-        fields["gpu_type"], fields["gpus_per_node"] = gpus
-    COUNT.check("--tasks-per-node", fields.get("tasks_per_node", 1))
-    return dataclasses.replace(before, **{"tasks_per_node": tasks_per_node, **fields})
 
 
 def template_folder(ctx: click.Context) -> Path | None:
@@ -187,122 +111,5 @@ def _train_config(ctx: click.Context) -> TrainConfig:
     data_dir, resume = ctx.params["data_dir"], ctx.params["resume"]
     paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
     if resume:
-        paths["resume"] = _resume_path(resume, ctx.params["output_root"])
+        paths["resume"] = resume_path(resume, ctx.params["output_root"])
     return config_from(ctx, **paths)
-
-
-def _resume_path(value: str, output_root: str) -> str:
-    """Return a checkpoint file or a run's directory, also of a run below the output root."""
-    for path in (Path(value), Path(output_root) / value):
-        if path.exists():
-            return os.path.abspath(path)
-    raise OptionError(
-        "--resume",
-        f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
-        f"{output_root}.",
-    )
-
-
-def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[str, str], ...]:
-    """Return the runs to wait for: those of --after, and that of --resume while it goes on."""
-    after = awaited_runs(values["after"], Path(values["output_root"]))
-    if not train or not (Path(train.resume) / "spec.json").is_file() or train.resume in dict(after):
-        return after
-    from clusterddp.run.run_dir import RunDir
-    from clusterddp.run.status import statuses
-
-    [status] = statuses([RunDir(Path(train.resume))])
-    goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
-    return (*after, (train.resume, ANY)) if goes_on else after
-
-
-def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:
-    """Return the directories of the runs of --after, and the end that each is to come to.
-
-    An empty text names none. Raises OptionError where there is no such run.
-    """
-    texts = [text for text in texts if text]
-    if not texts:
-        return ()
-    from clusterddp.run import chain  # few runs wait
-
-    try:
-        return tuple(dict(chain.find(output_root, text) for text in texts).items())
-    except RequestError as error:
-        ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
-        raise OptionError(
-            "--after", f": {error} The end to wait for stands behind ':', {ends}."
-        ) from None
-
-
-def environment_of(
-    before: Mapping[str, str | None], items: Iterable[str]
-) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Return what the script sets, and what it passes by name: --env over the site's own.
-
-    before: the values under those of --env; None for a variable that is passed by name.
-    """
-    values: dict[str, str | None] = dict(before)
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
-            raise OptionError(
-                "--env", f" {name}: is not set here; set it, or use --env {name}=VALUE."
-            )
-        values.pop(name, None)
-        values[name] = value if equals else None
-    environment = tuple((name, value) for name, value in values.items() if value is not None)
-    passed = tuple(name for name, value in values.items() if value is None)
-    if passed:
-        from clusterddp.slurm.client import submission_environment
-
-        arriving = submission_environment(os.environ)
-        for name in passed:
-            if name in os.environ and name not in arriving:
-                raise OptionError(
-                    "--env",
-                    f" {name}: a surrounding job's {name} is kept out of submissions, so it cannot "
-                    f"be passed by name. Use --env {name}=VALUE.",
-                )
-    return environment, passed
-
-
-def directives_of(
-    before: Mapping[str, str | None], items: Iterable[str], resources: Resources
-) -> tuple[tuple[str, str | None], ...]:
-    """Return --sbatch over directives from elsewhere, without those that an option contradicts."""
-    mem, cpus = resources.mem, resources.cpus_per_task
-    instead_of = {"mem-per-cpu": mem, "mem-per-gpu": mem, "cpus-per-gpu": cpus}
-    directives = {name: value for name, value in before.items() if not instead_of.get(name)}
-    for item in items:
-        key, equals, value = item.partition("=")
-        name = key.removeprefix("--")
-        forms.DIRECTIVE.check("--sbatch", name)
-        instead = _instead(name)
-        if name == "gres" and "gpu" in value:
-            instead = "--gpus-per-node with --gpu-request gres"
-        if instead:
-            raise OptionError("--sbatch", f" {item}: refused; use {instead}.")
-        directives[name] = forms.text(f"--sbatch {name}", value) if equals else None
-    return tuple(directives.items())
-
-
-def _instead(name: str) -> str:
-    """Return what is typed in place of a directive, also of a shortened one, which sbatch takes."""
-    if name not in _KNOWN_DIRECTIVES:
-        name = next((full for full in (*DIRECTIVES, *REPLACED) if full.startswith(name)), name)
-    return DIRECTIVES[name].flag if name in DIRECTIVES else REPLACED.get(name, "")
-
-
-def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        forms.DIRECTIVE.check("--omit-directive", name)
-        if name in NEEDED_DIRECTIVES:
-            raise OptionError("--omit-directive", f" {name}: the run cannot do without it.")
-        if name not in _KNOWN_DIRECTIVES:
-            import difflib
-
-            near = difflib.get_close_matches(name, _KNOWN_DIRECTIVES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise OptionError("--omit-directive", f" {name}: there is no such directive.{hint}")
-    return names

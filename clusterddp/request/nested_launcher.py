@@ -19,7 +19,13 @@ AGENTS = frozenset({"torchrun", "torch.distributed.launch"})
 """Launchers that start torchrun's agents, as the template `torchrun.sbatch.j2` does."""
 START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
 """Launchers that start the ranks of a node, each a Python."""
-_ONLY_NAMED = frozenset({"deepspeed", "horovodrun"})
+_ONLY_NAMED = frozenset(
+    {
+        *("deepspeed", "horovodrun", "composer", "fabric run", "tune run", "colossalai run"),
+        *("trl sft", "llamafactory-cli train", "axolotl train"),
+    }
+)
+"""Launchers whose options are not read: the program behind them is not made out."""
 _START_ANYTHING = "srun mpirun mpiexec mpiexec.hydra mpirun.openmpi orterun prterun"
 _LAUNCHERS = START_PYTHON.union(_START_ANYTHING.split(), _ONLY_NAMED)
 _MODULES = {
@@ -238,6 +244,8 @@ def _of_python(words: Sequence[str], at: int) -> NestedLauncher | None:
             index += 1
         if letter == "m" and value in _MODULES:
             return _launched(_MODULES[value], words, at, index, kept)
+        if letter == "m" and value == "lightning.fabric" and [*words[index : index + 1]] == ["run"]:
+            return _launched("fabric run", words, at, index + 1, kept)
         if letter and letter in "cm":
             return None
     launcher, begin = _named(words, index, START_PYTHON)

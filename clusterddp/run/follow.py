@@ -1,5 +1,6 @@
 """Reads a run's logs as they grow, and watches the run until it has ended."""
 
+import math
 import os
 import re
 import time
@@ -97,12 +98,16 @@ class LogPrinter:
                 self._stream.flush()
 
 
-def wait_for_end(run: RunDir, printer: LogPrinter | None = None) -> RunStatus:
+def wait_for_end(
+    run: RunDir, printer: LogPrinter | None = None, timeout: float | None = None
+) -> RunStatus:
     """Wait until the run has ended, over requeues and the jobs that take another one's place.
 
-    Changes of its state are logged; printer: prints its logs as they grow.
+    Changes of its state are logged; printer: prints its logs as they grow. timeout: seconds after
+    which TimeoutError is raised; the run goes on.
     """
     watch = _Watch(run)
+    end = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         if printer:
             printer.print_new()
@@ -111,7 +116,11 @@ def wait_for_end(run: RunDir, printer: LogPrinter | None = None) -> RunStatus:
             if printer:
                 printer.print_new(last=True)  # written between the two looks
             return status
-        time.sleep(FILES_SECONDS)
+        left = end - time.monotonic()
+        if left <= 0:
+            words = f"has not ended within {timeout:g} s: it is {status.state}"
+            raise TimeoutError(f"the run {run.path.name} {words}")
+        time.sleep(min(FILES_SECONDS, left))
 
 
 def how_it_ended(status: RunStatus) -> str:

@@ -462,6 +462,11 @@ _NCCL_WATCHDOG = (
 )
 # Of the file that Python was given: it never ran, so there is no traceback.
 _NO_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
+# Of `python -m`, whose module is not there (runpy): in a line of its own, without a traceback.
+_NO_MODULE = re.compile(
+    r"\S*python\S*: (?:Error while finding module specification for .+"
+    r" \(ModuleNotFoundError: (?P<package>.+)\)|(?P<module>No module named .+))"
+)
 
 
 class Traces:
@@ -544,6 +549,9 @@ def parse_traceback(log: str) -> TaskError | None:
     headers = [number for number, line in enumerate(lines) if line == _HEADER]
     if not headers:
         candidates = [line for line in lines if _NO_SYNTAX.fullmatch(line)][-1:]
+        missing = [found for line in lines if (found := _NO_MODULE.fullmatch(line))]
+        if missing and not candidates:
+            return _error("ModuleNotFoundError", missing[-1]["package"] or missing[-1]["module"])
     else:
         # Frames are indented, and the exception is the first line that is not.
         below = lines[headers[-1] + 1 :]

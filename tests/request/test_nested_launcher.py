@@ -69,6 +69,10 @@ def test_a_launcher_is_found_and_the_command_is_given_without_it(
         "torchrun", "srun -n 2", "mpirun -n 1 a : -n 2 b", "srun --exclusive ls /data",
         "mpirun --mca plm_rsh_agent /usr/bin/ssh ./train",
         "deepspeed --num_gpus 4 train.py", "horovodrun -np 4 python train.py",
+        "fabric run --devices 4 train.py", "python -m lightning.fabric run train.py",
+        "composer -n 4 train.py", "tune run --nproc_per_node 4 full_finetune_distributed",
+        "trl sft --config a.yaml", "llamafactory-cli train a.yaml", "axolotl train a.yaml",
+        "colossalai run --nproc_per_node 4 train.py", "uv run composer -n 4 train.py",
     ],
 )  # fmt: skip
 def test_a_launcher_whose_program_is_not_made_out_is_found_all_the_same(typed: str) -> None:
@@ -85,6 +89,8 @@ def test_a_launcher_whose_program_is_not_made_out_is_found_all_the_same(typed: s
         "bash -c 'echo torchrun'", "bash -c 'true # torchrun train.py'", "bash torchrun.py",
         "uv run --with torchrun python train.py", "env TORCHRUN=torchrun python train.py",
         "./torchrun-less.sh", "clusterddp train", "env", "bash", "bash -c", "python -m", "timeout",
+        "fabric consolidate a", "python -m lightning.fabric consolidate a", "trl env",
+        "axolotl preprocess a",
         "nice -n", "uv run", "uv", "env -S", "env -i -S",
     ],
 )  # fmt: skip

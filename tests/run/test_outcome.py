@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run import end_codes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import (
@@ -27,6 +28,7 @@ from clusterddp.run.outcome import (
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 from tests.hostile import CARRIED, REFUSED
+from tests.waiting import PATIENCE
 
 
 def outcome(rank: int, **fields: Any) -> Outcome:
@@ -769,3 +771,17 @@ def test_an_agents_own_error_file_is_left_to_it(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, RECORDED, {"TORCHELASTIC_ERROR_FILE": str(agents)})
     assert outcome.reason == "LookupError: as torch"
     assert agents.is_file()
+
+
+@pytest.mark.parametrize("words", [["-m", "no_such_pkg"], ["-m", "no_such_pkg.train"]])
+def test_a_module_that_python_does_not_find_is_the_error(words: list[str]) -> None:
+    said = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert said.returncode == 1
+    error = parse_traceback(said.stderr)
+    assert error is not None
+    assert error.type == "ModuleNotFoundError"
+    assert "no_such_pkg" in error.message
+    failure = Failure(0, "h01", f"{error.type}: {error.message}", "logs/rank-0.log", 1)
+    assert end_codes.of_failure(failure) == "CD1217"

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli.job_spec import CONTAINER, container_fields, given_container
+from clusterddp.cli.job_spec import given_container
 from clusterddp.cli.options import config_from, options, source
 from clusterddp.cli.request_file import RequestCommand, from_option
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
@@ -20,6 +20,7 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
+from clusterddp.submission.fields import CONTAINER, container_fields
 from clusterddp.submission.inputs import make_sure
 
 

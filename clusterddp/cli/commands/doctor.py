@@ -16,12 +16,13 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.commands import submit
-from clusterddp.cli.job_spec import interpreter, job_spec, template_folder
+from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import options, source
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
 from clusterddp.request.options import Settings, find_site, lacking, read_site
 from clusterddp.request.spec import OPTIONS
+from clusterddp.submission.fields import interpreter
 
 if TYPE_CHECKING:
     from clusterddp.doctor.diagnosis import Diagnosis

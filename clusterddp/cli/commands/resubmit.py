@@ -12,16 +12,6 @@ from typing import Any
 
 import click
 
-from clusterddp.cli.job_spec import (
-    CONTAINER,
-    IMAGES_PYTHON,
-    awaited_runs,
-    changed_resources,
-    container_fields,
-    directives_of,
-    environment_of,
-    interpreter,
-)
 from clusterddp.cli.options import (
     SettingsCommand,
     WithCommand,
@@ -42,6 +32,16 @@ from clusterddp.run.run_dir import SweepDir
 from clusterddp.run.status import find_run, statuses
 from clusterddp.run.sweeps import find_sweep, has_failed, is_pattern, select
 from clusterddp.slurm import forms
+from clusterddp.submission.fields import (
+    CONTAINER,
+    IMAGES_PYTHON,
+    awaited_runs,
+    changed_resources,
+    container_fields,
+    directives_of,
+    environment_of,
+    interpreter,
+)
 from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
 from clusterddp.submission.resweep import resubmit_sweep
 

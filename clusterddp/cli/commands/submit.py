@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestE
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
+from clusterddp.submission.fields import made_up_name
 
 
 class SubmitCommand(RequestCommand, WithCommand):
@@ -112,10 +112,7 @@ def command(
             f" {save_to}: a file holds the request of one run, and no points. Save it without "
             f"--sweep, and submit with --from {save_to} --sweep NAME=VALUES.",
         )
-    made_up = (
-        f"{'sweep' if swept else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-    )
-    spec = job_spec(ctx, run_name or made_up, swept)
+    spec = job_spec(ctx, run_name or made_up_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(ctx))
     if save_to:
         for name in save(ctx, spec, save_to):
