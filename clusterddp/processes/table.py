@@ -87,9 +87,12 @@ def status(pid: int | str) -> dict[str, str]:
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
-def ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal; False of one that has gone."""
-    return bool(int(status(pid).get("SigIgn", "0"), 16) >> (number - 1) & 1)
+def hears(pid: int, number: int) -> bool:
+    """Return whether a signal tells a process something: it lives, and does not ignore it."""
+    fields = status(pid)
+    if fields.get("State", "Z")[0] in "ZX":  # it has ended, reaped or not
+        return False
+    return not int(fields.get("SigIgn", "0"), 16) >> (number - 1) & 1
 
 
 def start_ticks(pid: int) -> int | None:

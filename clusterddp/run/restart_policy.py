@@ -115,7 +115,9 @@ def decide(
     if len(starts) > policy.max_requeues:
         return Decision(False, capped(policy.max_requeues), "CD1222")
     last = starts[-_FRUITLESS_STARTS:]
-    if len(last) == _FRUITLESS_STARTS and all(s.told and s.gained is None for s in last):
+    # One that has requeued its job by itself, as Lightning at USR1, has saved before.
+    told = [start for start in last if start.told and start.cause != REQUEUED]
+    if len(told) == _FRUITLESS_STARTS and all(start.gained is None for start in told):
         return Decision(False, _TOLD_AGAIN, "CD1229")
     counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
     last = counted[-_FRUITLESS_STARTS:]

@@ -33,8 +33,12 @@ _LOG_TAIL_BYTES = 1 << 20
 # From inside the job a lost node looks like scancel, but for srun's own lines.
 _STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
 _STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
-# Lightning's own word that it has finished (2.6, loops/fit_loop.py).
-_FINISHED = re.compile(r"`Trainer\.fit` stopped: `max_(epochs|steps|time)=.*` reached")
+# Lightning's own lines (2.6, loops/fit_loop.py and signal_connector.py): it has finished, or it has
+# got a signal, as in the second of two fits.
+_FINISHED_OR_TOLD = re.compile(
+    r"(?P<finished>`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=.*` reached)"
+    r"|Received SIGTERM: \d|Handling auto-requeue signal: \d"
+)
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -188,8 +192,10 @@ class _Evidence:
         return next(each.told.signal for each in ended_well if each.told)
 
     def _says_finished(self) -> bool:
-        """Return whether a framework's own line says that it has finished; rank 0 prints it."""
-        return bool(_FINISHED.search(of_attempt(self.run.rank_log(0), self.attempt.number)))
+        """Return whether a framework's last line says that it has finished; rank 0 prints it."""
+        log = of_attempt(self.run.rank_log(0), self.attempt.number)
+        last = max(_FINISHED_OR_TOLD.finditer(log), key=re.Match.start, default=None)
+        return last is not None and last["finished"] is not None
 
     def _has_paused(self, any_failed: bool) -> bool:
         if self.told and not any_failed:

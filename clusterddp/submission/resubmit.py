@@ -62,6 +62,8 @@ class Terms:
     """True replaces the run's own clusterddp by the one at work, as a changed request does."""
     from_scratch: bool = False
     """True gives up the run's checkpoints and begins at step 0."""
+    although_done: bool = False
+    """True starts a COMMAND once more that has ended with exit code 0."""
     template_folder: Path | None = None
     """Folder of the person's templates, where the run was submitted with one."""
     snapshot_limit_mb: float | None = None
@@ -128,9 +130,9 @@ def resubmit(
             after = dataclasses.replace(after, train=train)
         check_fields(run, before, after)
         if claim:
-            _check_state(run, before, after)
+            _check_state(run, before, after, terms)
         else:
-            _check_done(run, before, after, run_status(run, {}))
+            _check_done(run, before, after, run_status(run, {}), terms)
         check_changes(run, before, after, terms)
         for remark in after.remarks:
             if remark not in before.remarks:
@@ -321,7 +323,7 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
     )
 
 
-def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
+def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
     """Refuse a run that is queued or running, may be, or has nothing left to do."""
     submission = latest_submission(events.read(run.events))
     states = query(jobs_to_ask([submission]))
@@ -335,7 +337,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
             f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
             f"with 'clusterddp stop {run.shown}'. [CD0508]"
         )
-    _check_done(run, before, after, status)
+    _check_done(run, before, after, status, terms)
     if status.state != UNKNOWN or submission is None:
         return
     if submission.is_local:
@@ -355,14 +357,18 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     log.info(f"{run.name}: {status.detail}; submitting it again")
 
 
-def _check_done(run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus) -> None:
+def _check_done(
+    run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus, terms: Terms
+) -> None:
     """Refuse a run that is done and has nothing left to do."""
     if status.state != DONE or _has_more(run, before, after):
         return
     if not before.train:
+        if terms.although_done:
+            return
         raise RequestError(
             f"{run.name} is done: its command has ended with exit code 0. Give it another COMMAND, "
-            "or submit a new run. [CD0510]"
+            "add --although-done to start it once more, or submit a new run. [CD0510]"
         )
     reached = newest_checkpoint(run.checkpoints)
     is_at_most = reached and 0 < before.train.max_steps <= reached[0]

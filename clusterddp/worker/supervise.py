@@ -25,7 +25,7 @@ from clusterddp.errors import (
     is_debuggers_quit,
 )
 from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
-from clusterddp.processes.table import ignores
+from clusterddp.processes.table import hears
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import files, logs
@@ -80,7 +80,7 @@ def supervise(
     forwards = forwards_signals(os.environ)
 
     def pass_on(number: int, _earlier: int) -> None:
-        if not ignores(pid, number):
+        if hears(pid, number):
             record.told(number)
         if forwards and not (number == signal.SIGINT and _in_foreground()):
             send(number, [pid])

@@ -105,3 +105,47 @@ def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in
     assert cluster.wait_job(job_id, LONG) == "COMPLETED"
     assert [end["cause"] for end in ends()] == ["preempted", "done"]
     assert cluster.wait_job(after, LONG) == "COMPLETED"
+
+
+# Each of the first two starts trains until it is told to save; the next one has nothing left to do.
+REQUEUES_ITSELF = (
+    LIGHTNING.replace(
+        'FIRST = not os.path.exists("up")', 'START = os.environ.get("SLURM_RESTART_COUNT", "0")'
+    )
+    .replace("if FIRST", 'if START in "01"')
+    .replace('step == 3 and os.environ["RANK"] == "0"', 'os.environ["RANK"] == "0"')
+    .replace('"up"', '"up-" + START')
+    .replace(
+        "up(self.global_step)",
+        "up(3)\n"
+        # Its handlers exchange messages: a rank that waits for another one in a step would hang.
+        "        while START in '01' and not self.trainer._signal_connector.received_sigterm:\n"
+        "            __import__('time').sleep(0.1)",
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("frameworks")
+def test_lightning_that_requeues_its_job_by_itself_goes_on_as_often_as_it_does_so(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(REQUEUES_ITSELF)
+    done = submit(
+        cluster, tmp_path, "--nodes", "2", "--requeue", "--partition", "main", "--run-name", "own",
+        "--no-snapshot", "--", sys.executable, "train.py",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs" / "own")
+    job_id = read_events(run)[0]["job_id"]
+    after = cluster.sbatch("#!/bin/sh\n", f"--dependency=afterok:{job_id}", "--output=/dev/null")
+    for start in ("0", "1"):
+        wait_for((tmp_path / f"up-{start}").exists, f"start {start} to train", LONG)
+        # As `--signal USR1@90` has Slurm do it: to the tasks, and not to the script.
+        cluster.run(["scancel", "--signal=USR1", job_id], check=True)
+    assert cluster.wait_job(job_id, LONG) == "COMPLETED", run.job_log.read_text()
+    ends = [event for event in read_events(run) if event["event"] == "ended"]
+    assert ends[-1]["cause"] == "done"
+    assert "done" not in [end["cause"] for end in ends[:-1]], ends
+    assert cluster.wait_job(after, LONG) == "COMPLETED"

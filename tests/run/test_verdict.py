@@ -927,3 +927,87 @@ def test_a_hostile_path_is_carried(workplace: Workplace, run: RunDir) -> None:
     leave(moved, cause="done", reason="", step=60)
     assert finish(workplace, moved, 0).code == 0
     assert not list(Path(workplace.folder).rglob("pwned"))
+
+
+# -- told to end, and left with exit code 0 ------------------------------------------------------
+
+TERM, USR1 = "SIGTERM", "SIGUSR1"
+ENDED = 150.0
+REACHED = "`Trainer.fit` stopped: `max_epochs=3` reached.\n"
+HEARD = "[rank: 0] Received SIGTERM: 15\n"
+
+
+def told(signal_name: str, before: float) -> dict[str, Any]:
+    """Fields of a rank's record that got a signal so many seconds before its end."""
+    return {"told": {"signal": signal_name, "time": ENDED - before}, "ended": ENDED}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "log", "cause"),
+    [
+        pytest.param([{}, {}], "", "done", id="nobody was told"),
+        pytest.param([told(TERM, 1), told(TERM, 2)], "", "signal", id="TERM"),
+        pytest.param([told(TERM, 900)] * 2, "", "signal", id="TERM, long before"),
+        pytest.param([told("SIGINT", 1)] * 2, "", "signal", id="INT"),
+        pytest.param([told(TERM, 1), {}], "", "done", id="one rank was told nothing"),
+        pytest.param([told(USR1, 59)] * 2, "", "signal", id="USR1, left within the minute"),
+        pytest.param([told(USR1, 61)] * 2, "", "done", id="USR1, saved and went on"),
+        pytest.param([told(USR1, 61), told(USR1, 59)], "", "done", id="USR1, one rank went on"),
+        pytest.param([told(TERM, 1)] * 2, REACHED, "done", id="Lightning had finished"),
+        pytest.param([told(TERM, 1)] * 2, HEARD + REACHED, "done", id="Lightning finished still"),
+        pytest.param(
+            [told(TERM, 1)] * 2, REACHED + HEARD, "signal", id="Lightning, told in its next fit"
+        ),
+        pytest.param(
+            [told(USR1, 1)] * 2, REACHED + "Handling auto-requeue signal: 10\n", "signal",
+            id="Lightning, told to save in its next fit",
+        ),
+    ],
+)  # fmt: skip
+def test_a_command_that_ends_with_0_is_done_unless_it_was_told_to_end(
+    workplace: Workplace, ranks: list[dict[str, Any]], log: str, cause: str
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    for rank, fields in enumerate(ranks):
+        record(run, rank, 0, **fields)
+    run.logs.mkdir(exist_ok=True)
+    run.rank_log(0).write_text(log)
+    got = finish(workplace, run, 0)
+    assert last(run, "ended")["cause"] == cause
+    assert got.code == (0 if cause == "done" else 75)
+    assert ("[CD1229]" in got.out) == (cause != "done")
+
+
+def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(
+    workplace: Workplace,
+) -> None:
+    run = command_run(workplace)
+    leave(run, cause="done", reason="", step=60)
+    for rank in (0, 1):
+        record(run, rank, 0, **told(TERM, 1))
+    got = finish(workplace, run, 0, REQUEUES)
+    assert (got.code, last(run, "ended")["cause"]) == (0, "done")
+
+
+@pytest.mark.parametrize(
+    ("first", "goes_on"),
+    [
+        pytest.param({"cause": "signal", "told": TERM}, False, id="told before"),
+        pytest.param({"cause": "preempted", "told": TERM}, False, id="told before, by preemption"),
+        pytest.param({"cause": "requeued", "told": TERM}, True, id="had requeued its job itself"),
+        pytest.param({"cause": "signal"}, True, id="asked with 75 before"),
+    ],
+)
+def test_a_command_that_is_told_to_end_twice_in_a_row_stops(
+    workplace: Workplace, first: dict[str, Any], goes_on: bool
+) -> None:
+    run = command_run(workplace)
+    add_event(run, "ended", job_id="17", restart=0, attempt=1, exit_code=75, **first)
+    begun(run, 2)
+    slurm_says(workplace)
+    record(run, 0, 0, number=2, **told(TERM, 1))
+    got = finish(workplace, run, 0, REQUEUES, number=2)
+    assert ("scontrol requeue 17" in workplace.calls) == goes_on
+    assert got.code == (0 if goes_on else 75)
+    assert ("2 starts in a row have left with exit code 0" in got.out) == (not goes_on)

@@ -126,6 +126,11 @@ class ResubmitCommand(WithCommand):
     is_flag=True,
     help="Begin at step 0 again: the run's checkpoints are given up, or are gone.",
 )
+@click.option(
+    "--although-done",
+    is_flag=True,
+    help="Start the run of a COMMAND once more that is done: it had ended with 0 before its end.",
+)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
 @OUTPUT_ROOT_OPTION
@@ -140,6 +145,7 @@ def command(
     clusterddp: str,
     snapshot_limit: float | None,
     from_scratch: bool,
+    although_done: bool,
     dry_run: bool,
     wait: bool,
     output_root: Path,
@@ -176,6 +182,7 @@ def command(
         new_code=code == "new",
         new_clusterddp=clusterddp == "new",
         from_scratch=from_scratch,
+        although_done=although_done,
         template_folder=template_dir,
         snapshot_limit_mb=snapshot_limit,
     )

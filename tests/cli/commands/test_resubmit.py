@@ -1039,6 +1039,10 @@ def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     got = workplace.invoke("resubmit", "one", "--output-root", str(workplace.root))
     assert "its command has ended with exit code 0" in got.err
     assert "copy of the code" not in got.err
+    assert "--although-done" in got.err
+    root = ["--output-root", str(workplace.root)]
+    accepted(workplace, "one", "--although-done", *root)
+    assert kinds(run)[-2:] == ["resubmit", "submitted"]
 
 
 def test_a_failed_and_a_cancelled_run_go_on(workplace: Workplace) -> None:
