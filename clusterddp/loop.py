@@ -35,6 +35,7 @@ from clusterddp import log
 from clusterddp.checkpoints import catalog, sharded
 from clusterddp.checkpoints.tensors import copied, why_unreadable
 from clusterddp.checkpoints.writer import Costs, Saver
+from clusterddp.distributed import exchange
 from clusterddp.distributed.agreement import Poll
 from clusterddp.errors import (
     EXIT_INTERRUPTED,
@@ -661,17 +662,11 @@ class Loop:
         """Give every rank the values of all."""
         if self.world_size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        return exchange.gather(value, _exchanging_device())
 
     def _from_first(self, value: T) -> T:
         """Give every rank the value of rank 0."""
-        if self.world_size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        return self._gather(value)[0]
 
 
 _RESERVED = frozenset(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from clusterddp.distributed import exchange
 from clusterddp.errors import TrainingError
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import SHARING
@@ -207,7 +208,7 @@ class Poll:
         wanted = int(POLL_SECONDS / self.step_seconds) if self.step_seconds else _UNKNOWN
         answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=self._device)
         if dist.is_initialized():  # else it is a rank alone
-            dist.all_reduce(answer, op=dist.ReduceOp.MAX)
+            exchange.largest(answer)
         *answers, slowest = answer.tolist()
         self.pace = -slowest
         # Careful at first: a step that is slow to begin with is soon faster, and the other way.

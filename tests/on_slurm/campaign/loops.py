@@ -13,7 +13,6 @@ from tests.on_slurm.campaign.nodes import ON_BOTH, SOON
 from tests.on_slurm.campaign.run import (
     SCRIPT_PACE,
     SCRIPT_STEPS,
-    SCRIPTS,
     Run,
     Struck,
     Trial,
@@ -31,7 +30,7 @@ def _begin(trial: Trial, config: str, *options: str) -> tuple[Run, Struck, str]:
     at = _draw.randrange(2, SCRIPT_STEPS)
     trial.want(moment := f"step-{at}")
     run = trial.start(*options, config=config, pace=SCRIPT_PACE)
-    trial.held(moment, 2, _PATIENCE)
+    trial.held(moment, run.world_size, _PATIENCE)
     return run, Struck(at - 1, run.struck().time, 1), moment
 
 
@@ -50,7 +49,7 @@ def _saved_there(run: Run, struck: Struck) -> None:
 
 def _killed(trial: Trial, config: str) -> str:
     run, struck, moment = _begin(trial, config, "--restart-on-failure", "1")
-    run.gone(run.kill(_draw.randrange(2)))
+    run.gone(run.kill(_draw.randrange(run.world_size)))
     trial.release(moment)
     return _end(run, struck, moment, ["failed", "done"])
 
@@ -100,7 +99,9 @@ def _strike(what: Callable[[Trial, str], str], config: str) -> Callable[[Trial],
     return strike
 
 
-for _config in SCRIPTS:
+fault("loop-three-killed", hosts=3, conf={}, needs=("loop-three",))(_strike(_killed, "loop-three"))
+
+for _config in ("loop", "loop-fsdp"):
     _needs, _quick = (_config,), _config == "loop-fsdp"
     fault(f"{_config}-killed", needs=_needs, quick=_quick)(_strike(_killed, _config))
     fault(f"{_config}-preempted", needs=_needs, conf={})(_strike(_preempted, _config))

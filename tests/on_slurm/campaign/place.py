@@ -26,6 +26,7 @@ from tests.on_slurm.campaign.run import (
     Differs,
     Place,
     Trial,
+    world_size_of,
 )
 from tests.on_slurm.cluster import SlurmCluster
 
@@ -97,7 +98,7 @@ class Site:
         with self._measuring:
             if config not in self.baselines:
                 with contextlib.ExitStack() as stack:
-                    if config == "three":
+                    if world_size_of(config) == 3:
                         cluster = stack.enter_context(SlurmCluster(hosts=3))
                     else:
                         cluster = self.shared_cluster()

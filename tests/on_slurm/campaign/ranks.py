@@ -75,6 +75,12 @@ def _kill_after_report(trial: Trial, rank: int) -> str:
     return run.check_same()
 
 
+@fault("rank-of-three-killed", conf={}, hosts=3, needs=("three",))
+def rank_of_three_killed(trial: Trial) -> str:
+    """Over three ranks and more a sum depends on the layout of DDP's buckets."""
+    return _kill_in_the_middle(trial, "three", 1)
+
+
 def _rows() -> dict[str, tuple[Callable[[Trial], str], str, bool]]:
     def middle(config: str, rank: int) -> Callable[[Trial], str]:
         return lambda trial: _kill_in_the_middle(trial, config, rank)

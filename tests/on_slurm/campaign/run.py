@@ -45,13 +45,24 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *("--bucket-cap-mb", "0.01"),
     ],
 }
-SCRIPTS = {"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py"}
+SCRIPTS = {
+    "loop": "resumable.py",
+    "loop-fsdp": "resumable_fsdp.py",
+    "loop-three": "resumable.py",
+}
 """Of a configuration the script of examples/ that it runs as its COMMAND."""
 SCRIPT_STEPS = 48
 SCRIPT_PACE = 0.1
 EXAMPLES = Path(__file__).parents[3] / "examples"
 REAL_DATA = ("four-buckets",)
 """Those that train the real MNIST where it is at hand; the others have less to load."""
+
+
+def world_size_of(config: str) -> int:
+    """Return the ranks of a configuration."""
+    if config.startswith("four"):
+        return 4
+    return {"one": 1, "three": 3, "loop-three": 3}.get(config, 2)
 
 
 class Differs(AssertionError):
@@ -150,7 +161,15 @@ class Trial(Place):
                 shutil.copy(file, self.folder)
             # Of the package the COMMAND sees what its run carries, and no other.
             only = f"PYTHONPATH={Path(__file__).with_name('hooks')}"
-            argv += ["--nodes", "2", "--requeue", "--env", only, "--env", "OMP_NUM_THREADS=1"]
+            argv += [
+                "--nodes",
+                str(world_size_of(config)),
+                "--requeue",
+                "--env",
+                only,
+                "--env",
+                "OMP_NUM_THREADS=1",
+            ]
             argv += [*options, "--", sys.executable, SCRIPTS[config]]
         else:
             argv += [*CONFIGURATIONS[config], *COMMON, *self.data[config], *options]
@@ -199,7 +218,7 @@ class Run:
     def __init__(self, trial: Trial, name: str, config: str, pace: float) -> None:
         self.trial, self.name, self.config, self.pace = trial, name, config, pace
         self.dir = RunDir(trial.folder / "jobs" / name)
-        self.world_size = {"one": 1, "three": 3}.get(config, 4 if config[:4] == "four" else 2)
+        self.world_size = world_size_of(config)
 
     # -- what it is doing --------------------------------------------------------------------
 
