@@ -1,8 +1,10 @@
-"""Scripts of frameworks that leave with exit code 0 when they are told to end, on a real Slurm."""
+"""Scripts of frameworks, and one with a Loop, that are told to end on a real Slurm."""
 
 import importlib.util
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,9 @@ class Model(LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4)
-Trainer(accelerator="cpu", devices=1, num_nodes=2, max_steps=STEPS, max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False).fit(Model(), loader)
+nodes = int(os.environ["SLURM_NNODES"])
+Trainer(accelerator="cpu", devices=1, num_nodes=nodes, max_steps=STEPS, max_epochs=-1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(Model(), loader)
 """
 )
 JIT_CHECKPOINT = (
@@ -62,6 +65,15 @@ Trainer(Model(), arguments, train_dataset=[{"x": torch.ones(4)}] * 64, callbacks
 )
 
 
+@pytest.fixture(scope="module")
+def with_grace(slurm_available: None) -> Iterator[SlurmCluster]:
+    """Two hosts; what is preempted has the time to leave by itself on a busy machine."""
+    partition = "Nodes=ALL State=UP DefaultTime=10 MaxTime=7-00:00:00 Default=YES PriorityTier=1"
+    conf = {"KillWait": "60", "PartitionName=main": f"{partition} GraceTime=300"}
+    with SlurmCluster(hosts=2, conf=conf) as booted:
+        yield booted
+
+
 @pytest.fixture
 def frameworks() -> None:
     """Skips without the extra `frameworks`; fails instead where CI wants every test."""
@@ -77,19 +89,20 @@ def frameworks() -> None:
 @pytest.mark.usefixtures("frameworks")
 @pytest.mark.parametrize("script", [LIGHTNING, JIT_CHECKPOINT], ids=["Lightning", "jit"])
 def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in_the_end(
-    cluster: SlurmCluster, tmp_path: Path, script: str
+    with_grace: SlurmCluster, tmp_path: Path, script: str
 ) -> None:
     (tmp_path / "train.py").write_text(script)
+    # One rank: told at different steps, two of them can wait for each other for ever.
     done = submit(
-        cluster, tmp_path, "--nodes", "2", "--requeue", "--partition", "main", "--run-name", "own",
-        "--no-snapshot", "--", sys.executable, "train.py",
+        with_grace, tmp_path, "--nodes", "1", "--requeue", "--run-name", "own", "--no-snapshot",
+        "--", sys.executable, "train.py",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = RunDir(tmp_path / "jobs" / "own")
     job_id = read_events(run)[0]["job_id"]
-    after = cluster.sbatch("#!/bin/sh\n", f"--dependency=afterok:{job_id}", "--output=/dev/null")
+    after = with_grace.sbatch("#!/bin/sh\n", f"--dependency=afterok:{job_id}", "--output=/dev/null")
     wait_for((tmp_path / "up").exists, "its third step", LONG)
-    cluster.sbatch(
+    with_grace.sbatch(
         "#!/bin/sh\n", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"
     )
 
@@ -101,10 +114,47 @@ def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in
     log = run.job_log.read_text()
     assert (end["cause"], end["told"], end["exit_code"]) == ("preempted", "SIGTERM", 75), log
     assert "told to end by SIGTERM, the command left with exit code 0" in log
-    assert cluster.job_state(after) == "PENDING"
-    assert cluster.wait_job(job_id, LONG) == "COMPLETED"
+    assert with_grace.job_state(after) == "PENDING"
+    assert with_grace.wait_job(job_id, LONG) == "COMPLETED"
     assert [end["cause"] for end in ends()] == ["preempted", "done"]
-    assert cluster.wait_job(after, LONG) == "COMPLETED"
+    assert with_grace.wait_job(after, LONG) == "COMPLETED"
+
+
+# The first attempt trains until it is told to leave, the next one for two steps more.
+LOOP = """
+import os, torch
+from clusterddp.loop import Loop
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+loop = Loop(model=model)
+steps = loop.steps + 2 if loop.is_resumed else 10**9
+while loop.steps < steps:
+    loop.step()
+    if loop.steps == 3:
+        open("up", "w").close()
+loop.finish()
+print("done at", loop.steps, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_with_a_loop_that_is_preempted_goes_back_by_itself(
+    with_grace: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    asked = ("--nodes", "2", "--run-name", "own", "--no-snapshot", "--json")
+    done = submit(with_grace, tmp_path, *asked, "--", sys.executable, "train.py")
+    assert done.returncode == 0, done.stderr
+    job_id = json.loads(done.stdout)["job_id"]
+    wait_for((tmp_path / "up").exists, "its third step", LONG)
+    with_grace.sbatch(
+        "#!/bin/sh\n", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"
+    )
+    run = RunDir(tmp_path / "jobs/own")
+    assert with_grace.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
+    first, last = (event for event in read_events(run) if event["event"] == "ended")
+    assert (first["cause"], last["cause"]) == ("preempted", "done")
+    assert f"done at {first['step'] + 2}" in run.rank_log(0).read_text()
 
 
 # Each of the first two starts trains until it is told to save; the next one has nothing left to do.
@@ -126,6 +176,7 @@ REQUEUES_ITSELF = (
 
 
 @pytest.mark.slow
+@pytest.mark.release  # its handlers wait for other ranks, and can do so for ever
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("frameworks")
 def test_lightning_that_requeues_its_job_by_itself_goes_on_as_often_as_it_does_so(

@@ -1,16 +1,12 @@
 """A person's own model and dataset on two hosts: found there as they were when submitted."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from clusterddp.run.run_dir import RunDir
-from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
-from tests.waiting import PATIENCE, wait_for
 
 NETS = """
 from torch import nn
@@ -27,43 +23,6 @@ def make(data_dir, train):
     labels = torch.tensor([int(n) for n in (Path(data_dir) / "labels").read_text().split()] * 50)
     return torch.eye(3)[labels].repeat(1, 4), labels
 """
-
-
-# The first attempt trains until it is told to leave, the next one for two steps more.
-LOOP = """
-import os, torch
-from clusterddp.loop import Loop
-torch.distributed.init_process_group("gloo")
-model = torch.nn.Linear(2, 1)
-loop = Loop(model=model)
-steps = loop.steps + 2 if loop.is_resumed else 10**9
-while loop.steps < steps:
-    loop.step()
-    if loop.steps == 3:
-        open("up", "w").close()
-loop.finish()
-print("done at", loop.steps, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_command_with_a_loop_that_is_preempted_goes_back_by_itself(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(LOOP)
-    asked = ("--nodes", "2", "--run-name", "own", "--no-snapshot", "--json")
-    done = submit(cluster, tmp_path, *asked, "--", sys.executable, "train.py")
-    assert done.returncode == 0, done.stderr
-    job_id = json.loads(done.stdout)["job_id"]
-    wait_for((tmp_path / "up").exists, "its third step", PATIENCE)
-    cluster.sbatch(
-        "#!/bin/sh\n", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"
-    )
-    run = RunDir(tmp_path / "jobs/own")
-    assert cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
-    first, last = (event for event in read_events(run) if event["event"] == "ended")
-    assert (first["cause"], last["cause"]) == ("preempted", "done")
-    assert f"done at {first['step'] + 2}" in run.rank_log(0).read_text()
 
 
 @pytest.mark.slow
