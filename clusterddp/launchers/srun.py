@@ -6,7 +6,6 @@ the highest code wins; USR1 and USR2 go to every task; TERM to srun ends the tas
 """
 
 import argparse
-import ctypes
 import itertools
 import os
 import signal
@@ -17,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from clusterddp.processes.group import TaskGroup
+from clusterddp.processes.orphans import adopt
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS
 from clusterddp.slurm.forms import expand_nodelist
 
 KILL_WAIT_SECONDS = 30
 """Between TERM and KILL, as Slurm's default KillWait."""
-_PR_SET_CHILD_SUBREAPER = 36
 CANCELLED = "cancelled"
 """File in the folder of the steps: no further one may start."""
 
@@ -39,9 +38,7 @@ def main() -> None:
         sys.exit(1)
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
-    with suppress(AttributeError):  # Linux only
-        # A process that loses its parent becomes a child of this one.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt()  # of what the tasks leave behind
     code = run_step(options, tasks, steps / str(step_id))
     _end_what_is_left()
     sys.exit(code)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
+from clusterddp.processes.orphans import adopted
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events, files
@@ -256,6 +257,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
     with (
         os.fdopen(target, "wb") as stdout,
         tempfile.TemporaryFile() as stdin,  # a pipe would wait for a program that reads nothing
+        adopted() as end_all,
     ):
         stdin.write(verdict)
         stdin.seek(0)
@@ -274,16 +276,22 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
             words = error.strerror if isinstance(error, OSError) else str(error)
             os.close(source)
             return None, f"{spec.notify[0]} does not start: {words}"
-    # A copy: who has left the group can hold the pipe, and the log is closed behind this.
-    copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
-    copying.start()
-    problem = ""
-    if not _ends(program, PROGRAM_SECONDS):
+        stdout.close()
+        # A copy: who has left the group can hold the pipe, and the log is closed behind this.
+        copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
+        copying.start()
         problem = f"ended, as it had not come to an end within {PROGRAM_SECONDS:g} s"
-        _signal(program, signal.SIGTERM)
-        _ends(program, _GRACE_SECONDS)
-    _signal(program, signal.SIGKILL)  # and what it has left behind
-    code = program.wait()
+        try:
+            if _ends(program, PROGRAM_SECONDS):
+                problem = ""
+            else:
+                _signal(program, signal.SIGTERM)
+                _ends(program, _GRACE_SECONDS)
+        finally:  # a Ctrl-C in a rehearsal, too
+            _signal(program, signal.SIGKILL)  # and what it has left behind
+            code = program.wait()
+            if problem:  # in sessions of its own, too
+                end_all(_GRACE_SECONDS)
     copying.join(_GRACE_SECONDS)
     return code if code >= 0 else 128 - code, problem
 

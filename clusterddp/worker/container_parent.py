@@ -5,7 +5,6 @@ lifeline: with this process the task ends, however this one does. The parent ins
 task ended; this one does where that one could not.
 """
 
-import ctypes
 import hashlib
 import os
 import signal
@@ -31,6 +30,7 @@ from clusterddp.processes.container import (
     removal,
     runtimes,
 )
+from clusterddp.processes.orphans import adopt
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, host_name, is_rehearsal
 from clusterddp.run.outcome import TaskRecord, is_signalled, read_outcome
@@ -39,7 +39,6 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.supervise import supervise
 
 LEAST_PYTHON = (3, 10)
-_PR_SET_CHILD_SUBREAPER = 36
 _SMALL_SHARED_MEMORY = 256 << 20
 _PROBE_SECONDS = 60.0
 _RECORDS_SECONDS = 10.0
@@ -73,7 +72,7 @@ def run_contained(
         local_world_size=env.local_world_size * ranks,
     )
     start = _start(run_dir, env.rank, container)
-    _become_subreaper()
+    adopt()  # what podman leaves behind: Slurm finds it in the step
     if env.local_rank == 0:
         _log_limits(start)
         _remove_abandoned(start)
@@ -263,12 +262,6 @@ def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
         f"{start.runtime} cannot start {image}: {[*of_runtime, last][0]}. Correct the image or the "
         "mounts, or choose another --container-runtime. [CD1007]"
     )
-
-
-def _become_subreaper() -> None:
-    """Let what podman leaves behind become a child of this process: Slurm finds it in the step."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _remove_abandoned(start: ContainerStart) -> None:

@@ -1,9 +1,12 @@
 """The program that is told a run's end: once, bounded, and without a part in the verdict."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +24,7 @@ from clusterddp.run.status import run_status
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import kinds
 from tests.hostile import CARRIED
-from tests.waiting import PATIENCE, wait_for
+from tests.waiting import PATIENCE, dying_with_us, has_gone, wait_for
 
 __all__ = ["workplace"]
 
@@ -181,6 +184,44 @@ def test_what_has_left_its_group_prints_to_no_file_but_the_log(
     finally:
         for other in others:
             other.close()
+
+
+@pytest.mark.parametrize("how", ["too late", "Ctrl-C"])
+def test_what_it_has_started_ends_with_it_in_sessions_of_their_own_too(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    folder = workplace.folder
+    stays = "/bin/sh -c 'echo $$ >$0.new; mv $0.new $0; exec sleep 600'"
+    ways = (
+        f"{stays} {folder}/group &",
+        f"setsid {stays} {folder}/session &",
+        f"(setsid {stays} {folder}/orphan &);",
+    )
+    names = ("group", "session", "orphan")
+    monkeypatch.setattr(notify, "_GRACE_SECONDS", 0.5)
+
+    def ends(_program: object, seconds: float) -> bool:
+        wait_for(lambda: all((folder / name).exists() for name in names), "what it starts")
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(notify, "_ends", ends)
+    monkeypatch.setenv("PATH", os.defpath)
+    other = subprocess.Popen(["sleep", "600"], preexec_fn=dying_with_us())  # noqa: PLW1509
+    run = workplace.run("one", *DONE)
+    spec = asking(run, "/bin/sh", "-c", " ".join([*ways, "sleep 600"]))
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            notify.tell_at_end(run, spec)
+        assert all(has_gone(int((folder / name).read_text())) for name in names)
+        assert other.poll() is None  # no other child of ours
+    finally:
+        other.kill()
+        other.wait()
+        for name in names:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                os.kill(int((folder / name).read_text()), signal.SIGKILL)
 
 
 def test_a_fault_of_ours_is_logged_and_no_more(
