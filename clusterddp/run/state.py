@@ -66,6 +66,7 @@ _WHY_FAILED = {
     State.DEADLINE: "the job's deadline passed",
     State.BOOT_FAIL: "a node of the job did not boot",
 }
+_REQUEUED_FOR = (State.NODE_FAIL, State.PREEMPTED, State.BOOT_FAIL)
 # Slurm's reasons for which a job as it was asked for cannot start: the others pass by waiting.
 _WHY_PENDING = {
     "PartitionNodeLimit": "PartitionNodeLimit: it asks for more nodes than the partition has",
@@ -328,9 +329,15 @@ def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[
     if job.state is State.RUNNING:
         return RUNNING, "it is starting"
     since = submission.put_back_time or 0.0
-    if job.state.is_final and now - since > SETTLE_SECONDS:
+    # The end of a later start than the one that it recorded. Slurm may requeue for some ends again.
+    has_restarted = (job.restarts or 0) > submission.restart and job.state not in _REQUEUED_FOR
+    if job.state.is_final and (has_restarted or now - since > SETTLE_SECONDS):
         what = _WHY_FAILED.get(job.state, f"Slurm says {job.state.value}")
-        return FAILED, f"it was put back into the queue, and recorded no start since: {what}"
+        where = f"slurm-{submission.job_id}.out in the folder of the submission may say more"
+        return (
+            FAILED,
+            f"it was put back into the queue, and recorded no start since: {what}; {where}",
+        )
     return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
 
 

@@ -532,7 +532,9 @@ def _next_command(
     again = run.resubmission
     if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
         return again
-    if state == STOPPED or (state == CANCELLED and (has_checkpoint or submission.put_back)):
+    if submission.put_back and state in (CANCELLED, FAILED):
+        return again
+    if state == STOPPED or (state == CANCELLED and has_checkpoint):
         return again
     logs = run.rank_log(0), run.job_log
     is_silent = state in (CANCELLED, DONE) and not any(path.exists() for path in logs)

@@ -67,6 +67,7 @@ _SCONTROL = re.compile(
     r"JobState=\w+ Reason=.*? Dependency=.* Reboot=\d+ ExitCode=(\d+:\d+) RunTime=",
     re.DOTALL,
 )
+_RESTARTS = re.compile(r" Restarts=(\d+) BatchFlag=\d+ Reboot=\d+ ExitCode=\S+ RunTime=$")
 
 
 def sbatch(
@@ -319,8 +320,9 @@ def _add_exit_codes(
         record = _SCONTROL.search(answer.stdout)
         # The state is squeue's: a job name with " JobState=" in it stands before the real one here.
         if answer.returncode == 0 and record:
-            code = parse_exit_code(record[1])
-            jobs[job_id] = replace(jobs[job_id], exit_code=code)
+            code, restarts = parse_exit_code(record[1]), _RESTARTS.search(record[0])
+            count = int(restarts[1]) if restarts else None
+            jobs[job_id] = replace(jobs[job_id], exit_code=code, restarts=count)
 
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:

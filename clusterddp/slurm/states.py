@@ -75,6 +75,8 @@ class JobState:
     """The name of an array's element, 89_0: its raw id can be that of the whole array."""
     start: float | None = None
     """Time at which Slurm expects a job to start that is pending, in seconds since the epoch."""
+    restarts: int | None = None
+    """Number of times that Slurm has put an ended job back into the queue; None where unknown."""
     word: str = ""
     """Slurm's own word for `State.OTHER`."""
 

@@ -167,18 +167,23 @@ def renewed(run: RunDir) -> Iterator[list[str]]:
         raise
 
 
-def keep(run: RunDir) -> None:
-    """Make sure of the file that a run carries; log where another clusterddp is installed.
+def keeps(run: RunDir) -> bool:
+    """Return whether the file that a run carries is whole, or it needs none; logs what it is.
 
-    Raises RequestError as `find` does.
+    It is another clusterddp than the installed one, or gone, or damaged.
     """
-    carried = find(run)
     installed = Bundle(run.path.resolve() / _name(build()))
+    try:
+        carried = find(run)
+    except RequestError as error:
+        log.info(f"{str(error).partition('. Give')[0]}: the run carries {installed} from now on")
+        return False
     if carried and carried.path.name != installed.path.name:
         log.info(
             f"{run.name} keeps its clusterddp {carried}; {installed} is installed. Take that with "
             "--clusterddp new."
         )
+    return True
 
 
 def find(run: RunDir) -> Bundle | None:

@@ -158,10 +158,8 @@ def resubmit(
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
             new += (f"code: {line}" for line in stack.enter_context(renewal))
         is_new = not run.script.is_file() or script != _recorded_script(run)
-        if terms.new_clusterddp or is_new:
+        if terms.new_clusterddp or is_new or not bundle.keeps(run):
             new += stack.enter_context(bundle.renewed(run))
-        else:
-            bundle.keep(run)
         submission = _submit(claim, before, after, script, terms, new)
         return Resubmission(after, script, source, submission)
 

@@ -107,10 +107,8 @@ def resubmit_sweep(
             for index in indices
             if index not in missing
         }
-        if after != before or terms.new_clusterddp:
+        if after != before or terms.new_clusterddp or not bundle.keeps(sweep):
             stack.enter_context(bundle.renewed(sweep))
-        else:
-            bundle.keep(sweep)
         submission = _submit(claim, claims, before, after, script, indices, terms)
         chain.rejoin(sweep)
         return dataclasses.replace(result, submission=submission)

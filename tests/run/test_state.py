@@ -134,6 +134,13 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      None, "cancelled", "before it started again"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal", time=1.0)], {},
      said(State.FAILED), None, "failed", "recorded no start since: the job failed"),
+    # of that start, or of one before it, by how often Slurm has put the job back
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {},
+     JobState(State.FAILED, restarts=1), None, "failed", "slurm-7.out in the folder"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {},
+     JobState(State.FAILED, restarts=0), None, "queued", "resumes after a signal"),
+    ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], {},
+     JobState(State.NODE_FAIL, restarts=1), None, "queued", "resumes after a signal"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal"), begun(2, restart=1)], {},
      said(State.RUNNING), None, "running", ""),
     ([submitted(), begun(1), begun(2, restart=1), left(1, "signal"), requeued(1, "signal")], {},

@@ -323,7 +323,7 @@ def test_an_ended_job_gets_its_exit_code_from_scontrol(fake: Fake) -> None:
         "Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=137:0 RunTime=0"
     )
     environ = fake(squeue="echo '1|FAILED|NonZeroExitCode'", scontrol=f"echo '{record}'")
-    assert query(["1"], environ)["1"] == JobState(State.FAILED, "NonZeroExitCode", 137)
+    assert query(["1"], environ)["1"] == JobState(State.FAILED, "NonZeroExitCode", 137, restarts=0)
 
 
 def test_accounting_answers_for_what_the_controller_forgot(fake: Fake, tmp_path: Path) -> None:

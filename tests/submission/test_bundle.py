@@ -156,6 +156,7 @@ def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
 def test_a_damaged_file_is_put_right_by_carrying_it_once_more(run: RunDir) -> None:
     made = bundle.carry(run)
     made.path.write_bytes(b"")
+    assert not bundle.keeps(run)
     assert bundle.carry(run) == bundle.find(run) == made
 
 
@@ -163,13 +164,13 @@ def test_another_one_is_taken_while_the_run_is_submitted(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     former = bundle.carry(run)
-    bundle.keep(run)
+    assert bundle.keeps(run)
     assert not logged
     with bundle.renewed(run) as same:
         assert same == []
     monkeypatch.setattr(bundle, "__version__", "9.9")
     monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
-    bundle.keep(run)
+    assert bundle.keeps(run)
     [line] = logged
     assert f"keeps its clusterddp {former}; 9.9 (" in line
     with pytest.raises(RequestError, match="sbatch"), bundle.renewed(run):
