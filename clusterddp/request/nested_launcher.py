@@ -167,6 +167,17 @@ def is_python(program: str) -> bool:
     return _PYTHON.fullmatch(PurePath(program).name) is not None
 
 
+def module_of(command: Sequence[str]) -> str:
+    """Return the module that a command's Python runs (`-m`, `-um`); empty where it runs none."""
+    index = program_index(command) + 1
+    while index < len(command) and (option := _PYTHON_OPTION.fullmatch(command[index])):
+        _, letter, value = option.groups()
+        if letter and letter in "cm":
+            return (value or "".join(command[index + 1 : index + 2])) if letter == "m" else ""
+        index += 2 if letter and not value else 1
+    return ""
+
+
 def _script(command: Sequence[str]) -> tuple[str, bool]:
     """Return the file that the command starts, and whether a shell reads it in any case."""
     at = program_index(command, in_shell=False)

@@ -74,7 +74,9 @@ class Run:
         program = PurePath(self.texts[at]).name if at < len(self.texts) else ""
         if nested_launcher.is_python(program):
             behind = self.texts[at + 1 :]
-            return any(t.endswith(".py") for t in behind) or ("-m" in behind[:3])
+            return any(t.endswith(".py") for t in behind) or bool(
+                nested_launcher.module_of(self.texts[at:])
+            )
         return program.endswith(".py")
 
 

@@ -88,7 +88,7 @@ def score(file: SbatchFile, command: Command) -> tuple[int, Step | None]:
     name = program.rpartition("/")[2]
     if nested_launcher.is_python(name):
         installs = script.endswith(("get-pip.py", "setup.py")) or {"pip", "venv"} & {*texts}
-        runs = bool(script) or (step is not None and "-m" in texts)
+        runs = bool(script) or (step is not None and bool(nested_launcher.module_of(texts)))
         return (TRAINS if runs and not installs else 0), step
     if step is None:
         runs = any(text.endswith(".py") for text in texts[1:]) and not command.piped

@@ -672,3 +672,10 @@ def test_every_joined_line_is_shell() -> None:
             if option == "--setup":
                 read = subprocess.run(["bash", "-n"], input=value[0], text=True, check=False)
                 assert read.returncode == 0, value[0]
+
+
+@pytest.mark.parametrize("options_of_python", ["-m", "-um", "-u -m", "-X dev -um"])
+def test_a_module_is_a_training_however_its_option_is_written(options_of_python: str) -> None:
+    made = line_of(f"srun python {options_of_python} package.module --lr 1")
+    typed = f"python {options_of_python} package.module --lr 1"
+    assert made.command == tuple(typed.split())
