@@ -167,5 +167,5 @@ def test_a_restart_that_a_damaged_clusterddp_ends_is_seen_and_resubmitted(
     assert f"slurm-{job_id}.out" in status["detail"]
     again = ask("resubmit", "a", "--json")
     assert again.returncode == 0, again.stderr
-    assert site.cluster.wait_job(json.loads(again.stdout)["job_id"]) == "COMPLETED"
+    assert start(site.cluster, again.stdout) == "COMPLETED"  # it is held as the first one was
     assert json.loads(ask("status", "a", "--json").stdout)["state"] == "done"
