@@ -364,8 +364,8 @@ def test_a_command_has_the_runs_own_loop_and_nobodys_click(
     file, has_no_click, path, path_of_python = json.loads(said)
     own = str(carried.bundle.resolve())
     assert file == f"{own}/clusterddp/__init__.py" and has_no_click
-    # What a person names comes first; an empty part is the current folder.
-    assert path_of_python == [str(tmp_path), "", own]
+    # What a person names comes before the run's own; an empty part is the current folder.
+    assert path_of_python == [f"{own}/clusterddp/processes/armed", str(tmp_path), "", own]
     assert path == str(attempt.path) and attempt.read_record()
 
 
@@ -375,7 +375,8 @@ def test_a_command_is_left_alone_where_a_person_says_so(
     begin(run)
     code = "import os; from importlib.util import find_spec; print(find_spec('clusterddp'), "
     code += "os.environ.get('PYTHONPATH'), os.environ['CLUSTERDDP_LOOP'])"
-    assert in_attempt(carried, bare, run, code, CLUSTERDDP_LOOP="off") == "None None off\n"
+    armed = f"{carried.bundle.resolve()}/clusterddp/processes/armed"  # stacks, which is apart
+    assert in_attempt(carried, bare, run, code, CLUSTERDDP_LOOP="off") == f"None {armed} off\n"
 
 
 def test_the_command_clusterddp_within_a_command_is_the_installed_one(

@@ -418,12 +418,12 @@ def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
     assert f"clusterddp {former}, now {made}" in resubmissions(run)[-1]
 
 
-def test_one_that_was_altered_is_replaced_on_purpose(workplace: Workplace) -> None:
+@pytest.mark.parametrize("options", [(), ("--clusterddp", "new")])
+def test_one_that_was_altered_is_replaced(workplace: Workplace, options: tuple[str, ...]) -> None:
     run = stopped(workplace)
     made = bundle.carry(run)
     made.path.write_bytes(b"")
-    assert "was altered" in refused(workplace, run)
-    accepted(workplace, "one", "--clusterddp", "new")
+    accepted(workplace, "one", *options)
     assert bundle.find(run) == made
     assert resubmissions(run) == [[]]
     assert sent(workplace) == run.script.read_text()
