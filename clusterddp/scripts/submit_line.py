@@ -500,7 +500,8 @@ class _Translation:
                 setup += self.carried(statement, "--setup") if lines is None else lines
             its_own = statement.names_set | statement.assigned
             if statement.first <= self.begins:
-                setup += [f"export {name}" for name in self.read_by_tasks if name in its_own]
+                exports = [f"export {n}" for n in dict.fromkeys(self.read_by_tasks) if n in its_own]
+                setup = [*(line for line in setup if line not in exports), *exports]
         variables = [
             name if value is None else f"{name}={value}" for name, value in self.environment.items()
         ]

@@ -225,6 +225,11 @@ def test_what_stands_ahead_of_the_step_is_carried_over_where_it_is_needed(
             "bash -c 'exec python t.py $A'",
         ),
         (
+            "A=$(a)\nif b; then\nA=--resume\nfi\nsrun python t.py $A ${A}",
+            "--setup 'A=$(a)' --setup 'if b; then A=--resume; fi' --setup 'export A'",
+            "bash -c 'exec python t.py $A ${A}'",
+        ),
+        (
             "A=$(a)\nsrun python t.py $A\nA=$(b)\nc $A",
             "--setup 'A=$(a)' --setup 'export A' --teardown 'A=$(b)' --teardown 'c $A'",
             "bash -c 'exec python t.py $A'",
