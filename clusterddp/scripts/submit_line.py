@@ -158,7 +158,8 @@ def translate(file: SbatchFile) -> SubmitLine:
 
 class _Translation:
     def __init__(self, file: SbatchFile) -> None:
-        self.file, self.line = file, SubmitLine()
+        self.line = SubmitLine()
+        self.file = file = self.with_those_below(file)
         self.training = training.find(file)
         self.where = self.training.command.line
         self.statements = list(statements(file))
@@ -196,6 +197,24 @@ class _Translation:
         return self.file.script.shown(text)
 
     # Directives
+
+    def with_those_below(self, file: SbatchFile) -> SbatchFile:
+        """Return the file as if sbatch read the directives below the first command, and say so.
+
+        Where one above, which it does read, has the same name, that one stays in force.
+        """
+        above = {each.name for each in file.directives if each.is_read}
+        meant = [d if d.name in above else replace(d, is_read=True) for d in file.directives]
+        below = [old for old, new in zip(file.directives, meant, strict=True) if old != new]
+        if below:
+            first, *others = dict.fromkeys(each.line for each in below)
+            lines = f", nor line{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            why = (
+                f"sbatch would not have read it{lines if others else ''}: it stops at the first "
+                "command. Here it is asked for, as it was meant"
+            )
+            self.line.note(first, below[0].text, why)
+        return replace(file, directives=meant)
 
     def directives(self) -> None:
         """Turn each directive that stands for itself into an option."""

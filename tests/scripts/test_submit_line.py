@@ -396,8 +396,8 @@ def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, comman
             "2: #SBATCH --mem=lots: not carried over: --mem: 'lots' is no",
         ),
         (
-            ["a", "#SBATCH -N 2", SRUN],
-            "3: #SBATCH -N 2: not carried over, as sbatch does not read it",
+            ["#SBATCH -N 1", "a", "#SBATCH -N 2", SRUN],
+            "4: #SBATCH -N 2: not carried over, as sbatch does not read it",
         ),
         (
             ["#SBATCH hetjob", SRUN],
@@ -684,3 +684,19 @@ def test_a_module_is_a_training_however_its_option_is_written(options_of_python:
     made = line_of(f"srun python {options_of_python} package.module --lr 1")
     typed = f"python {options_of_python} package.module --lr 1"
     assert made.command == tuple(typed.split())
+
+
+def test_directives_below_the_first_command_are_carried_as_they_were_meant() -> None:
+    below = ["#SBATCH --nodes=8 --gpus-per-node=4", "#SBATCH -p gpu", "#SBATCH --mem=8G"]
+    lines = ["#SBATCH --time=5", "module load cuda", *below, "srun a.sh"]
+    assert (
+        options(*lines)
+        == "--nodes 8 --gpus-per-node 4 --tasks-per-node 1 --time 5 --partition gpu --mem 8G --module cuda"
+    )
+    [note] = notes(*lines)
+    assert note == (
+        "4: #SBATCH --nodes=8 --gpus-per-node=4: sbatch would not have read it, nor lines 5, 6: it "
+        "stops at the first command. Here it is asked for, as it was meant"
+    )
+    of_one = "3: #SBATCH -N 2: sbatch would not have read it: it stops at the first command."
+    assert any(note.startswith(of_one) for note in notes("a", "#SBATCH -N 2", SRUN))
