@@ -689,10 +689,9 @@ def test_a_module_is_a_training_however_its_option_is_written(options_of_python:
 def test_directives_below_the_first_command_are_carried_as_they_were_meant() -> None:
     below = ["#SBATCH --nodes=8 --gpus-per-node=4", "#SBATCH -p gpu", "#SBATCH --mem=8G"]
     lines = ["#SBATCH --time=5", "module load cuda", *below, "srun a.sh"]
-    assert (
-        options(*lines)
-        == "--nodes 8 --gpus-per-node 4 --tasks-per-node 1 --time 5 --partition gpu --mem 8G --module cuda"
-    )
+    layout = "--nodes 8 --gpus-per-node 4 --tasks-per-node 1"
+    others = "--time 5 --partition gpu --mem 8G --module cuda"
+    assert options(*lines) == f"{layout} {others}"
     [note] = notes(*lines)
     assert note == (
         "4: #SBATCH --nodes=8 --gpus-per-node=4: sbatch would not have read it, nor lines 5, 6: it "
