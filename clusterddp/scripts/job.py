@@ -129,8 +129,8 @@ class Job:
         value = self.file.value("nodes")
         if value is not None:
             return _whole(value)
-        if self.file.value("ntasks", "ntasks-per-node", "nodelist", "gpus") is None:
-            return 1
+        if self.file.value("ntasks", "nodelist", "gpus") is None:
+            return 1  # with --ntasks-per-node, too (seen)
         ntasks = _whole(self.file.value("ntasks"))
         return 1 if ntasks and ntasks <= (self._per_node or 1) else None
 

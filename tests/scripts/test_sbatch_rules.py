@@ -32,6 +32,10 @@ WILL: dict[str, list[tuple[str, str]]] = {
             "srun --ntasks=2 --ntasks-per",
         ),
         (f"{TWO_NODES}srun accelerate launch --num_processes 8 t.py", "--ntasks-per-node=1"),
+        (
+            "#SBATCH --ntasks-per-node=4\nsrun torchrun --nproc_per_node=4 t.py",  # on one node
+            "srun --ntasks=1 --ntasks-per-node=1 torchrun",
+        ),
     ],
     "no-rank-variables": [
         (f"{TWO_NODES}srun python train.py{INIT}", "srun clusterddp exec -- python train.py"),
@@ -296,6 +300,7 @@ RIGHT: dict[str, list[str]] = {
         f"{TWO_NODES}srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 {TORCHRUN} train.py",
         f"#SBATCH --nodes=2\nsrun --ntasks-per-node=1 {TORCHRUN} train.py",
         f"{TWO_NODES}srun python train.py",
+        "#SBATCH --ntasks-per-node=1\nsrun torchrun --nproc_per_node=4 train.py",
         f"{TWO_NODES}srun -N 2 -n 2 {TORCHRUN} train.py",
         f"{TWO_NODES}unset SLURM_NTASKS SLURM_NPROCS\nsrun --ntasks-per-node=1 {TORCHRUN} train.py",
         f"{TWO_NODES}SLURM_NTASKS=2 srun {TORCHRUN} train.py",
