@@ -50,6 +50,9 @@ _WAITED_FOR = "& step=$!; while kill -0 $step 2>/dev/null; do wait $step; done"
 _NUMBERS = {"0": "EXIT", "1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
 _QUICK = frozenset({"echo", "printf", "date", "exit", ":", "true"})
 _QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.", re.DOTALL)
+_AGENT = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
+_OF_ONE_AGENT = re.compile(r"PET_NNODES|SLURM_(?:PROCID|NODEID)")
+"""What a script has where its agents know of each other, or each is given a part of its own."""
 _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 
 
@@ -81,6 +84,34 @@ def launcher_per_rank(job: Job) -> Iterator[Found]:
             f"each of the {tasks} tasks of a node starts {run.starts}, which itself starts "
             f"{how_many} ranks on the node: the ranks of several agents share each GPU.",
             _one_task_a_node(job, run.step),
+        )
+
+
+@rule(
+    "agents-apart",
+    "torchrun on several nodes without --nnodes",
+    source=f"{_TORCHRUN}: --nnodes is 1 where it is not given",
+)
+def agents_apart(job: Job) -> Iterator[Found]:
+    for run in job.in_tasks:
+        if run.starts != "torchrun" or not run.launcher or run.launcher.command != run.texts:
+            continue
+        assert run.step
+        tasks, line = job.step_tasks(run.step) or 1, job.line(run.line)
+        typed = _AGENT.search(line)
+        is_meant = {"nnodes", "standalone"} & run.options.keys() or _OF_ONE_AGENT.search(job.typed)
+        if tasks < 2 or job.step_tasks_per_node(run.step) != 1 or is_meant or not typed:
+            continue
+        options = " --nnodes=$SLURM_JOB_NUM_NODES"
+        if not run.options.keys() & set(_ADDRESS_OPTIONS):
+            options += " --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d"
+            options += f" --rdzv-endpoint={_FIRST_NODE}:{_JOB_PORT}"
+        yield Found(
+            run.line,
+            False,
+            f"each of the {tasks} nodes starts torchrun without --nnodes, which is 1 then: each "
+            "trains the whole by itself.",
+            line[: typed.end()] + options + line[typed.end() :],
         )
 
 

@@ -190,6 +190,20 @@ MAY: dict[str, list[tuple[str, str]]] = {
             "head -n 1) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))\nsrun python train.py",
         ),
     ],
+    "agents-apart": [
+        (
+            "#SBATCH --nodes=2\nsrun torchrun --nproc_per_node=4 train.py",
+            "srun torchrun --nnodes=$SLURM_JOB_NUM_NODES --rdzv-id=$SLURM_JOB_ID",
+        ),
+        (
+            f"{ONE_TASK_EACH}srun bash -c 'python -m torch.distributed.run train.py' &\nwait",
+            "torch.distributed.run --nnodes=$SLURM_JOB_NUM_NODES",
+        ),
+        (
+            "#SBATCH -N 2\nsrun torchrun --rdzv_backend c10d --rdzv_endpoint $head:1 train.py",
+            "torchrun --nnodes=$SLURM_JOB_NUM_NODES --rdzv_backend c10d",
+        ),
+    ],
     "launcher-per-rank": [
         (
             "#SBATCH -N 1\n#SBATCH -n 2\nsrun torchrun --nproc_per_node=4 t.py",
@@ -295,6 +309,16 @@ RIGHT: dict[str, list[str]] = {
         f"#SBATCH -n 4\nsrun python train.py{CHOOSES}",
     ],
     "dos-line-ends": ["#SBATCH --nodes=1\necho a\rb\nsrun a"],
+    "agents-apart": [
+        f"#SBATCH --nodes=2\nsrun {TORCHRUN} train.py",
+        "#SBATCH --nodes=1\nsrun torchrun --nproc_per_node=4 train.py",
+        "#SBATCH --nodes=2\nexport PET_NNODES=2\nsrun torchrun train.py",
+        "#SBATCH --nodes=2\nsrun torchrun --standalone train.py",
+        "#SBATCH --nodes=2\nsrun bash -c 'torchrun train.py --fold $SLURM_PROCID'",
+        "#SBATCH --nodes=2\nsrun -N 1 torchrun train.py",
+        "#SBATCH --nodes=2\nsrun accelerate launch train.py",
+        "srun torchrun train.py",
+    ],
     "launcher-per-rank": [
         f"{ONE_TASK_EACH}srun {TORCHRUN} train.py",
         f"{TWO_NODES}srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 {TORCHRUN} train.py",
