@@ -7,7 +7,7 @@ is ending. So these return when gloo has dropped theirs.
 
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -48,5 +48,6 @@ def _await_dropped(tensors: Iterable[torch.Tensor]) -> None:
     """Wait until nobody but Python has the tensors; those of NCCL are dropped otherwise."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for each in tensors:
-        while each.device.type == "cpu" and each._use_count() > 1 and time.monotonic() < deadline:
+        users: Callable[[], int] = getattr(each, "_use_count")  # noqa: B009 -- torch's stubs lack it
+        while each.device.type == "cpu" and users() > 1 and time.monotonic() < deadline:
             time.sleep(0.0001)

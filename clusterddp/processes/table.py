@@ -88,11 +88,12 @@ def status(pid: int | str) -> dict[str, str]:
 
 
 def hears(pid: int, number: int) -> bool:
-    """Return whether a signal tells a process something: it lives, and does not ignore it."""
-    fields = status(pid)
-    if fields.get("State", "Z")[0] in "ZX":  # it has ended, reaped or not
-        return False
-    return not int(fields.get("SigIgn", "0"), 16) >> (number - 1) & 1
+    """Return whether a process does not ignore a signal, or did not when it ended.
+
+    False of one that is reaped, of which nothing is known.
+    """
+    ignored = status(pid).get("SigIgn")
+    return ignored is not None and not int(ignored, 16) >> (number - 1) & 1
 
 
 def start_ticks(pid: int) -> int | None:

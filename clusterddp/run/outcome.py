@@ -372,6 +372,11 @@ class TaskRecord:
         self._fields["told"] = {"signal": signal_name(number), "time": round(time.time(), 3)}
 
     @property
+    def is_told(self) -> bool:
+        """Return whether a signal has been noted."""
+        return self._fields["told"] is not None
+
+    @property
     def _path(self) -> Path:
         return self._folder / f"rank-{self._fields['rank']}.json"
 

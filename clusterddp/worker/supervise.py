@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +37,9 @@ from clusterddp.run.run_dir import RunDir
 # Signals that Slurm, an agent or a user sends to a task, and that must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
+_LATE_SIGNAL_SECONDS = 0.3
+"""Time that can lie between the signals of Slurm to two processes of a step on a busy machine."""
+
 pulse: Pulse | None = None
 """Shows the parent of this task that Python runs in it; None where it has no such parent."""
 _reports: int | None = None
@@ -53,6 +57,7 @@ def supervise(
     explain: Callable[[int], TaskError | None] | None = None,
     record: TaskRecord | None = None,
     began: Callable[[int, TaskRecord], None] | None = None,
+    is_command: bool = False,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
@@ -63,6 +68,8 @@ def supervise(
         by default the words of NCCL's watchdog, which ends a process without asking Python.
     record: takes the outcome in place of a TaskRecord of this task.
     began: is called with the child's process and its record once it runs; may start threads.
+    is_command: exit code 0 alone does not say that it is done, so a signal that reaches the child
+        first, and this process only once the child has ended, is recorded as well.
 
     Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
     or an agent started the task, as either would end the other ranks for it. `child` may exec.
@@ -109,7 +116,7 @@ def supervise(
         if began:
             began(pid, record)
         status = record.ended(
-            _await_end(pid, env),
+            _await_end(pid, env, record if is_command and not forwards else None),
             lambda status: _read_report(report_reader) or explain(status),
         )
     code = os.waitstatus_to_exitcode(status)
@@ -148,14 +155,23 @@ def forwards_signals(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
-def _await_end(pid: int, env: DistEnv) -> int:
+def _await_end(pid: int, env: DistEnv, record: TaskRecord | None) -> int:
     """Wait for the child, and return its status; log when somebody stops it, as it cannot.
+
+    record: takes a signal that comes shortly after an end with exit code 0; None for no wait.
 
     Processes that this one has adopted are reaped: podman waits for the end of the one above its
     container, and takes it to live while it is a zombie.
     """
     while True:
-        changed, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
+        seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOWAIT)
+        assert seen  # only WNOHANG returns without one
+        is_success = seen.si_code == os.CLD_EXITED and seen.si_status == 0
+        if record and is_success and seen.si_pid == pid:  # not reaped: what it ignores is known
+            deadline = time.monotonic() + _LATE_SIGNAL_SECONDS
+            while not record.is_told and time.monotonic() < deadline:
+                time.sleep(0.01)
+        changed, status = os.waitpid(seen.si_pid, os.WUNTRACED | os.WCONTINUED)
         if changed != pid:
             continue
         if not (os.WIFSTOPPED(status) or os.WIFCONTINUED(status)):

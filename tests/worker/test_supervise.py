@@ -296,6 +296,26 @@ def test_a_parent_told_to_end_outlives_the_task_to_record_it(task: Any) -> None:
     assert started.outcome()["signal"] == "SIGTERM"
 
 
+TOLD_LATE = """
+import threading
+import clusterddp.worker.supervise as parent
+parent._LATE_SIGNAL_SECONDS = 60
+def tell_late(pid, record):
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    os.kill(os.getpid(), signal.SIGTERM)
+def began(*about):
+    threading.Thread(target=tell_late, args=about).start()
+supervise = lambda *a: parent.supervise(*a, began=began, is_command=True)
+child = lambda: 0
+"""
+
+
+def test_a_signal_that_a_command_got_ahead_of_its_parent_is_recorded(task: Any) -> None:
+    started = task(TOLD_LATE, {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"})
+    assert started.end() == 0
+    assert started.outcome()["told"]["signal"] == "SIGTERM"
+
+
 def test_a_parent_started_by_hand_passes_term_on(task: Any) -> None:
     started = task(WAIT)
     started.read_line()

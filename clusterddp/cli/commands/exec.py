@@ -159,6 +159,7 @@ def _supervised(
         own_log=own_log,
         explain=traces.error,
         began=began,
+        is_command=True,
     )
 
 
