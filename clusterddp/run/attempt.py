@@ -87,6 +87,8 @@ class Attempt:
     """Mark of a request to stop: `{"reason": …}`."""
     alive = PathIn("alive")
     """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
+    controller = PathIn("controller")
+    """The batch controller's sign of life: its time of change."""
     end = PathIn("end.json")
     """Record of how the ranks left together."""
     preflight = PathIn("preflight.json")

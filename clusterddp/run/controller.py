@@ -52,6 +52,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.outcome import SIGN_SECONDS
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
@@ -270,6 +271,7 @@ class Controller:
         if ended is not None and (said := self._said()):  # `launch` was in a subshell
             return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
         code = self._begin(code_changes)
+        threading.Thread(target=self._show_life, daemon=True).start()
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
         self._compare_version()
@@ -294,6 +296,14 @@ class Controller:
         if self._attempt is None or self._script.has_gone:
             return code  # the job is over: its next start judges the attempt
         return self._finish(self._attempt, code)
+
+    def _show_life(self) -> None:
+        """Renew the sign of life, for whoever asks whether this process was lost with its host."""
+        while True:
+            if self._attempt:
+                with contextlib.suppress(OSError):  # the run may be gone, or the disk full
+                    self._attempt.controller.touch()
+            time.sleep(SIGN_SECONDS)
 
     def _begin(self, code_changes: Callable[[RunDir], Sequence[str]]) -> int:
         """Begin the next attempt; returns the job's exit code where it is refused, else 0.

@@ -44,7 +44,7 @@ from clusterddp.run.state import (
     latest_submission,
     reason,
 )
-from clusterddp.slurm.client import query
+from clusterddp.slurm.client import query, slurmd_timeout
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State
 
@@ -52,6 +52,8 @@ T = TypeVar("T")
 
 _METRICS_BYTES = 65536
 _NOT_PRINTED = ("failed_rank", "is_forgotten")
+_LOST_SECONDS = 60.0
+"""Time beyond SlurmdTimeout after which a silent batch controller is taken for lost."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ def run_status(
         directory=str(run.path),
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
-        if state == QUEUED and job and job.reason in NEVER_STARTS
+        if _is_stuck(state, job)
         else _next_command(run, state, failure, submission, bool(checkpoint)),
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
@@ -248,6 +250,8 @@ def _judge(
     alive = submission.is_alive if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
     state, detail = judge(submission, report, job, alive, now)
+    if state == RUNNING and submission and job and job.state is State.RUNNING:
+        state, detail = _seen_alive(run, submission, now) or (state, detail)
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
     elif state == CREATED and _is_rehearsed(run):
@@ -255,6 +259,36 @@ def _judge(
         if lost_turn(run):
             state, detail = CANCELLED, "ahead of its turn in the rehearsal"
     return state, detail, job, report
+
+
+def _is_stuck(state: str, job: JobState | None) -> bool:
+    """Return whether the job never starts, or runs without its script."""
+    if job is None:
+        return False
+    never_starts = state == QUEUED and job.reason in NEVER_STARTS
+    return never_starts or (state == UNKNOWN and job.state is State.RUNNING)
+
+
+def _seen_alive(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | None:
+    """Return the state of a run whose batch controller has shown no life for long; None of others.
+
+    Slurm shows a job as running whose script was lost with all of its host's processes, where its
+    slurmd was back at once.
+    """
+    if submission.is_local or submission.attempt is None:
+        return None
+    try:
+        changed = Attempt(run, submission.attempt).controller.stat().st_mtime
+    except OSError:  # submitit has none
+        return None
+    silent = now - changed
+    if silent < _LOST_SECONDS or silent < slurmd_timeout() + _LOST_SECONDS:
+        return None
+    return UNKNOWN, (
+        f"lost: its batch script has shown no life for {formatting.duration(silent)}, though Slurm "
+        f"says that job {submission.job_id} runs. End that with 'clusterddp cancel {run.shown}', "
+        f"then resume with '{run.resubmission}'"
+    )
 
 
 def _is_rehearsed(run: RunDir) -> bool:

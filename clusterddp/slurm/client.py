@@ -409,6 +409,12 @@ def slurm_conf() -> str:
         return ""
 
 
+def slurmd_timeout() -> float:
+    """Return the seconds after which slurmctld takes a silent node for lost; 300 by default."""
+    found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", slurm_conf(), re.MULTILINE)
+    return float(found[1]) if found else 300.0
+
+
 def output_of(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, seconds: float | None = None
 ) -> str:

@@ -352,6 +352,8 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> 
             f"{job.problem}. Try again where 'squeue -j {status.job_id}' answers; two jobs cannot "
             "train one run. [CD0509]"
         )
+    if job.state is not State.UNKNOWN and not job.state.is_final:
+        raise RequestError(f"{run.name} is {status.detail} [CD0508]")
     log.info(f"{run.name}: {status.detail}; submitting it again")
 
 

@@ -30,6 +30,7 @@ from clusterddp.processes.table import hears
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import files, logs
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord, Traces
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
@@ -120,6 +121,10 @@ def supervise(
             lambda status: _read_report(report_reader) or explain(status),
         )
     code = os.waitstatus_to_exitcode(status)
+    if code not in (0, EXIT_PAUSED) and attempt is not None:
+        from clusterddp.worker import lost_script  # seldom needed
+
+        lost_script.put_back(Attempt(RunDir(run_dir), attempt), env)
     if code == EXIT_PAUSED and not forwards:
         return 0
     return code if code >= 0 else 128 - code

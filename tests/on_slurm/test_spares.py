@@ -1,9 +1,11 @@
 """Jobs with spare nodes, on a real Slurm that takes a node for lost long after a test."""
 
+import random
 import shutil
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from clusterddp.run.bad_nodes import FILE_NAME, BadNode
 from clusterddp.run.files import append_json_line, read_json
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
+from tests.on_slurm.campaign import pairs
+from tests.on_slurm.campaign.fault import FAULTS
+from tests.on_slurm.campaign.place import Site
 from tests.on_slurm.campaign.run import STEPS as CAMPAIGN_STEPS
 from tests.on_slurm.campaign.spares import draw
 from tests.on_slurm.cluster import SlurmCluster
@@ -154,6 +159,32 @@ def test_the_loss_of_an_idle_spare_ends_no_job(hosts: SlurmCluster, tmp_path: Pa
     assert (list(blamed["nodes"]), blamed["by"]) == ([spare], "lost")
 
 
+# Done at its second start; rank 0's host is lost with the batch script at the first.
+LOSES_ITS_SCRIPT = (
+    '[ -e lost ] && exit 0; touch "up-$RANK"; until [ -e lost ]; do sleep 0.1; done; exit 1'
+)
+
+
+@pytest.mark.slow
+def test_a_job_whose_script_is_lost_unseen_by_slurm_is_put_back_by_a_task(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    """All processes of the script's host end, and its slurmd is back at once."""
+    submit(hosts, tmp_path, "--run-name", "a", "--nodes", "2", "--requeue", "--no-snapshot",
+           "--", "sh", "-c", LOSES_ITS_SCRIPT, check=True)  # fmt: skip
+    run = RunDir(tmp_path / "jobs/a")
+    wait_for(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "both ranks")
+    [first] = of_kind(run, "started")
+    script_host = first["nodelist"].split(",")[0] if "," in first["nodelist"] else "h01"
+    hosts.kill_host(script_host)
+    hosts.start_slurmd(script_host)
+    (tmp_path / "lost").touch()
+    assert hosts.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
+    [requeued] = of_kind(run, "requeued")
+    assert requeued["why"] == f"the batch script is lost with {script_host}"
+    assert [start["restart"] for start in of_kind(run, "started")] == [0, 1]
+
+
 @pytest.mark.slow
 def test_a_start_with_fewer_nodes_than_a_step_needs_goes_back_for_all_of_them(
     hosts: SlurmCluster, tmp_path: Path
@@ -264,6 +295,17 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced(
     [blamed] = of_kind(run, "nodes_blamed")
     assert (list(blamed["nodes"]), blamed["by"]) == ([bad], "hardware")
     assert of_kind(run, "requeued") == []
+
+
+@pytest.mark.release
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_losses_in_one_job_are_survived(slurm_available: None) -> None:
+    """Ten pairs that are drawn anew; `python -m tests.on_slurm.campaign 'pair-*'` deals all."""
+    chosen = random.SystemRandom().sample(pairs.PAIRS, 10)
+    with Site(data_dir=None) as site, ThreadPoolExecutor(2) as pool:
+        for result in pool.map(site.carry_out, [FAULTS[pair.name] for pair in chosen]):
+            assert result.ok, f"{result.fault.name}: {result.seen}"
 
 
 def test_faults_are_drawn_alike_by_a_seed_and_can_all_be_dealt() -> None:

@@ -250,3 +250,36 @@ def test_nothing_heavy_is_imported() -> None:
     )
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (got.returncode, got.stderr) == (0, "")
+
+
+@pytest.fixture
+def without_its_script(workplace: Workplace) -> RunDir:
+    """A run of which Slurm says that it runs, whose batch controller fell silent long ago."""
+    run = workplace.run("a", submitted("12"), {**started("12"), "attempt": 1})
+    attempt = Attempt(run, 1)
+    attempt.path.mkdir(parents=True)
+    attempt.controller.touch()
+    os.utime(attempt.controller, (time.time() - 500, time.time() - 500))
+    workplace.command("squeue", "echo '12|RUNNING|None'")
+    workplace.command("scontrol", "echo 'SlurmdTimeout           = 300 sec'")
+    return run
+
+
+def test_a_run_whose_batch_script_is_lost_is_not_running(
+    workplace: Workplace, without_its_script: RunDir
+) -> None:
+    got = json.loads(workplace.invoke("status", "a", "--json").out)
+    assert (got["state"], got["code"]) == ("unknown", "CD0509")
+    assert got["detail"].startswith("lost: its batch script has shown no life for 8m")
+    assert got["next_command"] == "clusterddp cancel a"
+    refused = workplace.invoke("resubmit", "a")
+    assert (refused.code, "End that with 'clusterddp cancel a'" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize("seconds", ["600", "0"])
+def test_it_is_lost_only_a_minute_after_slurms_own_patience(
+    workplace: Workplace, without_its_script: RunDir, seconds: str
+) -> None:
+    workplace.command("scontrol", f"echo 'SlurmdTimeout           = {seconds} sec'")
+    state = {"600": "running", "0": "unknown"}[seconds]
+    assert json.loads(workplace.invoke("status", "a", "--json").out)["state"] == state

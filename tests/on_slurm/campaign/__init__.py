@@ -17,6 +17,7 @@ from tests.on_slurm.campaign import (  # noqa: F401 -- each registers its rows
     loops,
     network,
     nodes,
+    pairs,
     ranks,
     spares,
     stops,

@@ -27,7 +27,7 @@ _PATIENCE = 240.0
 
 def _begin(trial: Trial, config: str, *options: str) -> tuple[Run, Struck, str]:
     """A run whose ranks wait at the end of some step, and that moment's name."""
-    at = _draw.randrange(2, SCRIPT_STEPS)
+    at = _draw.randrange(2, SCRIPT_STEPS[config])
     trial.want(moment := f"step-{at}")
     run = trial.start(*options, config=config, pace=SCRIPT_PACE)
     trial.held(moment, run.world_size, _PATIENCE)

@@ -112,7 +112,8 @@ class Site:
         run.wait_over(600)  # nothing is shown by how long it takes beside other work
         result = run.result()
         if result is None or result[0] != run.steps or run.causes != ["done"]:
-            raise run.differs("the uninterrupted run did not end well")
+            words = f"the uninterrupted run ended as {result}, expected step {run.steps}"
+            raise run.differs(words)
         return Baseline(result[1], run.wall_seconds())
 
     def carry_out(self, fault: Fault) -> Result:

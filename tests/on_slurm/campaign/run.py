@@ -51,7 +51,7 @@ SCRIPTS = {
     "loop-three": "resumable.py",
 }
 """Of a configuration the script of examples/ that it runs as its COMMAND."""
-SCRIPT_STEPS = 48
+SCRIPT_STEPS = {"loop": 48, "loop-fsdp": 48, "loop-three": 33}
 SCRIPT_PACE = 0.1
 EXAMPLES = Path(__file__).parents[3] / "examples"
 REAL_DATA = ("four-buckets",)
@@ -238,7 +238,7 @@ class Run:
     @property
     def steps(self) -> int:
         """The steps of the whole training."""
-        return SCRIPT_STEPS if self.config in SCRIPTS else STEPS
+        return SCRIPT_STEPS.get(self.config, STEPS)
 
     def result(self) -> tuple[int, str] | None:
         """Steps and a digest of the weights of a run that is done; None where there are none."""

@@ -73,19 +73,19 @@ class Blow:
 # -- kinds ---------------------------------------------------------------------------------------
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Repairs what needs no repair."""
 
 
-def _kill_host(run: Run, host: str) -> Undo:
+def kill_host(run: Run, host: str) -> Undo:
     run.trial.cluster.kill_host(host)
     return partial(run.trial.cluster.start_slurmd, host)
 
 
-def _reboot(run: Run, host: str) -> Undo:
+def reboot(run: Run, host: str) -> Undo:
     """Lost and back at once."""
-    _kill_host(run, host)()
-    return _nothing
+    kill_host(run, host)()
+    return nothing
 
 
 def _take_down(run: Run, host: str) -> Undo:
@@ -96,7 +96,7 @@ def _take_down(run: Run, host: str) -> Undo:
     run.trial.cluster.kill_host(host)
     slurm(run.trial, "scontrol", "update", f"NodeName={host}", "State=DOWN", "Reason=lost")
     run.trial.cluster.start_slurmd(host)
-    return _nothing
+    return nothing
 
 
 def _cut(run: Run, host: str) -> Undo:
@@ -107,12 +107,12 @@ def _cut(run: Run, host: str) -> Undo:
 def _restart_slurmd(run: Run, host: str) -> Undo:
     run.trial.cluster.kill_slurmd(host)
     run.trial.cluster.start_slurmd(host)
-    return _nothing
+    return nothing
 
 
 def _restart_slurmctld(run: Run, _: str) -> Undo:
     run.trial.cluster.restart_slurmctld()
-    return _nothing
+    return nothing
 
 
 def _of_cluster(put: Callable[..., Undo]) -> Callable[[Run, str], Undo]:
@@ -128,7 +128,7 @@ def _clock_ahead(run: Run, host: str) -> Undo:
 def _to_rank(number: int) -> Callable[[Run, str], Undo]:
     def deal(run: Run, host: str) -> Undo:
         run.gone(run.kill(rank_on(run, host), number))
-        return _nothing
+        return nothing
 
     return deal
 
@@ -143,7 +143,7 @@ def _raise(run: Run, host: str) -> Undo:
     [held] = run.trial.holds.glob("want-step-*")
     mark = f"fail-{held.name.removeprefix('want-')}.{rank_on(run, host)}"
     (run.trial.holds / mark).write_text("once")
-    return _nothing
+    return nothing
 
 
 def _signal_script(run: Run, _: str) -> Undo:
@@ -153,12 +153,12 @@ def _signal_script(run: Run, _: str) -> Undo:
     before = had()
     slurm(run.trial, "scancel", "--batch", "--signal=USR1", run.job_id)
     run.wait(lambda: had() > before, "the signal")
-    return _nothing
+    return nothing
 
 
 def _requeue(run: Run, _: str) -> Undo:
     slurm(run.trial, "scontrol", "requeue", run.job_id)
-    return _nothing
+    return nothing
 
 
 def rank_on(run: Run, host: str) -> int:
@@ -174,7 +174,7 @@ _LOST, _CHECKED = "node lost", "preflight"
 KINDS = {
     kind.name: kind
     for kind in [
-        Kind("node-killed", _kill_host, _LOST, "lost"),
+        Kind("node-killed", kill_host, _LOST, "lost"),
         Kind("node-frozen", _of_cluster(host_faults.frozen), _LOST, "lost"),
         Kind("sigbus-of-a-rank", _to_rank(signal.SIGBUS), "failed", "hardware", on="any"),
         Kind("slow-link", _of_cluster(host_faults.slow_link), _CHECKED, "preflight", True),
@@ -187,7 +187,7 @@ KINDS = {
         Kind("signal-to-the-script", _signal_script, "signal", on="batch"),
         Kind("requeue-from-outside", _requeue, "requeued", on="batch"),
         Kind("batch-host-taken-down", _take_down, NOBODY_RECORDED, on="batch"),
-        Kind("idle-spare-rebooted", _reboot, on="spare"),
+        Kind("idle-spare-rebooted", reboot, on="spare"),
         Kind("network-cut-for-seconds", _cut, lasts=5),
         Kind("rank-stopped-for-seconds", _stop_rank, on="any", lasts=5),
         Kind("slurmd-restarted", _restart_slurmd, on="any"),
@@ -279,7 +279,7 @@ def _judge(
                 _PATIENCE,
             )
             repair()
-            repair = _nothing
+            repair = nothing
         run.wait_attempt(struck.attempt + 1, _PATIENCE)
         took = f"{time.time() - struck.time:.0f} s"
         step = str(run.attempts[struck.attempt].read_record().step or 0)
@@ -316,18 +316,18 @@ def _judge_end(run: Run, blows: Sequence[Blow]) -> str:
     if blamed := blamed_hosts(run.trial):
         raise run.differs(f"{blamed} blamed at the end")
     again = sum(bool(blow.kind.cause) for blow in blows) - len(run.events("resumed_in_job"))
-    _judge_job(run, " JobState=COMPLETED ", " ExitCode=0:0", f" Restarts={again} ")
-    _judge_left_over(run)
+    judge_job(run, " JobState=COMPLETED ", " ExitCode=0:0", f" Restarts={again} ")
+    judge_left_over(run)
     return seen
 
 
-def _judge_job(run: Run, *words: str) -> None:
+def judge_job(run: Run, *words: str) -> None:
     shown = slurm(run.trial, "scontrol", "show", "job", "-o", run.job_id).stdout
     if missing := [word for word in words if word not in shown]:
         raise run.differs(f"{missing} expected of {shown}")
 
 
-def _judge_left_over(run: Run) -> None:
+def judge_left_over(run: Run) -> None:
     """No process on the hosts, no file but the run's own."""
     cluster, folder = run.trial.cluster, run.trial.folder
     left: dict[str, list[str]] = {}
@@ -389,7 +389,7 @@ def program_error_at_every_start(trial: Trial) -> str:
         raise run.differs(f"an error of the program led to {odd}")
     if set(run.causes) != {"failed"} or len(run.causes) < 3:
         raise run.differs("it was not started again")
-    _judge_job(run, " JobState=FAILED ", " ExitCode=1:0 ")
+    judge_job(run, " JobState=FAILED ", " ExitCode=1:0 ")
     return f"{seen}; {len(run.causes)} attempts, nobody blamed"
 
 

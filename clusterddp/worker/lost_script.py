@@ -1,0 +1,75 @@
+"""Puts a job back into the queue whose batch script was lost, from a task that it has left behind.
+
+slurmctld does not notice it where the host's processes end and its slurmd is back at once (seen on
+22.05): the job then runs on, with nobody in it, until its time limit.
+"""
+
+import os
+import time
+from contextlib import suppress
+
+from clusterddp import log
+from clusterddp.errors import ClusterDDPError
+from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
+from clusterddp.run import events, restart_policy
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import SIGN_SECONDS, read_outcomes
+from clusterddp.run.restart_policy import Policy, gained
+from clusterddp.slurm import client as slurm
+from clusterddp.slurm.client import Ending
+from clusterddp.slurm.forms import expand_nodelist
+
+_SILENT_SECONDS = 3 * SIGN_SECONDS
+_LOOK_SECONDS = 0.2
+
+
+def put_back(attempt: Attempt, env: DistEnv) -> None:
+    """Put the job back into the queue if the attempt's batch controller is lost, and it may resume.
+
+    For a task that has failed. Returns at once where a rank says why, and within seconds where the
+    controller lives, as it nearly always does.
+    """
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    if not job_id or env.local_rank or is_rehearsal(os.environ):
+        return
+    with suppress(ClusterDDPError, OSError):
+        script_host = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))[0]
+        if host_name(os.environ) != script_host and _is_lost(attempt, script_host):
+            _requeue(attempt, job_id, script_host)
+
+
+def _is_lost(attempt: Attempt, host: str) -> bool:
+    """Wait for a sign of life of the controller or its host; returns whether none came for long."""
+    try:
+        before = attempt.controller.stat().st_mtime
+    except OSError:  # a launcher that has no controller
+        return False
+    since = time.monotonic()
+    while time.monotonic() - since < _SILENT_SECONDS:
+        outcomes = read_outcomes(attempt.outcomes)
+        if any(o.failed and ((o.error and not o.peer_lost) or o.host == host) for o in outcomes):
+            return False
+        if attempt.is_superseded or attempt.controller.stat().st_mtime != before:
+            return False
+        time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
+    return True
+
+
+def _requeue(attempt: Attempt, job_id: str, host: str) -> None:
+    """Raises ClusterDDPError and OSError."""
+    run, restart = attempt.run, int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    spec, name = run.load_spec(), own_name(os.environ, job_id)
+    policy = Policy.of(spec)
+    may_resume = policy.requeue or (policy.requeues_loops and gained(attempt) is not None)
+    history = events.read(run.events)
+    if not may_resume or restart_policy.withdrawn(history, job_id):
+        return
+    if len(restart_policy.causes_of(history)) > policy.max_requeues:
+        return
+    if slurm.ending(name, restart) is not Ending.NONE:  # another task, or Slurm, was first
+        return
+    why = f"the batch script is lost with {host}"
+    log.info(f"{why}: job {job_id} goes back into the queue")
+    slurm.requeue(name)
+    events.add(run.events, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
