@@ -120,11 +120,11 @@ def supervise(
             _await_end(pid, env, record if is_command and not forwards else None),
             lambda status: _read_report(report_reader) or explain(status),
         )
-    code = os.waitstatus_to_exitcode(status)
-    if code not in (0, EXIT_PAUSED) and attempt is not None:
-        from clusterddp.worker import lost_script  # seldom needed
+        code = os.waitstatus_to_exitcode(status)
+        if code not in (0, EXIT_PAUSED) and attempt is not None:
+            from clusterddp.worker import lost_script  # seldom needed
 
-        lost_script.put_back(Attempt(RunDir(run_dir), attempt), env)
+            lost_script.put_back(Attempt(RunDir(run_dir), attempt), env)
     if code == EXIT_PAUSED and not forwards:
         return 0
     return code if code >= 0 else 128 - code

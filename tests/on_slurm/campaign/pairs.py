@@ -20,7 +20,7 @@ from tests.on_slurm.host_faults import Undo
 
 _CONF = {"SlurmdTimeout": "300"}
 _CONF_OF_SCRIPT = {"SlurmdTimeout": "60"}
-"""The loss of the script's host for good is Slurm's to see."""
+"""Where the script's host is lost beside another, nobody but Slurm may be left to see it."""
 HOSTS = 7
 OPTIONS = ["--spare-nodes", "2", "--preflight", "none", "--max-requeues", "20"]
 AT_ONCE, SOON, LATER, MEETING = "at once", "after 1 s", "after 10 s", "while they meet"
@@ -98,7 +98,7 @@ class Pair:
 
     @property
     def conf(self) -> dict[str, str]:
-        return _CONF_OF_SCRIPT if "script-killed" in self.name else _CONF
+        return _CONF_OF_SCRIPT if "script-" in self.name else _CONF
 
 
 def pairs() -> list[Pair]:
