@@ -28,6 +28,8 @@ MOMENTS = (AT_ONCE, SOON, LATER, MEETING)
 _SECONDS = {SOON: 1.0, LATER: 10.0}
 _PATIENCE = 300.0
 _CUT_SECONDS = 50.0
+_LEFT_SECONDS = 15.0
+"""For what a host still runs to end once it is back on the network."""
 OTHERS, BATCH, SPARE = "others", "batch", "spare"
 
 
@@ -50,11 +52,18 @@ class Back:
     def __init__(self, run: Run, host: str) -> None:
         self._run, self._host = run, host
         self._until = time.monotonic() + _CUT_SECONDS
+        self._ranks = self._processes()
 
     def __call__(self) -> None:
         trial = self._run.trial
         trial.stopping.wait(max(0.0, self._until - time.monotonic()))
         trial.cluster.set_link(self._host, up=True)
+        if len(self._run.attempts) > 1:  # else it goes on with what was on its way meanwhile
+            left = f"the end of the ranks that {self._host} had before"
+            self._run.wait(lambda: not self._ranks & self._processes(), left, _LEFT_SECONDS)
+
+    def _processes(self) -> set[int]:
+        return {*self._run.processes(self._host, "")}
 
 
 def _cut(run: Run, host: str) -> Undo:
@@ -165,10 +174,10 @@ def endure(trial: Trial, pair: Pair) -> str:
             repair()
     seen = run.check_same(seconds=_PATIENCE)
     restarts = _judge(run, pair, hosts)
-    starts = [event["time"] - began for event in run.events("started")[1:]]
-    took = ", ".join(f"{seconds:.0f} s" for seconds in starts)
-    where = f"the queue, {restarts} times" if restarts else "the job"
-    return f"{' and '.join(hosts)}, {pair.moment}: starts after {took} in {where}; {seen}"
+    starts = [f"{event['time'] - began:.0f} s" for event in run.events("started")[1:]]
+    what = f"starts after {', '.join(starts)}" if starts else "goes on"
+    where = "the queue" if restarts else "the job"
+    return f"{' and '.join(hosts)}, {pair.moment}: {what} in {where}; {seen}"
 
 
 def _judge(run: Run, pair: Pair, hosts: Sequence[str]) -> int:
