@@ -45,7 +45,7 @@ from clusterddp.run.run_dir import PathIn, RunDir
 from clusterddp.version import __version__
 
 ALIVE_SECONDS = 2.0
-"""Between two signs of life of an attempt's rank 0."""
+"""Between two signs of life of an attempt's rank 0, and of its batch controller."""
 SILENT_SECONDS = 15.0
 """Without a sign of life for so long, an attempt of another job is taken for dead."""
 _RESERVE_BYTES = 256 << 10

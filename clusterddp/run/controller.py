@@ -48,11 +48,10 @@ from clusterddp.run import (
     spares,
     step_watch,
 )
-from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.batch_script import BackInQueue, RunIsDone
 from clusterddp.run.files import write_atomically
 from clusterddp.run.logs import print_to_job_log
-from clusterddp.run.outcome import SIGN_SECONDS
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
@@ -303,7 +302,7 @@ class Controller:
             if self._attempt:
                 with contextlib.suppress(OSError):  # the run may be gone, or the disk full
                     self._attempt.controller.touch()
-            time.sleep(SIGN_SECONDS)
+            time.sleep(ALIVE_SECONDS)
 
     def _begin(self, code_changes: Callable[[RunDir], Sequence[str]]) -> int:
         """Begin the next attempt; returns the job's exit code where it is refused, else 0.

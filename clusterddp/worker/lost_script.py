@@ -14,21 +14,21 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import SIGN_SECONDS, read_outcomes
+from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.restart_policy import Policy, gained
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
 
-_SILENT_SECONDS = 3 * SIGN_SECONDS
+_SILENT_SECONDS = 15.0
 _LOOK_SECONDS = 0.2
 
 
 def put_back(attempt: Attempt, env: DistEnv) -> None:
     """Put the job back into the queue if the attempt's batch controller is lost, and it may resume.
 
-    For a task that has failed. Returns at once where a rank says why, and within seconds where the
-    controller lives, as it nearly always does.
+    For a task that has failed. Returns within seconds where the controller lives, as it nearly
+    always does, and at once where a rank of its host has failed by then.
     """
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if not job_id or env.local_rank or is_rehearsal(os.environ):
@@ -42,18 +42,28 @@ def put_back(attempt: Attempt, env: DistEnv) -> None:
 def _is_lost(attempt: Attempt, host: str) -> bool:
     """Wait for a sign of life of the controller or its host; returns whether none came for long."""
     try:
-        before = attempt.controller.stat().st_mtime
+        before = _changed(attempt)
     except OSError:  # a launcher that has no controller
         return False
     since = time.monotonic()
     while time.monotonic() - since < _SILENT_SECONDS:
-        outcomes = read_outcomes(attempt.outcomes)
-        if any(o.failed and ((o.error and not o.peer_lost) or o.host == host) for o in outcomes):
+        if any(
+            outcome.failed and outcome.host == host for outcome in read_outcomes(attempt.outcomes)
+        ):
             return False
-        if attempt.is_superseded or attempt.controller.stat().st_mtime != before:
+        if attempt.is_superseded or _changed(attempt) != before:
             return False
         time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
     return True
+
+
+def _changed(attempt: Attempt) -> float:
+    """Return the time of the controller's latest sign of life. Raises OSError.
+
+    Opened, as a network file system answers stat from what it knew some time ago.
+    """
+    with attempt.controller.open() as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def _requeue(attempt: Attempt, job_id: str, host: str) -> None:

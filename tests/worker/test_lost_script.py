@@ -89,13 +89,13 @@ def test_a_controller_that_shows_its_life_judges_the_attempt(
     assert requeued == []
 
 
-@pytest.mark.parametrize(("host", "error"), [("h01", None), ("h01", PEER_LOST), ("h02", RAISED)])
-def test_where_a_rank_of_the_scripts_host_or_any_with_a_reason_has_ended_nobody_waits(
-    host: str, error: dict[str, Any] | None, attempt: Attempt, requeued: list[str]
+@pytest.mark.parametrize(("host", "jobs"), [("h01", []), ("h03", ["7"])])
+def test_a_rank_that_failed_on_the_scripts_host_shows_that_it_lives(
+    host: str, jobs: list[str], attempt: Attempt, requeued: list[str]
 ) -> None:
-    outcome(attempt, 0, host, error)
+    outcome(attempt, 0, host, RAISED)
     put_back(attempt)
-    assert requeued == []
+    assert requeued == jobs
 
 
 @pytest.mark.parametrize("how", ["no requeue", "on the script's host", "without a controller"])
