@@ -14,21 +14,21 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.run import events, restart_policy
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import read_outcomes
+from clusterddp.run.outcome import read_outcome
 from clusterddp.run.restart_policy import Policy, gained
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
 
 _SILENT_SECONDS = 15.0
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.5
 
 
 def put_back(attempt: Attempt, env: DistEnv) -> None:
     """Put the job back into the queue if the attempt's batch controller is lost, and it may resume.
 
     For a task that has failed. Returns within seconds where the controller lives, as it nearly
-    always does, and at once where a rank of its host has failed by then.
+    always does, and at once where rank 0 has failed on its host by then.
     """
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if not job_id or env.local_rank or is_rehearsal(os.environ):
@@ -47,9 +47,8 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
         return False
     since = time.monotonic()
     while time.monotonic() - since < _SILENT_SECONDS:
-        if any(
-            outcome.failed and outcome.host == host for outcome in read_outcomes(attempt.outcomes)
-        ):
+        first = read_outcome(attempt.outcomes, 0)  # of all ranks it would cost a large job too much
+        if first and first.failed and first.host == host:
             return False
         if attempt.is_superseded or _changed(attempt) != before:
             return False

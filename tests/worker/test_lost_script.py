@@ -90,7 +90,7 @@ def test_a_controller_that_shows_its_life_judges_the_attempt(
 
 
 @pytest.mark.parametrize(("host", "jobs"), [("h01", []), ("h03", ["7"])])
-def test_a_rank_that_failed_on_the_scripts_host_shows_that_it_lives(
+def test_rank_0_that_failed_on_the_scripts_host_shows_that_it_lives(
     host: str, jobs: list[str], attempt: Attempt, requeued: list[str]
 ) -> None:
     outcome(attempt, 0, host, RAISED)
