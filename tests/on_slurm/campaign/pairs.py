@@ -19,8 +19,8 @@ from tests.on_slurm.campaign.run import SCRIPTS, Run, Trial, slurm
 from tests.on_slurm.host_faults import Undo
 
 _CONF = {"SlurmdTimeout": "300"}
-_CONF_OF_SCRIPT = {"SlurmdTimeout": "60"}
-"""Where the script's host is lost beside another, nobody but Slurm may be left to see it."""
+_CONF_OF_QUEUE = {"SlurmdTimeout": "60"}
+"""A job in the queue waits for Slurm to see that a node is lost, which was not given back."""
 HOSTS = 7
 OPTIONS = ["--spare-nodes", "2", "--preflight", "none", "--max-requeues", "20"]
 AT_ONCE, SOON, LATER, MEETING = "at once", "after 1 s", "after 10 s", "while they meet"
@@ -106,8 +106,13 @@ class Pair:
         return f"pair-{self.first.name}-{self.second.name}"
 
     @property
+    def in_job(self) -> bool:
+        """Whether the next attempt can begin in the job."""
+        return self.first.in_job and self.second.in_job
+
+    @property
     def conf(self) -> dict[str, str]:
-        return _CONF_OF_SCRIPT if "script-" in self.name else _CONF
+        return _CONF if self.in_job else _CONF_OF_QUEUE
 
 
 def pairs() -> list[Pair]:
@@ -182,7 +187,7 @@ def endure(trial: Trial, pair: Pair) -> str:
 
 def _judge(run: Run, pair: Pair, hosts: Sequence[str]) -> int:
     """Slurm's word, who is blamed, and that nothing is left; returns the job's restarts."""
-    in_job = [" Restarts=0 "] if pair.first.in_job and pair.second.in_job else []
+    in_job = [" Restarts=0 "] if pair.in_job else []
     spares.judge_job(run, " JobState=COMPLETED ", " ExitCode=0:0", *in_job)
     if wrong := {*spares.blamed_hosts(run.trial)} - {*hosts}:
         raise run.differs(f"blamed are {wrong}, struck were {hosts}")
