@@ -111,6 +111,11 @@ class Pair:
         return self.first.in_job and self.second.in_job
 
     @property
+    def is_by_hand(self) -> bool:
+        """Whether a person resumes it: ranks that wait for rank 0 to listen fail of nothing."""
+        return self.second.name == "script-rebooted" and self.moment == MEETING
+
+    @property
     def conf(self) -> dict[str, str]:
         return _CONF if self.in_job else _CONF_OF_QUEUE
 
@@ -173,6 +178,8 @@ def endure(trial: Trial, pair: Pair) -> str:
     back = [repair for repair in undo if isinstance(repair, Back)]
     for repair in back:
         repair()
+    if pair.is_by_hand:
+        _resume_by_hand(run)
     run.wait(lambda: "done" in run.causes, "the end of the training", _PATIENCE)
     for repair in undo:  # Slurm waits for each node of a job that has ended
         if repair not in back:
@@ -183,6 +190,20 @@ def endure(trial: Trial, pair: Pair) -> str:
     what = f"starts after {', '.join(starts)}" if starts else "goes on"
     where = "the queue" if restarts else "the job"
     return f"{' and '.join(hosts)}, {pair.moment}: {what} in {where}; {seen}"
+
+
+def _resume_by_hand(run: Run) -> None:
+    """Does what `status` says of a run that is lost."""
+    told = "status to say that it is lost"
+    run.wait(lambda: run.status()["detail"].startswith("lost: "), told, _PATIENCE)
+    _type(run, "cancel")
+    run.wait_over(_PATIENCE)
+    _type(run, "resubmit")
+
+
+def _type(run: Run, command: str) -> None:
+    if (done := run.trial.clusterddp(command, run.name)).returncode:
+        raise run.differs(f"{command}: exit {done.returncode}: {done.stderr}")
 
 
 def _judge(run: Run, pair: Pair, hosts: Sequence[str]) -> int:
