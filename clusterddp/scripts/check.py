@@ -43,7 +43,7 @@ def read_script(name: str) -> str:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         code = "CD0317" if isinstance(error, FileNotFoundError) else "CD0315"
-        raise RequestError(f"cannot read {name!r}: {why}; give a script. [{code}]") from None
+        raise RequestError(f"cannot read {name!r}: {why}; give a script.", code=code) from None
     if not is_python(name, text) and not sbatch_file.is_sbatch(text):
         raise RequestError(
             f"{name!r} is neither an sbatch file (a first line as #!/bin/bash, #SBATCH lines) nor "
