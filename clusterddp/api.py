@@ -60,6 +60,10 @@ class Run:
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))
 
+    def __fspath__(self) -> str:
+        """Return its directory: `after=run` waits for it."""
+        return str(self.run_dir)
+
     @property
     def name(self) -> str:
         return self.run_dir.name
@@ -186,11 +190,13 @@ def submit(
 
 
 @overload
-def submit(spec: Sequence[str] = (), *, run_name: str | None = None, **options: object) -> Run: ...
+def submit(
+    spec: Sequence[str | os.PathLike[str]] = (), *, run_name: str | None = None, **options: object
+) -> Run: ...
 
 
 def submit(
-    spec: JobSpec | Sequence[str] = (),
+    spec: JobSpec | Sequence[str | os.PathLike[str]] = (),
     template_folder: Any = None,
     *,
     check: Any = False,
@@ -213,8 +219,8 @@ def submit(
     """
     if not isinstance(spec, JobSpec):
         given = {"check": check, "check_python": check_python, **options}
-        template_folder = template_folder or _folder(options.get("template_dir"))
         made = keywords.request(spec, run_name, given)
+        template_folder = template_folder or keywords.template_folder(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
         with keywords.speaking_of_keywords():
             return submit(
@@ -236,10 +242,6 @@ def submit(
         spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check, check_python=check_python
     )
     return Run(run.path)
-
-
-def _folder(value: object) -> str | None:
-    return str(value) if value else None
 
 
 @overload

@@ -32,6 +32,14 @@ def to(write: Callable[[str], object]) -> Iterator[None]:
         _write = before
 
 
+@contextmanager
+def worded(change: Callable[[str], str]) -> Iterator[None]:
+    """Change each line before it is written, while the context is open."""
+    write = _write
+    with to(lambda line: write(change(line))):
+        yield
+
+
 def to_stdout(line: str) -> None:
     """Print a line of a task's own log, from which it can be read at once."""
     print(line, flush=True)  # noqa: T201

@@ -197,6 +197,36 @@ def test_a_command_is_submitted_by_keywords_as_by_flags(folder: Path) -> None:
         run.wait(timeout=0)
 
 
+def test_keywords_take_what_python_has_for_them(folder: Path) -> None:
+    program(folder, "squeue", "echo '7|PENDING|Priority|'")
+    Path("train.py").write_text("pass\n")
+    Path("tpl").mkdir()
+    shipped = Path(clusterddp.__file__).parents[1] / "templates" / "ddp.sbatch.j2"
+    Path("tpl/own.sbatch.j2").write_text(f"{shipped.read_text()}# my own\n")
+    first = submit(["python", Path("train.py")], run_name="first", ntasks_per_node=2)
+    assert first.spec.command == ("python", "train.py")
+    assert first.spec.resources.tasks_per_node == 2
+    run = submit(
+        ["python", "train.py"], env={"A": "b", "HOME": None}, sbatch={"licenses": "a:1"},
+        after=first, template=Path("tpl/own.sbatch.j2"),
+    )  # fmt: skip
+    assert (run.spec.environment, run.spec.pass_environment) == ((("A", "b"),), ("HOME",))
+    assert dict(run.spec.sbatch)["licenses"] == "a:1"
+    assert dict(run.spec.after) == {str(first.run_dir): "ok"}
+    assert (run.run_dir / "script.sbatch").read_text().endswith("# my own\n")
+
+
+def test_warnings_of_keywords_name_these_and_a_line_for_the_shell_keeps_its_flags(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(["true"], nodes=2, gpus_per_node=4)
+    assert "type cpus_per_task 4, say" in capsys.readouterr().err
+    with pytest.raises(RequestError) as refused:
+        submit(["torchrun", "train.py"])
+    assert "type: clusterddp submit --template torchrun -- python train.py." in str(refused.value)
+    assert "add allow_launcher." in str(refused.value)
+
+
 def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
     run = submit(dataset="synthetic", data_dir="../data", epochs=3, gpus_per_node="a100:2")
     train = run.spec.train
@@ -217,6 +247,10 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
         (["true"], {"lr": 0.1}, "lr: of the MNIST training, but a command is given"),
         (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "against gpus_per_node 2: "),
         (["true"], {"run_name": "a/b"}, "run_name"),
+        (["true"], {"template": "tpl/none.j2"}, "template: 'tpl/none.j2' is no file."),
+        (["true"], {"template_dir": "none"}, "template_dir: 'none' is no folder."),
+        (["true"], {"no_requeue": True}, "there is no option 'no_requeue': give requeue=False."),
+        (["true"], {"wait": True}, "there is no option 'wait': call wait() of the run that"),
         ("python train.py", {}, "is no list of words"),
     ],
 )

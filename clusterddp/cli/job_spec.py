@@ -17,6 +17,7 @@ from clusterddp.submission.fields import (
     CONTAINER,
     IMAGES_PYTHON,
     container_fields,
+    folder_of_template,
     request_of,
     resume_path,
 )
@@ -78,15 +79,7 @@ def given_container(ctx: click.Context) -> dict[str, Any]:
 
 def template_folder(ctx: click.Context) -> Path | None:
     """Return the folder of a person's own templates; raises OptionError where it is not there."""
-    template, folder = ctx.params["template"], ctx.params["template_dir"]
-    path = Path(template)
-    if "/" in template and not path.is_file():
-        raise OptionError("--template", f": {template!r} is no file.")
-    if "/" in template or (path.is_file() and path.name not in SHIPPED):
-        return path.parent
-    if folder is not None and not Path(folder).is_dir():
-        raise OptionError("--template-dir", f": {folder!r} is no folder.")
-    return None if folder is None else Path(folder)
+    return folder_of_template(ctx.params["template"], ctx.params["template_dir"])
 
 
 def _template(ctx: click.Context) -> str:

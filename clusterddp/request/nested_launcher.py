@@ -22,7 +22,8 @@ START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
 _ONLY_NAMED = frozenset(
     {
         *("deepspeed", "horovodrun", "composer", "fabric run", "tune run", "colossalai run"),
-        *("trl sft", "llamafactory-cli train", "axolotl train"),
+        *("trl sft", "trl dpo", "trl grpo", "trl kto", "trl reward", "trl rloo"),
+        *("llamafactory-cli train", "axolotl train"),
     }
 )
 """Launchers whose options are not read: the program behind them is not made out."""
@@ -255,7 +256,8 @@ def _of_python(words: Sequence[str], at: int) -> NestedLauncher | None:
             index += 1
         if letter == "m" and value in _MODULES:
             return _launched(_MODULES[value], words, at, index, kept)
-        if letter == "m" and value == "lightning.fabric" and [*words[index : index + 1]] == ["run"]:
+        is_fabric = letter == "m" and value in ("lightning.fabric", "lightning_fabric")
+        if is_fabric and [*words[index : index + 1]] == ["run"]:
             return _launched("fabric run", words, at, index + 1, kept)
         if letter and letter in "cm":
             return None

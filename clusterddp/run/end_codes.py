@@ -66,7 +66,11 @@ _OF_REASONS = (
     (r"No space left on device|Disk quota exceeded", "CD0504"),
     (r"ModuleNotFoundError|ImportError|cannot open shared object file", "CD1217"),
     (r"(EADDRINUSE|[Aa]ddress already in use)", "CD0905"),
-    (r"No CUDA GPUs are available|invalid device ordinal|NVIDIA driver", "CD0804"),
+    (
+        r"No CUDA GPUs are available|invalid device ordinal|NVIDIA driver"
+        r"|ProcessGroupNCCL is only supported with GPUs",
+        "CD0804",
+    ),
     (r"DistStoreError|DistNetworkError|Timed out waiting .* clients? to join", "CD0902"),
     (
         r"^NCCL's watchdog: |DistBackendError|NCCL ([Ee]rror|communicator)|nccl\w+Error"

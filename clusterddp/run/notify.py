@@ -28,7 +28,7 @@ from clusterddp.run import events, files
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.run.state import CANCELLED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.run.status import RunStatus, run_status, statuses, submission_folder
-from clusterddp.run.sweeps import SweepStatus, sweep_status
+from clusterddp.run.sweeps import SweepStatus, has_failed, sweep_status
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import JobState, State
 
@@ -192,7 +192,10 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     runs = run.elements if isinstance(run, SweepDir) else [run]
     known = statuses(runs)
     _record_cancellations(runs, known)
-    status = sweep_status(run, [s.state for s in known]) if isinstance(run, SweepDir) else known[0]
+    status: RunStatus | SweepStatus = known[0]
+    if isinstance(run, SweepDir):
+        reasons = {index: s.why(in_short=True) for index, s in enumerate(known) if has_failed(s)}
+        status = sweep_status(run, [s.state for s in known], reasons)
     jobs = [s.array_element or s.job_id for s in known if s.state in (QUEUED, RUNNING)]
     if isinstance(run, SweepDir):
         jobs = [job.partition("_")[0] for job in jobs]

@@ -456,6 +456,8 @@ _LOG_TAIL_BYTES = 1 << 18
 # torch raises RuntimeError and classes of its own; a ConnectionResetError can be a download's.
 _TORCHS_ERROR = re.compile(r"RuntimeError|(?:torch\.distributed\.)?Dist\w*Error")
 _HEADER = "Traceback (most recent call last):"
+_ANOTHER = "During handling of the above exception, another exception occurred:"
+_MOST_TRACEBACKS = 100
 # torch's excepthook puts it before each line once there is a process group.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _EXCEPTION = re.compile(r"(?P<type>[^\W\d][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
@@ -549,20 +551,46 @@ def parse_error_file(path: Path) -> TaskError | None:
 
 
 def parse_traceback(log: str) -> TaskError | None:
-    """Parse the exception of a log's last traceback; None without one."""
+    """Parse the exception of a log's last traceback; None without one.
+
+    A launcher's own says no more than that a child of it has failed, whose error stands above it.
+    """
     lines = [_RANK.sub("", line) for line in log.splitlines()]
-    headers = [number for number, line in enumerate(lines) if line == _HEADER]
-    if not headers:
-        candidates = [line for line in lines if _NO_SYNTAX.fullmatch(line)][-1:]
-        missing = [found for line in lines if (found := _NO_MODULE.fullmatch(line))]
-        if missing and not candidates:
-            return _error("ModuleNotFoundError", missing[-1]["package"] or missing[-1]["module"])
-    else:
-        # Frames are indented, and the exception is the first line that is not.
-        below = lines[headers[-1] + 1 :]
-        candidates = [line for line in below if line and line[0] not in " \t"][:1]
-    exception = _EXCEPTION.fullmatch(candidates[0]) if candidates else None
+    headers = [number for number, line in enumerate(lines) if line == _HEADER][-_MOST_TRACEBACKS:]
+    error = _exception(lines, headers[-1]) if headers else _never_ran(lines)
+    if error is None or not _is_of_launcher(error):
+        return error
+    while headers and lines[max(headers[-1] - 2, 0)] == _ANOTHER:  # of the launcher itself
+        headers.pop()
+    above = [*(_exception(lines, header) for header in headers[:-1]), _never_ran(lines)]
+    causes = [each for each in above if each and not _is_of_launcher(each)]
+    first = [each for each in causes if not each.peer_lost]
+    return (first or causes or [error])[-1]
+
+
+def _exception(lines: Sequence[str], header: int) -> TaskError | None:
+    """Parse the exception below a traceback's header."""
+    # Frames are indented, and the exception is the first line that is not.
+    below = (lines[at] for at in range(header + 1, len(lines)))
+    exception = _EXCEPTION.fullmatch(next((s for s in below if s and s[0] not in " \t"), ""))
     return _error(exception["type"], exception["message"]) if exception else None
+
+
+def _never_ran(lines: Sequence[str]) -> TaskError | None:
+    """Parse why Python did not start what it was given, which it says without a traceback."""
+    if refused := [line for line in lines if _NO_SYNTAX.fullmatch(line)]:
+        return _exception(refused, len(refused) - 2)
+    missing = [found for line in lines if (found := _NO_MODULE.fullmatch(line))]
+    if not missing:
+        return None
+    return _error("ModuleNotFoundError", missing[-1]["package"] or missing[-1]["module"])
+
+
+def _is_of_launcher(error: TaskError) -> bool:
+    """Return whether an exception is that of a launcher whose child has failed."""
+    name = error.type.rpartition(".")[2]
+    of_python = name == "CalledProcessError" and re.search(r"python|torchrun", error.message)
+    return name == "ChildFailedError" or bool(of_python)
 
 
 def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:

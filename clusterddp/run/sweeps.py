@@ -3,14 +3,15 @@
 import fnmatch
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, directories, find_runs
 from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
-from clusterddp.run.status import RunStatus, find_run, states_of
+from clusterddp.run.status import RunStatus, find_run, states_of, statuses
 
 _MOST_TELLING = (RUNNING, QUEUED, CREATED, FAILED, UNKNOWN, STOPPED, CANCELLED, DONE)
 """States of points, the one first that tells most about their sweep."""
@@ -21,8 +22,8 @@ _PATTERN = frozenset("*?[")
 class SweepStatus:
     """Status of a sweep: the states of its points, by index.
 
-    --json prints `points` as objects with `run`, `state` and `point`, the values by name; `counts`,
-    how many are in each state; and `sweep`, the name again.
+    --json prints `points` as objects with `run`, `state`, `why` and `point`, the values by name;
+    `counts`, how many are in each state; and `sweep`, the name again.
     """
 
     name: str
@@ -43,6 +44,8 @@ class SweepStatus:
     """Directory of the sweep."""
     layout: str = ""
     """Nodes and tasks of each point, `2x4`."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Reasons for the states of the points that have not ended well, by index, where asked for."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -60,6 +63,7 @@ class SweepStatus:
             {
                 "run": f"{self.name}-{index}",
                 "state": state,
+                "why": self.reasons.get(index, ""),
                 "point": dict(zip(self.names, values, strict=True)),
             }
             for index, (state, values) in enumerate(zip(self.states, self.points, strict=True))
@@ -196,25 +200,44 @@ def job_ids(sweep: SweepDir) -> list[str]:
     return [e.job_id for e in history if isinstance(e, events.Submitted) and e.job_id]
 
 
-def sweep_status(sweep: SweepDir, states: Sequence[str] | None = None) -> SweepStatus:
+def sweep_status(
+    sweep: SweepDir,
+    states: Sequence[str] | None = None,
+    reasons: Mapping[int, str] = MappingProxyType({}),
+) -> SweepStatus:
     """Return how a sweep is doing; asks Slurm where the points' own records do not tell.
 
-    states: of the points, where they are known already. Raises RequestError where the request
-    cannot be read.
+    states, reasons: of the points, where they are known already. Raises RequestError where the
+    request cannot be read.
     """
     spec, history = sweep.load_spec(), events.read(sweep.events)
+    if states is None:
+        states, reasons = _states_and_reasons(sweep)
     submitted = [e for e in history if isinstance(e, events.Submitted)]
     return SweepStatus(
         name=sweep.name,
         names=spec.sweep.names,
         points=spec.sweep.points,
-        states=tuple(states_of(sweep.elements) if states is None else states),
+        states=tuple(states),
         max_parallel=spec.sweep.max_parallel,
         job_ids=tuple(event.job_id for event in submitted if event.job_id),
         submitted_time=submitted[0].time if submitted else None,
         directory=str(sweep.path),
         layout=f"{spec.resources.nodes}x{spec.resources.tasks_per_node}",
+        reasons=reasons,
     )
+
+
+def _states_and_reasons(sweep: SweepDir) -> tuple[list[str], dict[int, str]]:
+    """Return the states of a sweep's points, and why those are as they are that did not end well.
+
+    The many that wait, run or are done are looked at no closer.
+    """
+    points = sweep.elements
+    states = states_of(points)
+    ended = [n for n, state in enumerate(states) if state in (FAILED, STOPPED, CANCELLED, UNKNOWN)]
+    found = statuses([points[index] for index in ended])
+    return states, {n: each.why(in_short=True) for n, each in zip(ended, found, strict=True)}
 
 
 def is_pattern(text: str) -> bool:

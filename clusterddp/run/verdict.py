@@ -3,10 +3,13 @@
 import dataclasses
 import os
 import re
+import shlex
+import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal, own_name
@@ -100,9 +103,9 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
     )
     end = dataclasses.replace(end, code=_code(evidence, end))
     end = dataclasses.replace(end, lines=(coded(end.lines[0], end.code), *end.lines[1:]))
-    if remark := _own_worlds(evidence.outcomes):
+    for remark, code in _remarks(evidence, end):
         remarks = "; ".join(filter(None, (end.remark, remark)))
-        end = dataclasses.replace(end, lines=(*end.lines, coded(remark, "CD1226")), remark=remarks)
+        end = dataclasses.replace(end, lines=(*end.lines, coded(remark, code)), remark=remarks)
     trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
@@ -150,7 +153,7 @@ class _Evidence:
     ) -> None:
         self.attempt, self.run = attempt, attempt.run
         self.job_id, self.restart, self.unwritable = job_id, restart, unwritable
-        spec = self.run.read_spec()
+        self.spec = spec = self.run.read_spec()
         self.trains = spec.train is not None if spec else self.run.metrics.exists()
         last_word = attempt.read_last_word()
         self.has_last_word = last_word is not None
@@ -426,6 +429,47 @@ def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
         return False
     log = of_attempt(attempt.run.path / failure.log, attempt.number)
     return bool(_STEP_ENDED.search(log))
+
+
+def _remarks(evidence: _Evidence, end: End) -> Iterator[tuple[str, str]]:
+    """Yield what a person should know beside the cause, and its code."""
+    if remark := _own_worlds(evidence.outcomes):
+        yield remark, "CD1226"
+    elif end.code == "CD0905" and (remark := _launcher_inside(evidence)):
+        yield remark, end.code
+    if end.code == "CD1217" and (remark := _other_python(evidence, end)):
+        yield remark, end.code
+
+
+def _launcher_inside(evidence: _Evidence) -> str:
+    """Say that a launcher in each task wants the port that is in use; empty without one."""
+    from clusterddp.request import nested_launcher  # for this end alone
+
+    command = evidence.spec.command if evidence.spec else ()
+    found = nested_launcher.find(command) or nested_launcher.in_script(command, Path.cwd())
+    if found is None:
+        return ""
+    return (
+        f"each task starts {found.name}, which starts ranks of its own: those of several tasks "
+        f"want one port. Have each task start the program without {found.name}"
+    )
+
+
+def _other_python(evidence: _Evidence, end: End) -> str:
+    """Say that COMMAND's Python is the first on the PATH, and not that of clusterddp itself."""
+    spec, reason = evidence.spec, end.failure.reason if end.failure else ""
+    missing = re.search(r"No module named '?([\w.]+)", reason)
+    if spec is None or not spec.command or not missing or spec.container_image:
+        return ""
+    program, *arguments = spec.command
+    if not re.fullmatch(r"python[0-9.]*", program) or shutil.which(program) == spec.python:
+        return ""
+    named = spec.python if "/" in spec.python else "ENVIRONMENT/bin/python"
+    return (
+        f"{program} is the first one on the PATH of the tasks, and has no {missing[1]}: activate "
+        "the environment that has it before you submit, or name its Python, as in "
+        f"-- {shlex.join([named, *arguments])}"
+    )
 
 
 def _own_worlds(outcomes: Sequence[Outcome]) -> str:

@@ -42,7 +42,8 @@ def read_script(name: str) -> str:
         ) from None
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"cannot read {name!r}: {why}; give a script. [CD0315]") from None
+        code = "CD0317" if isinstance(error, FileNotFoundError) else "CD0315"
+        raise RequestError(f"cannot read {name!r}: {why}; give a script.", code=code) from None
     if not is_python(name, text) and not sbatch_file.is_sbatch(text):
         raise RequestError(
             f"{name!r} is neither an sbatch file (a first line as #!/bin/bash, #SBATCH lines) nor "
@@ -53,31 +54,41 @@ def read_script(name: str) -> str:
 
 def check_texts(texts: dict[str, str]) -> list[Finding]:
     """Check scripts by name and text; an sbatch file is held against the Python beside it."""
-    scripts = {name: _python(name, text) for name, text in texts.items() if is_python(name, text)}
-    named = Counter(Path(name).name for name in scripts)  # two of one name are not told apart
-    by_name = {Path(n).name: each for n, each in scripts.items() if named[Path(n).name] == 1}
-    jobs = {name: Job(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
+    jobs, scripts = _read(texts)
     findings: list[Finding] = []
     for name, job in jobs.items():
-        job.python = by_name
-        for run in job.in_tasks:
-            script, is_named = job.python_of(run)
-            if script and is_named and run.step:
-                tasks = None if run.starts else job.step_tasks(run.step)
-                gpus = job.visible_gpus(run.step)
-                script.steps.add(Started(tasks, job.step_nodes(run.step), gpus))
         findings += _apply(SBATCH_RULES, job, name, job.line)
     for name, script in scripts.items():
         findings += _apply(PYTHON_RULES, script, name, script.line_at)
     return sorted(findings, key=lambda each: (list(texts).index(each.file), each.line))
 
 
+def _read(texts: Mapping[str, str]) -> tuple[dict[str, Job], dict[str, PythonFile]]:
+    """Read sbatch files and Python by name; each script knows the steps that start it."""
+    scripts = {name: _python(name, text) for name, text in texts.items() if is_python(name, text)}
+    named = Counter(Path(name).name for name in scripts)  # two of one name are not told apart
+    by_name = {Path(n).name: each for n, each in scripts.items() if named[Path(n).name] == 1}
+    jobs = {name: Job(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
+    for job in jobs.values():
+        job.python = by_name
+        for run in job.in_tasks:
+            script, is_named = job.python_of(run)
+            if script and is_named and run.step:
+                tasks = None if run.starts else job.step_tasks(run.step)
+                nodes, gpus = job.step_nodes(run.step), job.visible_gpus(run.step)
+                script.steps.add(Started(tasks, nodes, gpus, not job.asks_for_gpus_in(run.step)))
+    return jobs, scripts
+
+
 def one_device_remarks(texts: Mapping[str, str]) -> list[str]:
-    """Return a remark on each training for one device; none beside a job, which has its rules."""
-    if not all(is_python(name, text) for name, text in texts.items()):
-        return []
+    """Return a remark on each training for one device; of jobs, where several tasks start it."""
+    jobs, scripts = _read(texts)
     known = {Path(name): text for name, text in texts.items()}
-    remarks = (one_device_remark(name, Path(name), known) for name in texts)
+    remarks = (
+        one_device_remark(name, Path(name), known, script.tasks or 0)
+        for name, script in scripts.items()
+        if not jobs or {each.tasks for each in script.steps} - {1}
+    )
     return [remark for remark in remarks if remark]
 
 

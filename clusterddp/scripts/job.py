@@ -185,6 +185,11 @@ class Job:
         names = ("gpus-per-node", "gpus-per-task", "gpus", "gpus-per-socket")
         return self.file.value(*names) is not None or "gpu" in (self.file.value("gres") or "")
 
+    def asks_for_gpus_in(self, step: Step) -> bool:
+        """Return whether the job, or the step itself, asks for GPUs."""
+        names = ("gpus-per-node", "gpus-per-task", "gpus", "gpus-per-socket", "gres")
+        return self.asks_for_gpus or step.value(*names, "tres-per-task") is not None
+
     @property
     def has_whole_nodes(self) -> bool:
         """Return whether no other job is to be expected on its nodes."""

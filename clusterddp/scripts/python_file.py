@@ -20,6 +20,8 @@ _RANK = re.compile(
     r"|SLURM_(?:PROCID|LOCALID|NODEID)|(?:LOCAL_|GROUP_|NODE_)?RANK",
     re.IGNORECASE,
 )
+_OF_GPU = re.compile(r"r?gpu(?:_?id)?", re.IGNORECASE)
+"""Names of ranks that a script for one device has, too."""
 _LOCAL_RANK = re.compile(r"(?:ddp_)?local_?(?:rank|id)|SLURM_LOCALID|LOCAL_RANK", re.IGNORECASE)
 _MAIN = re.compile(
     r"(?:is_|on_|am_|_)*(?:local_|global_|world_)?(?:main|master|chief|rank_?(?:zero|0)|first|primary"
@@ -61,6 +63,8 @@ class Started:
     nodes: int | None
     gpus: int | None
     """GPUs of a node that each task sees."""
+    asks_for_none: bool = False
+    """True where neither the job nor the step asks for GPUs."""
 
 
 _PLAIN = (ast.Module, ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.With, ast.Call)
@@ -154,11 +158,12 @@ class PythonFile:
     @property
     def knows_no_rank(self) -> bool:
         """Return whether nothing in it is about another rank; what it imports is not looked at."""
-        names = {*self.names_in(self.tree), *self.imported.values()}
+        found = {*self.names_in(self.tree), *self.imported.values()}
+        names = {each for each in found if not _OF_GPU.fullmatch(each) and " " not in each}
         return (
             not self.spawns
             and not names & (_OF_ENV | _STARTERS)
-            and not any("distributed" in name or _RANK.fullmatch(name) for name in names)
+            and not any("distributed" in name or _is_rank(name) for name in names)
         )
 
     @property
@@ -169,7 +174,30 @@ class PythonFile:
     @cached_property
     def spawns(self) -> bool:
         """Return whether it starts its ranks itself, on one machine."""
-        return any("multiprocessing" in self.full_name(call.func) for call in self.calls("spawn"))
+        return any(True for _ in self._spawning)
+
+    @property
+    def _spawning(self) -> Iterator[ast.Call]:
+        for call in self.calls("spawn"):
+            if "multiprocessing" in self.full_name(call.func):
+                yield call
+
+    @property
+    def always_spawns(self) -> int:
+        """Return the line in which it starts its ranks itself in any case, or 0."""
+        return next((call.lineno for call in self._spawning if self.always_runs(call)), 0)
+
+    @cached_property
+    def spawn_flags(self) -> set[str]:
+        """Return the conditions under which it starts its ranks itself."""
+        above = [pair for call in self._spawning for pair in self.above(call)]
+        return {
+            ast.unparse(parent.test)
+            for parent, child in above
+            if isinstance(parent, ast.If)
+            and child in parent.body
+            and "__main__" not in set(self.names_in(parent.test))
+        }
 
     @property
     def handles_signals(self) -> bool:
@@ -501,24 +529,78 @@ class PythonFile:
 
     def is_guarded(self, node: ast.AST) -> bool:
         """Return whether anything above a node, in its function, depends on the rank."""
+        return any(True for _ in self._conditions(node))
+
+    def _conditions(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what stands above a node, in its function, and depends on the rank."""
         for parent, child in self.above(node):
             test = getattr(parent, "test", None)  # of an if, a while, a conditional expression
-            if isinstance(test, ast.expr) and child is not test and self.mentions_rank(test):
-                return True
+            if isinstance(test, ast.expr) and child is not test and self._depends(test):
+                yield test
             if isinstance(parent, ast.BoolOp) and self.mentions_rank(parent):
-                return True
+                yield parent
             if isinstance(parent, ast.With | ast.AsyncWith) and any(
                 _is_lock(name) for item in parent.items for name in self.names_in(item)
             ):
-                return True
+                yield parent
             block = _block(parent, child)
             for before in block[: block.index(child)] if child in block else []:
                 test = before.test if isinstance(before, ast.If) and _leaves(before) else None
-                if test is not None and self.mentions_rank(test):
-                    return True
+                if test is not None and self._depends(test):
+                    yield test
             if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
-                return any(self.mentions_rank(each, 0) for each in parent.decorator_list)
-        return False
+                yield from (each for each in parent.decorator_list if self.mentions_rank(each, 0))
+                return
+
+    def _depends(self, test: ast.expr) -> bool:
+        """Return whether a condition tells ranks apart, also those that a launcher has started."""
+        return self.mentions_rank(test) and not self.is_open_to_launcher(test)
+
+    def is_open_to_launcher(self, test: ast.AST) -> bool:
+        """Return whether a condition is true on every rank where the script starts none itself.
+
+        As `not args.multiprocessing_distributed or …`, where mp.spawn stands behind that option.
+        """
+        return (
+            isinstance(test, ast.BoolOp)
+            and isinstance(test.op, ast.Or)
+            and any(
+                isinstance(each, ast.UnaryOp)
+                and isinstance(each.op, ast.Not)
+                and ast.unparse(each.operand) in self.spawn_flags
+                for each in test.values
+            )
+        )
+
+    def node_guard(self, node: ast.AST, depth: int = 6) -> int:
+        """Return the line of the condition by which one rank of each node comes to a node, or 0."""
+        conditions = list(self._conditions(node))
+        if conditions:
+            is_of_node = all(self._is_first_of_node(each) for each in conditions)
+            return getattr(conditions[0], "lineno", 0) if is_of_node else 0
+        function = self.function(node)
+        if function is None or depth == 0 or len(self.functions[function.name]) > 1:
+            return 0
+        uses = [
+            use for use in self.uses.get(function.name, []) if self.function(use) is not function
+        ]
+        lines = [self.node_guard(use, depth - 1) for use in uses]
+        return lines[0] if lines and all(lines) else 0
+
+    def _is_first_of_node(self, test: ast.AST) -> bool:
+        """Return whether a condition holds the local rank alone against 0."""
+        if isinstance(test, ast.BoolOp):
+            parts = [each for each in test.values if self.mentions_rank(each)]
+            return bool(parts) and all(self._is_first_of_node(each) for each in parts)
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self._is_node_rank(test.operand)
+        if isinstance(test, ast.Compare) and len(test.ops) == 1:
+            return self._is_node_rank(test.left) and 0 in _numbers(test.comparators[0])
+        values = self.values_of(test) if isinstance(test, ast.Name | ast.Attribute) else []
+        return len(values) == 1 and self._is_first_of_node(values[0])
+
+    def _is_node_rank(self, node: ast.AST) -> bool:
+        return self.is_local_rank(node) and not self.is_global_rank(node)
 
     def reached(self, node: ast.AST, depth: int = 6) -> bool | None:
         """Return whether every rank comes to a node.

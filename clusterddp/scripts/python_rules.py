@@ -263,7 +263,7 @@ def _comes_after_start(script: PythonFile, call: ast.Call) -> bool:
 
 @rule(
     "save-per-rank",
-    "every rank saves to one file",
+    "every rank, or one of each node, saves to one file",
     source=f"{_TUTORIAL}, Save and Load Checkpoints: saving in one process",
 )
 def save_per_rank(script: PythonFile) -> Iterator[Found]:
@@ -275,15 +275,29 @@ def save_per_rank(script: PythonFile) -> Iterator[Found]:
         path = call.args[1] if len(call.args) > 1 else _keyword(call, "f")
         if path is None or script.mentions_rank(path) or _is_buffer(script, path):
             continue
-        if script.reached(call) is not True or not _comes_after_start(script, call):
+        if not _comes_after_start(script, call):
             continue
-        constant = isinstance(path, ast.Constant)
+        constant, sure = isinstance(path, ast.Constant), False
+        if script.reached(call) is True:
+            sure = constant and any(True for _ in script.calls(*_WRAPPERS))
+            sure = sure and not script.spawn_flags
+            who = "every rank"
+        elif not _is_on_one_node(script) and (line := script.node_guard(call)):
+            who = f"of each node the rank that line {line} lets through"
+        else:
+            continue
         yield Found(
             call.lineno,
-            constant and any(True for _ in script.calls(*_WRAPPERS)),
-            f"every rank writes {_source(path)} at the same time: if it is whole is luck.",
+            sure,
+            f"{who} writes {_source(path)} at the same time: if it is whole is luck.",
             f"if dist.get_rank() == 0:\n    {script.line(call)}",
         )
+
+
+def _is_on_one_node(script: PythonFile) -> bool:
+    """Return whether its ranks are known to be on one node."""
+    steps = script.steps
+    return script.spawns or (bool(steps) and all(each.nodes == 1 for each in steps))
 
 
 def _is_buffer(script: PythonFile, path: ast.AST) -> bool:
@@ -350,16 +364,24 @@ def collective_in_branch(script: PythonFile) -> Iterator[Found]:
         guard = script.guard(call)
         if guard is None or _is_met(script, call, guard, collectives):
             continue
-        name = script.last_name(call)
-        who = "one rank" if guard[1] else "some ranks"
         function = script.function(call)
+        who, where = _who_comes(script, call, guard)
         yield Found(
             call.lineno,
             function is None or script.function(function) is None,  # one within may be called alone
-            f"{name} waits for every rank, and {who} alone comes here (line {guard[0].lineno}).",
-            f"{script.line(call)}  # outside of the condition in line {guard[0].lineno}",
+            f"{script.last_name(call)} waits for every rank, and {who}.",
+            f"{script.line(call)}  # {where}",
         )
     yield from _collectives_of_functions(script, collectives)
+
+
+def _who_comes(script: PythonFile, node: ast.AST, guard: tuple[ast.If, bool]) -> tuple[str, str]:
+    """Return which ranks come to a node, and where it belongs for all to come."""
+    at = guard[0].lineno
+    who = "one rank alone comes here" if guard[1] else "some ranks alone come here"
+    if guard[0] in [parent for parent, _ in script.above(node)]:
+        return f"{who} (line {at})", f"outside of the condition in line {at}"
+    return f"{who}: the others have left in line {at}", f"above the condition in line {at}"
 
 
 def _collectives(script: PythonFile) -> Iterator[ast.Call]:
@@ -428,12 +450,13 @@ def _collectives_of_functions(script: PythonFile, collectives: list[ast.Call]) -
         if _leaves_world(script, guard[0].test):
             continue
         called = script.last_name(collective)
+        who, where = _who_comes(script, uses[0], guard)
         yield Found(
             getattr(uses[0], "lineno", 0),
             False,
-            f"{name} comes to {called} (line {collective.lineno}), which waits for every rank; one "
-            f"rank alone comes here (line {guard[0].lineno}).",
-            f"{script.line(uses[0])}  # outside of the condition in line {guard[0].lineno}",
+            f"{name} comes to {called} (line {collective.lineno}), which waits for every rank; "
+            f"{who}.",
+            f"{script.line(uses[0])}  # {where}",
         )
 
 
@@ -509,15 +532,44 @@ def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
         if shown:
             guard = script.guard(shown)
             at = guard[0] if guard else shown  # the ranks add up ahead of the branch of one
+            device = _device(script, node)
+            given = f", device={device}" if device else ""
+            mean = " / dist.get_world_size()" if _is_divided(script, node, summed) else ""
             yield Found(
                 at.lineno,
                 False,
                 f"{summed} is of this rank's part of the data (line {node.lineno}), not of all; it "
                 f"is shown in line {shown.lineno}.",
-                f"{summed} = torch.tensor({summed}, device=device)\ndist.all_reduce({summed})\n"
-                f"{script.line(at)}",
+                f"{summed} = torch.as_tensor({summed}{given})\ndist.all_reduce({summed})\n"
+                f"{summed} = {summed}.item(){mean}\n{script.line(at)}",
             )
             return
+
+
+def _device(script: PythonFile, node: ast.AST) -> str:
+    """Return the device of the tensors near a node, as the script writes it; empty for the CPU."""
+    for call in script.scope(node):
+        if isinstance(call, ast.Call) and script.last_name(call) in ("to", "cuda") and call.args:
+            sent = call.args[0]
+            of_torch = script.full_name(sent).startswith("torch.")  # a dtype
+            if isinstance(sent, ast.Name | ast.Attribute) and not of_torch:
+                return _source(sent)
+    return '"cuda"' if {"cuda", "nccl"} & set(script.names_in(script.tree)) else ""
+
+
+def _is_divided(script: PythonFile, node: ast.AST, summed: str) -> bool:
+    """Return whether a sum is divided by a number of this rank, as that of its batches."""
+    of_all = re.compile(r"data_?set$|_set$|world_size", re.IGNORECASE)
+    for each in script.scope(node):
+        if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div):
+            above, below = each.left, each.right
+        elif isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Div):
+            above, below = each.target, each.value
+        else:
+            continue
+        if summed in set(script.names_in(above)):
+            return not any(of_all.search(name) for name in script.names_in(below))
+    return False
 
 
 def _is_over_part(script: PythonFile, node: ast.AST) -> bool:
@@ -657,6 +709,7 @@ def _drawn_in_training(script: PythonFile) -> ast.Call | None:
 
 # Devices
 
+_TAKE_DEVICES = ("set_device", "set_device_index", "device", "to", "cuda", *_WRAPPERS[:1])
 _OF_LAUNCH = "torch.distributed's documentation, launch utility: --local-rank"
 
 
@@ -670,9 +723,10 @@ def global_rank_device(script: PythonFile) -> Iterator[Found]:
     if not steps or script.spawns:
         return
     sure = all(each.tasks and each.gpus and each.tasks > each.gpus for each in steps)
-    for call in script.calls("set_device", "device", "DistributedDataParallel"):
-        of_torch = script.full_name(call.func).startswith("torch.")
-        if script.last_name(call) == "DistributedDataParallel":
+    for call in script.calls(*_TAKE_DEVICES):
+        last, full = script.last_name(call), script.full_name(call.func)
+        of_torch = full.startswith("torch.") or last in ("to", "cuda")  # of a module, a tensor
+        if last == "DistributedDataParallel":
             given = _keyword(call, "device_ids")
             numbers = list(given.elts) if isinstance(given, ast.List) else []
         else:
@@ -692,7 +746,6 @@ def global_rank_device(script: PythonFile) -> Iterator[Found]:
                 f"{steps[0].nodes} nodes on there is no such GPU.",
                 re.sub(whole, local, script.line(call)) if typed else local,
             )
-            return
 
 
 def _numbers_of_devices(call: ast.Call) -> list[ast.expr]:
@@ -702,6 +755,36 @@ def _numbers_of_devices(call: ast.Call) -> list[ast.expr]:
         parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
         found += [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
     return found
+
+
+@rule(
+    "nccl-without-gpus",
+    "nccl in a job that asks for no GPUs",
+    source=f"{_DISTRIBUTED}, backends; seen: ProcessGroupNCCL is only supported with GPUs",
+)
+def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
+    if not script.steps or not all(each.asks_for_none for each in script.steps):
+        return
+    for call in script.calls("init_process_group"):
+        typed = call.args[0] if call.args else _keyword(call, "backend")
+        values = script.values_of(typed) if isinstance(typed, ast.Name) else [typed]
+        backend = values[0] if len(values) == 1 else None
+        asked = [
+            each.test for each, _ in script.above(call) if isinstance(each, ast.If | ast.IfExp)
+        ]
+        if any("is_available" in set(script.names_in(each)) for each in asked):
+            continue
+        if isinstance(backend, ast.Constant) and backend.value == "nccl":
+            at = backend if isinstance(typed, ast.Name) else call
+            line = script.line(at)
+            text = next((each for each in _typed(script, backend) if each in line), "")
+            either = '"nccl" if torch.cuda.is_available() else "gloo"'
+            yield Found(
+                at.lineno,
+                False,
+                "the job asks for no GPUs, and nccl does not start without.",
+                line.replace(text, either, 1) if text else either,
+            )
 
 
 # The address

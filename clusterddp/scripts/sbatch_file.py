@@ -55,6 +55,7 @@ _NAMES_WITH_VALUE = (
 _FLAGS = frozenset(_NAMES_WITHOUT_VALUE.split())
 """Long options that take no value, or one behind `=` alone (src/common/slurm_opt.c of 26.05)."""
 _VALUED = frozenset(_NAMES_WITH_VALUE.split())
+_OPTIONS = sorted({*_FLAGS, *_VALUED, "wait"})
 _ALIASES = {
     "tasks-per-node": "ntasks-per-node",
     "cpu_bind": "cpu-bind",
@@ -250,12 +251,16 @@ def _long_name(typed: str) -> str:
     return fitting.pop() if len(fitting) == 1 else typed
 
 
+def has_option(name: str) -> bool:
+    """Return whether sbatch itself has a long option of this name, or one that begins with it."""
+    return any(each.startswith(name) for each in _OPTIONS)
+
+
 def nearest_name(name: str) -> str:
     """Return sbatch's option whose name is nearest to one that it does not have, if any."""
-    known = sorted({*_FLAGS, *_VALUED, "wait"})
-    if any(each.startswith(name) for each in known):
+    if has_option(name):
         return ""
-    return "".join(difflib.get_close_matches(name, known, 1, 0.85))
+    return "".join(difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
 
 
 def steps(commands: Sequence[Command]) -> Iterator[Step]:

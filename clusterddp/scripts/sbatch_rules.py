@@ -53,6 +53,9 @@ _QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.", re.DOTALL)
 _AGENT = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
 _OF_ONE_AGENT = re.compile(r"PET_NNODES|SLURM_(?:PROCID|NODEID)")
 """What a script has where its agents know of each other, or each is given a part of its own."""
+_OF_TASKS = re.compile("|".join(_OF_A_TASK))
+_TELL_TASKS = _OF_A_TASK.keys() | {"NODE_RANK", "node_rank", "machine_rank"}
+"""Names in a script whose tasks may each start a part of the ranks."""
 _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 
 
@@ -113,6 +116,32 @@ def agents_apart(job: Job) -> Iterator[Found]:
             "trains the whole by itself.",
             line[: typed.end()] + options + line[typed.end() :],
         )
+
+
+@rule(
+    "spawn-per-task",
+    "mp.spawn in several tasks of a node",
+    source="torch.multiprocessing's documentation, spawn; seen: all but one end with EADDRINUSE",
+)
+def spawn_per_task(job: Job) -> Iterator[Found]:
+    for run in job.in_tasks:
+        assert run.step
+        script, named = job.python_of(run)
+        tasks, nodes = job.step_tasks(run.step), job.step_nodes(run.step)
+        if not script or not named or run.starts or not tasks or tasks <= (nodes or 1):
+            continue
+        its_own = _TELL_TASKS & set(script.names_in(script.tree))
+        if its_own or _OF_TASKS.search(run.step.command.source):
+            continue
+        if line := script.always_spawns:
+            yield Found(
+                run.line,
+                False,
+                f"each of the {tasks} tasks starts {PurePath(script.name).name}, which itself "
+                f"starts the ranks (line {line}): several worlds share the GPUs of a node, and "
+                "only one of them gets a fixed port.",
+                _one_task_a_node(job, run.step),
+            )
 
 
 def _one_task_a_node(job: Job, step: Step) -> str:

@@ -52,7 +52,10 @@ def log_changes(spec: JobSpec, run: RunDir) -> None:
 def way_to_current_files(spec: JobSpec, run: RunDir) -> str:
     """Say how to run the folder's files; the points of a sweep share one copy of the code."""
     if spec.sweep:
-        return f"submit a new sweep, or one point: clusterddp resubmit {run.shown}-0 --code new"
+        return (
+            "submit a new sweep, or give each point that has not ended well a copy of its own: "
+            f"clusterddp resubmit {run.shown} --code new"
+        )
     return "use --code new"
 
 

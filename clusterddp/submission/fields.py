@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
+from clusterddp.launchers import SHIPPED
 from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
 from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
 from clusterddp.request.sweep import NO_SWEEP, Sweep
@@ -139,6 +140,21 @@ def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[
     [status] = statuses([RunDir(Path(train.resume))])
     goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
     return (*after, (train.resume, ANY)) if goes_on else after
+
+
+def folder_of_template(template: str, folder: str | Path | None) -> Path | None:
+    """Return the folder of a person's own templates: that of a file which `template` names, too.
+
+    Raises OptionError where it is not there.
+    """
+    path = Path(template)
+    if "/" in template and not path.is_file():
+        raise OptionError("--template", f": {template!r} is no file.")
+    if "/" in template or (path.is_file() and path.name not in SHIPPED):
+        return path.parent
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError("--template-dir", f": {str(folder)!r} is no folder.")
+    return None if folder is None else Path(folder)
 
 
 def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:

@@ -92,6 +92,22 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             )
 
 
+def check_directives(spec: JobSpec) -> None:
+    """Warn of a directive that sbatch itself does not have: a plugin of the site may add it."""
+    if not spec.sbatch or spec.launcher == "local":
+        return
+    from clusterddp.scripts import sbatch_file  # for these names alone
+
+    for name, _ in spec.sbatch:
+        if not sbatch_file.has_option(name):
+            near = sbatch_file.nearest_name(name)
+            hint = f"Did you mean --{near}?" if near else "sbatch(1) has the names."
+            log.warning(
+                f"--sbatch {name}: sbatch has no option --{name}, and refuses the job where no "
+                f"plugin of the site adds it. {hint} [CD0107]"
+            )
+
+
 def log_forecast(script: str) -> None:
     """Log Slurm's forecast; sbatch itself refuses what can never run."""
     from clusterddp.slurm.client import outlook, requeue_exits

@@ -97,9 +97,24 @@ def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:
 
     program, file = nested_launcher.started(spec.command)
     name = file or program
+    if PurePath(program).name == "litgpt":
+        _warn_of_litgpt(spec)
     remark = check.one_device_remark(shlex.quote(name), folder / name, tasks=spec.world_size)
     if remark:
         log.warning(coded(remark, "CD1226"))
+
+
+def _warn_of_litgpt(spec: JobSpec) -> None:
+    """Warn of litgpt without its counts: Lightning takes the tasks as its ranks by them."""
+    counts = {"--devices": spec.resources.tasks_per_node, "--num_nodes": spec.resources.nodes}
+    given = {word.partition("=")[0] for word in spec.command}
+    missing = [f"{name} {count}" for name, count in counts.items() if count > 1]
+    if "--config" in given or all(each.split()[0] in given for each in missing):
+        return
+    log.warning(
+        f"litgpt without {' '.join(missing)}: each of the {spec.world_size} tasks trains the whole "
+        "by itself. With it the tasks are its ranks [CD1226]"
+    )
 
 
 def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> None:

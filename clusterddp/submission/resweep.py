@@ -65,8 +65,8 @@ def resubmit_sweep(
     if terms.new_code:
         raise RequestError(
             f"--code new: the points of {sweep.name} share one copy of the code, which those that "
-            "are done were trained with. Submit a new sweep, or give one point the new code: "
-            f"clusterddp resubmit {sweep.shown}-0 --code new [CD0313]"
+            "are done were trained with, and further ones use it, too. Submit these as a new "
+            "sweep. [CD0313]"
         )
     with contextlib.ExitStack() as stack:
         claim = None if dry_run else stack.enter_context(claimed(sweep))

@@ -152,6 +152,7 @@ def _checks_of_starts(
         lambda: _check_commands(spec, script),
         lambda: check_pythons(spec, imports=imports),
         lambda: check_notified(spec),
+        lambda: outlook.check_directives(spec),
     ]
 
 

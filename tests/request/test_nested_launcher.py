@@ -73,6 +73,8 @@ def test_a_launcher_is_found_and_the_command_is_given_without_it(
         "composer -n 4 train.py", "tune run --nproc_per_node 4 full_finetune_distributed",
         "trl sft --config a.yaml", "llamafactory-cli train a.yaml", "axolotl train a.yaml",
         "colossalai run --nproc_per_node 4 train.py", "uv run composer -n 4 train.py",
+        "trl grpo --config a.yaml", "python -m lightning_fabric run train.py",
+        "bash -c 'uv run axolotl train a.yaml'",
     ],
 )  # fmt: skip
 def test_a_launcher_whose_program_is_not_made_out_is_found_all_the_same(typed: str) -> None:
@@ -90,7 +92,7 @@ def test_a_launcher_whose_program_is_not_made_out_is_found_all_the_same(typed: s
         "uv run --with torchrun python train.py", "env TORCHRUN=torchrun python train.py",
         "./torchrun-less.sh", "clusterddp train", "env", "bash", "bash -c", "python -m", "timeout",
         "fabric consolidate a", "python -m lightning.fabric consolidate a", "trl env",
-        "axolotl preprocess a",
+        "axolotl preprocess a", "litgpt finetune --devices 4",
         "nice -n", "uv run", "uv", "env -S", "env -i -S",
     ],
 )  # fmt: skip

@@ -17,6 +17,7 @@ OUTCOME = Outcome(3, 1, 1, "h02", 4711, "89", 0, "0", 1.0, ended=2.0, exit_code=
     ("error", "code"),
     [
         (TaskError("ValueError", "bad label"), "CD1209"),
+        (TaskError("ValueError", "ProcessGroupNCCL is only supported with GPUs, no"), "CD0804"),
         (TaskError("torch.OutOfMemoryError", "CUDA out of memory. Tried to"), "CD1212"),
         (TaskError("RuntimeError", "CUDA out of memory. Tried to"), "CD1212"),
         (TaskError("AcceleratorError", "CUDA error: out of memory"), "CD1212"),

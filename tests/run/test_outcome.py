@@ -629,6 +629,35 @@ def test_the_last_traceback_names_the_exception(log: str, type_: str, message: s
     assert parse_traceback(log) == TaskError(type_, message, of_command=True)
 
 
+CALLED = "subprocess.CalledProcessError: Command '['/bin/python', 't.py']' returned 1."
+CHILD = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\nt.py FAILED\n"
+CLOSED = "RuntimeError: [gloo/pair.cc:534] Connection closed by peer [10.77.0.3]:1"
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (f"{FRAMES}ValueError: boom\n{FRAMES}{CALLED}\n", "ValueError: boom"),
+        (f"{FRAMES}ValueError: boom\n{FRAMES}{CHILD}", "ValueError: boom"),
+        (f"{FRAMES}OSError: a\n[rank1]: Late\n{FRAMES}{CLOSED}\n{FRAMES}{CHILD}\n{FRAMES}{CALLED}",
+         "OSError: a"),
+        (f"{FRAMES}{CLOSED}\n{FRAMES}{CALLED}", CLOSED),
+        (f"/bin/python: No module named no_pkg\n{FRAMES}{CALLED}",
+         "ModuleNotFoundError: No module named no_pkg"),
+        (f"  File 't.py', line 1\nSyntaxError: no\n{FRAMES}{CALLED}", "SyntaxError: no"),
+        (f"{FRAMES}{CALLED}", CALLED),
+        (f"{FRAMES}OSError: a\n\nDuring handling of the above exception, another exception "
+         f"occurred:\n\n{FRAMES}{CALLED}", CALLED),
+        (f"{FRAMES}OSError: handled\n{FRAMES}{CALLED}".replace("/bin/python", "ffmpeg"),
+         CALLED.replace("/bin/python", "ffmpeg")),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_launchers_child_stands_for_the_launchers_own(log: str, reason: str) -> None:
+    error = parse_traceback(log)
+    assert error is not None
+    assert f"{error.type}: {error.message}" == reason
+
+
 @pytest.mark.parametrize(
     "log",
     [

@@ -53,11 +53,17 @@ def begun(run: RunDir, number: int = 1, restart: int = 0) -> RunDir:
     return run
 
 
-def command_run(workplace: Workplace, name: str = "own") -> RunDir:
+def command_run(
+    workplace: Workplace,
+    name: str = "own",
+    *,
+    command: tuple[str, ...] = ("python", "train.py"),
+    python: str = "python",
+) -> RunDir:
     run = workplace.run(name, submitted("17"))
     spec = JobSpec(
-        run_name=name, run_dir=str(run.path), resources=Resources(), python="python",
-        command=("python", "train.py"),
+        run_name=name, run_dir=str(run.path), resources=Resources(), python=python,
+        command=command,
     )  # fmt: skip
     run.spec.write_text(spec.to_json())
     return begun(run)
@@ -310,6 +316,54 @@ def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, c
     assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (code, True)
     assert last(run, "ended")["remark"] == remark
     assert f"warning     {remark}\n" in workplace.invoke("status").out
+
+
+IN_USE = {"type": "DistNetworkError", "message": "port: 29500, EADDRINUSE", "peer_lost": False}
+NO_TORCH = {"type": "ModuleNotFoundError", "message": "No module named 'torch'"}
+
+
+@pytest.mark.parametrize("command", [("fabric", "run", "t.py"), ("sh", "start.sh"), ("./t", "a")])
+def test_a_launcher_in_each_task_is_named_where_a_port_is_in_use(
+    workplace: Workplace, command: tuple[str, ...]
+) -> None:
+    (workplace.folder / "start.sh").write_text("fabric run t.py\n")
+    run = command_run(workplace, command=command)
+    record(run, 0, 0)
+    record(run, 1, 1, error=IN_USE)
+    got = finish(workplace, run, 1)
+    remark = (
+        "each task starts fabric run, which starts ranks of its own: those of several tasks want "
+        "one port. Have each task start the program without fabric run"
+    )
+    assert (f"{remark} [CD0905]" in got.out) == (command[0] != "./t")
+    assert last(run, "ended")["remark"] == (remark if command[0] != "./t" else "")
+
+
+def test_a_python_of_another_environment_is_named_where_it_lacks_a_module(
+    workplace: Workplace,
+) -> None:
+    run = command_run(workplace, python="/opt/my env/bin/python")
+    record(run, 0, 1, error=NO_TORCH)
+    got = finish(workplace, run, 1)
+    remark = (
+        "python is the first one on the PATH of the tasks, and has no torch: activate the "
+        "environment that has it before you submit, or name its Python, as in -- "
+        "'/opt/my env/bin/python' train.py"
+    )
+    assert f"{remark} [CD1217]" in got.out
+    assert last(run, "ended")["remark"] == remark
+
+
+@pytest.mark.parametrize("command", [(sys.executable, "t.py"), ("python", "t.py")])
+def test_a_python_that_is_named_or_clusterddps_own_is_not_doubted(
+    workplace: Workplace, command: tuple[str, ...]
+) -> None:
+    workplace.command("python", "exit 0")
+    own = str(workplace.folder / "bin" / "python")
+    run = command_run(workplace, command=command, python=own)
+    record(run, 0, 1, error=NO_TORCH)
+    assert "on the PATH" not in finish(workplace, run, 1).out
+    assert last(run, "ended")["remark"] == ""
 
 
 def test_a_world_of_one_tasks_children_alone_is_nothing_to_name(workplace: Workplace) -> None:

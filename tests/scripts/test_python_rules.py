@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import datasets
-dist.init_process_group("nccl")
+dist.init_process_group(args.backend)
 rank = dist.get_rank()
 model = DDP(net.cuda())
 """
@@ -27,6 +27,18 @@ BESIDE = "\n#!job.sbatch\n"
 """Between a training script and the sbatch file that is checked with it."""
 EXEC = "srun clusterddp exec -- python train.py"
 NODES = f"{BESIDE}#SBATCH --nodes=2 --ntasks-per-node=4 --gpus-per-node=4\n{EXEC}"
+NO_GPUS = f"{BESIDE}#SBATCH --ntasks=4\n{EXEC}"
+SPAWNS = """\
+import torch.multiprocessing as mp
+def main():
+    torch.save(1, args.path)
+def start():
+    if args.many:
+        mp.spawn(work)
+    else:
+        work(0)
+"""
+"""The beginning of a script that starts its ranks itself with an option, or is started as them."""
 LOADER = """\
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, sampler=sampler)
@@ -59,6 +71,9 @@ WILL: dict[str, list[str]] = {
         f'device = torch.device("cuda", int(os.environ["RANK"])){NODES}',
         f'r = dist.get_rank() if many else 0\nd = torch.device(f"cuda:{{r}}"){NODES}',
         f"model = DDP(net.to(rank), device_ids=[rank]){NODES}",
+        f"model = DDP(net.to(rank)){NODES}",
+        f"x = x.cuda(rank){NODES}",
+        f"torch.accelerator.set_device_index(rank){NODES}",
     ],
 }
 
@@ -70,7 +85,22 @@ MAY: dict[str, list[str]] = {
     ],
     "no-sampler": ["train_loader = DataLoader(train_set, batch_size=8, shuffle=True)"],
     "download-per-rank": ['train_set = datasets.MNIST("data", download=True)'],
-    "save-per-rank": ["path = args.out\ntorch.save(model.state_dict(), path)"],
+    "save-per-rank": [
+        "path = args.out\ntorch.save(model.state_dict(), path)",
+        'if int(os.environ["LOCAL_RANK"]) == 0:\n    torch.save(model.state_dict(), "model.pt")',
+        "class Trainer:\n    def __init__(self):\n"
+        '        self.gpu_id = int(os.environ["LOCAL_RANK"])\n    def save(self):\n'
+        "        torch.save(1, self.path)\n    def fit(self):\n"
+        "        if self.gpu_id == 0 and epoch % self.every == 0:\n            self.save()",
+        'def save():\n    torch.save(1, "model.pt")\nif args.local_rank in [-1, 0]:\n    save()',
+        "is_first = not local_rank\nif is_first:\n    torch.save(1, 'model.pt')" + NODES,
+        f"{SPAWNS}def work(gpu):\n"
+        "    if not args.many or (args.many and args.rank % n == 0):\n        main()\nstart()",
+    ],
+    "nccl-without-gpus": [
+        f'dist.init_process_group("nccl"){NO_GPUS}',
+        f"BACKEND = 'nccl'\ndist.init_process_group(backend=BACKEND){NO_GPUS}",
+    ],
     "load-map-location": [
         'state = torch.load("model.pt")\nmodel.load_state_dict(state["model"])',
         'model.load_state_dict(torch.load("model.pt"))',
@@ -108,6 +138,7 @@ RIGHT: dict[str, list[str]] = {
         f"rank = rank % 4\ntorch.cuda.set_device(rank){NODES}",
         f"def train(rank):\n    torch.cuda.set_device(gpu){NODES}",
         f"import torch.multiprocessing as mp\nmp.spawn(f)\ntorch.cuda.set_device(rank){NODES}",
+        f"x = x.to(device){NODES}",
     ],
     "sampler-epoch": [
         LOADER + "for epoch in range(3):\n    sampler.set_epoch(epoch)\n    for x in loader: pass",
@@ -143,7 +174,11 @@ RIGHT: dict[str, list[str]] = {
         'if rank == 0:\n    torch.save(model.state_dict(), "model.pt")',
         'torch.save(model.state_dict(), f"model-{rank}.pt")',
         'path = f"model-{rank}.pt"\ntorch.save(model.state_dict(), path)',
-        'def save():\n    torch.save(1, "model.pt")\nif args.local_rank in [-1, 0]:\n    save()',
+        'def save():\n    torch.save(1, "model.pt")\nif args.rank in [-1, 0]:\n    save()',
+        'if local_rank == 0 and rank == 0:\n    torch.save(1, "model.pt")',
+        "if local_rank == 0:\n    torch.save(1, 'model.pt')" + NODES.replace("=2", "=1"),
+        f"{SPAWNS}def work(gpu):\n    if not args.distributed or args.rank == 0:\n"
+        "        main()\nstart()",
         'def save():\n    if not is_main_process():\n        return\n    torch.save(1, "")\nsave()',
         '@rank_zero_only\ndef save():\n    torch.save(1, "model.pt")\nsave()',
         "import io\nbuffer = io.BytesIO()\ntorch.save(1, buffer)",
@@ -195,6 +230,13 @@ RIGHT: dict[str, list[str]] = {
         "torch.manual_seed(rank)\nfor x in data:\n    noise = torch.randn(3)\n    f(x).backward()",
         "torch.manual_seed(0)\nx = torch.randn(3)",
         "seed = args.seed + rank\nsampler = DistributedSampler(dataset, seed=args.seed)",
+    ],
+    "nccl-without-gpus": [
+        'dist.init_process_group("nccl")',
+        f'dist.init_process_group("nccl"){NODES}',
+        f'dist.init_process_group("nccl"){NO_GPUS.replace("srun", "srun --gpus=4")}',
+        f'dist.init_process_group("gloo"){NO_GPUS}',
+        f'if torch.cuda.is_available():\n    dist.init_process_group("nccl"){NO_GPUS}',
     ],
     "address-in-script": [
         'os.environ.setdefault("MASTER_ADDR", "localhost")',
@@ -311,13 +353,55 @@ def test_text_that_looks_like_a_mistake_is_none() -> None:
         (
             LOADER + "total = 0\nfor x, y in loader:\n    total += f(x, y).item()\n"
             'if rank == 0:\n    print("loss", total)',
-            "dist.all_reduce(total)\nif rank == 0:",
+            'total = torch.as_tensor(total, device="cuda")\ndist.all_reduce(total)\n'
+            "total = total.item()\nif rank == 0:",
+        ),
+        (
+            LOADER + "total = 0\nfor x, y in loader:\n    x = x.to(args.gpu).to(torch.half)\n"
+            "    total += f(x, y).item()\nprint('loss', total / len(loader))",
+            "total = torch.as_tensor(total, device=args.gpu)\ndist.all_reduce(total)\n"
+            "total = total.item() / dist.get_world_size()\nprint('loss', total / len(loader))",
+        ),
+        (
+            LOADER + "right = 0\nfor x, y in loader:\n    right += f(x, y).sum()\n"
+            "print('accuracy', right / len(loader.dataset))",
+            "right = right.item()\nprint('accuracy', right / len(loader.dataset))",
+        ),
+        (
+            "def main():\n    if rank != 0:\n        return\n    dist.barrier()",
+            "dist.barrier()  # above the condition in line 12",
         ),
     ],
 )
 def test_the_line_to_write_keeps_what_stands_around_the_mistake(script: str, instead: str) -> None:
     (found,) = check(script)
     assert found.instead.endswith(instead)
+
+
+def test_on_the_cpu_no_device_is_named() -> None:
+    (mistake,) = MAY["loss-not-reduced"]
+    script = f"{START}{mistake}".replace(".cuda()", "")
+    (found,) = check_texts({"train.py": script})
+    assert "torch.as_tensor(total)\n" in found.instead
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("if rank == 0:\n        dist.barrier()", "one rank alone comes here (line 12)."),
+        ("if rank != 0:\n        dist.barrier()", "some ranks alone come here (line 12)."),
+        ("if rank == 0:\n        return\n    dist.barrier()", "the others have left in line 12."),
+    ],
+)
+def test_it_says_which_ranks_come_to_a_collective(test: str, said: str) -> None:
+    (found,) = check(f"def main():\n    {test}\n")
+    assert found.why.endswith(said)
+
+
+def test_every_place_that_takes_the_global_rank_for_a_gpu_is_named_at_once() -> None:
+    script = "torch.cuda.set_device(rank)\nx = x.to(rank)\nmodel = DDP(x, device_ids=[rank])"
+    found = check(f"{script}{NODES}")
+    assert [each.text for each in found if each.rule == "global-rank-device"] == script.split("\n")
 
 
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "deepspeed"])
@@ -332,7 +416,7 @@ def test_a_script_whose_ranks_a_library_handles_is_left_to_it(library: str) -> N
 def test_a_world_size_is_held_against_the_tasks_that_the_job_starts() -> None:
     job = "#!/bin/bash\n#SBATCH -n 8\nexport RANK WORLD_SIZE MASTER_ADDR MASTER_PORT\n"
     job += "srun python train.py\n"
-    script = f'{START}dist.init_process_group("nccl", rank=rank, world_size=4)\n'
+    script = f'{START}dist.init_process_group("gloo", rank=rank, world_size=4)\n'
     (found,) = check_texts({"job.sh": job, "train.py": script})
     assert (found.rule, found.is_sure) == ("world-size", True)
     assert "8 tasks" in found.why
@@ -343,7 +427,7 @@ def test_a_world_size_is_held_against_the_tasks_that_the_job_starts() -> None:
 
 def test_two_scripts_of_one_name_are_not_told_apart() -> None:
     job = "#!/bin/bash\n#SBATCH -n 8\nsrun python a/train.py\n"
-    script = f'{START}dist.init_process_group("nccl", rank=rank, world_size=4)\n'
+    script = f'{START}dist.init_process_group("gloo", rank=rank, world_size=4)\n'
     found = check_texts({"job.sh": job, "a/train.py": script, "b/train.py": script})
     assert {(each.rule, each.is_sure) for each in found} == {("world-size", False)}
 

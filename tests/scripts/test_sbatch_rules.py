@@ -20,6 +20,8 @@ START = "import os\nimport torch\nimport torch.distributed as dist\n"
 INIT = f'{BESIDE}{START}dist.init_process_group("nccl")\n'
 LOCAL = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n'
 CHOOSES = f"{BESIDE}{START}{LOCAL}"
+SPAWN = 'if __name__ == "__main__":\n    mp.spawn(main, nprocs=torch.cuda.device_count())\n'
+SPAWNS = f"{BESIDE}{START}import torch.multiprocessing as mp\n{SPAWN}"
 ONE_NODE = "#SBATCH -N 1\n#SBATCH --gres=gpu:2\n"
 
 WILL: dict[str, list[tuple[str, str]]] = {
@@ -210,6 +212,10 @@ MAY: dict[str, list[tuple[str, str]]] = {
             "--ntasks-per-node=1",
         ),
     ],
+    "spawn-per-task": [
+        (f"#SBATCH -n 4\nsrun python train.py{SPAWNS}", "--ntasks-per-node=1 python train.py"),
+        (f"{TWO_NODES}srun python train.py{SPAWNS}", "srun --ntasks=2 --ntasks-per-node=1 python"),
+    ],
     "srun-missing": [
         (f"{ONE_TASK_EACH}torchrun --standalone --nproc_per_node=4 train.py", "srun torchrun"),
         (f"{TWO_NODES}python train.py", "srun python train.py"),
@@ -307,6 +313,15 @@ RIGHT: dict[str, list[str]] = {
         f"{ONE_NODE}#SBATCH -n 4\nexport CUDA_VISIBLE_DEVICES=0,1\nsrun python train.py{CHOOSES}",
         f"{ONE_NODE}#SBATCH -n 4\nsrun python train.py{CHOOSES}".replace('"]))', '"]) % 2)'),
         f"#SBATCH -n 4\nsrun python train.py{CHOOSES}",
+    ],
+    "spawn-per-task": [
+        f"{ONE_TASK_EACH}srun python train.py{SPAWNS}",
+        f"#SBATCH -n 4\npython train.py{SPAWNS}",
+        f"#SBATCH -n 4\nsrun python train.py{SPAWNS}".replace(
+            '__name__ == "__main__"', "args.many"
+        ),
+        f"#SBATCH -n 4\nsrun python train.py{SPAWNS}rank = os.environ['SLURM_PROCID']",
+        f"#SBATCH -n 4\nsrun bash -c 'python train.py -nr $SLURM_PROCID'{SPAWNS}",
     ],
     "dos-line-ends": ["#SBATCH --nodes=1\necho a\rb\nsrun a"],
     "agents-apart": [

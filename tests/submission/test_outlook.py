@@ -40,6 +40,21 @@ def test_an_unknown_partition_is_refused_with_those_that_there_are(site: Workpla
         (site.folder / "calls").unlink()
 
 
+def test_a_directive_that_sbatch_does_not_have_is_a_warning_for_a_plugin_may_add_it(
+    site: Workplace,
+) -> None:
+    got = ["--sbatch", "foo=3", "--sbatch", "gpu-per-node=2", "--sbatch", "thread-spec=2"]
+    code, said = submit(site, "--dry-run", *got)
+    assert code == 0
+    assert (
+        "--sbatch foo: sbatch has no option --foo, and refuses the job where no plugin of the site "
+        "adds it. sbatch(1) has the names. [CD0107]" in said
+    )
+    assert "has no option --gpu-per-node" in said and "Did you mean --gpus-per-node?" in said
+    assert "thread-spec" not in said
+    assert "foo" not in submit(site, "--dry-run", "--launcher", "local", *got[:2])[1]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -107,6 +107,28 @@ def test_a_training_for_one_device_is_warned_of_where_several_tasks_start_it(
         assert (said in got.err) == (warned and name == "alone.py")
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("litgpt finetune x", "--devices 2 --num_nodes 3"),
+        ("litgpt finetune x --devices=2", "--devices 2 --num_nodes 3"),
+        ("litgpt finetune x --devices 2 --num_nodes 3", ""),
+        ("litgpt finetune x --config a.yaml", ""),
+        ("echo litgpt finetune x", ""),
+    ],
+)
+def test_litgpt_without_its_counts_trains_alone_in_each_task(
+    workplace: Workplace, words: str, missing: str
+) -> None:
+    workplace.command("litgpt", "true")
+    got = workplace.invoke(
+        "submit", "--dry-run", "--nodes=3", "--tasks-per-node=2", "--", *words.split()
+    )
+    assert got.code == 0
+    said = f"litgpt without {missing}: each of the 6 tasks trains the whole by itself"
+    assert (said in got.err, "litgpt without" in got.err) == (bool(missing), bool(missing))
+
+
 @pytest.mark.parametrize("name", ["train.sh", "linked/train.sh"])
 def test_a_file_behind_a_link_may_be_on_the_nodes(
     tree: Path, workplace: Workplace, name: str

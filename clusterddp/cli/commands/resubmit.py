@@ -168,7 +168,8 @@ def command(
     --module and --setup take the place of all of theirs.
 
     It runs its copy of your code, and logs in what the folder differs by now; --code new takes the
-    folder instead, with what a COMMAND has written in its copy. A changed option that decides the
+    folder instead, with what a COMMAND has written in its copy; of a sweep, as a job for each of
+    those points, with a copy of its own. A changed option that decides the
     weights, or changed code of a run without a copy, is refused with the difference shown, unless
     --allow-changed.
 
@@ -191,9 +192,12 @@ def command(
         raise RequestError(
             f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
         )
-    if sweep is None and is_pattern(run):
-        if dry_run or wait:
-            raise click.UsageError(f"--dry-run and --wait are for one run; {run} means several.")
+    has_own_copies = sweep is not None and terms.new_code and not more
+    if has_own_copies or (sweep is None and is_pattern(run)):
+        if dry_run or wait or max_parallel:
+            raise click.UsageError(
+                f"--dry-run, --wait and --max-parallel are for one job; {run} means several."
+            )
         return _resubmit_each(ctx, output_root, run, terms, as_json=as_json)
     run_dir = sweep or find_run(output_root, run)
     if sweep:

@@ -59,9 +59,15 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         return
     states = zip(status.states, status.points, strict=True)
     rows = [
-        (f"{status.name}-{index}", state, *map(formatting.line, point))
+        (
+            f"{status.name}-{index}",
+            state,
+            *map(formatting.line, point),
+            *([formatting.line(status.reasons.get(index, ""))] if status.reasons else []),
+        )
         for index, (state, point) in enumerate(states)
     ]
+    heads = ("RUN", "STATE", *status.names, *(["WHY"] if status.reasons else []))
     throttle = f", {status.max_parallel} at once at most" if status.max_parallel else ""
     lines = [
         ("sweep", status.name),
@@ -73,7 +79,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         ("next", status.next_command),
     ]
     click.echo(_labelled(lines))
-    click.echo(f"\n{formatting.table([('RUN', 'STATE', *status.names), *rows])}")
+    click.echo(f"\n{formatting.table([heads, *rows])}")
 
 
 def describe(status: RunStatus) -> str:

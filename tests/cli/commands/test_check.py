@@ -72,6 +72,39 @@ def test_a_training_for_one_device_is_named_as_such() -> None:
     assert (done.returncode, b"one device" in done.stderr) == (0, False)
 
 
+IN_A_CLASS = """\
+import argparse
+import torch
+class Trainer:
+    def __init__(self, model, gpu_id):
+        self.gpu_id, self.model = gpu_id, model.to(gpu_id)
+    def fit(self, loader):
+        for x in loader:
+            self.model(x.to(self.gpu_id)).sum().backward()
+if __name__ == "__main__":
+    argparse.ArgumentParser(description="a distributed training").parse_args()
+    Trainer(torch.nn.Linear(2, 1), 0).fit([])
+"""
+
+
+def test_a_training_for_one_device_is_named_beside_the_job_whose_tasks_start_it(
+    tmp_path: Path,
+) -> None:
+    job, script = tmp_path / "job.sbatch", tmp_path / "train.py"
+    script.write_text(IN_A_CLASS)
+    assert b"each of several tasks would train" in run_check(str(script)).stderr
+    for step, said in {
+        "srun python train.py": b"each of the 4 tasks trains the whole by itself",
+        "srun -n 1 python train.py": b"no finding in 2 files\n",
+        "srun python other.py": b"no finding in 2 files\n",
+    }.items():
+        job.write_text(f"#!/bin/bash\n#SBATCH --ntasks=4\n{step}\n")
+        done = run_check(str(job), str(script))
+        assert (done.returncode, done.stdout) == (0, b"")
+        assert said in done.stderr
+        assert (b"[CD1226]" in done.stderr) == (b"4 tasks" in said)
+
+
 def test_without_a_finding_it_ends_with_0_and_says_so() -> None:
     done = run_check("-", stdin=RIGHT.encode())
     assert (done.returncode, done.stdout) == (0, b"")
@@ -117,8 +150,9 @@ def test_what_cannot_be_read_ends_with_2_and_says_why(
 
 
 def test_a_file_that_is_not_there_and_a_folder_end_with_2(tmp_path: Path) -> None:
-    for path in (tmp_path / "no.sh", tmp_path):
+    for path, code in ((tmp_path / "no.sh", b"[CD0317]"), (tmp_path, b"[CD0315]")):
         done = run_check(str(path))
+        assert code in done.stderr
         assert done.returncode == 2
         assert str(path) in done.stderr.decode() and b"Traceback" not in done.stderr
 

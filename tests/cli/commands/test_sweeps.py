@@ -379,7 +379,10 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     assert (verdict["sweep"], verdict["state"]) == ("s", "failed")
     assert verdict["counts"] == {"done": 9, "failed": 1}
     assert verdict["notified_by"] == "dependent job"
-    assert verdict["points"][3] == {"run": "s-3", "state": "failed", "point": {"n": "3"}}
+    why = "exit code 1 [CD1219]"
+    assert verdict["points"][3] == {
+        "run": "s-3", "state": "failed", "why": why, "point": {"n": "3"},
+    }  # fmt: skip
     workplace.command("sbatch", "cat >/dev/null; echo 40")
     assert workplace.invoke("resubmit", "s").code == 0
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
@@ -565,30 +568,65 @@ def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workpl
     assert json.loads(more.out)["indices"] == [1], more.err
 
 
-def test_changed_code_leads_to_a_new_sweep_or_to_one_point(workplace: Workplace) -> None:
+@pytest.fixture
+def coded(workplace: Workplace) -> SweepDir:
+    """Three points of a script, of which the first is done and the others have failed."""
     workplace.command("sbatch", "echo 7")
     workplace.command("scontrol", f"echo '{CONFIG}'")
     workplace.command("squeue", "")
     (workplace.folder / "train.py").write_text("print(1)\n")
     workplace.monkeypatch.setenv("PATH", f"{workplace.folder}/bin:/usr/bin:/bin")
-    argv = ["--run-name", "s", "--sweep", "n=0..1", "--", "python3", "train.py", "{n}"]
+    argv = ["--run-name", "s", "--sweep", "n=0..2", "--", "python3", "train.py", "{n}"]
     done = workplace.invoke("submit", *argv)
     assert done.code == 0, done.err
     sweep = SweepDir(workplace.root / "s")
-    for index in range(2):
-        finish(sweep, index, code=1, job_id=str(10 + index))
+    for index in range(3):
+        finish(sweep, index, code=int(index > 0), job_id=str(10 + index))
     (workplace.folder / "train.py").write_text("print(2)\n")
+    return sweep
+
+
+def test_changed_code_leads_to_a_new_sweep_or_to_copies_for_those_that_failed(
+    coded: SweepDir, workplace: Workplace
+) -> None:
     again = workplace.invoke("resubmit", "s")
     assert again.code == 0, again.err
-    assert "To run the current files, submit a new sweep, or one point: " in again.err
-    assert "clusterddp resubmit s-0 --code new.\n" in again.err
+    assert "To run the current files, submit a new sweep, or give each point that" in again.err
+    assert "clusterddp resubmit s --code new.\n" in again.err
+
+
+def test_the_points_that_failed_start_together_with_changed_code(
+    coded: SweepDir, workplace: Workplace
+) -> None:
+    again = workplace.invoke("resubmit", "s", "--code", "new")
+    assert again.code == 0, again.err
+    assert [line.split(" ", 2)[1] for line in again.out.splitlines()] == ["s-1", "s-2"]
+    texts = [(coded.element(n).code / "train.py").read_text() for n in range(3)]
+    assert texts == ["print(1)\n", "print(2)\n", "print(2)\n"]
+
+
+def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
+    coded: SweepDir, workplace: Workplace
+) -> None:
+    shown = workplace.invoke("status", "s").out.splitlines()
+    assert shown[-4].split() == ["RUN", "STATE", "n", "WHY"]
+    assert [line.split()[:3] for line in shown[-3:]] == [
+        ["s-0", "done", "0"], ["s-1", "failed", "1"], ["s-2", "failed", "2"],
+    ]  # fmt: skip
+    assert shown[-3].split()[3:] == [] and "exit code 1" in shown[-1]
+    points = json.loads(workplace.invoke("status", "s", "--json").out)["points"]
+    assert [bool(point["why"]) for point in points] == [False, True, True]
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["resubmit", "s", "--sweep", "m=1"], "varies n, and the new points m"),
-        (["resubmit", "s", "--code", "new"], "share one copy of the code"),
+        (["resubmit", "s", "--code", "new", "--sweep", "n=11"], "share one copy of the code"),
+        (
+            ["resubmit", "s", "--code", "new", "--max-parallel=1"],
+            "are for one job; s means several",
+        ),
         (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
         (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
         (["resubmit", "x-*"], "no run below jobs has a name that fits"),
