@@ -147,6 +147,7 @@ class Run:
         new_code: bool = False,
         new_clusterddp: bool = False,
         from_scratch: bool = False,
+        force: bool = False,
         template_folder: str | Path | None = None,
         snapshot_limit_mb: float | None = None,
     ) -> Resubmission:
@@ -160,6 +161,7 @@ class Run:
             new_code=new_code,
             new_clusterddp=new_clusterddp,
             from_scratch=from_scratch,
+            force=force,
             template_folder=Path(template_folder) if template_folder else None,
             snapshot_limit_mb=snapshot_limit_mb,
         )
@@ -185,6 +187,7 @@ def submit(
     *,
     check: bool = False,
     check_python: bool = False,
+    force: bool = False,
     snapshot_limit_mb: float = 50.0,
 ) -> Run: ...
 
@@ -201,6 +204,7 @@ def submit(
     *,
     check: Any = False,
     check_python: Any = False,
+    force: Any = False,
     snapshot_limit_mb: Any = 50.0,
     run_name: str | None = None,
     **options: object,
@@ -211,21 +215,22 @@ def submit(
     keywords, `gpus_per_node=4`; without either it is the training. Paths are meant from here.
 
     check: ask Slurm for its forecast. check_python: start the tasks' interpreters, which have to
-    import torch. snapshot_limit_mb: most that a copy of your code may have (as a keyword of a
-    command: snapshot_limit).
+    import torch. force: submit all the same where no partition can give what is asked for, or where
+    the command's program is not on the PATH here. snapshot_limit_mb: most that a copy of your code
+    may have (as a keyword of a command: snapshot_limit).
 
     With the launcher `local` the run lives no longer than this process: `wait` for it. Raises
     RequestError where nothing was submitted, SlurmError where Slurm did not answer.
     """
     if not isinstance(spec, JobSpec):
-        given = {"check": check, "check_python": check_python, **options}
+        given = {"check": check, "check_python": check_python, "force": force, **options}
         made = keywords.request(spec, run_name, given)
         template_folder = template_folder or keywords.template_folder(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
         with keywords.speaking_of_keywords():
             return submit(
                 made, template_folder,
-                check=check, check_python=check_python, snapshot_limit_mb=limit,
+                check=check, check_python=check_python, force=force, snapshot_limit_mb=limit,
             )  # fmt: skip
     if options or run_name is not None:
         names = ", ".join([*options, *(["run_name"] if run_name is not None else [])])
@@ -239,7 +244,12 @@ def submit(
         )
     script = render(spec, template_folder)
     run, _ = submitting.submit(
-        spec, script, snapshot_limit_mb=snapshot_limit_mb, check=check, check_python=check_python
+        spec,
+        script,
+        snapshot_limit_mb=snapshot_limit_mb,
+        check=check,
+        check_python=check_python,
+        force=force,
     )
     return Run(run.path)
 

@@ -337,9 +337,11 @@ class Interrupted(Exception):
 
 
 def train_as_jobs(
-    planned: Planned, template_folder: Path | None, snapshot_limit_mb: float
+    planned: Planned, template_folder: Path | None, snapshot_limit_mb: float, *, force: bool
 ) -> list[Trial]:
     """Submit all and wait for their ends; returns the result of each.
+
+    force: also where no partition can give what is asked for.
 
     The caller has prepared the dataset, which all of them read. A job that is refused after
     another was queued is a failed row. Raises RequestError or SlurmError when the first cannot be
@@ -347,7 +349,7 @@ def train_as_jobs(
     """
     trials: list[Trial] = []
     try:
-        refused = _submit(planned, template_folder, snapshot_limit_mb)
+        refused = _submit(planned, template_folder, snapshot_limit_mb, force=force)
         for number, (row, spec) in enumerate(planned, 1):
             which = f"[{number}/{len(planned)}] {results.label(row)}"
             if spec.run_name in refused:
@@ -364,7 +366,7 @@ def train_as_jobs(
 
 
 def _submit(
-    planned: Planned, template_folder: Path | None, snapshot_limit_mb: float
+    planned: Planned, template_folder: Path | None, snapshot_limit_mb: float, *, force: bool
 ) -> dict[str, Trial]:
     """Submit all; returns those that were refused, by the names of their runs."""
     refused = {}
@@ -374,7 +376,11 @@ def _submit(
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             _, submission = submit.submit(
-                spec, script, snapshot_limit_mb=snapshot_limit_mb, inputs_are_sure=True
+                spec,
+                script,
+                snapshot_limit_mb=snapshot_limit_mb,
+                force=force,
+                inputs_are_sure=True,
             )
         except ClusterDDPError as error:
             if not before:

@@ -1036,6 +1036,13 @@ class _Terms:
         group=table.ASKED,
         negatable=True,
     )
+    force: bool = option(
+        False,
+        "Submit all the same where no partition can give what is asked for, as sinfo says, or "
+        "where COMMAND's program is not on the PATH here.",
+        group=table.ASKED,
+        negatable=True,
+    )
     check_python: bool = option(
         False,
         "Start the tasks' Python here before the submission, and COMMAND's, and refuse one that "

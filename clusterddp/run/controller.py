@@ -253,6 +253,8 @@ class Controller:
         """Signals for srun, which may not listen yet."""
         self._is_ending = False
         """True where Slurm has begun to end the job while its nodes were checked."""
+        self._is_stopped = False
+        """True where a person has interrupted the script, by INT or HUP."""
 
     def run(
         self,
@@ -502,7 +504,7 @@ class Controller:
             signals = self._script.read_signals()
             self._is_ending = self._is_ending or "TERM" in signals
             self._handle(signals)
-        return self._is_ending or self._script.has_gone or "TERM" in self._unsent
+        return self._is_ending or self._script.has_gone or self._is_stopped
 
     def _full_preflight(self, attempt: Attempt) -> bool:
         """Blame the nodes for which the ranks have left before they trained; True with some."""
@@ -526,9 +528,9 @@ class Controller:
         """Start the tasks, and wait for them; returns srun's exit code."""
         while self._script.has_more and not self._script.has_gone:
             self._handle(self._script.read_signals())
-        if self._script.has_gone or self._is_ending or "TERM" in self._unsent:
+        if self._script.has_gone or self._is_ending:
             return 128 + signal.SIGTERM
-        if self._unsent and self._spec.command:
+        if self._is_stopped or (self._unsent and self._spec.command):
             return EXIT_PAUSED  # asked before there was anything to stop
         own = self._run.bundle
         if not own.exists():  # it could not be carried: the tasks use what is installed
@@ -604,17 +606,29 @@ class Controller:
         """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
         self._signals_seen = self._signals_seen or bool(names)
         for name in names:
-            if name in ("HUP", "INT"):
-                log.info(f"job {self._job_id} got SIG{name}, ending the step")
-                self._unsent.append("TERM")
-                continue
             if name == "TERM":
                 log.info(f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)")
                 continue
             log.info(f"job {self._job_id} got SIG{name}, asking the ranks to stop")
+            if name in ("HUP", "INT"):
+                if self._is_stopped:
+                    continue
+                self._stop(f"SIG{name}")
+                name = "USR1"  # noqa: PLW2901 -- srun itself takes the other two
             marked = self._attempt is not None and _mark(self._attempt.stop)
             if self._spec.command or not marked:
                 self._unsent.append(name)
+
+    def _stop(self, by: str) -> None:
+        """Record that a person ends the run by a signal to the script, as by 'clusterddp stop'."""
+        self._is_stopped = True
+        number = self._attempt.number if self._attempt else None
+        with contextlib.suppress(OSError):
+            events.add(
+                self._run.events, events.StopAsked, job_id=self._job_id, attempt=number, by=by
+            )
+            if self._attempt:
+                self._attempt.ask_to_stop("stop")
 
     def _watch_step(self, attempt: Attempt, srun: int) -> None:
         """End the step where srun waits for a message that was lost, from a thread of its own."""

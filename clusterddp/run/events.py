@@ -186,10 +186,13 @@ class CancelFailed(Event):
     kind: ClassVar[str] = "cancel_failed"
 
 
+@dataclass(frozen=True, kw_only=True)
 class StopAsked(Event):
     """Request of a person to save and leave."""
 
     kind: ClassVar[str] = "stop_asked"
+    by: str = ""
+    """Signal to the batch script that asked for it; empty for 'clusterddp stop'."""
 
 
 class StopFailed(Event):

@@ -1,8 +1,10 @@
 """Reads a run's logs as they grow, and watches the run until it has ended."""
 
+import dataclasses
 import math
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ SETTLE_SECONDS = 30.0
 """Time that a failed run's Slurm job may take to leave before the run's own record is final."""
 FORGOTTEN_ANSWERS = 3
 """Answers in a row that Slurm knows no such job, after which the run is over."""
+GONE_LOOKS = 3
+"""Looks in a row that find no records of a run any more, after which it cannot be followed."""
 
 _BLOCK = 65536
 
@@ -104,7 +108,8 @@ def wait_for_end(
     """Wait until the run has ended, over requeues and the jobs that take another one's place.
 
     Changes of its state are logged; printer: prints its logs as they grow. timeout: seconds after
-    which TimeoutError is raised; the run goes on.
+    which TimeoutError is raised; the run goes on. A run whose folder or events.jsonl goes meanwhile
+    is unknown.
     """
     watch = _Watch(run)
     end = math.inf if timeout is None else time.monotonic() + timeout
@@ -196,6 +201,8 @@ class _Watch:
         self._submission: Submission | None = None
         self._status: RunStatus | None = None
         self._ended_at = 0.0
+        self._job_id: str | None = None  # of the newest submission that was seen
+        self._gone = 0  # looks in a row that found no records of it
 
     def look(self) -> RunStatus:
         """Return the state now; `is_over` is True once it is final."""
@@ -208,6 +215,7 @@ class _Watch:
         self._events_size = size
         if changed:
             self._submission = latest_submission(events.read(self._run.events))
+            self._job_id = self._submission.job_id if self._submission else self._job_id
         asked = jobs_to_ask([self._submission])
         answered = bool(asked) and (now >= self._next_question or changed)
         if answered:
@@ -216,6 +224,12 @@ class _Watch:
         local = self._submission is None or self._submission.is_local
         if changed or answered or local or self._status is None:
             self._status = run_status(self._run, self._states)
+            self._gone = self._gone + 1 if self._lacks_records(self._status) else 0
+            if self._gone >= GONE_LOOKS:
+                self.is_over = True
+                return self._without_records(self._status)
+            if self._gone:
+                return self._status
             self._log_requeues(self._status)
             self._log_state(self._status)
             self._judge(self._status, bool(asked), answered)
@@ -223,6 +237,23 @@ class _Watch:
             self._next_question = time.monotonic() + self._pause
             self._pause = min(self._pause * 1.5, SLURM_SECONDS[1])
         return self._status
+
+    def _lacks_records(self, status: RunStatus) -> bool:
+        """Return whether records of the run are gone that were there."""
+        run = self._run
+        is_started = run.attempts.is_dir() and not run.events.exists()
+        was_there = self._job_id is not None or is_started or not run.path.is_dir()
+        return status.state == CREATED and was_there
+
+    def _without_records(self, status: RunStatus) -> RunStatus:
+        path = shlex.quote(str(self._run.path))
+        if self._run.path.is_dir():
+            why, code = f"its records, {path}/events.jsonl, are gone", "CD0505"
+        else:
+            why, code = f"its folder {path} is gone: removed or renamed", "CD0512"
+        again = f"squeue -j {self._job_id}" if (self._job_id or "").isdecimal() else ""
+        why += f"; its job {self._job_id} may go on" if again else ""
+        return dataclasses.replace(status, state=UNKNOWN, detail=why, code=code, next_command=again)
 
     def _judge(self, status: RunStatus, slurm_is_asked: bool, answered: bool) -> None:
         """Take an end that the run itself recorded as final; another must be seen twice.

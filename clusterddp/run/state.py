@@ -297,7 +297,7 @@ def _judge_ended(
     if submission.requeue_error:
         return STOPPED, f"{how}{at}; it could not be started again: {submission.requeue_error}"
     if cause == restart_policy.CANCELLED:
-        return CANCELLED, "by scancel"
+        return CANCELLED, f"by {end.how or 'scancel'}"
     if cause == restart_policy.NOT_DUE:
         return CANCELLED, why
     if not cause:
@@ -308,7 +308,8 @@ def _judge_ended(
         more = "" if why == restart_policy.NO_RESTART else f"; {why}"
         return FAILED, f"exit code {end.exit_code}{more}{held}"
     if cause == restart_policy.STOPPED:
-        return STOPPED, f"by 'clusterddp stop'{at}"
+        by = end.how or "'clusterddp stop'"
+        return STOPPED, f"by {by}{at}"
     says_how = why in (how, restart_policy.requeue_is_off(how))
     text = f"{why}{at}" if says_how else f"{how}{at}; {why}"
     if cause in _SLURMS_CAUSES and not end.saved:

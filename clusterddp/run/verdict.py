@@ -42,6 +42,8 @@ _FINISHED_OR_TOLD = re.compile(
     r"(?P<finished>`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=.*` reached)"
     r"|Received SIGTERM: \d|Handling auto-requeue signal: \d"
 )
+# srun's first line where its step is ended from outside; one that fails by itself is named before.
+_STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -89,6 +91,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _stopped(evidence)
         or _ended_by_slurm(evidence)
         or _preflight_failed(evidence)
+        or _step_cancelled(evidence)
         or _killed(evidence)
         or _signalled(evidence)
         or _failed(evidence)
@@ -233,6 +236,19 @@ class _Evidence:
         text = files.read_tail(self.run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
         return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
 
+    @property
+    def step_aborted(self) -> bool:
+        """True where srun was told of the step's end before it saw a task end, by its lines."""
+        lines = [line for line in self.job_log.splitlines() if line.startswith("srun: ")]
+        return _STEP_ABORTED.match("\n".join(lines)) is not None
+
+    @cached_property
+    def interrupted_by(self) -> str:
+        """Signal to the batch script by which a person has stopped the attempt; else empty."""
+        asked = [e for e in events.read(self.run.events) if isinstance(e, events.StopAsked)]
+        last = asked[-1] if asked else events.StopAsked()
+        return last.by if last.attempt == self.attempt.number else ""
+
     @cached_property
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
@@ -325,12 +341,16 @@ def _cancelled(evidence: _Evidence) -> End | None:
 
 def _stopped(evidence: _Evidence) -> End | None:
     asked = evidence.last_word.reason == "stop" or (
-        # A command leaves no record of who asked.
-        not evidence.trains and stop_asked(evidence.attempt, evidence.job_id)
+        # A command leaves no record of who asked, nor do ranks that have not started.
+        not (evidence.trains and evidence.outcomes)
+        and stop_asked(evidence.attempt, evidence.job_id)
     )
     if not (evidence.has_left and asked):
         return None
-    return End(restart_policy.STOPPED, EXIT_PAUSED, lines=(f"stopped; {evidence.was_saved}",))
+    how = evidence.interrupted_by and f"{evidence.interrupted_by} to its batch script"
+    by = how and f" by {how}"
+    line = f"stopped{by}; {evidence.was_saved}"
+    return End(restart_policy.STOPPED, EXIT_PAUSED, lines=(line,), how=how)
 
 
 def _ended_by_slurm(evidence: _Evidence) -> End | None:
@@ -354,6 +374,20 @@ def _preflight_failed(evidence: _Evidence) -> End | None:
     done = "step was done" if evidence.outcomes else "task has started"
     line = f"no {done}, for a node has failed its checks. {named}"
     return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
+
+
+def _step_cancelled(evidence: _Evidence) -> End | None:
+    """Judge an attempt whose step somebody has ended, and not the job: its ranks are killed."""
+    code = evidence.failure.exit_code if evidence.failure else None
+    is_killed = code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+    if not is_killed or evidence.has_left or evidence.hang or is_rehearsal(os.environ):
+        return None
+    if evidence.slurms_word is not Ending.NONE or not evidence.step_aborted:
+        return None
+    step = step_watch.step_name(evidence.attempt, evidence.job_id) or "its step"
+    how = f"scancel {step}, or a signal to its srun, which ended the step and not the job"
+    line = f"cancelled by {how}; {evidence.was_saved}"
+    return End(restart_policy.CANCELLED, evidence.code, saved=False, lines=(line,), how=how)
 
 
 def _killed(evidence: _Evidence) -> End | None:

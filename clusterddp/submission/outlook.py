@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from clusterddp import log
-from clusterddp.errors import OptionError, SlurmError
+from clusterddp.errors import OptionError, RequestError, SlurmError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import formatting
 from clusterddp.slurm import forms
@@ -15,12 +15,16 @@ from clusterddp.slurm.partitions import Partition
 _MOST_NAMES = 30
 
 
-def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None:
-    """Refuse a partition that is not there, as sbatch does; warn of what none of its nodes has.
+def check_partitions(
+    spec: JobSpec, partitions: Mapping[str, Partition], *, force: bool = False
+) -> None:
+    """Refuse a partition that is not there, and a request that it cannot meet.
 
-    sbatch itself decides on what is too much: by the site's settings it refuses, or has the job
-    wait for ever. Of several partitions one has to do. Nothing is checked where none are known, or
-    where sbatch is sent none.
+    sbatch refuses such a job by itself, or has it wait for ever: that depends on the site's
+    settings. Of several partitions one has to do. Nothing is checked where none are known, or where
+    sbatch is sent none.
+
+    force: warn of what it cannot meet.
     """
     if not partitions or "partition" in spec.omit_directives:
         return
@@ -55,12 +59,18 @@ def check_partitions(spec: JobSpec, partitions: Mapping[str, Partition]) -> None
     if asked.job_nodes > most_nodes:
         spares = f" and --spare-nodes {asked.spare_nodes}" if asked.spare_nodes else ""
         problems.append(f"--nodes {asked.nodes}{spares}: {where} has {most_nodes}")
-    if longest.limit_seconds and asked.time and (limit or math.inf) > longest.limit_seconds:
+    is_too_long = longest.limit_seconds and (limit or math.inf) > longest.limit_seconds
+    if asked.time and is_too_long and "time-min" not in dict(spec.sbatch):
         problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
-    for problem in problems:
-        log.warning(
-            f"{problem}, as sinfo says. Slurm refuses such a job, or it waits for ever [CD0407]"
+    if not problems:
+        return
+    words = f"{'; '.join(problems)}, as sinfo says. Slurm refuses such a job, or it waits for ever"
+    if not force:
+        raise RequestError(
+            f"{words}. Ask for less, or for another --partition; if Slurm takes it all the same, "
+            "add --force. [CD0407]"
         )
+    log.warning(f"{words} [CD0407]")
 
 
 def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:

@@ -17,6 +17,8 @@ from clusterddp.request.spec import JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
 """Begin of sbatch's directives by which a job can find other files than there are here now."""
+_BRING_PROGRAMS = ("apptainer", "singularity", "uv")
+"""Programs that start another one out of an image or an environment."""
 _INTERPRETERS = {".py": "python", ".sh": "bash"}
 """Interpreters of scripts, by how their names end."""
 _SHELLS = ("bash", "sh")
@@ -30,16 +32,19 @@ _IMPORT_SECONDS = 60.0
 """Patience with an import of torch, which takes long on a cold shared file system."""
 
 
-def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> None:
-    """Refuse a COMMAND whose program or script is not in the folder in which it starts.
+def check_command(
+    spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
+) -> None:
+    """Refuse a COMMAND whose program or script is not where the tasks look for it.
 
     A file of this folder that is typed as if it were a program on the PATH, or that cannot be run
     by itself, is refused too, and so are a folder and an interpreter without a script. Warns of
-    what can still be on the nodes: a program on the PATH, a path that is absolute or leads through
-    a link. Refuses nothing where set-up lines, a container, an earlier job, a site's own template
-    or another folder may bring the file.
+    what can still be on the nodes: a path that is absolute or leads through a link. Refuses nothing
+    where set-up lines, a container, an earlier job, a site's own template or another folder may
+    bring the file.
 
     script: rendered from `spec`. folder: the one in which it starts, by default the current one.
+    force: warn of a program that is not on the PATH of this machine.
     """
     _warn_of_one_device(spec, folder or Path.cwd())
     if spec.container_image:
@@ -81,11 +86,27 @@ def check_command(spec: JobSpec, script: str, *, folder: Path | None = None) -> 
             f"as: {typed} FILE [CD0306]"
         )
     if program and not is_file and not spec.modules and not is_on_path:
+        if is_own and not force and not _has_other_path(spec):
+            raise RequestError(
+                f"COMMAND: there is no program {shlex.quote(program)} on the PATH, where the tasks "
+                "look for it. Correct its name, say what brings it (--module, --setup), or add "
+                "--force if the nodes have it. [CD0306]"
+            )
         missing.append(program)
     for name in missing:
         log.warning(
             f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it [CD0317]"
         )
+
+
+def _has_other_path(spec: JobSpec) -> bool:
+    """Return whether the tasks may look for a COMMAND's program elsewhere than on our PATH."""
+    from clusterddp.request import nested_launcher
+
+    before = spec.command[: nested_launcher.program_index(spec.command)]
+    brings = any(PurePath(word).name in _BRING_PROGRAMS for word in before)
+    sets = any(word.startswith("PATH=") for word in before) or "PATH" in dict(spec.environment)
+    return brings or sets or spec.export == "NONE"
 
 
 def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:

@@ -64,6 +64,8 @@ class Terms:
     """True gives up the run's checkpoints and begins at step 0."""
     although_done: bool = False
     """True starts a COMMAND once more that has ended with exit code 0."""
+    force: bool = False
+    """True warns of what would be refused as nobody here has it (`outlook`, `programs`)."""
     template_folder: Path | None = None
     """Folder of the person's templates, where the run was submitted with one."""
     snapshot_limit_mb: float | None = None
@@ -141,7 +143,7 @@ def resubmit(
         own_code = run.code if run.code.is_dir() and not terms.new_code else None
         if after.command != before.command:
             after.refuse_launcher()
-            check_command(after, script, folder=own_code)
+            check_command(after, script, folder=own_code, force=terms.force)
         source = _source(run, after, terms)
         if claim is None:
             if after.train:
@@ -152,7 +154,7 @@ def resubmit(
             check_pythons(after)
         _check_inputs(after, own_code, source)
         if question:
-            outlook.check_partitions(after, question.answer())
+            outlook.check_partitions(after, question.answer(), force=terms.force)
         new: list[str] = []
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)

@@ -32,6 +32,7 @@ def submit(
     snapshot_limit_mb: float,
     check: bool = False,
     check_python: bool = False,
+    force: bool = False,
     inputs_are_sure: bool = False,
 ) -> tuple[RunDir, SentJob]:
     """Check the files that the tasks will read, make the run's directory, submit the script.
@@ -41,8 +42,9 @@ def submit(
     empty).
 
     check: ask Slurm for its forecast first. check_python: start the tasks' interpreters, which have
-    to import torch. inputs_are_sure: the caller has checked the files
-    that the tasks read, and logged the request's remarks. Raises RequestError, and then leaves
+    to import torch. force: warn of what would be refused as nobody here has it (`outlook`,
+    `programs`). inputs_are_sure: the caller has checked the files that the tasks read, and logged
+    the request's remarks. Raises RequestError, and then leaves
     nothing; SlurmError where the job may be queued; an interruption is logged, and passed on.
     """
     if Path(spec.run_dir).exists():
@@ -61,7 +63,7 @@ def submit(
     question = ask_for_partitions(spec)
     if spec.sweep and spec.launcher != "local":
         outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
-    for check_start in _checks_of_starts(spec, script, imports=check_python):
+    for check_start in _checks_of_starts(spec, script, imports=check_python, force=force):
         check_start()
     if not inputs_are_sure:
         for train in spec.trainings:
@@ -70,7 +72,7 @@ def submit(
         for remark in spec.remarks:
             warning(coded(remark, "CD0112"))
     if question:
-        outlook.check_partitions(spec, question.answer())
+        outlook.check_partitions(spec, question.answer(), force=force)
     if check and spec.launcher != "local":
         outlook.log_forecast(script)
     if spec.sweep:
@@ -101,14 +103,14 @@ def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple
             return sweep, submission
 
 
-def _check_commands(spec: JobSpec, script: str) -> None:
+def _check_commands(spec: JobSpec, script: str, *, force: bool) -> None:
     """Check the COMMAND; of a sweep that of its first point, whose script is another one."""
     if not spec.sweep:
-        check_command(spec, script)
+        check_command(spec, script, force=force)
     elif spec.command:
         first, prepare = spec.element(0), load(spec.launcher).prepare
         is_own = prepare(spec, None) == script if spec.template in SHIPPED else False
-        check_command(first, prepare(first, None) if is_own else script)
+        check_command(first, prepare(first, None) if is_own else script, force=force)
 
 
 def ask_for_partitions(spec: JobSpec) -> Question | None:
@@ -141,28 +143,30 @@ def naming_the_job(spec: JobSpec) -> Iterator[None]:
 
 
 def _checks_of_starts(
-    spec: JobSpec, script: str, *, imports: bool = False
+    spec: JobSpec, script: str, *, imports: bool = False, force: bool = False
 ) -> list[Callable[[], None]]:
     """Return the checks of what the job starts, which warn or raise RequestError.
 
-    imports: start the tasks' interpreters, which have to import torch.
+    imports: start the tasks' interpreters, which have to import torch. force: see `check_command`.
     """
     return [
         lambda: _warn_of_launcher(spec),
-        lambda: _check_commands(spec, script),
+        lambda: _check_commands(spec, script, force=force),
         lambda: check_pythons(spec, imports=imports),
         lambda: check_notified(spec),
         lambda: outlook.check_directives(spec),
     ]
 
 
-def refusals_of_files(spec: JobSpec, script: str, *, has_folder: bool) -> list[RequestError]:
+def refusals_of_files(
+    spec: JobSpec, script: str, *, has_folder: bool, force: bool
+) -> list[RequestError]:
     """Return what a submission would refuse for files that are not there; touches nothing.
 
-    Logs what it would warn of. has_folder: somebody has named the folder of the dataset. A model or
-    a dataset of the user's own is not looked at.
+    Logs what it would warn of. has_folder: somebody has named the folder of the dataset. force:
+    see `check_command`. A model or a dataset of the user's own is not looked at.
     """
-    checks = _checks_of_starts(spec, script)
+    checks = _checks_of_starts(spec, script, force=force)
     checks += [partial(check_folder, train) for train in spec.trainings if has_folder]
     refusals: dict[str, RequestError] = {}
     for check in checks:

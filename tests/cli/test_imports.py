@@ -118,14 +118,16 @@ def test_a_submission_starts_sinfo_and_sbatch_and_nothing_else(folder: Path) -> 
 
 
 def test_a_submitted_command_starts_git_for_the_record_of_its_code_and_sbatch(folder: Path) -> None:
-    loaded, started = watched(folder, ["submit", "--run-name=x", "--no-snapshot", "--", "true"])
+    loaded, started = watched(
+        folder, ["submit", "--run-name=x", "--no-snapshot", "--", "/bin/true"]
+    )
     assert not loaded & HEAVY
     assert {Path(command).name for command in started} <= {"git", "sbatch", "sinfo"}
     assert [Path(command).name for command in started].count("sbatch") == 1
 
 
 def test_the_status_of_a_run_is_one_question(folder: Path) -> None:
-    watched(folder, ["submit", "--run-name=x", "--no-snapshot", "--", "true"])
+    watched(folder, ["submit", "--run-name=x", "--no-snapshot", "--", "/bin/true"])
     loaded, started = watched(folder, ["status", "x"])
     assert not loaded & {"jinja2", *HEAVY}
     assert [Path(command).name for command in started] == ["squeue"]

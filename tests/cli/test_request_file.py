@@ -65,7 +65,8 @@ TRAINING = [
     "--straggler-seconds", "3", "--model", "mlp",
 ]  # fmt: skip
 AROUND = [
-    "--python", "python3", "--batch-python", "python3", "--check", "--allow-launcher",
+    "--python", "python3", "--batch-python", "python3", "--check", "--force",
+    "--allow-launcher",
     "--no-requeue", "--restart-in-job", "1", "--template", "torchrun.sbatch.j2",
     "--bad-node-hours", "3", "--preflight", "none",
     "--no-arm-stacks", "--silence", "60", "--end-silent", "--check-python",

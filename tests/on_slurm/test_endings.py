@@ -113,6 +113,13 @@ class Struck:
         self._signal("USR1")
         wait_for((self.folder / f"saved-{self.run.name}").exists, f"{self.run.name} to have saved")
 
+    def interrupt(self) -> None:
+        wait_for((self.run.current / "attempt.json").exists, f"training: {self.run.path}")
+        self.cluster.run(["scancel", "--batch", "--signal=INT", self.job_id], check=True)
+
+    def cancel_the_step(self) -> None:
+        self.cluster.run(["scancel", f"{self.job_id}.0"], check=True)
+
     def scancel(self) -> None:
         self.cluster.run(["scancel", self.job_id], check=True)
 
@@ -201,6 +208,10 @@ WAYS = {
     "Slurm has put it back, and no attempt is left (`--max-requeues`)": Way(
         ("--requeue", "--max-requeues", "0"), f"{UP} {SLEEP}", Struck.requeue, ("ddp",)
     ),
+    "SIGINT or SIGHUP to the batch script": Way(
+        (*TRAINING, *FOREVER), strike=Struck.interrupt, launchers=("ddp",)
+    ),
+    "`scancel JOB.STEP`": Way((), f"{UP} {SLEEP}", Struck.cancel_the_step, ("ddp",)),
     "`scancel`, `clusterddp cancel`, and the ranks have saved": Way(
         (), f'trap "exit 75" TERM; {UP} {SLEEP}', Struck.scancel, ("ddp",)
     ),

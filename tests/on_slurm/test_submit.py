@@ -217,16 +217,20 @@ def test_an_unknown_partition_is_refused_with_those_that_there_are(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_node_has_is_said_and_sbatch_decides(cluster: SlurmCluster, tmp_path: Path) -> None:
-    one = ("--tasks-per-node", "1", "--gpus-per-node", "64")
+def test_what_no_node_has_is_refused_and_sbatch_decides_where_a_person_insists(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    long = ("--run-name", "long", "--time", "900-0", "--json")
+    done = submit_patiently(cluster, tmp_path, *long, "--", "true")
+    assert done.returncode == 2
+    assert "--time 900-0: the limit of partition main is 7-00:00:00" in done.stderr
+    one = ("--force", "--tasks-per-node", "1", "--gpus-per-node", "64")
     done = submit_patiently(cluster, tmp_path, *one, "--", "true")
     assert done.returncode == 2
     assert "no node of partition main has more than 4 GPUs, as sinfo says" in done.stderr
     assert "sbatch refused the job: " in done.stderr
-    long = ("--run-name", "long", "--time", "900-0", "--json")
-    done = submit_patiently(cluster, tmp_path, *long, "--", "true")
+    done = submit_patiently(cluster, tmp_path, *long, "--force", "--", "true")
     assert done.returncode == 0, done.stderr
-    assert "--time 900-0: the limit of partition main is 7-00:00:00" in done.stderr
     cluster.run(["scancel", json.loads(done.stdout)["job_id"]], check=True)
 
 

@@ -21,6 +21,7 @@ from clusterddp.run import bad_nodes, controller, preflight, step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
+from clusterddp.run.status import run_status
 from clusterddp.submission import bundle
 from clusterddp.version import __version__
 from tests.event_lines import read_events
@@ -348,14 +349,19 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["HUP", "INT"])
-def test_a_hang_up_ends_the_step_and_has_a_verdict(name: str, job: Callable[..., Job]) -> None:
+def test_a_hang_up_asks_the_ranks_to_save_and_leave_as_a_stop_does(
+    name: str, job: Callable[..., Job]
+) -> None:
     started = job(teardown=("echo torn",), **COMMAND)
     wait_for((started.folder / "up").exists, "the step")
     started.signal(getattr(signal, f"SIG{name}"))
-    assert started.end() == 143
-    assert started.ended()["exit_code"] == 143
-    assert f"job 17 got SIG{name}, ending the step" in started.log
+    assert started.end() == 75
+    assert (started.ended()["exit_code"], started.ended()["cause"]) == (75, "stopped")
+    assert f"job 17 got SIG{name}, asking the ranks to stop" in started.log
     assert "\ntorn\n" in started.log
+    assert Attempt(started.run, 1).asked_to_stop() == "stop"
+    status = run_status(started.run, {})
+    assert (status.state, status.detail) == ("stopped", f"by SIG{name} to its batch script")
 
 
 @pytest.mark.parametrize(("line", "code"), [("launch {} | cat", 3), ("(launch {})", 3)])
@@ -538,7 +544,7 @@ def test_a_job_that_is_ended_while_its_nodes_are_checked_starts_no_task(
         for descriptor in (signals, to, answers, requests):
             os.close(descriptor)
     assert heard == [name != "USR1"]
-    assert code == (1 if name == "USR1" else 143)
+    assert code == {"USR1": 1, "HUP": 75, "TERM": 143}[name]
     assert not (tmp_path / "started").exists()
     assert bool(bad_nodes.blamed(attempt)) == (name == "USR1")
 

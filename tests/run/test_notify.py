@@ -294,7 +294,7 @@ def test_a_job_that_scancel_has_ended_is_cancelled_after_slurm_has_forgotten_it(
     workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
     workplace.command("sacct", "exit 1")
     assert json.loads(workplace.invoke("status", name, "--json").out)["state"] == "cancelled"
-    got = workplace.invoke("submit", f"--after={name}:failed", "--no-snapshot", "--", "true")
+    got = workplace.invoke("submit", f"--after={name}:failed", "--no-snapshot", "--", "/bin/true")
     assert (got.code, "cancelled" in got.err) == (2, True), got
 
 

@@ -542,6 +542,35 @@ def test_a_preemption_that_slurm_shows_as_a_cancellation_is_known_by_the_steps_l
     assert got.code == 0
 
 
+ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
+KILLED = "srun: error: h01: task 0: Killed"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "cause"),
+    [
+        ([ABORTED, KILLED], "", "cancelled"),
+        (["srun: forcing job termination", ABORTED, KILLED], "", "cancelled"),
+        ([KILLED, "srun: Terminating StepId=17.0", ABORTED], "", "failed"),
+        ([KILLED], "", "failed"),
+        ([ABORTED, KILLED], "JobState=COMPLETING RunTime=00:10:05", "time limit"),
+    ],
+)
+def test_ranks_that_died_with_a_step_that_somebody_ended_have_not_failed(
+    workplace: Workplace, run: RunDir, lines: list[str], words: str, cause: str
+) -> None:
+    slurm_says(workplace, words)
+    record(run, 0, 137, ended=None, exit_code=None)
+    run.job_log.write_text("\n".join(["clusterddp: mnist, job 17 on h01, Tue", *lines, ""]))
+    got = finish(workplace, run, 137)
+    assert (last(run, "ended")["cause"], got.code) == (cause, 137)
+    if cause == "cancelled":
+        workplace.command("squeue", "exit 0")
+        status = workplace.invoke("status", "mnist").out
+        assert "cancelled: by scancel 17.0, or a signal to its srun" in status
+        assert "CD1203" in status and "SIGKILL" not in status
+
+
 # -- what follows ------------------------------------------------------------------------------
 
 

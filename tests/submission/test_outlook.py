@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp import api
+from clusterddp.errors import RequestError
+from clusterddp.run import events
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import partitions
 from tests.cli.made_runs import Workplace, workplace
 
@@ -71,13 +75,37 @@ def test_a_directive_that_sbatch_does_not_have_is_a_warning_for_a_plugin_may_add
         ("-p main,fast -t UNLIMITED", "the limit of partition main or fast is 1-00:00:00"),
     ],
 )
-def test_what_no_node_has_is_a_warning_as_sbatch_decides(
+def test_what_no_partition_has_is_refused_unless_a_person_insists(
     site: Workplace, argv: str, words: str
 ) -> None:
     code, said = submit(site, *argv.split())
+    assert code == 2 and words in said and "add --force. [CD0407]" in said
+    assert site.calls == [ASKED]
+    code, said = submit(site, *argv.split(), "--force")
     assert code == 0
-    warnings = [line for line in said.splitlines() if "as sinfo says" in line]
+    warnings = [line for line in said.splitlines() if "[CD0407]" in line]
     assert len(warnings) == 1 and words in warnings[0], said
+
+
+def test_python_is_told_of_what_no_partition_has_and_can_insist(site: Workplace) -> None:
+    with pytest.raises(RequestError, match=r"nodes 3: .*; time 1-01: .* add force"):
+        api.submit(["/bin/true"], nodes=3, time="1-01", snapshot=False)
+    assert site.calls == [ASKED]
+    run = api.submit(["/bin/true"], nodes=3, time="1-01", snapshot=False, force=True)
+    assert run.job_id == "12"
+
+
+def test_a_resubmission_that_no_partition_can_meet_is_refused_unless_a_person_insists(
+    site: Workplace,
+) -> None:
+    assert submit(site, "--run-name", "one", "-N", "2")[0] == 0
+    site.command("squeue", "exit 0")
+    events.add(
+        RunDir(site.root / "one").events, events.Ended, job_id="12", exit_code=1, cause="failed"
+    )
+    got = site.invoke("resubmit", "one", "-N", "3", "--code", "new")
+    assert got.code == 2 and "--nodes 3: partition main has 2" in got.err, got.err
+    assert site.invoke("resubmit", "one", "-N", "3", "--code", "new", "--force").code == 0
 
 
 @pytest.mark.parametrize(
@@ -88,6 +116,7 @@ def test_what_no_node_has_is_a_warning_as_sbatch_decides(
         "-p main,slow -t 30-0 -N 90",
         "-c 32 --sbatch overcommit",
         "-t 20:00:00",
+        "-t 2-0 --sbatch time-min=12:00:00",
     ],
 )
 def test_what_some_node_has_is_none(site: Workplace, argv: str) -> None:

@@ -64,15 +64,41 @@ def test_a_command_whose_file_is_not_there_is_refused_and_nothing_is_queued(
     assert "the tasks need it" not in got.err
 
 
-@pytest.mark.parametrize("program", ["no-such-program", "/no/such/program"])
-def test_a_program_that_only_the_nodes_may_have_is_warned_of(
-    tree: Path, workplace: Workplace, program: str
+def test_a_program_that_is_not_on_the_path_is_refused_unless_a_person_insists(
+    tree: Path, workplace: Workplace
 ) -> None:
-    got = workplace.invoke("submit", "--run-name", "one", "--", program, "none.py")
-    assert got.code == 0
-    assert f"warning: {program} of COMMAND is not on this machine: the tasks need it" in got.err
-    got = workplace.invoke("submit", "--run-name", "two", "--module", "x", "--", program, "none.py")
-    assert ("the tasks need it" in got.err) == ("/" in program)
+    argv = ("submit", "--run-name", "one")
+    got = workplace.invoke(*argv, "--", "pyton", "nets.py")
+    assert (got.code, workplace.calls) == (2, [])
+    assert "COMMAND: there is no program pyton on the PATH" in got.err
+    refusal = "warning: a submission would refuse this: COMMAND: there is no program pyton"
+    assert refusal in workplace.invoke(*argv, "--dry-run", "--", "pyton", "nets.py").err
+    got = workplace.invoke(*argv, "--force", "--", "pyton", "nets.py")
+    assert got.code == 0 and "warning: pyton of COMMAND is not on this machine" in got.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "program"),
+    [
+        (["--", "/no/such/program"], "/no/such/program"),
+        (["--module", "x", "--", "/no/such/program"], "/no/such/program"),
+        (["--", "env", "PATH=/of/the/nodes", "trainer"], "trainer"),
+        (["--", "uv", "run", "trainer"], "trainer"),
+        (["--env", "PATH=/of/the/nodes", "--", "trainer"], "trainer"),
+        (["--export", "NONE", "--", "trainer"], "trainer"),
+        (["--module", "x", "--", "trainer"], ""),
+        (["--setup", ". of-the-nodes", "--", "trainer"], ""),
+        (["--launch-prefix", "conda run -p /env", "--", "trainer"], ""),
+        (["--container-image", "docker://torch", "--", "trainer"], ""),
+    ],
+)
+def test_a_program_that_only_the_nodes_may_have_is_no_reason_to_refuse(
+    tree: Path, workplace: Workplace, argv: list[str], program: str
+) -> None:
+    got = workplace.invoke("submit", "--run-name", "one", *argv)
+    assert got.code == 0, got.err
+    warned = f"warning: {program} of COMMAND is not on this machine: the tasks need it"
+    assert warned in got.err if program else "the tasks need it" not in got.err
 
 
 ALONE = "import torch, nets\nloss = torch.ones(1)\nloss.backward()\n"

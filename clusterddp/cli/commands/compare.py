@@ -167,8 +167,8 @@ def command(
     make_sure(config, base)
     try:
         if base:
-            limit = ctx.params["snapshot_limit"]
-            trials, number = plan.train_as_jobs(planned, templates, limit), 0
+            limit, force = ctx.params["snapshot_limit"], ctx.params["force"]
+            trials, number = plan.train_as_jobs(planned, templates, limit, force=force), 0
         else:
             trials, number = plan.train_here(planned)
     except plan.Interrupted as interrupted:

@@ -184,6 +184,7 @@ def command(
         new_clusterddp=clusterddp == "new",
         from_scratch=from_scratch,
         although_done=although_done,
+        force=bool(ctx.params["force"]),
         template_folder=template_dir,
         snapshot_limit_mb=snapshot_limit,
     )

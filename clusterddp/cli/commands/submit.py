@@ -145,9 +145,9 @@ def command(
 
     try:
         limit, check = ctx.params["snapshot_limit"], ctx.params["check"]
-        python = ctx.params["check_python"]
+        python, force = ctx.params["check_python"], ctx.params["force"]
         run, submission = submit.submit(
-            spec, script, snapshot_limit_mb=limit, check=check, check_python=python
+            spec, script, snapshot_limit_mb=limit, check=check, check_python=python, force=force
         )
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
@@ -178,6 +178,8 @@ def _check_files(ctx: click.Context, spec: JobSpec, script: str) -> None:
 
         for train in spec.trainings:
             inputs.find_own_functions(train, spec)
-        for refused in submit.refusals_of_files(spec, script, has_folder=has_folder):
+        for refused in submit.refusals_of_files(
+            spec, script, has_folder=has_folder, force=ctx.params["force"]
+        ):
             said = f"warning: a submission would refuse this: {coded(refused)}"
             click.echo(f"clusterddp: {said}", err=True)

@@ -184,6 +184,48 @@ def test_follow_tells_the_states_and_ends_with_the_run(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (
+            "/bin/rm -r {}",
+            "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]",
+        ),
+        (
+            "/bin/mv {0} {0}-x",
+            "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]",
+        ),
+        (
+            "/bin/rm {}/events.jsonl",
+            "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]",
+        ),
+        (
+            ">{}/events.jsonl",
+            "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]",
+        ),
+    ],
+)
+def test_follow_ends_with_the_records_of_the_run(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str], loss: str, why: str
+) -> None:
+    run = workplace.run("one", submitted("7"), started("7"))
+    story(workplace, run, say("RUNNING"), f"{loss.format(run.path)}; {say('RUNNING')}")
+    assert follow(run) == 1
+    assert f"one: unknown: {why.format(run.path)}\n  squeue -j 7\n" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_follow_of_a_run_whose_records_had_gone_before_returns(
+    workplace: Workplace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = workplace.run("one", submitted("7"), started("7"))
+    run.events.unlink()
+    (run.attempts / "0001").mkdir(parents=True)
+    assert follow(run) == 1
+    assert f"its records, {run.events}, are gone [CD0505]" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
 def test_follow_of_a_failed_run_names_the_failure(
     workplace: Workplace, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -320,7 +320,7 @@ def test_runs_are_found_by_job_id_and_directory_too(workplace: Workplace) -> Non
 
 
 def test_neither_torch_nor_matplotlib_is_loaded(folder: Path) -> None:
-    watched(folder, ["submit", "--run-name=x", "--no-snapshot", "--", "true"])
+    watched(folder, ["submit", "--run-name=x", "--no-snapshot", "--", "/bin/true"])
     achieve(RunDir(folder / "jobs/x"))
     for argv in (["report", "x"], ["report", "x", "--json"], ["report", "--help"]):
         loaded, _ = watched(folder, argv)

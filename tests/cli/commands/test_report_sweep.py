@@ -276,7 +276,7 @@ def test_hostile_values_and_metrics_neither_move_the_cursor_nor_forge_lines(
 
 
 def test_neither_torch_nor_matplotlib_is_loaded(folder: Path) -> None:
-    argv = ["submit", "--run-name=x", "--no-snapshot", "--sweep=n=1,2", "--", "true", "{n}"]
+    argv = ["submit", "--run-name=x", "--no-snapshot", "--sweep=n=1,2", "--", "/bin/true", "{n}"]
     watched(folder, argv)
     answer = "echo '7_0 8|RUNNING|None'; echo '7_1 9|RUNNING|None'"
     (folder / "bin" / "squeue").write_text(f"#!/bin/sh\n{answer}\n")

@@ -312,7 +312,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_it_queues(
 
 
 def test_no_sbatch_is_said_and_leaves_nothing(elsewhere: Path) -> None:
-    result = run("--", "true", env={"PATH": "/nonexistent"})
+    result = run("--", "/bin/true", env={"PATH": "/nonexistent"})
     assert isinstance(result.exception, ClusterDDPError)
     assert result.exception.exit_code == 2
     assert "no sbatch on PATH" in str(result.exception)
