@@ -247,6 +247,11 @@ def _judge(
         job = JobState(State.UNKNOWN)
     alive = submission.is_alive if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
+    may_start = submission and (
+        submission.put_back or (submission.end and submission.end.exit_code)
+    )
+    if submission and may_start and not _resumes(run):
+        submission = dataclasses.replace(submission, resumes=False)
     state, detail = judge(submission, report, job, alive, now)
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
@@ -255,6 +260,12 @@ def _judge(
         if lost_turn(run):
             state, detail = CANCELLED, "ahead of its turn in the rehearsal"
     return state, detail, job, report
+
+
+def _resumes(run: RunDir) -> bool:
+    """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
+    attempt = _latest_attempt(run)
+    return attempt is None or restart_policy.gained(attempt) is not None
 
 
 def _is_rehearsed(run: RunDir) -> bool:

@@ -385,7 +385,7 @@ def _failed(evidence: _Evidence) -> End | None:
         return None
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
-            why = "the command does not take that signal, so it saved nothing"
+            why = "the command does not take that signal; nobody knows what it had saved before"
             line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
             return End(restart_policy.FAILED, evidence.code, failure, lines=(line,), code=code)
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"

@@ -888,7 +888,7 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
     record(run, 0, 138, signal="SIGUSR1")
     got = finish(workplace, run, 138, REQUEUES)
     assert last(run, "ended")["cause"] == "failed"
-    assert "does not take that signal" in got.out
+    assert "does not take that signal; nobody knows what it had saved before" in got.out
 
 
 def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
