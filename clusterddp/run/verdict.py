@@ -100,7 +100,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
     )
     end = dataclasses.replace(end, code=_code(evidence, end))
     end = dataclasses.replace(end, lines=(coded(end.lines[0], end.code), *end.lines[1:]))
-    if remark := _own_worlds(evidence.outcomes):
+    if remark := _own_worlds(evidence.outcomes) or _never_met(evidence.outcomes):
         remarks = "; ".join(filter(None, (end.remark, remark)))
         end = dataclasses.replace(end, lines=(*end.lines, coded(remark, "CD1226")), remark=remarks)
     trouble = evidence.last_word.trouble or trouble
@@ -442,6 +442,20 @@ def _own_worlds(outcomes: Sequence[Outcome]) -> str:
         f"the children of {len(worlds)} of {len(outcomes)} tasks formed worlds of their own{by}, "
         f"of {ranks} each: every one of them trained by itself. If one training of all tasks was "
         f"meant, have each start the program {f'without {names[0]}' if names else 'itself'}"
+    )
+
+
+def _never_met(outcomes: Sequence[Outcome]) -> str:
+    """Say that several ranks have ended well and none has met another; else empty."""
+    if len(outcomes) < 2 or any(each.exit_code != 0 or each.told for each in outcomes):
+        return ""
+    if not any(each.rank == 0 and each.met is False for each in outcomes):
+        return ""
+    return (
+        f"none of the {len(outcomes)} ranks has met another, as nobody listened on MASTER_PORT, "
+        "nor rank 0 on another port: each trained by itself. If one training of all was meant, "
+        "call torch.distributed.init_process_group() in each, or give its framework the number of "
+        "nodes and of ranks on each"
     )
 
 

@@ -312,6 +312,32 @@ def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, c
     assert f"warning     {remark}\n" in workplace.invoke("status").out
 
 
+def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> None:
+    """As Lightning's of `Trainer()`: four trainings, each of which ends with exit code 0."""
+    run = command_run(workplace)
+    for rank in range(4):
+        record(run, rank, 0, met=None if rank else False)
+    got = finish(workplace, run, 0)
+    remark = last(run, "ended")["remark"]
+    assert remark.startswith("none of the 4 ranks has met another, as nobody listened on MASTER_PO")
+    assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (0, True)
+    assert f"warning     {remark}\n" in workplace.invoke("status").out
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"met": True}, {"met": None}, {"met": False, "told": {"signal": "SIGTERM", "time": 1.0}}],
+)
+def test_of_ranks_that_met_or_did_not_come_to_it_nothing_is_said(
+    workplace: Workplace, fields: dict[str, Any]
+) -> None:
+    run = command_run(workplace)
+    record(run, 0, 0, **fields)
+    record(run, 1, 0)
+    finish(workplace, run, 0)
+    assert last(run, "ended")["remark"] == ""
+
+
 def test_a_world_of_one_tasks_children_alone_is_nothing_to_name(workplace: Workplace) -> None:
     run = command_run(workplace)
     record(run, 0, 0, own_world={"size": 2, "launcher": ""})
