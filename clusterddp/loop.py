@@ -129,6 +129,8 @@ class Loop:
         self._seconds = 0.0
         self._samples = self._lap_samples = 0
         self._resume_batch, self._in_epoch = 0, False
+        self._has_batches = False
+        """True where this epoch's batches come from `batches`; else it is one step, or none."""
         self._random: tuple[Any, Any] | None = None
         """This rank's generators as they were saved: then, and at the beginning of the epoch."""
         self._start_random: Any = None
@@ -156,14 +158,18 @@ class Loop:
         self._lap = time.monotonic()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of so many, from 0; saves at the end of the last."""
+        """Yield the epochs that are left of so many, from 0; saves at the end of the last.
+
+        An epoch takes its batches from `batches`, or is a single step: where it was cannot be told
+        otherwise.
+        """
         self._restore_random(0)
         self._epochs = count
         if self.epoch >= count and self.rank == 0:
             folder = "" if self._in_run else f"; remove {self.attempt.run.path} to begin anew"
             log.info(f"nothing is left to train: epoch {count} is done{folder}")
         while self.epoch < count:
-            self._in_epoch = True
+            self._in_epoch, self._has_batches = True, False
             yield self.epoch
             self._in_epoch = False
             self.epoch += 1
@@ -181,7 +187,7 @@ class Loop:
         """
         if not self._in_epoch:
             raise RuntimeError("loop.batches() belongs into the body of `for … in loop.epochs(…)`")
-        done, self._resume_batch = self._resume_batch, 0
+        done, self._resume_batch, self._has_batches = self._resume_batch, 0, True
         self._generators = replay.generators_of(loader)
         if done and self._random:
             replay.restore(self._random[1], self._generators)
@@ -211,9 +217,18 @@ class Loop:
 
         Raises SystemExit with 75 after saving, where a stop was asked for; 130 after a Ctrl-C. At
         the last batch of an epoch both wait for the epoch's own code, so that this is not skipped.
+        RuntimeError at the second step of an epoch that does not use `batches`.
         """
         if self._unlisten is None:  # it was finished, and goes on
             self._unlisten = stop.requested.listen()
+        if self._in_epoch and not self._has_batches:
+            if self._batch:
+                raise RuntimeError(
+                    "loop.step() came twice in an epoch that does not use loop.batches(): a resume "
+                    "would do its steps again. Write `for … in loop.batches(…)` there; it takes "
+                    "any iterable, such as range(100)"
+                )
+            self._batch = self._batches = 1
         self.steps += 1
         self._random = None  # it is on its way
         self._log(metrics)
@@ -593,11 +608,12 @@ class Loop:
 
     def _head(self) -> dict[str, Any]:
         """Return all but the states; `format` comes first, where `catalog` looks for it."""
+        is_whole = self._in_epoch and not self._has_batches and self._batch == 1
         return {
             "format": catalog.FORMAT,
             "step": self.steps,
-            "epoch": self.epoch,
-            "step_in_epoch": self._batch,
+            "epoch": self.epoch + is_whole,
+            "step_in_epoch": 0 if is_whole else self._batch,
             "seconds": self._seconds,
             "images": self._samples,
             "best": None,
@@ -641,7 +657,7 @@ class Loop:
 
     def _write(self, kind: str, metrics: Mapping[str, Any]) -> None:
         values = {name: _number(name, value) for name, value in metrics.items()}
-        epoch = self.epoch + 1 if self._batch else max(self.epoch, 1)
+        epoch = self.epoch + 1 if self._in_epoch else max(self.epoch, 1)
         known = MetricsLine(kind, self.steps, epoch)
         line = {**dataclasses.asdict(known), **values}
         line |= {"seconds": round(self._seconds, 3), "time": round(time.time(), 3)}

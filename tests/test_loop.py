@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +426,42 @@ def test_batches_belong_into_an_epoch(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match=r"loop\.epochs"):
         next(loop.batches([1]))
+    loop.close()
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_epoch_without_batches_is_one_step_and_is_done_once(tmp_path: Path, saves: bool) -> None:
+    """Whether the stop waits for the end of the epoch, or a person saves and leaves within it."""
+
+    def train(stop_at: int) -> None:
+        loop = Loop(folder=tmp_path / "run", model=nn.Linear(1, 1), log_every=1)
+        with suppress(SystemExit):
+            for epoch in loop.epochs(5):
+                if not saves:
+                    stops_at(stop_at)(loop.steps + 1)
+                loop.step(loss=1.0)
+                if saves and loop.steps == stop_at:
+                    loop.leave("USR1")
+                done.append(epoch)
+        loop.close()
+        stop.requested.forget()
+
+    done: list[int] = []
+    for stop_at in (2, 3, 0):
+        train(stop_at)
+    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line["epoch"]) for line in lines] == [(n, n) for n in range(1, 6)]
+    assert done == ([0, 3, 4] if saves else [0, 1, 2, 3, 4])
+
+
+def test_a_second_step_without_batches_is_refused(tmp_path: Path) -> None:
+    """A resume could not tell where in the epoch it was, and would do its steps again."""
+    loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"loop\.batches"):
+        for _ in loop.epochs(2):
+            for _ in range(2):
+                loop.step()
+    assert loop.steps == 1
     loop.close()
 
 

@@ -61,7 +61,7 @@ def find(pid: int, own: Mapping[str, str]) -> World | None:
     """Return a world that is not the process's own and that its descendants make up, if any."""
     ranks: dict[tuple[str, ...], set[str]] = defaultdict(set)
     parents: dict[tuple[str, ...], int] = {}
-    for child in _descendants(pid):
+    for child in descendants(pid):
         environ = child.environ
         for size, rank in _SIZES.items():
             names = (size, rank, *_PLACES)
@@ -79,7 +79,7 @@ def find(pid: int, own: Mapping[str, str]) -> World | None:
     return None
 
 
-def _descendants(pid: int) -> Iterator[Process]:
+def descendants(pid: int) -> Iterator[Process]:
     """Yield the processes below one, those near it first."""
     waiting, count = [pid], 0
     while waiting and count < _MOST_PROCESSES:

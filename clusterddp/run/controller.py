@@ -32,6 +32,7 @@ from clusterddp.errors import (
     RequestError,
     coded,
 )
+from clusterddp.processes.meeting import listening_ports
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
@@ -748,14 +749,8 @@ def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
     """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
 
     starts: attempts that this start of the job has begun before.
-    From the job id, and moved on while somebody listens there (state 0A of proc(5)'s net/tcp).
+    From the job id, and moved on while somebody listens there.
     """
-    listening = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                _, address, _, state, *_ = line.split()
-                if state == "0A":
-                    listening.add(int(address.rpartition(":")[2], 16))
+    listening = listening_ports()
     ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]
     return next((port for port in ports if port not in listening), ports[-1])

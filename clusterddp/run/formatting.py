@@ -1,6 +1,7 @@
 """Figures as a person reads them, and texts that strangers may have written."""
 
 import signal
+import time
 from collections.abc import Sequence
 
 
@@ -33,6 +34,11 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def moment(when: float | None) -> str:
+    """Show a time, in seconds since the epoch, as this machine's; empty for none."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if when else ""
 
 
 def hours(value: float | None) -> str:

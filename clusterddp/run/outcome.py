@@ -399,6 +399,12 @@ class TaskRecord:
             self._fields["own_world"] = vars(world)
             self._write()
 
+    def met(self, has_met: bool) -> None:
+        """Record whether the ranks have met at this one, as far as was seen; from any thread."""
+        with self._writing:
+            self._fields["met"] = has_met
+            self._write()
+
     def _write(self) -> None:
         """A run directory that is gone or full costs the record, never the task."""
         try:

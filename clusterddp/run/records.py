@@ -235,6 +235,9 @@ class Outcome:
     """World that its children formed by themselves."""
     told: Told | None = None
     """Signal that told it to save or to end; None where none came, or it ignores them."""
+    met: bool | None = None
+    """Of rank 0 of a COMMAND with torch: whether it, or somebody on MASTER_PORT, has listened for
+    other ranks; None where nobody has looked."""
 
     @property
     def failed(self) -> bool:

@@ -25,7 +25,7 @@ from clusterddp.run.events import (
     StopFailed,
     Submitted,
 )
-from clusterddp.run.formatting import signal_name
+from clusterddp.run.formatting import moment, signal_name
 from clusterddp.run.records import Report
 from clusterddp.slurm.states import HELD, JobState, State
 
@@ -84,10 +84,12 @@ NEVER_STARTS = {
     "DependencyNeverSatisfied",
 }
 """Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
-HELD_BACK = {"", "Dependency", "BeginTime", HELD}
+BEGIN_TIME = "BeginTime"
+"""Reason of a job that may not start yet: what Slurm shows as its start is the earliest one."""
+HELD_BACK = {"", "Dependency", BEGIN_TIME, HELD}
 """Reasons for which a job waits that is to wait for other runs; a requeued one has BeginTime."""
-NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD}
-"""Reasons for which a start that Slurm has estimated before means nothing."""
+NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD, BEGIN_TIME}
+"""Reasons for which the start that Slurm shows is no estimate, or one that means nothing."""
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
 # Words for a list of reasons; of an attempt that left no end, nobody knows more.
@@ -124,6 +126,8 @@ class Submission:
     """Reason for which it could not be put back."""
     stop_asked: bool = False
     """True where `clusterddp stop` asked the latest attempt to save and leave."""
+    resumes: bool = True
+    """False of a COMMAND without a Loop: nobody knows whether its next start begins anew."""
 
     @property
     def is_local(self) -> bool:
@@ -319,7 +323,8 @@ def _judge_ended(
 
 def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[str, str]:
     """Judge a job that was put back into the queue, or submitted in another one's place."""
-    again = f"resumes after {_AFTER.get(submission.put_back, submission.put_back)}"
+    verb = "resumes" if submission.resumes else "starts again"
+    again = f"{verb} after {_AFTER.get(submission.put_back, submission.put_back)}"
     if job.problem:
         return UNKNOWN, f"it {again}, and Slurm could not be asked: {job.problem}"
     if job.state is State.UNKNOWN:
@@ -352,10 +357,11 @@ def _judge_undecided(
     state = FAILED if cause == restart_policy.FAILED else STOPPED
     if submission.is_local:
         return state, f"{end}; a rehearsal is not put back into a queue"
+    again = f"{'resume' if submission.resumes else 'start again'} {after}"
     if job.problem:
-        return UNKNOWN, f"it is to resume {after}, and Slurm could not be asked: {job.problem}"
+        return UNKNOWN, f"it is to {again}, and Slurm could not be asked: {job.problem}"
     if job.state is not State.UNKNOWN and not job.state.is_final:
-        return RUNNING, f"about to resume {after}"
+        return RUNNING, f"about to {again}"
     return state, f"{end}; its script ended before it had put the job back"
 
 
@@ -411,6 +417,8 @@ def _judge_forgotten(
 def _why_pending(job: JobState) -> str:
     if job.state is State.OTHER:
         return _other(job)
+    if job.reason == BEGIN_TIME and job.start:
+        return f"{BEGIN_TIME}: not before {moment(job.start)}"
     return _WHY_PENDING.get(job.reason, job.reason) if job.state is State.PENDING else ""
 
 

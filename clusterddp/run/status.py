@@ -249,6 +249,11 @@ def _judge(
         job = JobState(State.UNKNOWN)
     alive = submission.is_alive if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
+    may_start = submission and (
+        submission.put_back or (submission.end and submission.end.exit_code)
+    )
+    if submission and may_start and not _resumes(run):
+        submission = dataclasses.replace(submission, resumes=False)
     state, detail = judge(submission, report, job, alive, now)
     if state == RUNNING and submission and job and job.state is State.RUNNING:
         state, detail = _seen_alive(run, submission, now) or (state, detail)
@@ -289,6 +294,12 @@ def _seen_alive(run: RunDir, submission: Submission, now: float) -> tuple[str, s
         f"says that job {submission.job_id} runs. End that with 'clusterddp cancel {run.shown}', "
         f"then resume with '{run.resubmission}'"
     )
+
+
+def _resumes(run: RunDir) -> bool:
+    """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
+    attempt = _latest_attempt(run)
+    return attempt is None or restart_policy.gained(attempt) is not None
 
 
 def _is_rehearsed(run: RunDir) -> bool:

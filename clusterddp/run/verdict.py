@@ -422,7 +422,7 @@ def _failed(evidence: _Evidence) -> End | None:
         return None
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
-            why = "the command does not take that signal, so it saved nothing"
+            why = "the command does not take that signal; nobody knows what it had saved before"
             line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
             return End(restart_policy.FAILED, evidence.code, failure, lines=(line,), code=code)
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
@@ -467,7 +467,7 @@ def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
 
 def _remarks(evidence: _Evidence, end: End) -> Iterator[tuple[str, str]]:
     """Yield what a person should know beside the cause, and its code."""
-    if remark := _own_worlds(evidence.outcomes):
+    if remark := _own_worlds(evidence.outcomes) or _never_met(evidence.outcomes):
         yield remark, "CD1226"
     elif end.code == "CD0905" and (remark := _launcher_inside(evidence)):
         yield remark, end.code
@@ -520,6 +520,20 @@ def _own_worlds(outcomes: Sequence[Outcome]) -> str:
         f"the children of {len(worlds)} of {len(outcomes)} tasks formed worlds of their own{by}, "
         f"of {ranks} each: every one of them trained by itself. If one training of all tasks was "
         f"meant, have each start the program {f'without {names[0]}' if names else 'itself'}"
+    )
+
+
+def _never_met(outcomes: Sequence[Outcome]) -> str:
+    """Say that several ranks have ended well and none has met another; else empty."""
+    if len(outcomes) < 2 or any(each.exit_code != 0 or each.told for each in outcomes):
+        return ""
+    if not any(each.rank == 0 and each.met is False for each in outcomes):
+        return ""
+    return (
+        f"none of the {len(outcomes)} ranks has met another, as nobody listened on MASTER_PORT, "
+        "nor rank 0 on another port: each trained by itself. If one training of all was meant, "
+        "call torch.distributed.init_process_group() in each, or give its framework the number of "
+        "nodes and of ranks on each"
     )
 
 

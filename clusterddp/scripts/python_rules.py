@@ -787,6 +787,42 @@ def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
             )
 
 
+# Lightning
+
+
+@rule(
+    "trainer-of-one",
+    "Lightning's Trainer without devices and num_nodes, in several tasks",
+    source="Lightning's documentation, Run on an on-prem cluster; on CPUs seen: each trains by "
+    "itself",
+)
+def trainer_of_one(script: PythonFile) -> Iterator[Found]:
+    if script.steps and all(
+        step.tasks == 1 or (step.nodes == 1 and step.gpus and step.gpus == step.tasks)
+        for step in script.steps
+    ):
+        return
+    nodes = 'int(os.environ["SLURM_NNODES"])'
+    known = f'devices=int(os.environ["SLURM_NTASKS"]) // {nodes}, num_nodes={nodes}'
+    for call in script.calls("Trainer"):
+        given = {each.arg for each in call.keywords}
+        library = script.full_name(call.func).partition(".")[0]
+        if library not in ("lightning", "pytorch_lightning") or given & {
+            *("devices", "num_nodes", "plugins"),
+            None,
+        }:
+            continue
+        before, name, after = script.line(call).partition("Trainer(")
+        after = after.lstrip()
+        yield Found(
+            call.lineno,
+            False,
+            "it takes one node, and the devices that it sees there: on CPUs, or with one GPU for "
+            "each task, each task trains by itself.",
+            f"{before}{name}{known}{'' if after.startswith(')') else ', '}{after}",
+        )
+
+
 # The address
 
 

@@ -47,7 +47,7 @@ def running(pid: int, program: bytes) -> list[int]:
     """The descendants that have become a program."""
     return [
         child.pid
-        for child in worlds._descendants(pid)
+        for child in worlds.descendants(pid)
         if Path(f"/proc/{child.pid}/cmdline").read_bytes().startswith(program)
     ]
 

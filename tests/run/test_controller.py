@@ -132,7 +132,9 @@ def test_the_step_gets_its_port_its_attempt_and_a_nonce(job: Callable[..., Job])
 
 def test_a_port_where_somebody_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def lines(*ports: int) -> str:
-        return "head\n" + "".join(f" 0: 00000000:{p:04X} 00000000:0000 0A more\n" for p in ports)
+        return "head\n" + "".join(
+            f" 0: 00000000:{p:04X} 00000000:0000 0A 0:0 0:0 0 0 0 77 more\n" for p in ports
+        )
 
     for taken in range(3):
         ports = [master_port(7, 0, 3, candidate) for candidate in range(taken)]

@@ -366,6 +366,32 @@ def test_a_python_that_is_named_or_clusterddps_own_is_not_doubted(
     assert last(run, "ended")["remark"] == ""
 
 
+def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> None:
+    """As Lightning's of `Trainer()`: four trainings, each of which ends with exit code 0."""
+    run = command_run(workplace)
+    for rank in range(4):
+        record(run, rank, 0, met=None if rank else False)
+    got = finish(workplace, run, 0)
+    remark = last(run, "ended")["remark"]
+    assert remark.startswith("none of the 4 ranks has met another, as nobody listened on MASTER_PO")
+    assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (0, True)
+    assert f"warning     {remark}\n" in workplace.invoke("status").out
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"met": True}, {"met": None}, {"met": False, "told": {"signal": "SIGTERM", "time": 1.0}}],
+)
+def test_of_ranks_that_met_or_did_not_come_to_it_nothing_is_said(
+    workplace: Workplace, fields: dict[str, Any]
+) -> None:
+    run = command_run(workplace)
+    record(run, 0, 0, **fields)
+    record(run, 1, 0)
+    finish(workplace, run, 0)
+    assert last(run, "ended")["remark"] == ""
+
+
 def test_a_world_of_one_tasks_children_alone_is_nothing_to_name(workplace: Workplace) -> None:
     run = command_run(workplace)
     record(run, 0, 0, own_world={"size": 2, "launcher": ""})
@@ -971,7 +997,7 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
     record(run, 0, 138, signal="SIGUSR1")
     got = finish(workplace, run, 138, REQUEUES)
     assert last(run, "ended")["cause"] == "failed"
-    assert "does not take that signal" in got.out
+    assert "does not take that signal; nobody knows what it had saved before" in got.out
 
 
 def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(

@@ -127,6 +127,11 @@ MAY: dict[str, list[str]] = {
         'os.environ["MASTER_ADDR"] = "localhost"',
         'import socket\nos.environ["MASTER_ADDR"] = socket.gethostname()',
     ],
+    "trainer-of-one": [
+        "import lightning as L\ntrainer = L.Trainer()",
+        "from pytorch_lightning import Trainer\nTrainer(max_epochs=3).fit(model)",
+        f"from lightning.pytorch import Trainer\ntrainer = Trainer(max_epochs=3){NODES}",
+    ],
 }
 
 RIGHT: dict[str, list[str]] = {
@@ -246,6 +251,14 @@ RIGHT: dict[str, list[str]] = {
         'if "MASTER_ADDR" not in os.environ:\n    os.environ["MASTER_ADDR"] = "localhost"',
         'import torch.multiprocessing as mp\nos.environ["MASTER_ADDR"] = "localhost"\n'
         "mp.spawn(main, nprocs=4)",
+    ],
+    "trainer-of-one": [
+        "import lightning as L\ntrainer = L.Trainer(devices=4, num_nodes=2)",
+        "import lightning as L\ntrainer = L.Trainer(**options)",
+        "from transformers import Trainer\ntrainer = Trainer(model=model)",
+        "import lightning as L\ntrainer = L.Trainer()"
+        f"{BESIDE}#SBATCH --gpus-per-node=4\nsrun python train.py",
+        f"import lightning as L\ntrainer = L.Trainer(){NODES}".replace("nodes=2", "nodes=1"),
     ],
 }
 

@@ -114,11 +114,12 @@ def _supervised(
     """Run COMMAND below the small parent that records its outcome."""
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.processes import worlds
+    from clusterddp.processes.meeting import Meeting
     from clusterddp.request import nested_launcher
     from clusterddp.run.attempt import Attempt
     from clusterddp.run.loop_variables import show_loop
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE, TaskRecord, Traces
-    from clusterddp.run.records import OwnWorld
+    from clusterddp.run.records import OwnWorld, TaskError
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker import gpu_use
     from clusterddp.worker.supervise import supervise
@@ -142,12 +143,22 @@ def _supervised(
                 click.echo(f"clusterddp: PATH={environ.get('PATH', '')}", err=True)
             raise
 
+    met: list[Meeting] = []
+
+    def explain(status: int) -> TaskError | None:
+        for meeting in met:
+            meeting.look()
+        return traces.error(status)
+
     def began(pid: int, record: TaskRecord) -> None:
         def found(world: worlds.World) -> None:
             launcher = nested_launcher.find(world.launcher)
             record.found(OwnWorld(world.size, launcher.name if launcher else ""))
 
         worlds.watch(pid, environ, found)
+        port = environ.get("MASTER_PORT", "")
+        if env.rank == 0 and env.world_size > 1 and port.isdecimal():
+            met.append(Meeting(pid, int(port), record.met))
         if attempt is not None:
             gpu_use.watch(Attempt(RunDir(run_dir), attempt).outcomes, env, environ)
 
@@ -157,7 +168,7 @@ def _supervised(
         child,
         attempt=attempt,
         own_log=own_log,
-        explain=traces.error,
+        explain=explain,
         began=began,
         is_command=True,
     )

@@ -74,7 +74,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         ("state", f"{status.state}: {status.summary}"),
         ("job", ", ".join(status.job_ids)),
         ("points", f"{status.counts.get(DONE, 0)} of {len(status.points)} done{throttle}"),
-        ("submitted", _time(status.submitted_time)),
+        ("submitted", formatting.moment(status.submitted_time)),
         ("files", f"{status.directory}-INDEX"),
         ("next", status.next_command),
     ]
@@ -98,7 +98,7 @@ def describe(status: RunStatus) -> str:
     )
     wait = (status.expected_start or 0.0) - time.time()
     starts = formatting.known(
-        ("expected {}", _time(status.expected_start)),
+        ("expected {}", formatting.moment(status.expected_start)),
         ("in {}", formatting.duration(wait) if status.expected_start and wait > 0 else ""),
     )
     lines = [
@@ -112,10 +112,13 @@ def describe(status: RunStatus) -> str:
         ("asked", status.layout),
         ("hosts", formatting.some(status.hosts, 8)),
         ("preflight", status.preflight),
-        ("submitted", _time(status.submitted_time)),
+        ("submitted", formatting.moment(status.submitted_time)),
         ("start", f"{starts}, by Slurm's estimate" if starts else ""),
-        ("started", formatting.known(("{}", _time(status.started_time)), (took, elapsed))),
-        ("ended", _time(status.ended_time)),
+        (
+            "started",
+            formatting.known(("{}", formatting.moment(status.started_time)), (took, elapsed)),
+        ),
+        ("ended", formatting.moment(status.ended_time)),
         ("progress", progress),
     ]
     if status.checkpoint_step is not None:
@@ -134,10 +137,6 @@ def _labelled(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(
         f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines if value
     )
-
-
-def _time(when: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if when else ""
 
 
 def _attempt(status: RunStatus) -> str:

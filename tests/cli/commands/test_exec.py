@@ -174,6 +174,29 @@ def test_a_world_that_the_commands_children_form_is_recorded(tmp_path: Path) -> 
     assert outcome["exit_code"] == 0
 
 
+# Loads what looks like torch, and waits until the parent of rank 0 has seen it.
+LOADS_TORCH = """
+import mmap, pathlib, sys, time
+library, record = map(pathlib.Path, sys.argv[1:])
+library.write_bytes(b"x")
+with library.open("rb") as file:
+    loaded = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+deadline = time.monotonic() + 90
+while not record.exists() or '"met": false' not in record.read_text():
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_0_that_nobody_could_meet_is_recorded(tmp_path: Path) -> None:
+    record = tmp_path / "outcomes/rank-0.json"
+    argv = (sys.executable, "-c", LOADS_TORCH, str(tmp_path / "libtorch.so"), str(record))
+    environ = {**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    done = run_exec("--run-dir", str(tmp_path), "--", *argv, environ=environ)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(record.read_text())["met"] is False
+
+
 def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:
     done = run_exec("--run-dir", str(tmp_path), "--", "no-such-program")
     assert done.returncode == 127

@@ -1,5 +1,6 @@
 """`clusterddp jobs`."""
 
+import dataclasses
 import fcntl
 import json
 import math
@@ -163,6 +164,23 @@ def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
     assert "failed" in rows["c"]  # that word should have passed long ago
 
 
+def test_of_a_command_without_a_loop_nobody_says_that_it_resumes(workplace: Workplace) -> None:
+    """It may begin anew; one that has begun a Loop resumes."""
+    start = {**started("1"), "attempt": 1}
+    end = {**ended("1", 75), "attempt": 1, "cause": "preempted"}
+    again = {"event": "requeued", "job_id": "1", "attempt": 1, "why": "preempted"}
+    for name in ("plain", "loop"):
+        run = workplace.run(name, submitted("1"), start, end, again)
+        spec = dataclasses.replace(run.load_spec(), train=None, command=("python", "train.py"))
+        run.spec.write_text(spec.to_json())
+        (run.attempts / "0001").mkdir(parents=True)
+    (workplace.root / "loop/attempts/0001/attempt.json").write_text('{"step": 0}')
+    workplace.command("squeue", "echo '1|PENDING|Priority'")
+    rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
+    assert " starts again after preemption: Priority" in rows["plain"]
+    assert " resumes after preemption: Priority" in rows["loop"]
+
+
 def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
     workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=FAILURE))
     workplace.run("lost", submitted("2"))
@@ -273,18 +291,20 @@ def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
 
 
 def test_a_job_that_is_held_or_waits_for_another_has_no_start(workplace: Workplace) -> None:
-    """Slurm can still show an estimate that it made before."""
+    """Slurm can still show an estimate that it made before, or shows the earliest time for one."""
     then = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600))
-    reasons = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime")
+    reasons = ("JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime", "Priority")
     for number, reason in enumerate(reasons, 1):
         workplace.run(reason, submitted(str(number)))
-    waits = {"event": "waits", "job_id": "5", "runs": ["a"], "why": "a (failed)", "held": True}
-    workplace.run("waits", submitted("5"), waits)
+    waits = {"event": "waits", "job_id": "6", "runs": ["a"], "why": "a (failed)", "held": True}
+    workplace.run("waits", submitted("6"), waits)
     rows = [f"{n} {n} {then}|PENDING|{reason}|" for n, reason in enumerate([*reasons, ""], 1)]
     workplace.command("squeue", "".join(f"echo '{row}';" for row in rows))
     listed = json.loads(workplace.invoke("jobs", "--json").out)
-    assert [each["name"] for each in listed if each["expected_start"]] == ["BeginTime"]
+    assert [each["name"] for each in listed if each["expected_start"]] == ["Priority"]
     assert "estimate" not in workplace.invoke("status", "JobHeldUser").out
+    earliest = f"BeginTime: not before {then.replace('T', ' ')}"
+    assert earliest in workplace.invoke("status", "BeginTime").out
 
 
 def test_what_lies_ahead_is_shown(workplace: Workplace) -> None:
