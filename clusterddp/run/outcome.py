@@ -560,9 +560,16 @@ def parse_traceback(log: str) -> TaskError | None:
     else:
         # Frames are indented, and the exception is the first line that is not.
         below = lines[headers[-1] + 1 :]
-        candidates = [line for line in below if line and line[0] not in " \t"][:1]
+        first = next((n for n, line in enumerate(below) if line and line[0] not in " \t"), None)
+        candidates = [] if first is None else ["\n".join(_announced(below[first:]))]
     exception = _EXCEPTION.fullmatch(candidates[0]) if candidates else None
     return _error(exception["type"], exception["message"]) if exception else None
+
+
+def _announced(lines: Sequence[str]) -> list[str]:
+    """Return the first line, and those behind it that a colon at the end of each announces."""
+    last = next((n for n, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return [*lines[: last + 1]]
 
 
 def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:

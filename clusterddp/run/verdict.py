@@ -10,7 +10,16 @@ from functools import cached_property
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import bad_nodes, end_codes, events, files, hardware, restart_policy, step_watch
+from clusterddp.run import (
+    bad_nodes,
+    end_codes,
+    events,
+    files,
+    formatting,
+    hardware,
+    restart_policy,
+    step_watch,
+)
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -39,6 +48,11 @@ _FINISHED_OR_TOLD = re.compile(
     r"(?P<finished>`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=.*` reached)"
     r"|Received SIGTERM: \d|Handling auto-requeue signal: \d"
 )
+_NOT_THERE = re.compile(
+    r"FileNotFoundError|NotADirectoryError|[Nn]o such file|not (?:be )?found|does ?n[o']t exist"
+    r"|urlopen|[Dd]ownload|HTTPError|URLError"
+)
+"""Errors of a program that has not found its files, or has then tried to fetch them."""
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -103,6 +117,9 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
     if remark := _own_worlds(evidence.outcomes):
         remarks = "; ".join(filter(None, (end.remark, remark)))
         end = dataclasses.replace(end, lines=(*end.lines, coded(remark, "CD1226")), remark=remarks)
+    if end.cause == restart_policy.FAILED and (remark := _left_paths(evidence, end)):
+        remarks = "; ".join(filter(None, (end.remark, remark)))
+        end = dataclasses.replace(end, lines=(*end.lines, coded(remark, "CD0320")), remark=remarks)
     trouble = evidence.last_word.trouble or trouble
     if not trouble or end.cause == restart_policy.DONE:
         return end
@@ -426,6 +443,21 @@ def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
         return False
     log = of_attempt(attempt.run.path / failure.log, attempt.number)
     return bool(_STEP_ENDED.search(log))
+
+
+def _left_paths(evidence: _Evidence, end: End) -> str:
+    """Name the relative paths that lead elsewhere from the copy of the code, after such an error.
+
+    Empty where the submission has found none, or the error has nothing to do with files.
+    """
+    record = files.read_json(evidence.run.code_record) if end.failure else None
+    leaving = record.get("leaving") if record else None
+    if not (end.failure and isinstance(leaving, list) and leaving):
+        return ""
+    if not _NOT_THERE.search(end.failure.reason):
+        return ""
+    named = formatting.some([str(each) for each in leaving], 3, ", ")
+    return f"a relative path leads elsewhere from the copy of the code, in which it ran: {named}"
 
 
 def _own_worlds(outcomes: Sequence[Outcome]) -> str:
