@@ -12,7 +12,9 @@ def bundle_file() -> str:
     """
     import os.path
 
-    main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not main:
+        return ""
     file = os.path.realpath(os.path.dirname(main))  # noqa: PTH120
     is_own = os.path.basename(file).startswith("clusterddp-")  # noqa: PTH119
     return file if is_own and os.path.isfile(file) else ""  # noqa: PTH113

@@ -21,6 +21,7 @@ import click
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_WRONG_REQUEST,
     ClusterDDPError,
     coded,
     is_debuggers_quit,
@@ -198,8 +199,20 @@ def _run() -> NoReturn:
     except Exception as error:
         if is_debuggers_quit(error):
             sys.exit(EXIT_INTERRUPTED)
+        if isinstance(error, FileNotFoundError) and _folder_is_gone():
+            words = "the current folder was removed. Change to one that is there: cd [CD0512]"
+            click.echo(f"clusterddp: {words}", err=True)
+            sys.exit(EXIT_WRONG_REQUEST)
         raise
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 -- light
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _leave_threads_behind() -> None:

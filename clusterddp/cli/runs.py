@@ -174,7 +174,7 @@ def follow_submitted(
         tree = submission_folder(run) or Path.cwd()
         place = snapshot.place_of_code(run, tree)
         fields |= place
-        words += f"\n  code    {snapshot.described(place, tree)}" if place else ""
+        words += f"\n  code    {snapshot.described(run, place, tree)}" if place else ""
     if not (wait or submission.stop):
         click.echo(json.dumps(fields) if as_json else words)
         return errors.EXIT_DONE

@@ -152,10 +152,10 @@ def follow_sweep(
         words += f"\n  drawn   with --sample-seed {spec.sweep.sample_seed}"
     if sweep.code.is_dir():
         words += (
-            f"\n  code    {sweep.code}, one copy for all points: a relative path that the COMMAND "
-            "writes is the same for all"
+            f"\n  code    {sweep.code_folder}, one copy for all points: a relative path that the "
+            "COMMAND writes is the same for all"
             if spec.command
-            else f"\n  code    {sweep.code}"
+            else f"\n  code    {sweep.code_folder}"
         )
     if not as_json:
         click.echo(words)

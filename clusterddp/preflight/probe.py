@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.preflight import gpus
 from clusterddp.preflight.collector import listen
 from clusterddp.preflight.measurements import Lines, LoadMeasurements, NodeMeasurements, Pair
 
@@ -125,12 +124,20 @@ def quickest_spin(spins: int) -> float:
     return quickest
 
 
+def _check_gpus(granted: int, visible: Sequence[str]) -> tuple[int, str]:
+    try:
+        from clusterddp.preflight import gpus
+    except ImportError as error:  # a Python that was built without libffi has no ctypes
+        return -1, f"no NVML: {error}" if granted else ""
+    return gpus.check(granted, visible)
+
+
 def _measure(
     environ: Mapping[str, str], granted: int, report: Callable[[str], None]
 ) -> NodeMeasurements:
     """Measure this node by itself; report: takes what is looked at next, where it may hang."""
     report("its GPUs")
-    seen, gpu_fault = gpus.check(granted, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
+    seen, gpu_fault = _check_gpus(granted, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
     asked = environ.get("SLURM_MEM_PER_NODE", "")
     disk = environ.get("TMPDIR") or "/tmp"
     report(f"its local disk, {disk}")

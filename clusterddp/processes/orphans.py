@@ -5,19 +5,23 @@ A process that loses its parent becomes a child of the nearest one above it that
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+try:
+    import ctypes
+except ImportError:  # a Python that was built without libffi
+    ctypes = None  # type: ignore[assignment]
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt(*, on: bool = True) -> None:
-    """Let what loses its parent below this process become its child. Linux only."""
-    with contextlib.suppress(OSError, AttributeError):
+    """Let what loses its parent below this process become its child. Linux only, with ctypes."""
+    with contextlib.suppress(OSError, AttributeError):  # the latter of None, too
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 

@@ -1,7 +1,6 @@
 """Signals between processes: held back, passed on, and sent by the kernel when a parent dies."""
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import select
@@ -11,6 +10,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
+
+try:
+    import ctypes
+except ImportError:  # a Python that was built without libffi
+    ctypes = None  # type: ignore[assignment]
 
 _PR_SET_PDEATHSIG = 1
 _STDERR = 2
@@ -123,9 +127,9 @@ def held_back(numbers: Iterable[int]) -> Iterator[None]:
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when `parent`, which has just forked it, is gone.
 
-    Linux only (prctl(2), PR_SET_PDEATHSIG); elsewhere it does nothing.
+    Linux only (prctl(2), PR_SET_PDEATHSIG); elsewhere, and without ctypes, it does nothing.
     """
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):  # the latter of None, too
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it was gone before the kernel was told
         os._exit(128 + signal.SIGKILL)

@@ -59,6 +59,8 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import (
     ATTEMPT_VARIABLE,
+    CODE_OF_VARIABLE,
+    CODE_VARIABLE,
     FULL_PREFLIGHT_VARIABLE,
     NONCE_VARIABLE,
     SPARES_VARIABLE,
@@ -551,6 +553,7 @@ class Controller:
             # Lets the ranks of this attempt recognise each other: torch's store is open to all.
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
+            **self._place_of_code(),
         }
         if self._spec.node_checks == FULL_PREFLIGHT:
             environ[FULL_PREFLIGHT_VARIABLE] = "1"
@@ -583,6 +586,14 @@ class Controller:
             if srun.poll() is None:  # a fault of ours: no verdict stands beside living tasks
                 srun.terminate()
                 srun.wait()
+
+    def _place_of_code(self) -> dict[str, str]:
+        """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
+        folder = os.environ.get("SLURM_SUBMIT_DIR", "")
+        if not (self._run.code.is_dir() and folder):
+            return {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # another job's, from which it came
+        top = self._run.top_of_code(Path(folder))
+        return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
 
     def _await(self, srun: "subprocess.Popen[bytes]") -> int:
         ended, began = _end_of(srun.pid), time.monotonic()

@@ -577,8 +577,10 @@ def parse_traceback(log: str) -> TaskError | None:
 def _exception(lines: Sequence[str], header: int) -> TaskError | None:
     """Parse the exception below a traceback's header."""
     # Frames are indented, and the exception is the first line that is not.
-    below = (lines[at] for at in range(header + 1, len(lines)))
-    exception = _EXCEPTION.fullmatch(next((s for s in below if s and s[0] not in " \t"), ""))
+    below = range(header + 1, len(lines))
+    first = next((at for at in below if lines[at] and lines[at][0] not in " \t"), None)
+    text = "" if first is None else "\n".join(_announced(lines, first))
+    exception = _EXCEPTION.fullmatch(text)
     return _error(exception["type"], exception["message"]) if exception else None
 
 
@@ -597,6 +599,13 @@ def _is_of_launcher(error: TaskError) -> bool:
     name = error.type.rpartition(".")[2]
     of_python = name == "CalledProcessError" and re.search(r"python|torchrun", error.message)
     return name == "ChildFailedError" or bool(of_python)
+
+
+def _announced(lines: Sequence[str], first: int) -> Sequence[str]:
+    """Return a line, and those behind it that a colon at the end of each announces."""
+    behind = range(first, len(lines))
+    last = next((at for at in behind if not lines[at].endswith(":")), len(lines) - 1)
+    return lines[first : last + 1]
 
 
 def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:

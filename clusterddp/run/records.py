@@ -276,8 +276,7 @@ class Outcome:
         if self.hung:
             return f"hung: {self.hung}"
         if self.error:
-            first_line = (self.error.message.strip().splitlines() or [""])[0]
-            return f"{self.error.type}: {first_line}".strip(": ")
+            return f"{self.error.type}: {_said(self.error.message)}".strip(": ")
         if self.signal:
             return f"killed by {self.signal}"
         if self.exit_code is None:
@@ -285,6 +284,13 @@ class Outcome:
         if self.exit_code == 0:
             return "exit code 0 before the others were done"
         return f"exit code {self.exit_code}"
+
+
+def _said(message: str) -> str:
+    """Return the first line of an error, with those behind it that a colon announces."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()] or [""]
+    last = next((n for n, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: last + 1])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ A run is one directory below the output root. What is in it:
                          bytecode lies in __pycache__ (`submission.bundle`)
     code/ code.json      the person's own tree when a command, or a model or dataset of theirs, was
                          submitted, and its digests
+    workdir              leads to the folder of the copy in which the tasks start, where that is not
+                         its top: a git work tree is copied from its top
     logs/job.log         what the batch script and Slurm said
     logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
     attempts/0001/       one start of the run, which alone writes there (see `attempt`):
@@ -96,6 +98,8 @@ class RunDir:
     code = PathIn("code")
     code_record = PathIn("code.json")
     """Digests of the person's tree at submission."""
+    workdir = PathIn("workdir")
+    """Leads to the folder of the copy in which the tasks start, where that is not its top."""
     metrics = PathIn("metrics.jsonl")
     checkpoints = PathIn("checkpoints")
     report = PathIn("report.json")
@@ -116,6 +120,24 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def workdir_name(self) -> str:
+        """Name the folder in which the tasks start, below the top of the copy; empty for that."""
+        try:
+            return os.readlink(self.workdir).partition("/")[2]  # noqa: PTH115 -- which tidies it
+        except OSError:
+            return ""
+
+    @property
+    def code_folder(self) -> Path:
+        """Return the folder of the copy of the code in which the tasks start."""
+        return self.code / self.workdir_name
+
+    def top_of_code(self, folder: Path) -> Path:
+        """Return what was copied for a submission in this folder: itself, or one above it."""
+        depth = len(Path(self.workdir_name).parts)
+        return folder.absolute().parents[depth - 1] if depth else folder.absolute()
 
     @property
     def shown(self) -> str:
@@ -292,6 +314,28 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
         return step, newest.stat().st_mtime
     except (OSError, ValueError):
         return None
+
+
+def where_output_lies(folder: str) -> str:
+    """Say whether what the tasks write to relative paths lies in the folder where they start.
+
+    In a copy of the code, folders that git ignores are links to a person's own.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            links = sorted(
+                f"{entry.name}/"
+                for entry in entries
+                if entry.is_symlink() and entry.is_dir() and not entry.name.startswith(".")
+            )
+    except OSError:
+        links = []
+    own = (
+        f", but for {', '.join(links[:5])}{' …' * (len(links) > 5)}: links to yours"
+        if links
+        else ""
+    )
+    return f"relative output lies there{own}"
 
 
 def run_folders(run: RunDir) -> list[Path]:

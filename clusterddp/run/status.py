@@ -375,7 +375,7 @@ def _works_in(run: RunDir, spec: JobSpec | None) -> str:
         return ""
     if spec.container_workdir:
         return f"{spec.container_workdir} of the container"
-    folder = run.code.absolute() if run.code.is_dir() else submission_folder(run)
+    folder = run.code_folder.absolute() if run.code.is_dir() else submission_folder(run)
     return str(folder or "")
 
 

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.run import bad_nodes, end_codes, events, files, hardware, restart_policy, step_watch
+from clusterddp.run import (
+    bad_nodes,
+    end_codes,
+    events,
+    files,
+    formatting,
+    hardware,
+    restart_policy,
+    step_watch,
+)
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.logs import of_attempt
@@ -44,6 +53,11 @@ _FINISHED_OR_TOLD = re.compile(
 )
 # srun's first line where its step is ended from outside; one that fails by itself is named before.
 _STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
+_NOT_THERE = re.compile(
+    r"FileNotFoundError|NotADirectoryError|[Nn]o such file|not (?:be )?found|does ?n[o']t exist"
+    r"|urlopen|[Dd]ownload|HTTPError|URLError"
+)
+"""Errors of a program that has not found its files, or has then tried to fetch them."""
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -473,6 +487,8 @@ def _remarks(evidence: _Evidence, end: End) -> Iterator[tuple[str, str]]:
         yield remark, end.code
     if end.code == "CD1217" and (remark := _other_python(evidence, end)):
         yield remark, end.code
+    if end.cause == restart_policy.FAILED and (remark := _left_paths(evidence, end)):
+        yield remark, "CD0320"
 
 
 def _launcher_inside(evidence: _Evidence) -> str:
@@ -504,6 +520,21 @@ def _other_python(evidence: _Evidence, end: End) -> str:
         "the environment that has it before you submit, or name its Python, as in "
         f"-- {shlex.join([named, *arguments])}"
     )
+
+
+def _left_paths(evidence: _Evidence, end: End) -> str:
+    """Name the relative paths that lead elsewhere from the copy of the code, after such an error.
+
+    Empty where the submission has found none, or the error has nothing to do with files.
+    """
+    record = files.read_json(evidence.run.code_record) if end.failure else None
+    leaving = record.get("leaving") if record else None
+    if not (end.failure and isinstance(leaving, list) and leaving):
+        return ""
+    if not _NOT_THERE.search(end.failure.reason):
+        return ""
+    named = formatting.some([str(each) for each in leaving], 3, ", ")
+    return f"a relative path leads elsewhere from the copy of the code, in which it ran: {named}"
 
 
 def _own_worlds(outcomes: Sequence[Outcome]) -> str:

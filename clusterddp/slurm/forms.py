@@ -50,6 +50,15 @@ FULL_PREFLIGHT_VARIABLE = "CLUSTERDDP_FULL_PREFLIGHT"
 LOOP_VARIABLE = "CLUSTERDDP_LOOP"
 """Variable by which a COMMAND's loop finds its attempt (`run.loop_variables`)."""
 
+CODE_VARIABLE = "CLUSTERDDP_RUN_CODE"
+"""Variable of the tasks with the run's copy of the code (`processes.armed`)."""
+
+CODE_OF_VARIABLE = "CLUSTERDDP_RUN_CODE_OF"
+"""Variable of the tasks with the folder of which that is a copy."""
+
+ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
+"""Variable of a COMMAND: 0 under --no-arm-stacks."""
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")

@@ -27,8 +27,10 @@ def log_changes(spec: JobSpec, run: RunDir) -> None:
 
     Raises RequestError where the record of the copy cannot be read.
     """
-    tree, recorded = Path.cwd(), snapshot.Snapshot.read(run.code_record)
-    now = snapshot.fingerprint(tree, limit_mb=_limit_mb(recorded), leave_out=no_code(spec, run))
+    tree, recorded = run.top_of_code(Path.cwd()), snapshot.Snapshot.read(run.code_record)
+    left_out, workdir = no_code(spec, run), run.workdir_name
+    limit = _limit_mb(recorded)
+    now = snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
     if now is None:  # it cannot be read, or has become too large
@@ -71,8 +73,8 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
     Yields what differs from the former code, a line each. Raises RequestError where the folder
     cannot be copied; nothing is changed then.
     """
-    tree = Path.cwd()
-    if not runs_code_of(spec, tree):
+    tree = run.top_of_code(Path.cwd())
+    if not runs_code_of(spec, Path.cwd()):
         raise RequestError(
             f"--code new: {run.name} uses no code of {tree}: its tasks run what is "
             "installed. [CD0313]"
@@ -88,7 +90,7 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
         if copied:
             _draft(run).rename(run.code)
         if taken:
-            taken.write(run.code_record)
+            replace(taken, leaving=recorded.leaving if recorded else ()).write(run.code_record)
     except BaseException as error:
         _put_back(run, had_copy, record)
         if isinstance(error, OSError):
@@ -131,13 +133,16 @@ def _take(
 ) -> snapshot.Snapshot | None:
     """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
     tree, left_out, has_copy = Path.cwd(), no_code(spec, run), run.code.is_dir()
+    tree, workdir = run.top_of_code(tree), run.workdir_name
     limit = _limit_mb(recorded) if limit_mb is None else limit_mb
     taken = None
     if has_copy or spec.snapshot is not False:
         needed = has_copy or bool(spec.snapshot)
-        taken = snapshot.try_to_take(tree, _draft(run), limit, left_out, needed=needed)
+        taken = snapshot.try_to_take(
+            tree, _draft(run), limit, left_out, needed=needed, workdir=workdir
+        )
     if taken is None:
-        return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out)
+        return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
     both: list[str] = []
     if recorded and has_copy:
         both = snapshot.carry_over(run.code, recorded, tree, _draft(run), taken)

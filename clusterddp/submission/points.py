@@ -79,6 +79,8 @@ def _fill(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) 
     """Fill a directory; its request comes last, as it makes the directory a run. Raises OSError."""
     for name in shared:
         (point.path / name).symlink_to(Path("..") / sweep.name / name)
+    if sweep.workdir_name:
+        point.workdir.symlink_to(sweep.workdir.readlink())
     # Not synced one by one: the sweep's own request has all of it.
     descriptor = os.open(point.path / ".spec.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:

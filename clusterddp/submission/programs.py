@@ -76,6 +76,12 @@ def check_command(
             + ", or name a file that is there.",
             code="CD0306",
         )
+    if is_own and not spec.modules:
+        from clusterddp.submission import outside
+
+        remark = outside.src_remark(spec.command, folder, outside.pythonpath(spec))
+        if remark:
+            log.warning(coded(remark, "CD0306"))
     if is_own and program and not missing:
         _check_own_program(folder, program, may_be_on_path=bool(spec.modules))
     reads_input = nested_launcher.is_python(program) or PurePath(program).name in _SHELLS

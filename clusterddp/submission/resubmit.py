@@ -140,7 +140,7 @@ def resubmit(
             if remark not in before.remarks:
                 log.warning(coded(remark, "CD0112"))
         script = script_for(run, before, after, terms)
-        own_code = run.code if run.code.is_dir() and not terms.new_code else None
+        own_code = run.code_folder if run.code.is_dir() and not terms.new_code else None
         if after.command != before.command:
             after.refuse_launcher()
             check_command(after, script, folder=own_code, force=terms.force)

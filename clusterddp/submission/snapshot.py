@@ -16,14 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from clusterddp import log
 from clusterddp.errors import RequestError, coded
 from clusterddp.run import events, formatting
 from clusterddp.run.files import load, read_file, write_atomically
-from clusterddp.run.run_dir import RunDir, run_folders
+from clusterddp.run.run_dir import RunDir, run_folders, where_output_lies
 
 LIMIT_MB = 50.0
 """Code is smaller, even with notebooks; more is data or checkpoints that git was not told of."""
@@ -40,6 +40,15 @@ _MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")
 folder of datasets, whatever its name."""
 _OF_A_RUN = ("spec.json", "events.jsonl")
 """Records of a run: below another output root than this one's, it is no code either."""
+_OUTPUTS = re.compile(
+    r"(out|outputs?|checkpoints?|ckpts?|runs?|results?|logs?|lightning_logs|wandb|mlruns|work_dirs"
+    r"|exps?|experiments?|saved?|saves|saved?_models?)([-_.].*)?",
+    re.IGNORECASE,
+)
+"""Folders into which training programs write by habit."""
+_SAVED = re.compile(r"(ckpt|checkpoint|last|epoch|step)\b|(checkpoint|epoch|step|version)[-_=]?\d")
+"""Begin of a checkpoint's name, or of its folder's."""
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".distcp")
 _LARGE_BYTES = 1_000_000
 """Files from here on are linked, the largest first, where all of them are more than the limit."""
 GIT_SECONDS = 60.0
@@ -67,6 +76,8 @@ class Snapshot:
     """The hash of git's HEAD; empty without a commit. The files may differ from it."""
     large: tuple[str, ...] = field(default=(), compare=False)
     """Files that are linked in place of a copy, as with them it would be over its limit."""
+    leaving: tuple[str, ...] = field(default=(), compare=False)
+    """Relative paths of COMMAND and its script that leave the tree (`submission.outside`)."""
 
     def write(self, path: Path) -> None:
         """Write it as a record, in plain ASCII, so that every file name survives."""
@@ -121,21 +132,43 @@ def place_of_code(run: RunDir, tree: Path) -> dict[str, object]:
         files: int | None = Snapshot.read(run.code_record).files
     except RequestError:  # it is submitted; whoever compares the code reports that
         files = None
-    place = (run.code if is_copy else tree).absolute()
+    place = (run.code_folder if is_copy else tree).absolute()
     return {"code": str(place), "code_files": files, "is_copy": is_copy}
 
 
-def described(place: Mapping[str, object], tree: Path) -> str:
+def described(run: RunDir, place: Mapping[str, object], tree: Path) -> str:
     """Word such a place: `/jobs/a/code: a copy of 12 files of /home/me/x; relative output …`."""
     files = place["code_files"]
     count = "the files" if files is None else "1 file" if files == 1 else f"{files:,} files"
     if place["is_copy"]:
-        return f"{place['code']}: a copy of {count} of {tree}; relative output lies there"
+        of = f"a copy of {count} of {run.top_of_code(tree)}"
+        return f"{place['code']}: {of}; {where_output_lies(str(place['code']))}"
     return f"{place['code']} itself, {count}: not copied"
 
 
+def top_of(folder: Path) -> Path:
+    """Return the top of the git work tree in which a folder of code lies, to be copied with it.
+
+    The folder itself without one, where git ignores it, and where the top has the home within.
+    """
+    try:
+        prefix, _ = _git(str(folder), "rev-parse", "--show-prefix")
+        depth = os.fsdecode(prefix).rstrip("\n").count("/")
+        if not depth or not _git_names(str(folder))[0]:
+            return folder
+    except RequestError:  # git gives no answer, which the copy of the folder reports
+        return folder
+    top = folder.parents[depth - 1]
+    return folder if Path.home().is_relative_to(top) else top
+
+
 def take(
-    tree: Path, target: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = ()
+    tree: Path,
+    target: Path,
+    *,
+    limit_mb: float = LIMIT_MB,
+    leave_out: Collection[Path] = (),
+    workdir: str = "",
 ) -> Snapshot:
     """Copy the code in a folder to a new, private folder.
 
@@ -147,11 +180,12 @@ def take(
     limit_mb: most that the files may have together, in 10^6 bytes. Where they have more, large
         files are linked rather than copied, the largest first, until the others keep to it.
     leave_out: absolute paths that are neither copied nor linked, such as the folder of the runs.
+    workdir: folder below the tree in which the code starts, which is code whatever lies in it.
 
     Raises RequestError when the tree is over the limits or a file cannot be read (nothing is
     written then), and when the copy fails, of which nothing is left.
     """
-    plan = _plan(tree, limit_mb, leave_out)
+    plan = _plan(tree, limit_mb, leave_out, workdir)
     links = _links(plan)
     try:
         target.mkdir(mode=0o700)
@@ -167,14 +201,20 @@ def take(
 
 
 def try_to_take(
-    tree: Path, target: Path, limit_mb: float, leave_out: Collection[Path], *, needed: bool
+    tree: Path,
+    target: Path,
+    limit_mb: float,
+    leave_out: Collection[Path],
+    *,
+    needed: bool,
+    workdir: str = "",
 ) -> Snapshot | None:
     """Take a copy, or warn that it cannot be taken; where it is `needed`, raise RequestError.
 
     Warns of files linked for their size too: what is edited there reaches a waiting run.
     """
     try:
-        taken = take(tree, target, limit_mb=limit_mb, leave_out=leave_out)
+        taken = take(tree, target, limit_mb=limit_mb, leave_out=leave_out, workdir=workdir)
     except RequestError as error:
         if needed:
             raise
@@ -187,7 +227,43 @@ def try_to_take(
             f"are. Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what "
             ".gitignore lists is linked without a word. [CD0311]"
         )
+    _warn_of_outputs(taken, tree, Path(target, workdir))
     return taken
+
+
+def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
+    """Warn of outputs of earlier runs that a run from this copy would write over, or resume from.
+
+    folder: that of the copy in which the tasks start.
+    """
+    linked = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_symlink() and path.is_dir() and _OUTPUTS.fullmatch(path.name)
+    ]
+    if linked:
+        names = formatting.some([_shown(f"{path.name}/") for path in linked], 3, ", ")
+        log.warning(
+            f"{names} in the copy of your code: a link to {os.readlink(linked[0])}, as git "  # noqa: PTH115
+            "ignores it. What the run writes there lies there, and other runs write over it. Name "
+            "another folder for each run in COMMAND, or move it away before you submit. [CD0320]"
+        )
+    copied = sorted(filter(_is_checkpoint, taken.digests))
+    if copied:
+        names = formatting.some([_shown(name) for name in copied], 3, ", ")
+        log.warning(
+            f"copied with the code of {tree}: {names}. A program that looks for its last "
+            "checkpoint there resumes from it. If the run is to begin anew, move them away before "
+            "you submit. [CD0320]"
+        )
+
+
+def _is_checkpoint(name: str) -> bool:
+    """Return whether a file seems to be a checkpoint that an earlier run has left."""
+    path = PurePosixPath(name)
+    folders = path.parent.parts
+    in_outputs = any(_OUTPUTS.fullmatch(part) or _SAVED.match(part) for part in folders)
+    return path.suffix in _SUFFIXES and (in_outputs or bool(_SAVED.match(path.name)))
 
 
 def carry_over(
@@ -242,14 +318,18 @@ def carry_over(
 
 
 def fingerprint(
-    tree: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = ()
+    tree: Path,
+    *,
+    limit_mb: float = LIMIT_MB,
+    leave_out: Collection[Path] = (),
+    workdir: str = "",
 ) -> Snapshot | None:
     """Return what `take` would, without a copy.
 
     None when nothing can be compared: the tree is gone, over the limits, or cannot be read.
     """
     try:
-        return _copy(_plan(tree, limit_mb, leave_out), "", {})
+        return _copy(_plan(tree, limit_mb, leave_out, workdir), "", {})
     except RequestError:
         return None
 
@@ -401,13 +481,13 @@ def _digest(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]:
     return digest.hexdigest(), size
 
 
-def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path]) -> Plan:
+def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path], workdir: str) -> Plan:
     """Measure the tree; raises RequestError when it cannot be read or is over a limit."""
     top = os.path.abspath(tree)
     if not tree.is_dir():
         raise RequestError(f"{tree} is no folder: there is no code to copy. [CD0312]")
     left_out = _names_below(top, leave_out)
-    folders = _Folders(top, left_out)
+    folders = _Folders(top, left_out, workdir)
     listed, without_git = _git_names(top)
     if not listed:
         # Nothing at all: the folder is itself ignored by a repository around it, such as a home.
@@ -467,10 +547,10 @@ def _shown(name: str) -> str:
 class _Folders:
     """Folders of a tree that are code, looked up once each: real ones, no environments, no runs."""
 
-    def __init__(self, tree: str, left_out: frozenset[str]) -> None:
+    def __init__(self, tree: str, left_out: frozenset[str], workdir: str) -> None:
         self._tree = tree
         self.left_out = left_out
-        self._known = {"": True}
+        self._known = dict.fromkeys(["", *_parents(workdir), workdir], True)
 
     def is_code(self, name: str) -> bool:
         if name not in self._known:

@@ -3,12 +3,14 @@
 The command and the Python API both submit through here, so that neither can do it differently.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError, coded
 from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
@@ -23,6 +25,9 @@ from clusterddp.slurm.partitions import Question
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import check_folder, make_sure
 from clusterddp.submission.programs import check_command, check_notified, check_pythons
+
+if TYPE_CHECKING:
+    from clusterddp.submission import snapshot
 
 
 def submit(
@@ -218,12 +223,49 @@ def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
     tree, taken = Path.cwd(), None
     if not runs_code_of(spec, tree):
         return
-    from clusterddp.submission import snapshot
+    from clusterddp.submission import outside, snapshot
 
     leave_out = no_code(spec, run)
     if spec.snapshot is not False:
+        taken = _take_work_tree(tree, run, limit_mb, leave_out)
         needed = bool(spec.snapshot)  # it was asked for
-        taken = snapshot.try_to_take(tree, run.code, limit_mb, leave_out, needed=needed)
+        taken = taken or snapshot.try_to_take(tree, run.code, limit_mb, leave_out, needed=needed)
+    if taken:
+        top = run.top_of_code(tree)
+        outside.warn_of_imports(spec, top, tree)
+        leaving = outside.leaving_paths(spec.command, tree, top)
+        if leaving:
+            warning(f"{outside.leaving_remark(leaving, top)} [CD0320]")
+            taken = dataclasses.replace(taken, leaving=tuple(leaving))
     taken = taken or snapshot.fingerprint(tree, leave_out=leave_out)
     if taken:
         taken.write(run.code_record)
+
+
+def _take_work_tree(
+    folder: Path, run: RunDir, limit_mb: float, leave_out: list[Path]
+) -> "snapshot.Snapshot | None":
+    """Copy the git work tree around a folder from its top, so that `../data` leads somewhere.
+
+    None where there is none, or, with a warning, where it is too large.
+    """
+    from clusterddp.submission import snapshot
+
+    top = snapshot.top_of(folder)
+    if top == folder:
+        return None
+    workdir = folder.relative_to(top).as_posix()
+    try:
+        taken = snapshot.try_to_take(
+            top, run.code, limit_mb, leave_out, needed=True, workdir=workdir
+        )
+    except RequestError as error:
+        why = re.split(r"[;.] ", str(error))[0]
+        warning(
+            f"only {folder} is copied, and not all of its git work tree {top}: {why}. Relative "
+            "paths that leave the folder do not lead there in the copy [CD0320]"
+        )
+        return None
+    Path(run.code, workdir).mkdir(parents=True, exist_ok=True)  # of links alone, perhaps
+    run.workdir.symlink_to(f"{run.code.name}/{workdir}")
+    return taken

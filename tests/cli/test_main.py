@@ -43,6 +43,25 @@ def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize(
+    "argv", [["submit", "--dry-run", "--", "true"], ["check", "a.py"], ["status", "a"]]
+)
+def test_a_current_folder_that_was_removed_is_said(argv: list[str], tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    code = f"import os; os.rmdir(os.getcwd()); {COMMAND}"
+    done = command(*argv, code=code, cwd=tmp_path / "gone")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("clusterddp: ")
+
+
+@pytest.mark.parametrize("name", ["batch", "probe", "notify", "exec", "submit"])
+def test_a_python_without_ctypes_starts_each_command(name: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['_ctypes'] = None; {COMMAND}"
+    done = command(name, "--help", code=code, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_output_that_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

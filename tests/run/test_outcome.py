@@ -616,6 +616,8 @@ FRAMES = (
     [
         (f"epoch 1\n{FRAMES}ValueError: boom\n", "ValueError", "boom"),
         (f"{FRAMES}ValueError: boom\nof two lines\nTypeError: no\n", "ValueError", "boom"),
+        (f"{FRAMES}OSError: a:\nTried b, got:\n<urlopen>\nx", "OSError",
+         "a:\nTried b, got:\n<urlopen>"),
         (f"{FRAMES}KeyError: 'a'\n\nDuring handling …:\n\n{FRAMES}OSError: b", "OSError", "b"),
         (f"{FRAMES}AssertionError\n", "AssertionError", ""),
         (f"{FRAMES}torch.OutOfMemoryError: CUDA: x\n", "torch.OutOfMemoryError", "CUDA: x"),
@@ -762,6 +764,8 @@ def test_a_commands_exception_is_recorded(tmp_path: Path) -> None:
          "exit code 4"),
         ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         ("1/0", "ZeroDivisionError: division by zero"),
+        ("raise RuntimeError('Error downloading a.gz:\\nTried b, got:\\n<urlopen error>\\nx')",
+         "RuntimeError: Error downloading a.gz: Tried b, got: <urlopen error>"),
         ("import sys; print('x' * 999999, file=sys.stderr); raise OSError('late')",
          "OSError: late"),
         ("import os; os.abort()", "killed by SIGABRT"),

@@ -1,6 +1,7 @@
 """`clusterddp check`: what will go wrong in an sbatch file or a training script, with the line."""
 
 import json
+from pathlib import Path
 
 import click
 
@@ -9,6 +10,8 @@ from clusterddp.errors import EXIT_DONE, EXIT_FAILED, coded
 from clusterddp.run.formatting import clean, count
 from clusterddp.scripts.check import check_texts, one_device_remarks, read_script
 from clusterddp.scripts.findings import Finding
+from clusterddp.submission.outside import leaving_remark, script_leaves
+from clusterddp.submission.snapshot import top_of
 
 
 @click.command(name="check")
@@ -33,6 +36,11 @@ def command(files: tuple[str, ...], as_json: bool) -> int:
         click.echo(_summary(findings, len(texts)), err=True)
     for remark in one_device_remarks(texts):
         log.warning(coded(clean(remark), "CD1226"))
+    here = Path.cwd()
+    top = top_of(here)
+    for name in texts:
+        if leaving := script_leaves(name, here, top):
+            log.warning(coded(clean(leaving_remark(leaving, top)), "CD0320"))
     return EXIT_FAILED if findings else EXIT_DONE
 
 

@@ -17,7 +17,7 @@ import click
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, own_mig_device, shown_value
-from clusterddp.slurm.forms import ATTEMPT_VARIABLE
+from clusterddp.slurm.forms import ARM_VARIABLE, ATTEMPT_VARIABLE, CODE_VARIABLE
 from clusterddp.version import armed_path
 
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -71,8 +71,10 @@ def command(
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
     environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
-    if arm_stacks and run_dir is not None:  # a person's own srun line has no `clusterddp stacks`
+    if run_dir is not None and (arm_stacks or environ.get(CODE_VARIABLE)):
+        # Not of a person's own srun line, which has no `clusterddp stacks` and no copy of the code.
         environ["PYTHONPATH"] = armed_path(environ.get("PYTHONPATH", ""))
+        environ[ARM_VARIABLE] = str(int(arm_stacks))
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(

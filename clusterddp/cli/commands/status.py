@@ -9,7 +9,7 @@ import click
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run import formatting
-from clusterddp.run.run_dir import SweepDir
+from clusterddp.run.run_dir import SweepDir, where_output_lies
 from clusterddp.run.state import DONE, STOPPED
 from clusterddp.run.status import RunStatus, find_run, statuses
 from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
@@ -128,7 +128,8 @@ def describe(status: RunStatus) -> str:
     lines += [("warning", text) for text in status.warnings]
     lines += [("cleaned", status.cleaned), ("files", status.directory)]
     if status.works_in:
-        lines.append(("works in", f"{status.works_in}; relative output lies there"))
+        output = where_output_lies(status.works_in)
+        lines.append(("works in", f"{status.works_in}; {output}"))
     lines += [("next", status.next_command)]
     return _labelled(lines)
 

@@ -1,7 +1,9 @@
-"""Arms the handler of `clusterddp.processes.stacks` in a COMMAND's Python, as it starts.
+"""Prepares a COMMAND's Python as it starts: imports from the copy of the code, and stacks.
 
-Its folder stands first on a COMMAND's PYTHONPATH, unless --no-arm-stacks forbids it. Any Python may
-run it, 2.7 included: it imports nothing but built-in modules, and what keeps it from arming costs
+Where the path names a folder of which the run has a copy (an editable installation, PYTHONPATH) it
+names the copy then. The handler of `clusterddp.processes.stacks` is armed, unless --no-arm-stacks
+forbids it. The folder of this file stands first on a COMMAND's PYTHONPATH. Any Python may
+run it, 2.7 included: it imports nothing but built-in modules, and what keeps it from its work costs
 the program nothing. A program that takes the signal itself has it: the handler goes then. At last
 the sitecustomize that this one hides has its turn, and the folder leaves sys.path.
 """
@@ -50,13 +52,51 @@ def _arm():
         setattr(_signal, name, giving_way(getattr(_signal, name), position))
 
 
+def _import_the_copy():
+    import os
+
+    copy, tree = os.environ.get("CLUSTERDDP_RUN_CODE"), os.environ.get("CLUSTERDDP_RUN_CODE_OF")
+    if not copy or not tree:
+        return
+    trees = [tree, os.path.realpath(tree)]
+
+    def turned(path):
+        """Return its place in the copy; as it is where the copy has none, or a link to it."""
+        for top in trees:
+            place = copy + path[len(top) :]
+            is_below = path == top or path.startswith(top + "/")
+            if is_below and any(map(os.path.exists, (place, place + ".py"))):
+                real = os.path.realpath(place)
+                if real == copy or real.startswith(copy + "/"):
+                    return place
+        return path
+
+    sys.path[:] = [turned(entry) for entry in sys.path]
+    # What setuptools and hatchling (editables) leave for packages that no entry of the path has.
+    tables = [getattr(finder, "_redirections", None) for finder in sys.meta_path]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__editable__"):
+            tables += [getattr(module, "MAPPING", None), getattr(module, "NAMESPACES", None)]
+    for table in tables:
+        for name, value in list(table.items()) if isinstance(table, dict) else ():
+            many = isinstance(value, (list, tuple))
+            table[name] = [turned(path) for path in value] if many else turned(value)
+
+
 try:
-    _arm()
+    import os
+
+    if os.environ.get("CLUSTERDDP_RUN_STACKS") != "0":
+        _arm()
 except Exception:  # another system, an older Python
     pass
 
 _folder = __file__.rpartition("/")[0]
 sys.path[:] = [entry for entry in sys.path if entry != _folder]
+try:
+    _import_the_copy()
+except Exception:  # a finder of another kind
+    pass
 _own = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize  # noqa: F401 -- the one that this one hides

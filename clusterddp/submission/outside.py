@@ -1,0 +1,190 @@
+"""Names what a COMMAND reads that is not in the run's copy of the code.
+
+Its files are only read, and nothing is started: installed packages are known by the files that
+installers leave, paths by the text of the script.
+"""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from clusterddp import log
+from clusterddp.errors import RequestError
+from clusterddp.request import nested_launcher
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import formatting
+from clusterddp.scripts import check
+from clusterddp.scripts.leaving import levels_up, upward_paths
+from clusterddp.scripts.python_file import PythonFile
+
+_OWN = Path(__file__).parents[2]
+"""Folder of this package, which the run carries."""
+_INSTALLED = ("site-packages", "dist-packages")
+"""Folders of another environment, on which this one stands."""
+
+
+def warn_of_imports(spec: JobSpec, tree: Path, folder: Path) -> None:
+    """Warn of source trees that the tasks import from as they are, beside the copy of `tree`.
+
+    The copy takes the place of what lies in `tree` (`processes.armed`). folder: the one of the
+    submission.
+    """
+    own = Path(os.path.realpath(tree))
+    folders = [path for path in _sources(spec, folder) if not path.is_relative_to(own)]
+    if folders:
+        named = formatting.some([shlex.quote(str(path)) for path in folders], 3, ", ")
+        log.warning(
+            f"the tasks import from {named} as it is when they start: it lies outside {tree}, of "
+            "which alone a copy is taken. To keep it too, install it without -e, or submit from a "
+            "folder that holds both. [CD0320]"
+        )
+    script = nested_launcher.started(spec.command)[1] if spec.command else ""
+    if script.startswith("/") and Path(os.path.realpath(script)).is_relative_to(own):
+        log.warning(
+            f"COMMAND names {shlex.quote(script)} itself, and not the copy of it. Type it relative "
+            "to this folder to run the copy. [CD0320]"
+        )
+
+
+def leaving_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]:
+    """Name the relative paths of a COMMAND, and of the script that it starts, that leave a tree.
+
+    From a copy of the tree they lead elsewhere. folder: the one in which it starts, in the tree.
+    """
+    depth = len(folder.relative_to(tree).parts)
+    found = []
+    for word in command:
+        path = word.partition("=")[2] if word.startswith("-") and "=" in word else word
+        if levels_up(path) > depth:
+            found.append(f"{shlex.quote(path)} of COMMAND")
+    program, file = nested_launcher.started(command)
+    module = nested_launcher.module_of(command)
+    name = file or (f"{module.replace('.', '/')}.py" if module else program)
+    return [*found, *script_leaves(name, folder, tree)]
+
+
+def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
+    """Name the relative paths of a Python script that leave a tree; none of any other file.
+
+    folder: the one in which it starts, in the tree.
+    """
+    path = Path(os.path.realpath(folder / name))
+    if path.suffix != ".py" or not path.is_relative_to(tree):
+        return []
+    try:
+        script = PythonFile(name, check.read_script(str(path)))
+    except (RequestError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # the task that starts it reports that
+    depth = len(folder.relative_to(tree).parts)
+    own_depth = len(path.parent.relative_to(_real(tree)).parts)
+    return [
+        f"{each.typed} ({name}, line {each.line})"
+        for each in upward_paths(script)
+        if each.levels > (own_depth if each.of_script else depth)
+    ]
+
+
+def leaving_remark(paths: Sequence[str], tree: Path) -> str:
+    """Say that these paths leave a tree of which the tasks run a copy."""
+    named = formatting.some(paths, 3, ", ")
+    return (
+        f"{named}: a relative path that leaves {tree}. The tasks run a copy of that, from where it "
+        "leads elsewhere. Type it in full, submit from a folder (or a git work tree) that holds "
+        "what it leads to, or use --no-snapshot."
+    )
+
+
+def src_remark(command: Sequence[str], folder: Path, pythonpath: str | None) -> str:
+    """Say what a `python -m pkg.train` needs whose package lies below src/; empty where nothing.
+
+    pythonpath: the one of the tasks.
+    """
+    package = nested_launcher.module_of(command).partition(".")[0]
+    if not package or not _has(folder / "src", package):
+        return ""
+    entries = [folder / part for part in (pythonpath or "").split(":")]  # empty: the folder itself
+    sites = list(_site_packages(command))
+    entries += [*sites, *(path for site in sites for path in _named_in(site))]
+    if any(_has(entry, package) for entry in (folder, *entries)):
+        return ""
+    if any(folder.is_relative_to(tree) for site in sites for tree in _editable(site)):
+        return ""
+    value = shlex.quote(f"src:{pythonpath}" if pythonpath else "src")
+    return (
+        f"COMMAND: there is no module {package} in {folder} or in its Python; it lies in src/. Add "
+        f"--env PYTHONPATH={value}, or install it: pip install -e ."
+    )
+
+
+def pythonpath(spec: JobSpec) -> str | None:
+    """Return the PYTHONPATH with which the tasks start."""
+    return dict(spec.environment).get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+
+
+def _has(folder: Path, package: str) -> bool:
+    try:
+        is_there = (folder / package).is_dir() or (folder / f"{package}.py").is_file()
+        return is_there or any(folder.glob(f"{package}.*.so"))
+    except OSError:
+        return False
+
+
+def _sources(spec: JobSpec, folder: Path) -> list[Path]:
+    """List the folders of source code, with links resolved, that the tasks' Python imports from."""
+    command = spec.command or (spec.python,)
+    found = [folder / part for part in (pythonpath(spec) or "").split(":") if part]
+    # Modules of a site put their folders on it, too.
+    found = [path for path in found if os.access(path, os.W_OK) and path.is_dir()]
+    for site in _site_packages(command):
+        inside = Path(os.path.realpath(site))
+        named = [*_named_in(site), *_editable(site)]
+        found += [path for path in named if not _real(path).is_relative_to(inside.parent)]
+    real = dict.fromkeys(map(_real, found))
+    return [
+        path
+        for path in real
+        if path.is_dir() and path not in (_OWN, _real(folder)) and path.name not in _INSTALLED
+    ]
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _site_packages(command: Sequence[str]) -> Iterator[Path]:
+    """Yield the folders of packages of the environment that the command's program lies in."""
+    program = shutil.which(nested_launcher.started(command)[0] or "")
+    if program:
+        prefix = Path(os.path.abspath(program)).parents[1]
+        yield from sorted(prefix.glob("lib/python3*/site-packages"))
+
+
+def _named_in(site: Path) -> Iterator[Path]:
+    """Yield the folders that .pth files put on the path (Python's site)."""
+    for file in sorted(site.glob("*.pth")):
+        for line in _lines(file):
+            path = line.strip()
+            if path and not path.startswith(("#", "import ", "import\t")):
+                yield site / path
+
+
+def _editable(site: Path) -> Iterator[Path]:
+    """Yield the source trees of what is installed editable (PEP 610)."""
+    for file in sorted(site.glob("*.dist-info/direct_url.json")):
+        try:
+            origin = json.loads("\n".join(_lines(file)))
+            if origin["dir_info"]["editable"]:
+                yield Path(unquote(urlsplit(origin["url"]).path))
+        except (ValueError, KeyError, TypeError):
+            continue  # it came from elsewhere, or is damaged
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
