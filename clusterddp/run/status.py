@@ -256,7 +256,7 @@ def _judge(
         submission = dataclasses.replace(submission, resumes=False)
     state, detail = judge(submission, report, job, alive, now)
     if state == RUNNING and submission and job and job.state is State.RUNNING:
-        state, detail = _seen_alive(run, submission, now) or (state, detail)
+        state, detail = _lost(run, submission, now) or (state, detail)
     if state == CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
     elif state == CREATED and _is_rehearsed(run):
@@ -274,8 +274,8 @@ def _is_stuck(state: str, job: JobState | None) -> bool:
     return never_starts or (state == UNKNOWN and job.state is State.RUNNING)
 
 
-def _seen_alive(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | None:
-    """Return the state of a run whose batch controller has shown no life for long; None of others.
+def _lost(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | None:
+    """Return the state of a run whose batch controller was lost, and the reason; None of others.
 
     Slurm shows a job as running whose script was lost with all of its host's processes, where its
     slurmd was back at once.

@@ -198,6 +198,7 @@ def _resume_by_hand(run: Run) -> None:
     run.wait(lambda: run.status()["detail"].startswith("lost: "), told, _PATIENCE)
     _type(run, "cancel")
     run.wait_over(_PATIENCE)
+    (run.trial.folder / f"slurm-{run.job_id}.out").unlink()  # left where a job gave no verdict
     _type(run, "resubmit")
 
 
