@@ -506,13 +506,16 @@ def _launcher_inside(evidence: _Evidence) -> str:
 
 
 def _other_python(evidence: _Evidence, end: End) -> str:
-    """Say that COMMAND's Python is the first on the PATH, and not that of clusterddp itself."""
+    """Say that COMMAND's Python is the first on the PATH, of no environment that is activated."""
     spec, reason = evidence.spec, end.failure.reason if end.failure else ""
     missing = re.search(r"No module named '?([\w.]+)", reason)
     if spec is None or not spec.command or not missing or spec.container_image:
         return ""
     program, *arguments = spec.command
-    if not re.fullmatch(r"python[0-9.]*", program) or shutil.which(program) == spec.python:
+    found = shutil.which(program) or ""
+    activated = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
+    is_meant = found == spec.python or any(a and Path(found).is_relative_to(a) for a in activated)
+    if is_meant or not re.fullmatch(r"python[0-9.]*", program):
         return ""
     named = spec.python if "/" in spec.python else "ENVIRONMENT/bin/python"
     return (

@@ -354,13 +354,23 @@ def test_a_python_of_another_environment_is_named_where_it_lacks_a_module(
     assert last(run, "ended")["remark"] == remark
 
 
-@pytest.mark.parametrize("command", [(sys.executable, "t.py"), ("python", "t.py")])
-def test_a_python_that_is_named_or_clusterddps_own_is_not_doubted(
-    workplace: Workplace, command: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("command", "activated", "own"),
+    [
+        ((sys.executable, "t.py"), "", ""),
+        (("python", "t.py"), "", "bin/python"),
+        (("python", "t.py"), "VIRTUAL_ENV", ""),
+        (("python", "t.py"), "CONDA_PREFIX", ""),
+    ],
+)
+def test_a_python_that_is_named_or_of_an_activated_environment_is_not_doubted(
+    workplace: Workplace, command: tuple[str, ...], activated: str, own: str
 ) -> None:
     workplace.command("python", "exit 0")
-    own = str(workplace.folder / "bin" / "python")
-    run = command_run(workplace, command=command, python=own)
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        is_set = name == activated
+        workplace.monkeypatch.setenv(name, str(workplace.folder) if is_set else "")
+    run = command_run(workplace, command=command, python=str(workplace.folder / own))
     record(run, 0, 1, error=NO_TORCH)
     assert "on the PATH" not in finish(workplace, run, 1).out
     assert last(run, "ended")["remark"] == ""
