@@ -507,7 +507,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
             raise SlurmError(
                 "submitit's pickled task belongs to the job that it was made for [CD0305]"
             )
-        script = run.script.read_text()
+        script = run.script.read_text("utf-8")
         # A point's script is that of all points, or one of its own, which is no array's.
         is_own = spec.point and not is_array(script)
         index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")
