@@ -443,6 +443,12 @@ def read(path: Path, *, shards: bool = True) -> bytes:
             "Resume from an older checkpoint of the run.",
         )
     written = _format(data)
+    if written is None:
+        raise UnusableError(
+            "unreadable",
+            f"the checkpoint {path} is damaged, and was when its SHA-256 was taken: it names no "
+            "format. Resume from an older checkpoint of the run.",
+        )
     if written not in _READABLE:
         raise UnusableError(
             f"format {written}",

@@ -155,7 +155,7 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
 def main() -> None:
     """Run the script of a run directory to its end; exits as the script does."""
     run = RunDir(Path(sys.argv[1]))
-    script = run.script.read_text()
+    script = run.script.read_text("utf-8")
     limit = Limit.of(script)
     job = _Job(run, limit)  # ahead of the folder, which would outlive a signal
     _remove_abandoned_folders()

@@ -38,6 +38,7 @@ from clusterddp.slurm import client as slurm
 from clusterddp.slurm import partitions
 from clusterddp.slurm.client import Ending, ending, requeued_after_grace, sbatch
 from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.states import State
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -325,6 +326,7 @@ def _make_attempt(
                 f"Resume with: {run.resubmission} [CD1222]"
             )
         attempts.await_silence(run, job_id, patience)
+        _await_other_job(run, job_id, patience)
         attempt = attempts.begin(run)
         attempt.set_room_aside()
         logs.divide(attempt, job_id)
@@ -336,6 +338,40 @@ def _make_attempt(
             f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
             "the folder back its write permission. [CD0504]"
         ) from None
+
+
+def _await_other_job(run: RunDir, job_id: str, patience: float) -> None:
+    """Wait while another job runs the latest attempt of a COMMAND, which shows no sign of life.
+
+    Slurm is asked, where nobody has recorded that attempt's end. Raises NotStarted after `patience`
+    seconds.
+    """
+    deadline, announced = time.monotonic() + patience, False
+    while start := _unended_start(run):
+        name = start.array_element or start.job_id
+        state = slurm.query([name])[name].state if start.job_id != job_id else State.UNKNOWN
+        if state not in (State.RUNNING, State.SUSPENDED) or is_rehearsal(os.environ):
+            return
+        who = f"attempt {start.attempt} of {run.name} still runs as job {name} on {start.nodelist}"
+        if time.monotonic() > deadline:
+            raise NotStarted(
+                f"{who}, and has for {patience:g} s. Two jobs cannot write one run: cancel "
+                "one of them."
+            )
+        if not announced:
+            log.info(f"{who}; waiting up to {patience:g} s for it to end")
+            announced = True
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _unended_start(run: RunDir) -> events.Started | None:
+    """Return the start of the latest attempt, if it has recorded neither an end nor its ranks."""
+    history = events.read(run.events)
+    starts = [e for e in history if isinstance(e, events.Started) and e.attempt is not None]
+    if not starts or Attempt(run, starts[-1].attempt or 0).read_record():
+        return None
+    ends = (e.attempt for e in history if isinstance(e, events.Ended))
+    return None if starts[-1].attempt in ends else starts[-1]
 
 
 class _Withdrawn(NotStarted):
@@ -471,7 +507,7 @@ def _in_place_of(run: RunDir, attempt: Attempt, job_id: str, why: str) -> None:
             raise SlurmError(
                 "submitit's pickled task belongs to the job that it was made for [CD0305]"
             )
-        script = run.script.read_text()
+        script = run.script.read_text("utf-8")
         # A point's script is that of all points, or one of its own, which is no array's.
         is_own = spec.point and not is_array(script)
         index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")

@@ -130,7 +130,7 @@ def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
 
     job_id: as Slurm's commands take it, 89_0 of an array's element; several with colons.
     """
-    script = run.notice_script.read_text()
+    script = run.notice_script.read_text("utf-8")
     own = slurm.sbatch(
         script, os.environ, comment=comment_of(spec), dependency=f"afterany:{job_id}"
     )

@@ -234,7 +234,7 @@ def run_status(
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
         if _is_stuck(state, job)
-        else _next_command(run, state, failure, submission, bool(checkpoint)),
+        else _next_command(run, state, failure, submission, bool(checkpoint), job),
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
@@ -565,6 +565,7 @@ def _next_command(
     failure: Failure | None,
     submission: Submission | None,
     has_checkpoint: bool,
+    job: JobState | None,
 ) -> str:
     if state == CREATED:
         if run.array_index:
@@ -586,7 +587,7 @@ def _next_command(
     if state == CANCELLED and is_silent:
         # It never started: there is nothing to read. One on this workstation was in no queue.
         return "" if submission.is_local else again
-    if state in (QUEUED, RUNNING):
+    if state in (QUEUED, RUNNING) or (state == UNKNOWN and job and job.problem):
         return f"clusterddp logs -f {run.shown}"
     # Without a verdict of the script on its attempt there is little to read.
     end = submission.end or Ended()

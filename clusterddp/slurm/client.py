@@ -186,16 +186,22 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     """Return the id of a job that was queued without an answer; SlurmError when unknown."""
     # %V is local time; two minutes of grace for a slurmctld whose clock is behind ours.
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started - 120))
+    seen = f"Slurm shows no job with the comment {comment!r}"
+    if not comment:
+        seen = "The job has no comment to look for"
     for pause in LOOKUP_PAUSES_SECONDS if comment else ():
         time.sleep(pause)  # slurmctld may still be working on the submission
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
-        rows = [line.split("|", 2) for line in output_of(argv, environ).splitlines()]
+        try:
+            answer = ask(argv, environ)
+        except SlurmError:  # slurmctld is away, as each further look would find after 9 s
+            seen = "squeue does not reach Slurm either"
+            break
+        rows = [line.split("|", 2) for line in answer.stdout.splitlines()]
         ids = [row[0] for row in rows if len(row) == 3 and row[1] >= since and row[2] == comment]
         numbers = [int(re.sub(r"\D.*", "", job_id) or 0) for job_id in ids]  # 89 of 89_[0-3]
         if numbers:
             return str(max(numbers))
-    named = f"Slurm shows no job with the comment {comment!r}"
-    seen = named if comment else "The job has no comment to look for"
     raise SlurmError(
         f"{problem}. {seen}, so it is not known whether it was queued. Before you submit again, "
         "look with: squeue --me -t all -o '%i %T %V %k' [CD0404]"

@@ -191,7 +191,7 @@ def environment_of(
                 "--env", f" {name}: is not set here; set it, or use --env {name}=VALUE."
             )
         values.pop(name, None)
-        values[name] = value if equals else None
+        values[name] = _as_utf8(value) if equals else None
     environment = tuple((name, value) for name, value in values.items() if value is not None)
     passed = tuple(name for name, value in values.items() if value is None)
     if passed:
@@ -206,6 +206,14 @@ def environment_of(
                     f"be passed by name. Use --env {name}=VALUE.",
                 )
     return environment, passed
+
+
+def _as_utf8(value: str) -> str:
+    """Return a typed text as UTF-8, whatever the locale had Python take its bytes for."""
+    try:
+        return os.fsencode(value).decode()
+    except UnicodeError:
+        return value  # which is refused, unless it comes from a file
 
 
 def directives_of(

@@ -439,7 +439,7 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
 def _recorded_script(run: RunDir) -> str:
     """Return the script that was sent last; raises RequestError when it cannot be read."""
     try:
-        return run.script.read_text()
+        return run.script.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{run.script} cannot be read: {error}. [CD0505]") from None
 

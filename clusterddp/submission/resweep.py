@@ -147,7 +147,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
 def _has_own_script(sweep: SweepDir, index: int) -> bool:
     """Return whether a point was submitted with other options; else its script is the sweep's."""
     script = sweep.element(index).script
-    return script.is_file() and not script.is_symlink() and not is_array(script.read_text())
+    return script.is_file() and not script.is_symlink() and not is_array(script.read_text("utf-8"))
 
 
 def _check(spec: JobSpec, count: int) -> None:

@@ -71,6 +71,11 @@ def _replace_archive(path: Path) -> None:
     rehash(path)
 
 
+def _cut_early(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+    rehash(path)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (_flip, "SHA-256 differs"),
     "torn": (lambda path: path.write_bytes(path.read_bytes()[:1000]), "cut off"),
@@ -90,6 +95,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.symlink_to(path.rename(path.with_name("elsewhere.pt"))),
         "a link",
     ),
+    "cut off ahead of its checksum": (_cut_early, "unreadable"),
     "another format": (lambda path: make(path.parent, step_of(path), 99), "format 99"),
 }
 """Name to what does the damage, and how the reason begins."""

@@ -220,6 +220,15 @@ def test_a_submission_that_is_not_found_is_called_unknown(
     assert len([call for call in calls(tmp_path) if call.startswith("squeue")]) == 2
 
 
+def test_a_slurmctld_that_is_away_is_asked_once_for_the_job_and_that_is_said(
+    fake: Fake, tmp_path: Path
+) -> None:
+    away = "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    with pytest.raises(SlurmError, match=r"squeue does not reach Slurm either, so it is not known"):
+        sbatch(SCRIPT, fake(sbatch=away, squeue=DOWN), comment=COMMENT)
+    assert len([call for call in calls(tmp_path) if call.startswith("squeue")]) == 1
+
+
 def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clusterddp.slurm.client.SBATCH_SECONDS", 0.3)
     environ = fake(sbatch="exec /bin/sleep 100", squeue="exit 1")

@@ -12,6 +12,7 @@ import pytest
 
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
+from tests.checkpoints.made_checkpoints import attempt
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event
 
@@ -150,6 +151,15 @@ def test_a_job_that_slurm_has_forgotten_is_unknown(workplace: Workplace) -> None
     got = workplace.invoke("status")
     assert got.code == 0
     assert "state       unknown: Slurm no longer knows the job" in got.out
+
+
+def test_where_slurm_does_not_answer_no_second_start_is_proposed(workplace: Workplace) -> None:
+    run = workplace.run("alive", submitted("1"), {**started("1"), "attempt": 1})
+    attempt(run, 1, 40)
+    workplace.command("squeue", "echo 'error: Unable to contact slurm controller' >&2; exit 1")
+    got = workplace.invoke("status", "alive")
+    assert "state       unknown: Slurm could not be asked" in got.out
+    assert "next        clusterddp logs -f alive\n" in got.out
 
 
 @pytest.mark.parametrize("text", ["one", "71", "jobs/one", "./jobs/one/", None])

@@ -760,3 +760,12 @@ def test_sbatchs_usual_forms_are_taken() -> None:
 )
 def test_sbatchs_other_forms_are_answered_with_ours(typed: list[str], ours: str) -> None:
     assert ours in refusal(*typed)
+
+
+def test_utf_8_is_taken_in_a_locale_that_has_none(elsewhere: Path) -> None:
+    argv = [sys.executable, "-m", "clusterddp", "submit", "--dry-run", "--env", "X=café"]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [*argv, "--", "/bin/true"], env={**os.environ, **locale}, capture_output=True, check=True
+    )
+    assert "export X='café'\n" in done.stdout.decode()
