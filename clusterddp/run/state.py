@@ -52,6 +52,7 @@ _AFTER = {
     restart_policy.TIME_LIMIT: "the time limit",
     restart_policy.SIGNAL: "a signal",
     restart_policy.PREEMPTED: "preemption",
+    restart_policy.SUSPENDED: "a suspension",
     restart_policy.FAILED: "a failure",
     restart_policy.REQUEUED: "a requeue by Slurm",
 }
