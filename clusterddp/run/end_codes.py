@@ -21,6 +21,7 @@ OF_CAUSE = {
     restart_policy.PREEMPTED: "CD1206",
     restart_policy.REQUEUED: "CD1207",
     restart_policy.SIGNAL: "CD1208",
+    restart_policy.SUSPENDED: "CD1230",
     restart_policy.PREFLIGHT: "CD1301",
     restart_policy.NOT_DUE: "CD1106",
 }

@@ -371,6 +371,10 @@ class TaskRecord:
         self._told_to_end = number not in _SAVING
         self._fields["told"] = {"signal": signal_name(number), "time": round(time.time(), 3)}
 
+    def continued(self) -> None:
+        """Note that the task goes on after a stop."""
+        self._fields["continued"] = round(time.time(), 3)
+
     @property
     def is_told(self) -> bool:
         """Return whether a signal has been noted."""

@@ -235,6 +235,8 @@ class Outcome:
     """World that its children formed by themselves."""
     told: Told | None = None
     """Signal that told it to save or to end; None where none came, or it ignores them."""
+    continued: float | None = None
+    """Time at which it last went on after it was stopped, as by `scontrol suspend`."""
     met: bool | None = None
     """Of rank 0 of a COMMAND with torch: whether it, or somebody on MASTER_PORT, has listened for
     other ranks; None where nobody has looked."""

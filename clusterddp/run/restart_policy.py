@@ -24,6 +24,8 @@ PREEMPTED = "preempted"
 REQUEUED = "requeued"
 """Slurm has put the job back by itself: preemption, a lost node, `scontrol requeue`."""
 NODE_LOST = "node lost"
+SUSPENDED = "suspended"
+"""Slurm suspended the job for longer than the ranks wait for each other, so they broke off."""
 PREFLIGHT = "preflight"
 """A node has failed its checks ahead of the tasks, which were not started."""
 SUPERSEDED = "superseded"
@@ -40,8 +42,8 @@ _TOLD_AGAIN = (
     "whether they saved"
 )
 
-_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST, PREFLIGHT)
-_NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, PREFLIGHT, SUPERSEDED)
+_GOES_ON = (SIGNAL, TIME_LIMIT, PREEMPTED, NODE_LOST, SUSPENDED, PREFLIGHT)
+_NOT_COUNTED = (PREEMPTED, REQUEUED, NODE_LOST, SUSPENDED, PREFLIGHT, SUPERSEDED)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ _AFTER = {
     restart_policy.TIME_LIMIT: "the time limit",
     restart_policy.SIGNAL: "a signal",
     restart_policy.PREEMPTED: "preemption",
+    restart_policy.SUSPENDED: "a suspension",
     restart_policy.FAILED: "a failure",
     restart_policy.REQUEUED: "a requeue by Slurm",
 }
@@ -126,6 +127,7 @@ class Submission:
     """Reason for which it could not be put back."""
     stop_asked: bool = False
     """True where `clusterddp stop` asked the latest attempt to save and leave."""
+    stop_asked_time: float | None = None
     resumes: bool = True
     """False of a COMMAND without a Loop: nobody knows whether its next start begins anew."""
 
@@ -209,7 +211,7 @@ def _after(before: Submission, event: Event) -> Submission:
         before = replace(before, start=event, end=None, stop_asked=False)
         return replace(before, put_back="", put_back_time=None, requeue_error="")
     if isinstance(event, StopAsked | StopFailed):
-        return replace(before, stop_asked=isinstance(event, StopAsked))
+        return replace(before, stop_asked=isinstance(event, StopAsked), stop_asked_time=event.time)
     if isinstance(event, CancelAsked | CancelFailed):
         return replace(before, cancelled=isinstance(event, CancelAsked))
     if _is_late(event, before):

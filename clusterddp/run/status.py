@@ -51,6 +51,8 @@ from clusterddp.slurm.states import JobState, State
 T = TypeVar("T")
 
 _METRICS_BYTES = 65536
+_LEAVES_WITHIN_SECONDS = 60.0
+"""Time after `clusterddp stop` from which on a run that has not left needs somebody to look."""
 _NOT_PRINTED = ("failed_rank", "is_forgotten")
 _LOST_SECONDS = 60.0
 """Time beyond SlurmdTimeout after which a silent batch controller is taken for lost."""
@@ -182,6 +184,12 @@ def run_status(
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
+    is_stuck = state == RUNNING and _ignores_stop(submission, now)
+    if is_stuck:
+        detail += (
+            " more than a minute ago, and still at work: 'clusterddp stacks "
+            f"{run.shown}' shows where its ranks are, 'clusterddp cancel {run.shown}' ends it now"
+        )
     figures, lines = report or Report(), _last_lines(run.metrics)
     latest = _summed_up(lines)
     done = progress(_latest_attempt(run), lines)
@@ -233,7 +241,9 @@ def run_status(
         directory=str(run.path),
         works_in=_works_in(run, spec),
         next_command=f"clusterddp cancel {run.shown}"
-        if _is_stuck(state, job)
+        if _needs_cancel(state, job)
+        else f"clusterddp stacks {run.shown}"
+        if is_stuck
         else _next_command(run, state, failure, submission, bool(checkpoint), job),
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
@@ -266,8 +276,8 @@ def _judge(
     return state, detail, job, report
 
 
-def _is_stuck(state: str, job: JobState | None) -> bool:
-    """Return whether the job never starts, or runs without its script."""
+def _needs_cancel(state: str, job: JobState | None) -> bool:
+    """Return whether the job never starts, or runs without its script: a person has to end it."""
     if job is None:
         return False
     never_starts = state == QUEUED and job.reason in NEVER_STARTS
@@ -294,6 +304,13 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | 
         f"says that job {submission.job_id} runs. End that with 'clusterddp cancel {run.shown}', "
         f"then resume with '{run.resubmission}'"
     )
+
+
+def _ignores_stop(submission: Submission | None, now: float) -> bool:
+    """Return whether the ranks have been at work for long since a person asked them to leave."""
+    if submission is None or submission.end or not submission.stop_asked:
+        return False
+    return now - (submission.stop_asked_time or now) > _LEAVES_WITHIN_SECONDS
 
 
 def _resumes(run: RunDir) -> bool:

@@ -58,6 +58,8 @@ _NOT_THERE = re.compile(
     r"|urlopen|[Dd]ownload|HTTPError|URLError"
 )
 """Errors of a program that has not found its files, or has then tried to fetch them."""
+_BREAKS_OFF_SECONDS = 60.0
+"""Time after a suspension in which ranks that have waited for too long by then break off."""
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -108,6 +110,7 @@ def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: 
         or _step_cancelled(evidence)
         or _killed(evidence)
         or _signalled(evidence)
+        or _suspended(evidence)
         or _failed(evidence)
         or _unexplained(evidence)
     )
@@ -428,6 +431,26 @@ def _signalled(evidence: _Evidence) -> End | None:
         how = f"{evidence.told}, at which the command left with exit code 0"
     code = end_codes.TOLD if evidence.told else ""
     return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how, code=code)
+
+
+def _suspended(evidence: _Evidence) -> End | None:
+    """Judge ranks that lost each other as they went on: the time of a stop counts as waited."""
+    failed = [each for each in evidence.outcomes if each.failed]
+    lost = [each for each in failed if each.peer_lost]
+    went_on = {each.rank: each.continued for each in evidence.outcomes if each.continued}
+    # Of a single rank that somebody stopped, the others have waited in earnest.
+    if len(went_on) < 2 or not all(each in lost or each.signal == "SIGTERM" for each in failed):
+        return None
+    gone_on = max(went_on.values())
+    if not any((each.ended or 0.0) - gone_on < _BREAKS_OFF_SECONDS for each in lost):
+        return None
+    line = f"suspended for longer than the ranks wait for each other; {evidence.was_saved}"
+    return End(
+        restart_policy.SUSPENDED,
+        evidence.code or EXIT_FAILED,
+        saved=bool(gained(evidence.attempt)),
+        lines=(line,),
+    )
 
 
 def _failed(evidence: _Evidence) -> End | None:

@@ -117,7 +117,7 @@ def supervise(
         if began:
             began(pid, record)
         status = record.ended(
-            _await_end(pid, env, record if is_command and not forwards else None),
+            _await_end(pid, env, record, waits_for_signal=is_command and not forwards),
             lambda status: _read_report(report_reader) or explain(status),
         )
         code = os.waitstatus_to_exitcode(status)
@@ -160,10 +160,10 @@ def forwards_signals(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
-def _await_end(pid: int, env: DistEnv, record: TaskRecord | None) -> int:
+def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: bool) -> int:
     """Wait for the child, and return its status; log when somebody stops it, as it cannot.
 
-    record: takes a signal that comes shortly after an end with exit code 0; None for no wait.
+    waits_for_signal: `record` takes a signal that comes shortly after an end with exit code 0.
 
     Processes that this one has adopted are reaped: podman waits for the end of the one above its
     container, and takes it to live while it is a zombie.
@@ -172,7 +172,9 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord | None) -> int:
         seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOWAIT)
         assert seen  # only WNOHANG returns without one
         is_success = seen.si_code == os.CLD_EXITED and seen.si_status == 0
-        if record and is_success and seen.si_pid == pid:  # not reaped: what it ignores is known
+        if (
+            waits_for_signal and is_success and seen.si_pid == pid
+        ):  # not reaped: what it ignores is known
             deadline = time.monotonic() + _LATE_SIGNAL_SECONDS
             while not record.is_told and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -184,6 +186,8 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord | None) -> int:
         change = "continues after a stop"
         if os.WIFSTOPPED(status):
             change = "is stopped (SIGSTOP); kill -CONT lets it continue"
+        else:
+            record.continued()
         host = host_name(os.environ)
         log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
 

@@ -1001,6 +1001,29 @@ def test_a_code_for_which_slurm_requeues_is_warned_about(
     assert (f"Slurm requeues the job for its exit code {code}" in got.out) == warned
 
 
+TIMED_OUT = {"type": "", "message": "rank 1 on h01 lost another rank: Timed out", "peer_lost": True}
+
+
+@pytest.mark.parametrize(("went_on", "cause"), [((0, 1), "suspended"), ((1,), "failed")])
+def test_ranks_that_lost_each_other_after_a_suspension_are_started_again(
+    workplace: Workplace, run: RunDir, went_on: tuple[int, ...], cause: str
+) -> None:
+    """Where one rank alone was stopped, the others have waited for it in earnest."""
+    slurm_says(workplace)
+    for rank in (0, 1):
+        more = {"continued": 149.0} if rank in went_on else {}
+        record(run, rank, 1, error=TIMED_OUT, **more)
+    saved(run)
+    got = finish(workplace, run, 1, REQUEUES)
+    ended = last(run, "ended")
+    assert ended["cause"] == cause
+    assert (got.code, "scontrol requeue 17" in workplace.calls) == (
+        (0, True) if cause == "suspended" else (1, False)
+    )
+    if cause == "suspended":
+        assert ended["code"] == "CD1230" and "lost another rank" not in got.out
+
+
 def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
     run = command_run(workplace)
     slurm_says(workplace)

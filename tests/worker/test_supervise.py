@@ -333,6 +333,7 @@ def test_a_stopped_task_is_named_by_its_parent_which_can_still_speak(task: Any) 
     assert started.read_line("stderr") == f"{name}continues after a stop"
     started.process.terminate()
     assert started.end() == 143
+    assert started.outcome()["continued"] > started.outcome()["started"]
 
 
 NATIVE = """

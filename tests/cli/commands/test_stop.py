@@ -58,6 +58,21 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     assert "asked to save and leave" in workplace.invoke("status", "one").out
 
 
+def test_a_run_that_does_not_leave_says_what_to_do_after_a_minute(workplace: Workplace) -> None:
+    """As one whose handler of USR1 waits for the other ranks in a barrier."""
+    asked = {"event": "stop_asked", "job_id": "1"}
+    workplace.run("one", submitted("1"), started("1"), asked, age=75)
+    workplace.run("two", submitted("2"), started("2"), {**asked, "job_id": "2"}, age=20)
+    workplace.command("squeue", "echo '1|RUNNING|None'; echo '2|RUNNING|None'")
+    shown = workplace.invoke("status", "one").out
+    assert "running: asked to save and leave more than a minute ago, and still at work:" in shown
+    assert "'clusterddp stacks one' shows where its ranks are" in shown
+    assert "'clusterddp cancel one' ends it now" in shown
+    assert "next        clusterddp stacks one\n" in shown
+    shown = workplace.invoke("status", "two").out
+    assert "still at work" not in shown and "next        clusterddp logs -f two\n" in shown
+
+
 def test_the_latest_attempt_is_asked(workplace: Workplace) -> None:
     run = training(workplace)
     Attempt(run, 1).end.write_text("{}")
