@@ -29,23 +29,27 @@ _LEFT_OUT = "(left out)"
 
 
 def page(gathered: Sequence[Gathered]) -> str:
-    """Render the page of runs. Raises ImportError without matplotlib."""
+    """Render the page of runs; without matplotlib it has no plots, and says so."""
     reports = [each.report for each in gathered]
     trained = [each.spec.train for each in gathered if each.spec and each.spec.train]
     return _render(
         "page.html.j2",
         reports=reports,
-        overall=plots.overall(gathered),
+        overall=plots.overall(gathered) if plots.can_draw() else [],
         colours=plots.colours(len(gathered)),
-        scalings=[(scaling, plots.of_scaling(scaling)) for scaling in plots.scalings(reports)],
+        scalings=[
+            (scaling, plots.of_scaling(scaling) if plots.can_draw() else "")
+            for scaling in plots.scalings(reports)
+        ],
         differences=differences(trained) if len(trained) == len(gathered) else [],
         runs=[_run(each) for each in gathered],
     )
 
 
 def sweep_page(report: SweepReport) -> str:
-    """Render the page of a sweep. Raises ImportError without matplotlib."""
-    best = [row for row in report.rows[:_MOST_LINES] if report.by in row.figures]
+    """Render the page of a sweep; without matplotlib it has no plots, and says so."""
+    most = _MOST_LINES if plots.can_draw() else 0
+    best = [row for row in report.rows[:most] if report.by in row.figures]
     folder = Path(report.directory)
     lines = [
         [
@@ -63,7 +67,7 @@ def sweep_page(report: SweepReport) -> str:
         rows=rows,
         colours=plots.PALETTE,
         drawn=len(best),
-        drawings=plots.of_sweep(report, lines),
+        drawings=plots.of_sweep(report, lines) if plots.can_draw() else [],
     )
 
 
@@ -79,7 +83,8 @@ def _render(template: str, **values: object) -> str:
     formats = {name: getattr(formatting, name) for name in _FORMATS}
     environment.filters.update(formats, when=_when)
     rendered = environment.get_template(template)
-    return rendered.render(version=__version__, now=time.time(), **values)
+    left_out = "" if plots.can_draw() else plots.left_out()
+    return rendered.render(version=__version__, now=time.time(), left_out=left_out, **values)
 
 
 def _run(gathered: Gathered) -> dict[str, object]:
@@ -89,7 +94,7 @@ def _run(gathered: Gathered) -> dict[str, object]:
     return {
         "report": gathered.report,
         "command": shlex.join(gathered.report.command),
-        "pace": plots.pace(gathered),
+        "pace": plots.pace(gathered) if plots.can_draw() else None,
         "slow": {straggler.rank for straggler in gathered.report.stragglers},
         "ranks": ranks if len(ranks) <= _MOST_RANKS else slowest[:_MOST_RANKS],
         "fastest": max((rank.images_per_second or 0.0 for rank in ranks), default=0.0),

@@ -10,8 +10,10 @@ import importlib.util
 import io
 import math
 import re
+import struct
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -251,10 +253,10 @@ def over_parameter(report: SweepReport, name: str) -> Drawing | None:
 def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None:
     """Refuse a file that cannot be drawn, before anything is read or run: raises RequestError.
 
-    formats: the suffixes that it can have; empty for any.
+    formats: the suffixes that it can have; empty for any, of a page that can do without plots.
     """
     path = Path(name)
-    if not can_draw():
+    if formats and not can_draw():
         raise RequestError(
             f"{option} draws with matplotlib, which is not installed for {sys.executable}. Install "
             f"it there: {INSTALL} [CD0803]"
@@ -274,6 +276,11 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def left_out() -> str:
+    """Say that a page has no plots, and what to type for them."""
+    return f"The plots are left out, as {sys.executable} has no matplotlib: {INSTALL}"
+
+
 def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:
     """Write the picture below its title and these lines; the suffix gives the format.
 
@@ -288,15 +295,15 @@ def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:
 
 
 def png(shape: Sequence[int], pixels: bytes) -> bytes:
-    """Encode grey values, row by row, of an image (height, width) as a PNG.
-
-    Pillow comes with matplotlib.
-    """
-    from PIL import Image
-
-    content = io.BytesIO()
-    Image.frombytes("L", (shape[1], shape[0]), pixels).save(content, "PNG")
-    return content.getvalue()
+    """Encode grey values, row by row, of an image (height, width) as a PNG (its specification)."""
+    height, width = shape
+    rows = (b"\0" + pixels[row * width : (row + 1) * width] for row in range(height))
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    content = ((b"IHDR", header), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in content
+    )
 
 
 def colours(number: int) -> list[str]:

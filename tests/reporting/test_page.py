@@ -11,7 +11,6 @@ import stat
 import sys
 import threading
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -353,13 +352,17 @@ def test_two_forms_at_once_are_refused(workplace: Workplace) -> None:
     assert got.code == 2 and "give one of them" in got.err
 
 
-def test_without_matplotlib_the_install_line_is_told_and_nothing_is_written(
+def test_without_matplotlib_the_page_has_no_plots_and_says_how_to_get_them(
     workplace: Workplace,
 ) -> None:
-    achieve(workplace.run("one", *DONE))
+    for name, ranks in (("one", 1), ("two", 2)):
+        achieve(workplace.run(name, *DONE), world_size=ranks)
+    assert "<svg" in workplace.invoke("report", "--html", "-", "one", "two").out
     workplace.monkeypatch.setitem(sys.modules, "matplotlib", None)
-    got = workplace.invoke("report", "--html", "page.html")
-    assert (got.code, got.out) == (2, "")
-    assert "pip install 'clusterddp[plots]'" in got.err
-    assert not Path("page.html").exists()
-    assert workplace.invoke("report").code == 0
+    workplace.monkeypatch.setitem(sys.modules, "PIL", None)
+    for names in (("one",), ("one", "two")):
+        got = workplace.invoke("report", "--html", "-", *names)
+        assert got.code == 0 and "<svg" not in got.out
+        assert "data:image/png;base64," in got.out  # what it got wrong is no plot
+        line = f"The plots are left out, as {sys.executable} has no matplotlib: pip install "
+        assert line in " ".join(Page(got.out).words) and line in got.err

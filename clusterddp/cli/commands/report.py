@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import log
 from clusterddp.cli import main
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
@@ -36,7 +37,7 @@ _HEADER = tuple(_NAMES.split())
     "--html",
     metavar="FILE",
     help="Write one page that holds everything, curves and pictures too, and needs no network; "
-    "'-' is stdout. Needs matplotlib: pip install 'clusterddp[plots]'.",
+    "'-' is stdout. The curves need matplotlib: pip install 'clusterddp[plots]'.",
 )
 @click.option(
     "--csv",
@@ -86,6 +87,8 @@ def command(
         from clusterddp.reporting import plots
 
         plots.check_file("--html", html, formats=())
+        if not plots.can_draw():
+            log.info(plots.left_out())
     if by in ("", "-", "+"):
         raise OptionError("--by", f" {by!r} names no metric.")
     sweep = _sweep(output_root, run_names)
