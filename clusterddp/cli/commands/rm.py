@@ -34,7 +34,14 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
     known = {each.path for each in runs}
     runs = [each for each in runs if each.path.is_dir()]
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep and sweep.path not in known)
-    removals, refused = plan(runs)
+    # Nobody removes by its mere name what lies elsewhere.
+    typed = {output_root.resolve(), *(Path(text).resolve().parent for text in run if "/" in text)}
+    far = [each for each in runs if each.path.parent.resolve() not in typed]
+    failed += [
+        errors.RequestError(f"{one.name} lies at {one.path}: name that to remove it. [CD0502]")
+        for one in far
+    ]
+    removals, refused = plan([each for each in runs if each not in far])
     failed += refused
     for each in removals:
         state = f" ({each.state})" if each.state else ""
