@@ -44,6 +44,10 @@ _MNIST = "CLUSTERDDP_TEST_MNIST"
 _NO_SKIPS = os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1"
 
 
+os.environ["XDG_STATE_HOME"] = os.devnull
+"""No test finds the runs of another, or of a person, by the output roots noted there."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Has pytest-xdist take files in the order given here, not by their number of tests."""
     if hasattr(config.option, "loadscopereorder"):

@@ -53,6 +53,7 @@ COMMANDS = {
     "cancel": "Cancel a run.",
     "resubmit": "Submit a run once more: it resumes from its last checkpoint.",
     "clean": "Remove what can be spared of old runs.",
+    "rm": "Remove whole runs.",
     "nodes": "List the nodes that runs leave out as bad, or clear them.",
     "data": "Fetch, check, import or synthesise the dataset.",
     "templates": "List, show or copy the sbatch templates.",

@@ -49,14 +49,15 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
+from clusterddp.run import output_roots
 from clusterddp.run.files import write_atomically
 
 _Kind = TypeVar("_Kind", bound="RunDir")
@@ -212,6 +213,7 @@ class RunDir:
         except RequestError:
             undo(path, missing)
             raise
+        output_roots.note(path.parent)
 
     def make(self, *folders: Path) -> None:
         """Make the directory, private to its owner, and folders in it; they may be there already.
@@ -292,6 +294,27 @@ def directories(kind: type[_Kind], output_root: Path) -> list[_Kind]:
 def _in_order(name: str) -> list[tuple[int, str]]:
     """Return what sorts a sweep's points by number: those of `a-2` ahead of those of `a-10`."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def elsewhere(
+    kind: type[_Kind], root: Path, text: str, holds: Callable[[_Kind], bool]
+) -> list[_Kind]:
+    """List the runs of a name or job id below a person's other output roots.
+
+    holds: whether one has a job of that id.
+    """
+    if not text or "/" in text or text in (".", ".."):
+        return []
+    found: list[_Kind] = []
+    for other in output_roots.known():
+        if other.resolve() == root.resolve():
+            continue
+        with suppress(RequestError):  # it cannot be read
+            if text.partition("_")[0].isdecimal():
+                found += [run for run in directories(kind, other) if run.name == text or holds(run)]
+            elif os.access(kind(other / text).spec, os.R_OK):
+                found.append(kind(other / text))
+    return found
 
 
 def checkpoint_step(path: Path) -> int | None:

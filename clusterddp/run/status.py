@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from clusterddp import log
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, end_codes, events, files, formatting, restart_policy
@@ -24,7 +25,7 @@ from clusterddp.run.events import Ended, Failure, Started
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.progress import progress
 from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
-from clusterddp.run.run_dir import RunDir, SweepDir, find_runs, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, SweepDir, elsewhere, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
     CREATED,
@@ -632,7 +633,8 @@ DEFAULT_ROOT = "jobs"
 def find_run(root: Path, text: str | None) -> RunDir:
     """Find the run of a name, job id or directory; the latest when `text` is None.
 
-    Raises RequestError when there is none, or a job id that belongs to several.
+    One that is not below the root is looked for in the person's other output roots. Raises
+    RequestError when there is none, or a job id that belongs to several.
     """
     runs = find_runs(root)
     if text is None:
@@ -660,10 +662,25 @@ def find_run(root: Path, text: str | None) -> RunDir:
         raise RequestError(
             f"the job id {text} belongs to several runs: {names}. Name one of them. [CD0502]"
         )
+    others = elsewhere(RunDir, root, text, lambda run: text in job_ids(run))
+    if len(others) == 1:
+        log.info(f"{text} is {others[0].path}")
+        return others[0]
+    if others:
+        paths = ", ".join(str(run.path) for run in others)
+        raise RequestError(
+            f"there is no run {text!r} below {root}, and elsewhere are several: {paths}. Name one "
+            "by its directory. [CD0502]"
+        )
     hint = _hint(runs, text)
     if text and _is_run(text):
         hint = f" The run in the folder of that name is {'./' + text!r}."
     raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
+
+
+def is_run_of(root: Path, text: str) -> bool:
+    """Return whether a text is the name or a job id of a run below this output root."""
+    return _is_run(str(root / text)) or any(text in job_ids(run) for run in find_runs(root))
 
 
 def _is_run(text: str) -> bool:

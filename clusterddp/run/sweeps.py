@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import events
-from clusterddp.run.run_dir import RunDir, SweepDir, directories, find_runs
+from clusterddp.run.run_dir import RunDir, SweepDir, directories, elsewhere, find_runs
 from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
-from clusterddp.run.status import RunStatus, find_run, states_of, statuses
+from clusterddp.run.status import RunStatus, find_run, is_run_of, states_of, statuses
 
 _MOST_TELLING = (RUNNING, QUEUED, CREATED, FAILED, UNKNOWN, STOPPED, CANCELLED, DONE)
 """States of points, the one first that tells most about their sweep."""
@@ -123,15 +124,21 @@ def find_sweeps(output_root: Path) -> list[SweepDir]:
 def find_sweep(output_root: Path, text: str) -> SweepDir | None:
     """Find the sweep of a name, directory or array's job id; None where there is none.
 
-    Raises RequestError where the output root cannot be read.
+    One that is not below the root is looked for in the person's other output roots. Raises
+    RequestError where the output root cannot be read.
     """
     for path in (output_root / text, Path(text)):
         if (path.parent == output_root or "/" in text) and SweepDir(path).is_sweep:
             return SweepDir(path)
-    if not text.isdecimal():
+    if text.isdecimal():
+        sweeps = reversed(find_sweeps(output_root))
+        if found := next((sweep for sweep in sweeps if text in job_ids(sweep)), None):
+            return found
+    others = elsewhere(SweepDir, output_root, text, lambda sweep: text in job_ids(sweep))
+    if len(others) != 1 or is_run_of(output_root, text):
         return None
-    sweeps = reversed(find_sweeps(output_root))
-    return next((sweep for sweep in sweeps if text in job_ids(sweep)), None)
+    log.info(f"{text} is {others[0].path}")
+    return others[0]
 
 
 def select(root: Path, text: str) -> list[RunDir]:

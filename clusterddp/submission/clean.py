@@ -116,7 +116,7 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
     """
     with contextlib.ExitStack() as stack:
         for each in (run, *_points(run)):
-            stack.enter_context(claimed(each))
+            stack.enter_context(_claimed(each))
         [cleaning] = plan([run], named=named, older_than=older_than, now=now)
         if not cleaning.items:
             return cleaning
@@ -138,6 +138,16 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
             if removed:
                 _record(run, removed)
         return cleaning
+
+
+@contextlib.contextmanager
+def _claimed(run: RunDir) -> Iterator[None]:
+    """Hold the claim on a run; leave none where it is the first, as nothing was submitted."""
+    with claimed(run) as claim:
+        yield
+    if claim.number == 1:
+        with contextlib.suppress(OSError):
+            claim.path.unlink()
 
 
 def _points(run: RunDir) -> list[RunDir]:
@@ -296,7 +306,9 @@ def _bundles(run: RunDir, *, keep_current: bool) -> Iterator[Item]:
     for name in sorted(path.name for path in run.path.iterdir()):
         if _OWN_CLUSTERDDP.fullmatch(name) and not (keep_current and name == current):
             beside = [f for f in bytecode if f.startswith(f"__pycache__/{name[: -len('.pyz')]}.")]
-            yield Item(CLUSTERDDP, name, files=(name, *beside), folders=("__pycache__",))
+            link = (run.bundle.name,) if name == current else ()
+            files = (name, *beside, *link)
+            yield Item(CLUSTERDDP, name, files=files, folders=("__pycache__",))
 
 
 def _code(run: RunDir) -> Iterator[Item]:
@@ -358,7 +370,7 @@ def _counted(run: RunDir, items: Iterable[Item]) -> Iterator[Item]:
             files.append(name)
             key = status.st_dev, status.st_ino
             names[key] = names.get(key, 0) + 1
-            if names[key] == status.st_nlink:  # the last of its names
+            if names[key] == status.st_nlink and not stat.S_ISLNK(status.st_mode):  # its last name
                 size += status.st_size
         if files and (item.kind == CODE or files[0] == item.files[0]):
             yield Item(item.kind, item.path, item.step, size, tuple(files), item.folders)

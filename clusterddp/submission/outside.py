@@ -73,7 +73,8 @@ def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
     folder: the one in which it starts, in the tree.
     """
     path = Path(os.path.realpath(folder / name))
-    if path.suffix != ".py" or not path.is_relative_to(tree):
+    is_file = os.path.isfile(path)  # noqa: PTH113 -- no pipe is read; a name can be too long
+    if path.suffix != ".py" or not is_file or not path.is_relative_to(tree):
         return []
     try:
         script = PythonFile(name, check.read_script(str(path)))
@@ -138,7 +139,7 @@ def _sources(spec: JobSpec, folder: Path) -> list[Path]:
     command = spec.command or (spec.python,)
     found = [folder / part for part in (pythonpath(spec) or "").split(":") if part]
     # Modules of a site put their folders on it, too.
-    found = [path for path in found if os.access(path, os.W_OK) and path.is_dir()]
+    found = [path for path in found if os.access(path, os.W_OK)]
     for site in _site_packages(command):
         inside = Path(os.path.realpath(site))
         named = [*_named_in(site), *_editable(site)]
@@ -147,7 +148,9 @@ def _sources(spec: JobSpec, folder: Path) -> list[Path]:
     return [
         path
         for path in real
-        if path.is_dir() and path not in (_OWN, _real(folder)) and path.name not in _INSTALLED
+        if os.path.isdir(path)  # noqa: PTH112 -- a name can be too long for Path's own
+        and path not in (_OWN, _real(folder))
+        and path.name not in _INSTALLED
     ]
 
 

@@ -56,6 +56,7 @@ def test_every_command_has_a_line(listed: dict[str, str]) -> None:
         ("resubmit nothing", 2),
         ("clean", 0),
         ("clean nothing", 2),
+        ("rm nothing", 2),
         ("nodes", 0),
         ("nodes clear h1", 2),
         ("data check", 1),

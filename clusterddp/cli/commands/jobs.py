@@ -108,6 +108,8 @@ def _listed(
             raise wrong[0]
         paths = {each.path.absolute() for each in found}
         chosen: list[RunDir] = [each for each in runs if each.path.absolute() in paths]
+        here = {each.path.absolute() for each in chosen}
+        chosen += [each for each in found if each.path.absolute() not in here]
     else:
         chosen = runs if state else grouped(root, runs)
     listed = _statuses(chosen[-last:] if last and not state else chosen, known)

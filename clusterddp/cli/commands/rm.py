@@ -1,0 +1,71 @@
+"""`clusterddp rm`: removes whole runs."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from clusterddp import errors
+from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN
+from clusterddp.run import formatting
+from clusterddp.run.sweeps import find_sweep, select_each
+from clusterddp.submission.removal import plan, remove
+
+
+@click.command(name="rm", cls=SettingsCommand)
+@click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
+@OUTPUT_ROOT_OPTION
+def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -> int:
+    """Remove each RUN with all that is in its directory: a name, job id or directory.
+
+    Records, logs, checkpoints, reports and the copy of your code go: nothing of it comes back. Of a
+    sweep all points go, and what they share; 'lr-*' means several runs. One that is queued or
+    running is refused, and one from whose checkpoint another run begins. 'clusterddp clean' removes
+    only what can be spared.
+
+    Exit codes: 0 removed, or the answer was no; 1 something could not be removed; 2 one is no run,
+    or may not be removed, or nobody answered.
+    """
+    runs, failed = select_each(output_root, run)
+    sweeps = (find_sweep(output_root, text) for text in run)
+    known = {each.path for each in runs}
+    runs = [each for each in runs if each.path.is_dir()]
+    runs += dict.fromkeys(sweep for sweep in sweeps if sweep and sweep.path not in known)
+    # Nobody removes by its mere name what lies elsewhere.
+    typed = {output_root.resolve(), *(Path(text).resolve().parent for text in run if "/" in text)}
+    far = [each for each in runs if each.path.parent.resolve() not in typed]
+    failed += [
+        errors.RequestError(f"{one.name} lies at {one.path}: name that to remove it. [CD0502]")
+        for one in far
+    ]
+    removals, refused = plan([each for each in runs if each not in far])
+    failed += refused
+    for each in removals:
+        state = f" ({each.state})" if each.state else ""
+        click.echo(f"{each.run.path.absolute()}{state}: {formatting.size(each.bytes)}")
+    if removals and not dry_run:
+        if not (yes or _agrees(len(removals))):
+            click.echo("nothing was removed", err=True)
+            removals = []
+        for each in removals:
+            try:
+                remove(each)
+                click.echo(f"removed {each.run.name}")
+            except errors.ClusterDDPError as error:
+                failed.append(error)
+    for failure in failed:
+        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
+    return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+
+
+def _agrees(count: int) -> bool:
+    """Ask once. Raises RequestError where nobody answers."""
+    question = f"Remove {formatting.count(count, 'run')} for good? [y/N] "
+    click.echo(question, nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
+    return answer.strip().lower() in ("y", "yes")

@@ -1,0 +1,132 @@
+"""Removes whole runs: their directories, with all records, checkpoints and copies of code."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.run import attempt as attempts
+from clusterddp.run.attempt import claimed
+from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
+from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
+from clusterddp.run.status import RunStatus, statuses
+
+_OVER = (CREATED, DONE, FAILED, STOPPED, CANCELLED)
+
+
+class NotRemoved(ClusterDDPError):
+    """The directory of a run cannot be removed."""
+
+    code = "CD0504"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A directory that is to go as a whole."""
+
+    run: RunDir
+    state: str
+    bytes: int
+    """Bytes of its files; of one with other names elsewhere too, which give none back."""
+
+
+def plan(runs: Sequence[RunDir]) -> tuple[list[Removal], list[RequestError]]:
+    """Measure what is to go, and refuse what may be at work; asks Slurm once, touches nothing.
+
+    A sweep among the runs is to go once all its points are.
+    """
+    alone = [run for run in runs if not isinstance(run, SweepDir)]
+    known = {run.path: each for run, each in zip(alone, statuses(alone), strict=True)}
+    named = {run.path.resolve() for run in runs}
+    removals, refused = [], []
+    for run in runs:
+        try:
+            _check(run, known.get(run.path), named)
+            state = known[run.path].state if run.path in known else ""
+            removals.append(Removal(run, state, _bytes(run.path)))
+        except RequestError as error:
+            refused.append(error)
+    return removals, refused
+
+
+def remove(removal: Removal) -> None:
+    """Remove a directory, from sight first; no link is followed out of it.
+
+    Raises RequestError where another process submits or cleans the run, or it has been started
+    meanwhile, and NotRemoved.
+    """
+    run = removal.run
+    hidden = None
+    try:
+        with claimed(run):
+            _check(run, None if isinstance(run, SweepDir) else statuses([run])[0], None)
+            hidden = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=run.path.parent))
+            run.path.rename(hidden / run.name)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        where = hidden if hidden and (hidden / run.name).exists() else run.path
+        if hidden and where == run.path:
+            with contextlib.suppress(OSError):
+                hidden.rmdir()
+        raise NotRemoved(
+            f"{run.name}: {where} cannot be removed: {error.strerror or error}."
+        ) from None
+
+
+def _check(run: RunDir, status: RunStatus | None, named: Collection[Path] | None) -> None:
+    """Raise RequestError for a run that may be at work, or that another one needs.
+
+    named: the others that are to go; None where these have been looked at, and may have gone.
+    """
+    if run.path.is_symlink():
+        raise RequestError(
+            f"{run.path} is a link to {run.path.resolve()}: name that directory, and remove the "
+            "link yourself. [CD0502]"
+        )
+    if isinstance(run, SweepDir):
+        left = [each.name for each in run.elements if each.path.is_dir()]
+        left = [name for name in left if (run.path.parent / name).resolve() not in (named or ())]
+        if left:
+            raise RequestError(f"{run.name} keeps what its points {', '.join(left)} use. [CD0508]")
+        return
+    if status and not _is_over(run, status):
+        how = "is not known to be over" if status.state == UNKNOWN else f"is {status.state}"
+        end = f" End it first: clusterddp cancel {run.shown}" * (status.state in (QUEUED, RUNNING))
+        raise RequestError(f"{run.name} {how}, and is not removed.{end} [CD0508]")
+    users = find_runs(run.path.parent) if named is not None else []
+    users = [each for each in users if _resumes(each, run)]
+    user = next((each for each in users if each.path.resolve() not in (named or ())), None)
+    if user:
+        raise RequestError(
+            f"{run.name} is not removed: {user.name} begins from a checkpoint of it, and may be "
+            f"started again. Remove that as well. [CD0508]"
+        )
+
+
+def _is_over(run: RunDir, status: RunStatus) -> bool:
+    if status.state in _OVER or status.is_forgotten:
+        return True
+    latest = attempts.latest(run)
+    return not status.job_id and not (latest and latest.is_alive())  # it was started by hand
+
+
+def _resumes(other: RunDir, run: RunDir) -> bool:
+    spec = other.read_spec() if other.path != run.path else None
+    resume = spec.train.resume if spec and spec.train else None
+    return bool(resume) and Path(str(resume)).resolve().is_relative_to(run.path.resolve())
+
+
+def _bytes(folder: Path) -> int:
+    size, seen = 0, set()
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.lstat(f"{place}/{name}")
+                if (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    size += status.st_size
+    return size
