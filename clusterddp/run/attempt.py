@@ -101,6 +101,8 @@ class Attempt:
     """Room on the disk for the last records of the attempt, should the disk be full by then."""
     stragglers = PathIn("stragglers.json")
     """Record of the ranks that were slower than the others."""
+    silent = PathIn("silent.json")
+    """Record of a silence of a COMMAND's ranks."""
     agents = PathIn("torchelastic")
     """Folder of torchrun's agents, which nobody needs once they have ended."""
 

@@ -13,9 +13,21 @@ from pathlib import Path
 
 from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.run_dir import RunDir
 
 _DIVIDER = re.compile(r"^--- attempt (\d{1,9}), job [^\n]* ---$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
+
+
+def printed(run: RunDir) -> int:
+    """Return how many bytes the ranks, and agents above them, have printed."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(run.logs) as entries:
+        for entry in entries:
+            if entry.name != run.job_log.name:
+                with contextlib.suppress(OSError):
+                    total += entry.stat().st_size
+    return total
 
 
 def divide(attempt: Attempt, job_id: str) -> None:

@@ -34,7 +34,7 @@ from clusterddp.slurm.forms import SPARES_VARIABLE
 
 SIGN_SECONDS = 5.0
 """Between two signs of life of a node, in a job that has spare ones."""
-_HUNG = "hung.json"
+HUNG = "hung.json"
 _CLOCKS = "clocks.json"
 
 
@@ -51,7 +51,7 @@ def failure_of(outcome: Outcome) -> Failure:
 def read_outcomes(folder: Path) -> list[Outcome]:
     """Read the records of the ranks of one attempt, by rank."""
     outcomes = [files.read(Outcome, path, strict=True) for path in folder.glob("rank-*.json")]
-    hung = files.read(HungRanks, folder / _HUNG) or HungRanks()
+    hung = files.read(HungRanks, folder / HUNG) or HungRanks()
     clocks = files.read_json(folder / _CLOCKS) or {}
     return [
         replace(
@@ -77,14 +77,14 @@ def note_hung(folder: Path, ranks: Sequence[int], reason: str, *, ended: bool = 
     outcomes = {rank: read_outcome(folder, rank) for rank in ranks}
     at_work = tuple(rank for rank, outcome in outcomes.items() if not (outcome and outcome.ended))
     if at_work or ended:
-        files.write_record(folder / _HUNG, HungRanks(at_work, reason, ended))
+        files.write_record(folder / HUNG, HungRanks(at_work, reason, ended))
     else:
-        (folder / _HUNG).unlink(missing_ok=True)
+        (folder / HUNG).unlink(missing_ok=True)
 
 
 def ended_for(folder: Path) -> HungRanks | None:
     """Return the hang for which the job was ended, where it was."""
-    hung = files.read(HungRanks, folder / _HUNG)
+    hung = files.read(HungRanks, folder / HUNG)
     return hung if hung and hung.ended else None
 
 

@@ -308,6 +308,20 @@ class HungRanks:
 
 
 @dataclass(frozen=True)
+class Silence:
+    """silent.json: a COMMAND whose ranks had printed nothing for long."""
+
+    since: float | None = None
+    """Time from which on they were silent."""
+    printed: int = 0
+    """Bytes that they had printed by then: with more, they are silent no longer."""
+    ranks: tuple[int, ...] = ()
+    """Ranks that were elsewhere than most; none where that is not sure."""
+    places: str = ""
+    """Where these were, and where most."""
+
+
+@dataclass(frozen=True)
 class ClaimHolder:
     """resubmit-NNNN.claim: the process that resubmits a run."""
 

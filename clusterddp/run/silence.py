@@ -5,18 +5,18 @@ done once an attempt, as a program may be silent for good reasons. The batch con
 a thread.
 """
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
-from clusterddp.run import stacks
+from clusterddp.run import files, stacks
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.formatting import duration
+from clusterddp.run.logs import printed
 from clusterddp.run.outcome import note_hung
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.records import Silence
 from clusterddp.run.stacks import RankStacks
 
 _LONGEST_POLL_SECONDS = 30.0
@@ -36,14 +36,14 @@ def watch(
     end: ends the tasks, where that is asked for; who is to blame is recorded before.
     """
     pause = min(_LONGEST_POLL_SECONDS, seconds / _LOOKS)
-    before, silent = _printed(attempt.run), 0.0
+    before, silent = printed(attempt.run), 0.0
     while silent < seconds:
         sleep(pause)
         if attempt.is_superseded:
             return  # by one in the same job
         # Not by a clock: in a job that was suspended nobody could print.
         silent += pause
-        now = _printed(attempt.run)
+        now = printed(attempt.run)
         if now != before or not any(attempt.outcomes.glob("rank-*.json")):  # none has begun
             before, silent = now, 0.0
     log.info(f"no rank has printed anything for {duration(seconds)}. Where they are:")
@@ -54,10 +54,14 @@ def watch(
             log.info(line)
     except (ClusterDDPError, OSError) as error:
         log.info(f"their stacks cannot be read: {error}")
+    ranks, where = _elsewhere(rank_stacks, world_size)
+    with suppress(OSError):
+        record = Silence(round(time.time() - seconds, 3), before, tuple(ranks), where)
+        files.write_record(attempt.silent, vars(record))
     if not end:
         log.info("the job goes on, and this is not printed again; --end-silent would end it")
         return
-    if _printed(attempt.run) != before:  # a look takes its time
+    if printed(attempt.run) != before:  # a look takes its time
         log.info("the ranks print again: the job goes on, and this is not printed again")
         return
     log.info("ending the job for it, as --end-silent asks")
@@ -71,34 +75,30 @@ def watch(
             note_hung(attempt.outcomes, (), "")
 
 
-def _printed(run: RunDir) -> int:
-    """Return how many bytes the ranks, and agents above them, have printed."""
-    total = 0
-    with suppress(OSError), os.scandir(run.logs) as entries:
-        for entry in entries:
-            if entry.name != run.job_log.name:
-                with suppress(OSError):
-                    total += entry.stat().st_size
-    return total
-
-
 def _blame(
     attempt: Attempt, rank_stacks: list[RankStacks], world_size: int, seconds: float
 ) -> None:
-    """Record which ranks are elsewhere than most, or none where that is not sure.
+    """Record which ranks are elsewhere than most, or none where that is not sure."""
+    ranks, where = _elsewhere(rank_stacks, world_size)
+    reason = f"no rank printed anything for {duration(seconds)}"
+    if ranks:
+        reason = f"{reason}; it is in {where}"
+    elif stacks.places(rank_stacks):
+        reason += "; the job's log has their stacks"
+    note_hung(attempt.outcomes, ranks, reason, ended=True)
+
+
+def _elsewhere(rank_stacks: list[RankStacks], world_size: int) -> tuple[list[int], str]:
+    """Return the ranks that are elsewhere than most, and where both are; none where not sure.
 
     It is sure where each rank was read, and they are in two places, one of which has most of them.
     The ranks of an agent of its own have other numbers than the tasks, whose ends are recorded.
     """
-    ranks: list[int] = []
-    reason = f"no rank printed anything for {duration(seconds)}"
     places = stacks.places(rank_stacks)
     read = [rank for _, some in places for rank in some]
     are_tasks = all(p.rank is None for each in rank_stacks for p in each.programs)
     if are_tasks and sorted(read) == list(range(world_size)) and len(places) == 2:
         (most, at_most), (place, elsewhere) = places
         if len(at_most) > len(elsewhere):
-            ranks, reason = elsewhere, f"{reason}; it is in {place}, most are in {most}"
-    if read and not ranks:
-        reason += "; the job's log has their stacks"
-    note_hung(attempt.outcomes, ranks, reason, ended=True)
+            return elsewhere, f"{place}, most are in {most}"
+    return [], ""

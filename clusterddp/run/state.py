@@ -85,6 +85,8 @@ NEVER_STARTS = {
     "DependencyNeverSatisfied",
 }
 """Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
+NOT_LAUNCHED = "JobLaunchFailure"
+"""Reason of a job whose script has not run at all: what Slurm gives as its exit code is none."""
 BEGIN_TIME = "BeginTime"
 """Reason of a job that may not start yet: what Slurm shows as its start is the earliest one."""
 HELD_BACK = {"", "Dependency", BEGIN_TIME, HELD}
@@ -172,12 +174,17 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
         if event.job_id == job_id or (launcher == "local" and index > position):
             submission = _after(submission, event)
     causes = restart_policy.causes_of(history)
+    ends = [event for event in history if isinstance(event, Ended)]
+    by_clock = {end.attempt for end in ends if end.how == restart_policy.OWN_CLOCK}
     return replace(
         submission,
         submitted=submission.submitted if persons is None else persons,
         attempt=max(causes, default=submission.start.attempt),
         restarts=len(causes) - 1 if causes else submission.restart,
-        reasons=tuple(reason(cause) for cause in list(causes.values())[:-1]),
+        reasons=tuple(
+            "time limit" if number in by_clock else reason(cause)
+            for number, cause in list(causes.items())[:-1]
+        ),
     )
 
 
@@ -280,6 +287,8 @@ def judge(
     if job.state is State.CANCELLED:
         return CANCELLED, "" if started else "before it started"
     why = _WHY_FAILED[job.state]
+    if job.state is State.FAILED and job.reason == NOT_LAUNCHED and not started:
+        why = "Slurm could not start its script on the node"
     return FAILED, f"{why} ({job.reason})" if job.reason and job.state is State.FAILED else why
 
 
@@ -312,7 +321,7 @@ def _judge_ended(
         return _judge_undecided(submission, cause, f"{how}{at}", job, alive)
     if cause == restart_policy.FAILED:
         more = "" if why == restart_policy.NO_RESTART else f"; {why}"
-        return FAILED, f"exit code {end.exit_code}{more}{held}"
+        return FAILED, f"{how}{more}{held}"
     if cause == restart_policy.STOPPED:
         by = end.how or "'clusterddp stop'"
         return STOPPED, f"by {by}{at}"
@@ -326,7 +335,10 @@ def _judge_ended(
 def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[str, str]:
     """Judge a job that was put back into the queue, or submitted in another one's place."""
     verb = "resumes" if submission.resumes else "starts again"
-    again = f"{verb} after {_AFTER.get(submission.put_back, submission.put_back)}"
+    cause, end = submission.put_back, submission.end
+    if cause == restart_policy.SIGNAL and end and end.how == restart_policy.OWN_CLOCK:
+        cause = restart_policy.TIME_LIMIT
+    again = f"{verb} after {_AFTER.get(cause, cause)}"
     if job.problem:
         return UNKNOWN, f"it {again}, and Slurm could not be asked: {job.problem}"
     if job.state is State.UNKNOWN:

@@ -19,12 +19,19 @@ from typing import TypeVar
 from clusterddp import log
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, end_codes, events, files, formatting, restart_policy
+from clusterddp.run import bad_nodes, end_codes, events, files, formatting, logs, restart_policy
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Ended, Failure, Started
-from clusterddp.run.outcome import first_failure, read_outcomes
+from clusterddp.run.outcome import HUNG, first_failure, read_outcomes
 from clusterddp.run.progress import progress
-from clusterddp.run.records import AttemptRecord, MetricsLine, PreflightRecord, Report
+from clusterddp.run.records import (
+    AttemptRecord,
+    HungRanks,
+    MetricsLine,
+    PreflightRecord,
+    Report,
+    Silence,
+)
 from clusterddp.run.run_dir import RunDir, SweepDir, elsewhere, find_runs, newest_checkpoint
 from clusterddp.run.state import (
     CANCELLED,
@@ -35,6 +42,7 @@ from clusterddp.run.state import (
     HELD_BACK,
     NEVER_STARTS,
     NO_START,
+    NOT_LAUNCHED,
     QUEUED,
     RUNNING,
     STOPPED,
@@ -191,6 +199,8 @@ def run_status(
             " more than a minute ago, and still at work: 'clusterddp stacks "
             f"{run.shown}' shows where its ranks are, 'clusterddp cancel {run.shown}' ends it now"
         )
+    if state == RUNNING and (at := _latest_attempt(run)):
+        detail = ", ".join(filter(None, (detail, _hang(at))))
     figures, lines = report or Report(), _last_lines(run.metrics)
     latest = _summed_up(lines)
     done = progress(_latest_attempt(run), lines)
@@ -241,11 +251,9 @@ def run_status(
         cleaned=_cleaned(history),
         directory=str(run.path),
         works_in=_works_in(run, spec),
-        next_command=f"clusterddp cancel {run.shown}"
-        if _needs_cancel(state, job)
-        else f"clusterddp stacks {run.shown}"
-        if is_stuck
-        else _next_command(run, state, failure, submission, bool(checkpoint), job),
+        next_command=_next_command(
+            run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck
+        ),
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
     )
@@ -305,6 +313,21 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | 
         f"says that job {submission.job_id} runs. End that with 'clusterddp cancel {run.shown}', "
         f"then resume with '{run.resubmission}'"
     )
+
+
+def _hang(attempt: Attempt) -> str:
+    """Say that an attempt's ranks have printed nothing for long, or which of them hang."""
+    hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
+    silent = files.read(Silence, attempt.silent)
+    if hung.ranks:
+        ranks = formatting.some([str(rank) for rank in hung.ranks], 8, ", ")
+        return f"{'ranks' if len(hung.ranks) > 1 else 'rank'} {ranks}: {hung.reason}"
+    if silent is None or logs.printed(attempt.run) != silent.printed:
+        return ""
+    ranks = formatting.some([str(rank) for rank in silent.ranks], 8, ", ")
+    who = f"; rank {ranks} is in {silent.places}" if ranks else ""
+    since = f"no rank has printed anything since {formatting.moment(silent.since)}"
+    return f"{since}{who}; the job's log has their stacks"
 
 
 def _ignores_stop(submission: Submission | None, now: float) -> bool:
@@ -573,7 +596,9 @@ def _exit_code(state: str, submission: Submission | None, job: JobState | None) 
         return None
     if submission.end and submission.end.exit_code is not None:
         return submission.end.exit_code
-    has_run = submission.start.time or state != CANCELLED  # Slurm's 0 of what never ran is no code
+    # Slurm's 0 of what never ran is no code, and neither is its 0:53 of what it could not start.
+    is_none = state == CANCELLED or (job is not None and job.reason == NOT_LAUNCHED)
+    has_run = submission.start.time or not is_none
     return job.exit_code if job and has_run else None
 
 
@@ -584,7 +609,10 @@ def _next_command(
     submission: Submission | None,
     has_checkpoint: bool,
     job: JobState | None,
+    *,
+    is_stuck: bool,
 ) -> str:
+    """Return the command to type next; is_stuck: the ranks have not left as they were asked to."""
     if state == CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.shown}"
@@ -593,6 +621,12 @@ def _next_command(
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
         return f"clusterddp report {run.shown}" if state == DONE else ""
+    if is_stuck:
+        return f"clusterddp stacks {run.shown}"
+    if _needs_cancel(state, job):
+        return f"clusterddp cancel {run.shown}"
+    if state == FAILED and not submission.start.time and job and job.reason == NOT_LAUNCHED:
+        return f"scontrol show job {submission.job_id}"
     again = run.resubmission
     if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
         return again

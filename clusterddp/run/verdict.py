@@ -425,7 +425,9 @@ def _signalled(evidence: _Evidence) -> End | None:
     if evidence.trains or evidence.has_last_word:
         reason = evidence.last_word.reason or "a request to stop"
         line = f"{reason}: {evidence.was_saved}"
-        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
+        # By the run's own clock, ahead of Slurm's word and without a signal.
+        how = restart_policy.OWN_CLOCK if reason == restart_policy.TIME_LIMIT else ""
+        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,), how=how)
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
     if evidence.told:
         how = f"{evidence.told}, at which the command left with exit code 0"
@@ -475,7 +477,7 @@ def _unexplained(evidence: _Evidence) -> End:
     run, code = evidence.run, evidence.code
     if evidence.hang:
         line = f"the job was ended: {evidence.hang}"
-        return End(restart_policy.FAILED, code, lines=(line,), remark=line, code=end_codes.HUNG)
+        return End(restart_policy.FAILED, code, lines=(line,), how=line, code=end_codes.HUNG)
     if code == 0:
         line = (
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "

@@ -59,6 +59,10 @@ def test_the_stacks_are_printed_once_and_the_job_goes_on(
     assert logged[1].startswith("3 of 4 (ranks 0-2) in all_reduce")
     assert [line for line in logged if line.startswith("rank 3 on gpu03 in DataLoader")]
     assert logged[-1].startswith("the job goes on")
+    silent = read_json(attempt.silent)
+    assert silent is not None
+    assert silent["ranks"] == [3]
+    assert silent["places"].startswith("DataLoader") and "most are in all_red" in silent["places"]
     assert not (attempt.outcomes / "hung.json").exists()
 
 

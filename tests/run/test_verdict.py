@@ -281,7 +281,8 @@ def test_a_silence_for_which_no_rank_is_to_blame_names_none(
     told = "the job was ended: no rank printed anything for 30m00s"
     assert told in got.out and "failed first" not in got.out
     ended = last(run, "ended")
-    assert (ended["cause"], ended.get("first_failure"), ended["remark"]) == ("failed", None, told)
+    assert (ended["cause"], ended.get("first_failure"), ended["how"]) == ("failed", None, told)
+    assert json.loads(workplace.invoke("status", "own", "--json").out)["detail"] == told
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -925,6 +926,13 @@ def test_what_a_commands_loop_has_saved_is_in_the_verdict(
     assert (ended["cause"], ended["exit_code"], ended["step"]) == ("signal", 75, 7)
     assert "time limit: the ranks have saved and left at step 7" in got.out
     assert kinds(run)[-1] == "requeued"
+    workplace.command("squeue", "echo '17|PENDING|Priority'")  # no signal: its own clock
+    shown = json.loads(workplace.invoke("status", "own", "--json").out)["detail"]
+    assert shown == "resumes after the time limit: Priority"
+    begun(run, 2, 1)
+    workplace.command("squeue", "echo '17|RUNNING|None'")
+    status = json.loads(workplace.invoke("status", "own", "--json").out)
+    assert status["restart_reasons"] == ["time limit"]
 
 
 def test_a_commands_loop_that_gains_no_step_twice_is_not_started_again(

@@ -47,6 +47,8 @@ def test_several_codes_are_explained_in_their_order() -> None:
 def test_a_code_that_there_is_not_is_refused_with_those_near_it() -> None:
     with pytest.raises(RequestError, match=r"Near it are CD0413, "):
         explained("CD0420")
+    with pytest.raises(RequestError, match=r"no page has 'CD9999'\. 'clusterddp explain' lists"):
+        explained("CD9999")
     with pytest.raises(RequestError, match=r"no page has 'CD0401 CD0499'"):
         explained("CD0401", "CD0499")
 

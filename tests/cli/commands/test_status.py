@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.explained import catalogue
+from clusterddp.run import formatting
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import attempt
@@ -119,6 +121,41 @@ def test_a_first_attempt_needs_no_line(workplace: Workplace) -> None:
     attempts(run, {})
     workplace.command("squeue", "echo '12|RUNNING|None'")
     assert "attempt" not in workplace.invoke("status").out
+
+
+def test_a_silent_run_says_since_when_and_which_rank_differs(workplace: Workplace) -> None:
+    """Until one prints again; the job's log is the script's."""
+    run = workplace.run("one", submitted("7"), started("7"))
+    attempt = Attempt(run, 1)
+    attempt.outcomes.mkdir(parents=True)
+    run.rank_log(0).write_text("step 1\n")
+    run.job_log.write_text("where they are\n")
+    where = {"since": 1.0, "printed": 7, "ranks": [1], "places": "sleep (a.py:3), most are in b"}
+    attempt.silent.write_text(json.dumps(where))
+    workplace.command("squeue", "echo '7|RUNNING|None'")
+    silent = f"no rank has printed anything since {formatting.moment(1.0)}; rank 1 is in sleep"
+    for shown in (workplace.invoke("status", "one").out, workplace.invoke("jobs").out):
+        assert f"{silent} (a.py:3), most are in b; the job's log has their stacks" in shown
+    run.rank_log(0).write_text("step 1\nstep 2\n")
+    assert "state       running\n" in workplace.invoke("status", "one").out
+    hung = {"ranks": [2], "reason": "hangs in all_reduce"}
+    (attempt.outcomes / "hung.json").write_text(json.dumps(hung))
+    assert "state       running: rank 2: hangs in all_reduce\n" in workplace.invoke("status").out
+
+
+def test_a_script_that_slurm_could_not_start_has_no_log_and_no_exit_code(
+    workplace: Workplace,
+) -> None:
+    """Slurm gives 0:53, which is no signal of anybody's."""
+    workplace.run("one", submitted("7"))
+    job = "JobId=7 JobState=FAILED Reason=JobLaunchFailure Restarts=0 ExitCode=0:53"
+    workplace.command("squeue", "echo '7|FAILED|JobLaunchFailure'")
+    workplace.command("scontrol", f"echo '{job}'")
+    status = json.loads(workplace.invoke("status", "one", "--json").out)
+    assert (status["state"], status["exit_code"], status["code"]) == ("failed", None, "CD1218")
+    assert status["detail"] == "Slurm could not start its script on the node (JobLaunchFailure)"
+    assert status["next_command"] == "scontrol show job 7"
+    assert "JobLaunchFailure" in catalogue()["CD1218"].text
 
 
 def test_a_stopped_run_says_why_and_how_to_go_on(workplace: Workplace) -> None:
