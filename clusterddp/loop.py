@@ -14,6 +14,7 @@ import atexit
 import dataclasses
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -66,6 +67,8 @@ DEFAULT_FOLDER = "jobs"
 """Folder of the runs that nobody submitted, as of those that were."""
 _FIRST_SAVE_SECONDS = 40.0
 _LINE_SECONDS = 1.0
+_PRINT_SECONDS = 10.0
+"""Between two lines of metrics that are printed among the script's own, unless it says how many."""
 _PATIENCE_SECONDS = 60.0
 _INTERVAL = re.compile(r"[1-9]\d{0,8}(step|epoch|minute)s?", re.ASCII)
 
@@ -99,7 +102,8 @@ class Loop:
         folder: where to write; by default the run that this process is in, elsewhere jobs/SCRIPT.
         save_every: `500steps`, `1epoch` or `10minutes`; once in the first minute in any case.
         keep_last: checkpoints that are kept.
-        log_every: steps between two lines of metrics; 0 is a line a second.
+        log_every: steps between two lines of metrics; 0 is a line a second, of which one in ten
+            seconds is printed.
         random_states: save and restore the random generators of every rank, so that what is drawn
             (dropout, shuffles, augmentation) is as without the interruption.
 
@@ -153,6 +157,7 @@ class Loop:
         self._saver: Saver | None = None
         self._metrics: Mapping[str, Any] = {}
         self._can_log, self._logged_step = True, -1
+        self._printed = -math.inf
         if self.rank == 0:
             self._start_background()
         self._lap = time.monotonic()
@@ -663,7 +668,9 @@ class Loop:
         line |= {"seconds": round(self._seconds, 3), "time": round(time.time(), 3)}
         line = {name: value for name, value in line.items() if value not in (None, ())}
         shown = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
-        log.info(f"epoch {epoch} step {self.steps}{' test' * (kind == 'eval')}: {shown}")
+        if kind == "eval" or self._log_every or self._lap - self._printed >= _PRINT_SECONDS:
+            log.info(f"epoch {epoch} step {self.steps}{' test' * (kind == 'eval')}: {shown}")
+            self._printed = self._lap if kind == "train" else self._printed
         try:
             files.append_line(self.attempt.metrics, json.dumps(line), os.O_CREAT)
             self._can_log = True

@@ -6,6 +6,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -553,6 +555,27 @@ def test_status_report_and_plots_read_what_it_writes(tmp_path: Path) -> None:
     assert report.report.images_per_second and report.report.command[1:] == sys.argv
     [entry] = catalog.listing(run)
     assert (entry.step, entry.problem, entry.is_next) == (6, "", True)
+
+
+@pytest.mark.parametrize(("log_every", "printed"), [(0, [1, 4]), (2, [2, 4, 6])])
+def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_given(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[str],
+    log_every: int,
+    printed: list[int],
+) -> None:
+    clock = types.SimpleNamespace(monotonic=lambda: 1000.0, time=time.time)
+    monkeypatch.setattr("clusterddp.loop.time", clock)
+
+    def step_takes_4_s(step: int) -> None:
+        clock.monotonic = lambda: 1000.0 + 4 * step
+
+    Training(tmp_path, log_every=log_every).run(step_takes_4_s)
+    steps = [line["step"] for line in read_json_lines(RunDir(tmp_path).metrics)]
+    assert steps == ([2, 4, 6] if log_every else [1, 2, 3, 4, 5, 6])
+    told = [re.match(r"epoch \d step (\d+):", line) for line in logged]
+    assert [int(each[1]) for each in told if each] == printed
 
 
 def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
