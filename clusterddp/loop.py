@@ -156,8 +156,7 @@ class Loop:
         self._presence: Presence | None = None
         self._saver: Saver | None = None
         self._metrics: Mapping[str, Any] = {}
-        self._can_log, self._logged_step = True, -1
-        self._printed = -math.inf
+        self._can_log, self._logged_step, self._printed = True, -1, -math.inf
         if self.rank == 0:
             self._start_background()
         self._lap = time.monotonic()
