@@ -35,10 +35,15 @@ class Meeting:
         """
         self._pid, self._port, self._found = pid, port, found
         self._has_torch = self._has_met = False
+        self._looking = threading.Lock()
         threading.Thread(target=self._watch, daemon=True, name="meeting").start()
 
     def look(self) -> None:
         """Look once; at the end, too: what was connected at `port` is seen for a minute more."""
+        with self._looking:  # the watch and the end, one after the other
+            self._look()
+
+    def _look(self) -> None:
         if self._has_met:
             return
         sockets = list(_sockets())

@@ -275,7 +275,22 @@ class Controller:
         if ended is not None and (said := self._said()):  # `launch` was in a subshell
             return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
         code = self._begin(code_changes)
-        threading.Thread(target=self._show_life, daemon=True).start()
+        over = threading.Event()
+        threading.Thread(target=self._show_life, args=(over,), daemon=True).start()
+        try:
+            return self._run_to_end(code, argv, ended, code_changes, carry)
+        finally:
+            over.set()
+
+    def _run_to_end(
+        self,
+        code: int,
+        argv: Sequence[str],
+        ended: int | None,
+        code_changes: Callable[[RunDir], Sequence[str]],
+        carry: Callable[[RunDir], None],
+    ) -> int:
+        """Run what `_begin` has begun, with its exit code, to the verdict."""
         self._script.take_output()
         log.info(f"this is clusterddp {version.described()}")
         self._compare_version()
@@ -301,13 +316,15 @@ class Controller:
             return code  # the job is over: its next start judges the attempt
         return self._finish(self._attempt, code)
 
-    def _show_life(self) -> None:
+    def _show_life(self, over: threading.Event) -> None:
         """Renew the sign of life, for whoever asks whether this process was lost with its host."""
         while True:
-            if self._attempt:
+            attempt = self._attempt
+            if attempt:
                 with contextlib.suppress(OSError):  # the run may be gone, or the disk full
-                    self._attempt.controller.touch()
-            time.sleep(ALIVE_SECONDS)
+                    attempt.controller.touch()
+            if over.wait(ALIVE_SECONDS):
+                return
 
     def _begin(self, code_changes: Callable[[RunDir], Sequence[str]]) -> int:
         """Begin the next attempt; returns the job's exit code where it is refused, else 0.
@@ -589,10 +606,16 @@ class Controller:
 
     def _place_of_code(self) -> dict[str, str]:
         """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
-        folder = os.environ.get("SLURM_SUBMIT_DIR", "")
+        nothing = {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # not another job's, which submitted it
+        submitted = [e for e in events.read(self._run.events) if isinstance(e, events.Submitted)]
+        recorded = next((each.folder for each in submitted if each.folder), "")
+        folder = recorded or os.environ.get("SLURM_SUBMIT_DIR", "")
         if not (self._run.code.is_dir() and folder):
-            return {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # another job's, from which it came
-        top = self._run.top_of_code(Path(folder))
+            return nothing
+        try:
+            top = self._run.top_of_code(Path(folder))
+        except IndexError:  # given to sbatch by hand, from a folder that is no such
+            return nothing
         return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
 
     def _await(self, srun: "subprocess.Popen[bytes]") -> int:

@@ -10,7 +10,7 @@ def note(root: Path) -> None:
     """Note a folder of runs, where the home takes it."""
     with contextlib.suppress(OSError, ValueError):
         file, path = _file(os.environ), str(root.absolute())
-        if file is None or "\n" in path or root.absolute() in known():
+        if file is None or "\n" in path or path in _lines(file):
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8", errors="surrogateescape") as lines:
@@ -20,13 +20,17 @@ def note(root: Path) -> None:
 def known() -> list[Path]:
     """Return the folders that are there, the latest first."""
     file = _file(os.environ)
-    if file is None:
-        return []
+    lines = _lines(file) if file else []
+    found = {os.path.realpath(line): Path(line) for line in lines if os.path.isdir(line)}  # noqa: PTH112
+    return [*reversed(found.values())]
+
+
+def _lines(file: Path) -> list[str]:
     try:
-        lines = file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+        text = file.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return []
-    return [Path(line) for line in reversed(lines) if line and os.path.isdir(line)]  # noqa: PTH112
+    return [line for line in text.split("\n") if line]
 
 
 def _file(environ: Mapping[str, str]) -> Path | None:

@@ -193,7 +193,8 @@ def run_status(
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
-    is_stuck = state == RUNNING and _ignores_stop(submission, now)
+    is_suspended = job is not None and job.state is State.SUSPENDED
+    is_stuck = state == RUNNING and not is_suspended and _ignores_stop(submission, now)
     if is_stuck:
         detail += (
             " more than a minute ago, and still at work: 'clusterddp stacks "

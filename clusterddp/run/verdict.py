@@ -60,6 +60,7 @@ _NOT_THERE = re.compile(
 """Errors of a program that has not found its files, or has then tried to fetch them."""
 _BREAKS_OFF_SECONDS = 60.0
 """Time after a suspension in which ranks that have waited for too long by then break off."""
+_OVER_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|[Oo]ut[ -]?[Oo]f[ -]?[Mm]emory")
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
@@ -400,6 +401,8 @@ def _step_cancelled(evidence: _Evidence) -> End | None:
     if not is_killed or evidence.has_left or evidence.hang or is_rehearsal(os.environ):
         return None
     if evidence.slurms_word is not Ending.NONE or not evidence.step_aborted:
+        return None
+    if step_watch.was_ended(evidence.attempt) or _OVER_MEMORY.search(evidence.job_log):
         return None
     step = step_watch.step_name(evidence.attempt, evidence.job_id) or "its step"
     how = f"scancel {step}, or a signal to its srun, which ended the step and not the job"

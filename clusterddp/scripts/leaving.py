@@ -9,6 +9,8 @@ from clusterddp.scripts.python_file import PythonFile
 
 _UP = re.compile(r"/?\.\.(?:/[^\s*]*)?")
 _LONGEST = 60
+_OF_TEXTS = ("replace", "split", "startswith", "endswith", "strip", "count", "find")
+"""Methods of a text whose argument is looked for in it."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,17 @@ def upward_paths(script: PythonFile) -> Iterator[UpwardPath]:
                 found.append(UpwardPath(node.lineno, _shown(whole), levels, of_script=True))
     for node in script.nodes:
         if isinstance(node, ast.Constant) and node not in seen and (levels := _levels(node)):
+            if _is_looked_for(next(script.above(node), (None, None))[0]):
+                continue
             found.append(UpwardPath(node.lineno, _shown(node), levels, of_script=False))
     yield from sorted(dict.fromkeys(found), key=lambda path: path.line)
+
+
+def _is_looked_for(above: ast.AST | None) -> bool:
+    """Return whether a text is compared with another, or looked for in one, and so no path."""
+    is_method = isinstance(above, ast.Call) and isinstance(above.func, ast.Attribute)
+    name = above.func.attr if is_method else ""  # type: ignore[union-attr]
+    return isinstance(above, ast.Compare) or name in _OF_TEXTS
 
 
 def levels_up(path: str) -> int:

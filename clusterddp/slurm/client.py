@@ -416,9 +416,12 @@ def slurm_conf() -> str:
 
 
 def slurmd_timeout() -> float:
-    """Return the seconds after which slurmctld takes a silent node for lost; 300 by default."""
+    """Return the seconds after which slurmctld takes a silent node for lost.
+
+    300 by default, and for 0, by which it never does.
+    """
     found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", slurm_conf(), re.MULTILINE)
-    return float(found[1]) if found else 300.0
+    return float(found[1]) or 300.0 if found else 300.0
 
 
 def output_of(

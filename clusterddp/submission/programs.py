@@ -112,7 +112,7 @@ def _has_other_path(spec: JobSpec) -> bool:
     before = spec.command[: nested_launcher.program_index(spec.command)]
     brings = any(PurePath(word).name in _BRING_PROGRAMS for word in before)
     sets = any(word.startswith("PATH=") for word in before) or "PATH" in dict(spec.environment)
-    return brings or sets or spec.export == "NONE"
+    return brings or sets or spec.export == "NONE" or "get-user-env" in dict(spec.sbatch)
 
 
 def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:

@@ -41,16 +41,19 @@ def plan(runs: Sequence[RunDir]) -> tuple[list[Removal], list[RequestError]]:
     """
     alone = [run for run in runs if not isinstance(run, SweepDir)]
     known = {run.path: each for run, each in zip(alone, statuses(alone), strict=True)}
-    named = {run.path.resolve() for run in runs}
-    removals, refused = [], []
-    for run in runs:
-        try:
-            _check(run, known.get(run.path), named)
-            state = known[run.path].state if run.path in known else ""
-            removals.append(Removal(run, state, _bytes(run.path)))
-        except RequestError as error:
-            refused.append(error)
-    return removals, refused
+    left, refused = list(runs), list[RequestError]()
+    count = -1
+    while len(refused) != count:  # what stays may need another one
+        count = len(refused)
+        named = {run.path.resolve() for run in left}
+        for run in left.copy():
+            try:
+                _check(run, known.get(run.path), named)
+            except RequestError as error:
+                left.remove(run)
+                refused.append(error)
+    states = {path: each.state for path, each in known.items()}
+    return [Removal(run, states.get(run.path, ""), _bytes(run.path)) for run in left], refused
 
 
 def remove(removal: Removal) -> None:
@@ -98,8 +101,14 @@ def _check(run: RunDir, status: RunStatus | None, named: Collection[Path] | None
         end = f" End it first: clusterddp cancel {run.shown}" * (status.state in (QUEUED, RUNNING))
         raise RequestError(f"{run.name} {how}, and is not removed.{end} [CD0508]")
     users = find_runs(run.path.parent) if named is not None else []
-    users = [each for each in users if _resumes(each, run)]
-    user = next((each for each in users if each.path.resolve() not in (named or ())), None)
+    users = [each for each in users if each.path.resolve() not in (named or ())]
+    waiting = [each for each in users if _waits_for(each, run)]
+    if waiting and any(each.state not in _OVER for each in statuses(waiting)):
+        raise RequestError(
+            f"{run.name} is not removed: {waiting[0].name} waits for it, or did, and is not over. "
+            f"Cancel that first: clusterddp cancel {waiting[0].shown} [CD0508]"
+        )
+    user = next((each for each in users if _resumes(each, run)), None)
     if user:
         raise RequestError(
             f"{run.name} is not removed: {user.name} begins from a checkpoint of it, and may be "
@@ -118,6 +127,12 @@ def _resumes(other: RunDir, run: RunDir) -> bool:
     spec = other.read_spec() if other.path != run.path else None
     resume = spec.train.resume if spec and spec.train else None
     return bool(resume) and Path(str(resume)).resolve().is_relative_to(run.path.resolve())
+
+
+def _waits_for(other: RunDir, run: RunDir) -> bool:
+    spec = other.read_spec() if other.path != run.path else None
+    after = spec.after if spec else ()
+    return any(Path(place).resolve() == run.path.resolve() for place, _ in after)
 
 
 def _bytes(folder: Path) -> int:

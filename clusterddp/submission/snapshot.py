@@ -159,7 +159,8 @@ def top_of(folder: Path) -> Path:
     except RequestError:  # git gives no answer, which the copy of the folder reports
         return folder
     top = folder.parents[depth - 1]
-    return folder if Path.home().is_relative_to(top) else top
+    home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 -- there may be none
+    return folder if home.is_relative_to(os.path.realpath(top)) else top
 
 
 def take(

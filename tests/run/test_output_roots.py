@@ -33,7 +33,7 @@ def another(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_submission_notes_its_folder_of_runs_once(workplace: Workplace, state: Path) -> None:
     workplace.command("sbatch", "/bin/cat >/dev/null; echo 7")
     for name in ("a", "b"):
-        argv = ("submit", "--run-name", name, "--no-snapshot", "--", "true")
+        argv = ("submit", "--run-name", name, "--no-snapshot", "--", "/bin/true")
         assert workplace.invoke(*argv).code == 0
     assert (state / "clusterddp/output-roots").read_text() == f"{workplace.root}\n"
     workplace.command("sbatch", "/bin/cat >/dev/null; echo no >&2; exit 1")

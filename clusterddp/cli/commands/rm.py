@@ -1,6 +1,9 @@
 """`clusterddp rm`: removes whole runs."""
 
+import fnmatch
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -35,8 +38,8 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
     runs = [each for each in runs if each.path.is_dir()]
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep and sweep.path not in known)
     # Nobody removes by its mere name what lies elsewhere.
-    typed = {output_root.resolve(), *(Path(text).resolve().parent for text in run if "/" in text)}
-    far = [each for each in runs if each.path.parent.resolve() not in typed]
+    here = output_root.resolve()
+    far = [e for e in runs if e.path.parent.resolve() != here and not _is_typed(e.path, run)]
     failed += [
         errors.RequestError(f"{one.name} lies at {one.path}: name that to remove it. [CD0502]")
         for one in far
@@ -59,6 +62,13 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
     for failure in failed:
         click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
     return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+
+
+def _is_typed(path: Path, texts: Sequence[str]) -> bool:
+    """Return whether a directory was typed as one, or its sweep's, or a pattern of such."""
+    typed = [os.path.realpath(text) for text in texts if "/" in text]
+    place, sweep = os.path.realpath(path), os.path.realpath(path).rpartition("-")[0]
+    return any(fnmatch.fnmatchcase(place, each) or each == sweep for each in typed)
 
 
 def _agrees(count: int) -> bool:
