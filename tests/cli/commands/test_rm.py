@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from io import StringIO
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,21 @@ def test_a_run_from_which_another_begins_stays_until_both_are_named(workplace: W
     assert "two begins from a checkpoint of it" in done.err
     assert workplace.invoke("rm", "--yes", "one", "two").code == 0
     assert left(workplace) == []
+
+
+@pytest.mark.parametrize("how", ["begins", "waits"])
+def test_a_run_that_one_needs_which_stays_stays_too(workplace: Workplace, how: str) -> None:
+    first, second = workplace.run("one", *DONE), workplace.run("two", submitted("5"))
+    spec = second.load_spec()
+    assert spec.train
+    path = attempt(first, 1, 100).checkpoints / "step-00000100.pt"
+    more: dict[str, Any] = {"after": ((str(first.path), "ok"),)}
+    if how == "begins":
+        more = {"train": dataclasses.replace(spec.train, resume=str(path))}
+    second.spec.write_text(dataclasses.replace(spec, **more).to_json())
+    done = workplace.invoke("rm", "--yes", "one", "two")
+    assert (done.code, left(workplace)) == (2, ["one", "two"])
+    assert "clusterddp: one is not removed: two" in done.err
 
 
 def test_a_sweep_goes_with_its_points(workplace: Workplace) -> None:
