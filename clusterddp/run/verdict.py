@@ -182,7 +182,7 @@ class _Evidence:
         self.last_word = last_word or LastWord()
         self.outcomes = read_outcomes(attempt.outcomes)
         any_failed = any(outcome.failed for outcome in self.outcomes)
-        self.told = self._told()
+        self.told = "" if any_failed else self._told()
         """Signal at which all ranks of a command have left with exit code 0; empty otherwise."""
         # srun's code is that of the end which the records made necessary.
         self.srun_code = 0 if step_watch.was_ended(attempt) else exit_code
@@ -222,7 +222,7 @@ class _Evidence:
         return last is not None and last["finished"] is not None
 
     def _has_paused(self, any_failed: bool) -> bool:
-        if self.told and not any_failed:
+        if self.told:
             return True
         if any(outcome.paused for outcome in self.outcomes) and not any_failed:
             return True

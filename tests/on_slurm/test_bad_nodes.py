@@ -141,7 +141,7 @@ for step in range(100):
     assert three.wait_job(job_of(run)) == "FAILED", run.job_log.read_text()
     events = read_events(run)
     failed = [e["first_failure"] for e in events if e["event"] == "ended"]
-    assert [failure["rank"] for failure in failed] == [3, 3, 3]
+    assert [failure["rank"] for failure in failed] == [3, 3, 3], run.job_log.read_text()
     assert {failure["host"] for failure in failed} == {"h02"}
     assert "nodes_blamed" not in kinds(run)
     assert not (home / "jobs/bad-nodes.jsonl").exists()

@@ -1129,6 +1129,18 @@ def test_a_command_that_ends_with_0_is_done_unless_it_was_told_to_end(
     assert ("[CD1229]" in got.out) == (cause != "done")
 
 
+def test_ranks_that_srun_tells_to_end_because_one_has_failed_have_not_been_told(
+    workplace: Workplace,
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace)
+    record(run, 0, 0, **told(TERM, 1))
+    record(run, 1, 1)
+    finish(workplace, run, 1)
+    ended = last(run, "ended")
+    assert (ended["cause"], ended["told"]) == ("failed", "")
+
+
 def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(
     workplace: Workplace,
 ) -> None:
