@@ -197,7 +197,8 @@ def test_the_loop_resumes_what_was_interrupted_and_tells_the_end(
 
     def sleep(seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return plain(seconds)  # one that another test has left behind
+            plain(seconds)  # one that another test has left behind
+            return
         workplace.command("squeue", "exit 0")  # the job has left the queue
         code, cause = next(ends)
         with (workplace.root / "big" / "events.jsonl").open("a") as file:
