@@ -117,6 +117,9 @@ def _check(run: RunDir, status: RunStatus | None, named: Collection[Path] | None
 
 
 def _is_over(run: RunDir, status: RunStatus) -> bool:
+    spec = run.read_spec()
+    if status.is_forgotten and spec and spec.run_name != run.name:
+        return False  # it was moved, and Slurm may know its job by the name that it had
     if status.state in _OVER or status.is_forgotten:
         return True
     latest = attempts.latest(run)

@@ -108,6 +108,15 @@ def test_a_run_that_one_needs_which_stays_stays_too(workplace: Workplace, how: s
     assert "clusterddp: one is not removed: two" in done.err
 
 
+def test_a_run_that_was_moved_stays_while_its_job_may_run(workplace: Workplace) -> None:
+    run = workplace.run("one", submitted("5"))
+    moved = run.path.rename(run.path.with_name("moved"))
+    workplace.command("squeue", "echo '5 5 N/A|RUNNING|None|clusterddp:one'")
+    done = workplace.invoke("rm", "--yes", str(moved))
+    assert (done.code, left(workplace)) == (2, ["moved"])
+    assert "moved is not known to be over, and is not removed" in done.err
+
+
 def test_a_sweep_goes_with_its_points(workplace: Workplace) -> None:
     sweep = workplace.sweep("lr", ("lr",), ("1",), ("2",))
     for point in sweep.elements:
