@@ -579,6 +579,7 @@ def test_a_preemption_that_slurm_shows_as_a_cancellation_is_known_by_the_steps_l
     assert got.code == 0
 
 
+OVER_MEMORY = "slurmstepd: error: StepId=17.0 exceeded memory limit (99 > 9), being killed"
 ABORTED = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish."
 KILLED = "srun: error: h01: task 0: Killed"
 
@@ -591,6 +592,7 @@ KILLED = "srun: error: h01: task 0: Killed"
         ([KILLED, "srun: Terminating StepId=17.0", ABORTED], "", "failed"),
         ([KILLED], "", "failed"),
         ([ABORTED, KILLED], "JobState=COMPLETING RunTime=00:10:05", "time limit"),
+        ([OVER_MEMORY, ABORTED, KILLED], "", "failed"),
     ],
 )
 def test_ranks_that_died_with_a_step_that_somebody_ended_have_not_failed(

@@ -50,3 +50,8 @@ def test_the_scripts_own_folder_and_other_text_are_no_path_that_goes_up() -> Non
         "Path(__file__).parent / 'x'\nprint(__file__, 'a ..')\n"
     )
     assert not [*upward_paths(PythonFile("a.py", text))]
+
+
+@pytest.mark.parametrize("expression", ["name.replace('..', '.')", "'..' in name"])
+def test_a_text_that_is_looked_for_is_no_path(expression: str) -> None:
+    assert [*upward_paths(PythonFile("a.py", f"{expression}\n"))] == []
