@@ -25,7 +25,8 @@ from clusterddp.cli.options import RequeueOption
 from clusterddp.request import options as table
 from clusterddp.request.options import Option
 from clusterddp.request.spec import OPTIONS
-from clusterddp.run import events, records, status, sweeps
+from clusterddp.run import events, records
+from clusterddp.status import status, sweeps
 from clusterddp.version import __version__
 
 ROOT = Path(__file__).parent

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clusterddp.ranks.dist_env import DistEnv
     from clusterddp.request.spec import JobSpec, Resources
     from clusterddp.request.train_config import TrainConfig
-    from clusterddp.run.status import RunStatus
+    from clusterddp.status.status import RunStatus
 
 __all__ = ["ClusterDDPError", "DistEnv", "JobSpec", "RequestError", "Resources", "Run", "RunStatus"]
 __all__ += ["SubmittedRun", "TrainConfig", "TrainingError", "__version__"]

@@ -13,22 +13,23 @@ from typing import Any, TypeVar, overload
 
 from clusterddp import launchers
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
+from clusterddp.files import read_json
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import end_codes, events, follow, restart_policy, stacks
-from clusterddp.run import stop as stopping
+from clusterddp.run import events, restart_policy
 from clusterddp.run.events import Failure
-from clusterddp.run.files import read_json
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.run.stacks import RankStacks
-from clusterddp.run.state import latest_submission
-from clusterddp.run.status import DEFAULT_ROOT, RunStatus, statuses
-from clusterddp.run.stop import Cancellation, Stop
+from clusterddp.status import end_codes, follow, stacks
+from clusterddp.status import stop as stopping
+from clusterddp.status.stacks import RankStacks
+from clusterddp.status.state import latest_submission
+from clusterddp.status.status import DEFAULT_ROOT, RunStatus, statuses
+from clusterddp.status.stop import Cancellation, Stop
 from clusterddp.submission import keywords
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting

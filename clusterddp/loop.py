@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.checkpoints import catalog, sharded
 from clusterddp.checkpoints.tensors import copied, why_unreadable
 from clusterddp.checkpoints.writer import Costs, Saver
@@ -50,7 +50,6 @@ from clusterddp.errors import (
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
 from clusterddp.request.train_config import Interval
 from clusterddp.run import attempt as attempts
-from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.loop_variables import attempt_at, attempt_here
 from clusterddp.run.records import LastWord, MetricsLine, Spent

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from clusterddp.run.files import append_json_line, read_json_lines
+from clusterddp.files import append_json_line, read_json_lines
 from clusterddp.run.run_dir import RunDir
 
 

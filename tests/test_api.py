@@ -12,9 +12,9 @@ import clusterddp
 from clusterddp import JobSpec, Resources, TrainConfig, launch, render, submit
 from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError, TrainingError
+from clusterddp.files import write_record
 from clusterddp.run import attempt as attempts
 from clusterddp.run.events import Failure
-from clusterddp.run.files import write_record
 from clusterddp.run.outcome import failure_of
 from clusterddp.run.records import LastWord, Outcome, TaskError
 from clusterddp.run.run_dir import RunDir

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clusterddp.data.synthetic import synthesise
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
 

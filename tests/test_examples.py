@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.workstation import free_port
 

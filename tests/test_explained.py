@@ -11,7 +11,8 @@ import pytest
 from clusterddp import errors
 from clusterddp.explained import FOLDER, catalogue, code_of, find, nearest, with_words
 from clusterddp.launchers import SHIPPED, full_name
-from clusterddp.run import end_codes, restart_policy
+from clusterddp.run import restart_policy
+from clusterddp.status import end_codes
 
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"\bCD\d{4}\b")

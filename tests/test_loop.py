@@ -25,16 +25,17 @@ from clusterddp import loop as loop_module
 from clusterddp.checkpoints import catalog
 from clusterddp.distributed.agreement import Poll
 from clusterddp.errors import CheckpointError, RequestError, TrainingError
+from clusterddp.files import read_json_lines
 from clusterddp.loop import Loop
 from clusterddp.reporting.gather import gather
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
-from clusterddp.run import loop_variables, stacks
+from clusterddp.run import loop_variables
 from clusterddp.run.attempt import Attempt, attempts, begin
-from clusterddp.run.files import read_json_lines
 from clusterddp.run.records import SignOfLife
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
-from clusterddp.run.status import run_status
 from clusterddp.slurm.forms import LOOP_VARIABLE
+from clusterddp.status import stacks
+from clusterddp.status.status import run_status
 from clusterddp.training import stop
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.training.ranks import run_ranks

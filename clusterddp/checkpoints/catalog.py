@@ -25,10 +25,10 @@ from typing import IO
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError
+from clusterddp.files import read as read_record
+from clusterddp.files import read_file, sync_folder, write_record
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import read as read_record
-from clusterddp.run.files import read_file, sync_folder, write_record
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.writer import stored_sha256
-from clusterddp.run.files import sync_folder
+from clusterddp.files import sync_folder
 
 Objects = Mapping[str, Any]
 """Modules, and their optimizers, by name."""

@@ -21,8 +21,8 @@ from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
 from clusterddp.checkpoints.tensors import to_bytes
 from clusterddp.errors import CheckpointError, coded
+from clusterddp.files import sync_folder, write_atomically
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import sync_folder, write_atomically
 from clusterddp.run.records import SavingReport
 
 _CHUNK_BYTES = 1 << 20

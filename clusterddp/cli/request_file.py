@@ -20,10 +20,10 @@ from click.core import ParameterSource
 from clusterddp.cli.job_spec import template_folder
 from clusterddp.cli.options import SettingsCommand, recipe_settings, source
 from clusterddp.errors import RequestError
+from clusterddp.files import write_atomically
 from clusterddp.request.options import Settings, nearest
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING
-from clusterddp.run.files import write_atomically
 from clusterddp.slurm import forms
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -133,7 +133,7 @@ def _take(ctx: click.Context, text: str) -> None:
     if text.endswith(SUFFIX):
         where, values, command = text, *_read(ctx, Path(text))
     else:
-        from clusterddp.run.status import find_run
+        from clusterddp.status.status import find_run
 
         spec = find_run(Path(ctx.params["output_root"]), text).load_spec()
         where, values, command = f"the request of {text}", values_of(spec), spec.command

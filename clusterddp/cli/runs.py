@@ -15,17 +15,17 @@ from clusterddp.cli.options import Completed
 from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.run.state import DONE, FAILED, STOPPED
-from clusterddp.run.status import (
+from clusterddp.status.state import DONE, FAILED, STOPPED
+from clusterddp.status.status import (
     DEFAULT_ROOT,
     RunStatus,
     statuses,
     submission_folder,
 )
-from clusterddp.run.sweeps import find_sweeps, means_several, select_each
+from clusterddp.status.sweeps import find_sweeps, means_several, select_each
 
 if TYPE_CHECKING:
-    from clusterddp.run.stop import Cancellation, Send, Stop
+    from clusterddp.status.stop import Cancellation, Send, Stop
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
 _LAST_LINES = 20
@@ -73,7 +73,7 @@ def act_on_each(
     confirm: raises where a person does not mean the several runs of a sweep or a pattern.
     Returns the highest of the exit codes.
     """
-    from clusterddp.run.stop import act_together
+    from clusterddp.status.stop import act_together
 
     runs, failed = select_each(root, names)
     known = statuses(runs)
@@ -124,8 +124,8 @@ def follow(
     """
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
     try:
-        from clusterddp.run.follow import LogPrinter, how_it_ended, wait_for_end
         from clusterddp.run.logs import of_attempt
+        from clusterddp.status.follow import LogPrinter, how_it_ended, wait_for_end
 
         status = wait_for_end(run, LogPrinter(paths or [run.rank_log(0)], lines, stream))
     except KeyboardInterrupt:

@@ -76,7 +76,7 @@ def described(sweep: Sweep) -> dict[str, object]:
 
 def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
     """Return the points, or some of them, as a table: the run's name, and what it varies."""
-    from clusterddp.run import formatting
+    from clusterddp import formatting
 
     sweep = spec.sweep
     rows = [
@@ -130,7 +130,7 @@ def follow_sweep(
     With the launcher `local` the points run here, one after the other. Returns the exit code of
     the command: the highest of the points that were followed.
     """
-    from clusterddp.run import formatting
+    from clusterddp import formatting
     from clusterddp.run.run_dir import SweepDir
 
     sweep, count = SweepDir(path), formatting.count(len(indices), "point")
@@ -173,7 +173,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     """Run the points one after the other; one that fails keeps no other from its turn."""
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
-    from clusterddp.run.status import lost_turn
+    from clusterddp.status.status import lost_turn
 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
     for run in runs:
@@ -194,7 +194,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
             log.info(f"{sweep.name}: interrupted; the points after {run.name} have not run")
             break
     else:
-        from clusterddp.run import notify  # where all have run, a program may be told
+        from clusterddp.status import notify  # where all have run, a program may be told
 
         notify.tell_sweep(sweep, "rehearsal")
     return code
@@ -204,8 +204,8 @@ def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
     """Wait for the end of each run; returns the highest of their exit codes."""
     code = errors.EXIT_DONE
     try:
-        from clusterddp.run.follow import how_it_ended, wait_for_end
-        from clusterddp.run.state import DONE, STOPPED
+        from clusterddp.status.follow import how_it_ended, wait_for_end
+        from clusterddp.status.state import DONE, STOPPED
 
         codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
         for run in runs:

@@ -19,17 +19,17 @@ from clusterddp import launchers, log, version
 from clusterddp.comparison import results
 from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import ClusterDDPError, RequestError, coded
+from clusterddp.formatting import count
 from clusterddp.processes import processors
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.follow import wait_for_end
-from clusterddp.run.formatting import count
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import CREATED, DONE, FAILED
-from clusterddp.run.status import run_status
+from clusterddp.status.follow import wait_for_end
+from clusterddp.status.state import CREATED, DONE, FAILED
+from clusterddp.status.status import run_status
 from clusterddp.submission import submit
 
 Planned = list[tuple[Row, JobSpec]]

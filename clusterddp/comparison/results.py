@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from clusterddp import log
+from clusterddp import files, formatting, log
 from clusterddp.errors import EXIT_INTERRUPTED, RequestError
+from clusterddp.formatting import count
 from clusterddp.reporting.gather import differences
 from clusterddp.reporting.plots import Scaling, Size
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
-from clusterddp.run import files, formatting
-from clusterddp.run.formatting import count
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.run.state import DONE, FAILED
-from clusterddp.run.status import RunStatus, find_run, latest_report, statuses
+from clusterddp.status.state import DONE, FAILED
+from clusterddp.status.status import RunStatus, find_run, latest_report, statuses
 
 NOT_RUN = "not run"
 INTERRUPTED = "interrupted"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from clusterddp.run import formatting
+from clusterddp import formatting
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
 

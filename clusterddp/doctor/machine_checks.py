@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from clusterddp import formatting
 from clusterddp.data import mnist
 from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check
 from clusterddp.errors import DataError
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import formatting
 
 IMPORT_SECONDS = 45.0
 """Bound on the start of --python, whose import of torch takes long on a cold file system."""

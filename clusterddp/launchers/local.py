@@ -53,7 +53,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     """Start the stand-in; the job's id is its process id."""
     spec.refuse_pyxis()
     if spec.after:
-        from clusterddp.run import chain  # few runs wait
+        from clusterddp.status import chain  # few runs wait
 
         chain.check(chain.look(spec), has_queue=False)
     if spec.resources.nodes > MOST_HOSTS:

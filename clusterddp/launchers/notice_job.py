@@ -5,10 +5,10 @@ A sweep has no script of its own: the job tells its end in any case.
 
 from clusterddp import log
 from clusterddp.errors import ClusterDDPError
+from clusterddp.files import write_atomically
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import notify
-from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import notify
 
 _MINUTES = 10
 _PASSED_ON = ("partition", "account", "qos", "reservation")

@@ -87,8 +87,9 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     points: those of a sweep that are submitted, as one job array of the sweep's script; `run` is
     then the sweep. A run that is a point is submitted as such, where the script is the sweep's.
     """
-    from clusterddp.run import bad_nodes, chain, events  # these four: not needed for a dry run
+    from clusterddp.run import bad_nodes, events
     from clusterddp.slurm.client import check_expedite, sbatch
+    from clusterddp.status import chain  # these four: not needed for a dry run
 
     if spec.requeue == EXPEDITE:
         check_expedite(os.environ)
@@ -147,8 +148,8 @@ def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> l
 
     indices: of the points that are submitted, of a sweep.
     """
-    from clusterddp.run import chain
     from clusterddp.slurm.client import sbatch_options
+    from clusterddp.status import chain
 
     if spec.point and sweep.is_array(script):
         indices = [spec.index]

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+from clusterddp import files
+from clusterddp.files import read_lines
+from clusterddp.reporting.paid import account
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import files, records
+from clusterddp.run import records
 from clusterddp.run.attempt import Attempt, attempts, summaries
-from clusterddp.run.files import read_lines
 from clusterddp.run.outcome import first_failure, read_outcomes
-from clusterddp.run.paid import account
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import RUNNING
-from clusterddp.run.status import RunStatus, first_known, latest_report
+from clusterddp.status.state import RUNNING
+from clusterddp.status.status import RunStatus, first_known, latest_report
 
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from clusterddp import formatting
 from clusterddp.reporting import plots
 from clusterddp.reporting.gather import Evaluation, Gathered, differences
 from clusterddp.reporting.sweep import SweepReport, order_of, read_lines, table_of
 from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 

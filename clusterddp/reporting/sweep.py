@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from clusterddp import files, formatting
 from clusterddp.errors import OptionError
-from clusterddp.run import files, formatting
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.run.state import DONE, ENDED
-from clusterddp.run.status import judge_all
-from clusterddp.run.sweeps import sweep_status
+from clusterddp.status.state import DONE, ENDED
+from clusterddp.status.status import judge_all
+from clusterddp.status.sweeps import sweep_status
 
 USUAL = ("accuracy", "loss")
 """Metrics that every report knows; of the test set."""

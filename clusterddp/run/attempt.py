@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.request.spec import submission_comment
-from clusterddp.run import events, files
+from clusterddp.run import events
 from clusterddp.run.records import (
     ATTEMPT_FORMAT,
     AttemptRecord,

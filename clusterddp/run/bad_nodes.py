@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.errors import OptionError, SlurmError, coded
 from clusterddp.request.spec import JobSpec, Resources
-from clusterddp.run import events, files, hardware
+from clusterddp.run import events, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.records import SlowRank

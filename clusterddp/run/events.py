@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, ParamSpec
 
-from clusterddp.run import files, formatting
+from clusterddp import files, formatting
 
 P = ParamSpec("P")
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from clusterddp.run import files
+from clusterddp import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 

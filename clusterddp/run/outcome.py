@@ -19,15 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED
+from clusterddp.formatting import clean, signal_name
 from clusterddp.processes.table import start_ticks
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
-from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
-from clusterddp.run.formatting import clean, signal_name
 from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import SPARES_VARIABLE

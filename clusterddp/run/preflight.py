@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from clusterddp import log
+from clusterddp import files, formatting, log
 from clusterddp.preflight import collector, verdict
 from clusterddp.preflight.collector import Collection
 from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
-from clusterddp.run import files, formatting
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.records import PreflightRecord

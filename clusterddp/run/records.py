@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterddp.errors import EXIT_PAUSED
-from clusterddp.run.files import Loss
+from clusterddp.files import Loss
 
 ATTEMPT_FORMAT = 1
 _MAY_GO_ON = ("SIGUSR1", "SIGUSR2")

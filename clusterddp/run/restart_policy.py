@@ -1,6 +1,6 @@
 """Decides whether another attempt of a run follows the one that has ended, and why.
 
-Pure: from the run's records and Slurm's word to a decision; `batch_script` carries it out.
+Pure: from the run's records and Slurm's word to a decision; `batch.finish` carries it out.
 """
 
 from collections.abc import Sequence

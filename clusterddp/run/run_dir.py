@@ -56,9 +56,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from clusterddp.errors import RequestError
+from clusterddp.files import write_atomically
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import output_roots
-from clusterddp.run.files import write_atomically
 
 _Kind = TypeVar("_Kind", bound="RunDir")
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)

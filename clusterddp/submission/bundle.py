@@ -29,8 +29,8 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import RequestError
+from clusterddp.files import write_atomically
 from clusterddp.run.attempt import link
-from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__, bundle_file
 

@@ -17,16 +17,17 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.checkpoints import catalog
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, formatting, notify
+from clusterddp.run import events
 from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
-from clusterddp.run.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
-from clusterddp.run.status import RunStatus, statuses
-from clusterddp.run.sweeps import most_telling
+from clusterddp.status import notify
+from clusterddp.status.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
+from clusterddp.status.status import RunStatus, statuses
+from clusterddp.status.sweeps import most_telling
 from clusterddp.submission.snapshot import Snapshot
 
 CHECKPOINT = "checkpoint"

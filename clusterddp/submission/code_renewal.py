@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.errors import RequestError
+from clusterddp.files import write_atomically
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import formatting
-from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import snapshot
 from clusterddp.submission.submit import no_code, runs_code_of

@@ -135,7 +135,7 @@ def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[
     if not train or not (Path(train.resume) / "spec.json").is_file() or train.resume in dict(after):
         return after
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.run.status import statuses
+    from clusterddp.status.status import statuses
 
     [status] = statuses([RunDir(Path(train.resume))])
     goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
@@ -165,7 +165,7 @@ def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, st
     texts = [text for text in texts if text]
     if not texts:
         return ()
-    from clusterddp.run import chain  # few runs wait
+    from clusterddp.status import chain  # few runs wait
 
     try:
         return tuple(dict(chain.find(output_root, text) for text in texts).items())

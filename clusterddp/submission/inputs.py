@@ -6,13 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.errors import CheckpointError, DataError, RequestError
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
-from clusterddp.run import files
 from clusterddp.run.records import Agreement, Report
 from clusterddp.run.run_dir import RunDir, checkpoint_step
 

@@ -4,10 +4,9 @@ import math
 import os
 from collections.abc import Mapping
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.errors import OptionError, RequestError, SlurmError
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import formatting
 from clusterddp.slurm import forms
 from clusterddp.slurm.array_limits import ArrayLimits
 from clusterddp.slurm.partitions import Partition

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.errors import RequestError
 from clusterddp.request import nested_launcher
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import formatting
 from clusterddp.scripts import check
 from clusterddp.scripts.leaving import levels_up, upward_paths
 from clusterddp.scripts.python_file import PythonFile

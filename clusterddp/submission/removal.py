@@ -12,8 +12,17 @@ from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
-from clusterddp.run.state import CANCELLED, CREATED, DONE, FAILED, QUEUED, RUNNING, STOPPED, UNKNOWN
-from clusterddp.run.status import RunStatus, statuses
+from clusterddp.status.state import (
+    CANCELLED,
+    CREATED,
+    DONE,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+)
+from clusterddp.status.status import RunStatus, statuses
 
 _OVER = (CREATED, DONE, FAILED, STOPPED, CANCELLED)
 

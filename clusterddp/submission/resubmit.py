@@ -12,21 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import launchers, log
+from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
+from clusterddp.files import write_atomically
 from clusterddp.launchers import notice_job
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.sweep import is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, chain, events, formatting
+from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Claim, claimed
-from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
-from clusterddp.run.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
-from clusterddp.run.status import RunStatus, run_status, submission_folder
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
+from clusterddp.status import chain
+from clusterddp.status.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
+from clusterddp.status.status import RunStatus, run_status, submission_folder
 from clusterddp.submission import bundle, code_renewal, outlook, snapshot
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.programs import check_command, check_pythons

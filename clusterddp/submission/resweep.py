@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, notice_job
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep, is_array
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, chain, events, formatting
+from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.run.state import UNKNOWN
-from clusterddp.run.status import statuses
-from clusterddp.run.sweeps import has_failed
 from clusterddp.slurm.array_limits import array_limits
+from clusterddp.status import chain
+from clusterddp.status.state import UNKNOWN
+from clusterddp.status.status import statuses
+from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import (

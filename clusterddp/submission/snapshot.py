@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.errors import RequestError, coded
-from clusterddp.run import events, formatting
-from clusterddp.run.files import load, read_file, write_atomically
+from clusterddp.files import load, read_file, write_atomically
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, run_folders, where_output_lies
 
 LIMIT_MB = 50.0

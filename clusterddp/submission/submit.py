@@ -18,10 +18,11 @@ from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import bad_nodes, chain
+from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
+from clusterddp.status import chain
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import check_folder, make_sure
 from clusterddp.submission.programs import check_command, check_notified, check_pythons

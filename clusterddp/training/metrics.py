@@ -27,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
+from clusterddp.files import read_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_lines
 from clusterddp.run.records import MetricsLine, RankReport
 from clusterddp.training.device import peak_bytes
 from clusterddp.training.tensorboard import Board

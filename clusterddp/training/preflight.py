@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.preflight import rank_verdict
 from clusterddp.preflight.measurements import RankMeasurements
 from clusterddp.preflight.verdict import Verdict, shown_rate
-from clusterddp.run import bad_nodes, formatting, preflight
+from clusterddp.run import bad_nodes, preflight
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import PreflightRecord
 from clusterddp.training.step import use_tf32

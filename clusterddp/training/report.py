@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from clusterddp.checkpoints.state import weights_sha256
+from clusterddp.files import write_record
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.reporting.paid import account
 from clusterddp.run.attempt import summaries
-from clusterddp.run.files import write_record
-from clusterddp.run.paid import account
 from clusterddp.run.records import Report, SavingReport
 from clusterddp.training.loop import Training
 from clusterddp.version import __version__

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from clusterddp import log
+from clusterddp.files import write_record
+from clusterddp.formatting import duration
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import write_record
-from clusterddp.run.formatting import duration
 from clusterddp.run.outcome import read_outcome
 from clusterddp.run.records import SLOW, SlowRank, SlowRanks
 from clusterddp.training.metrics import Paces

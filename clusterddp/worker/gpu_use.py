@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from clusterddp.errors import RequestError
+from clusterddp.files import write_record
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import VISIBLE_GPUS, host_name
-from clusterddp.run.files import write_record
 from clusterddp.run.records import GpuUse
 from clusterddp.slurm.forms import expand_nodelist
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.distributed import agreement, rendezvous, tcp_store
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
@@ -25,7 +25,6 @@ from clusterddp.ranks.variables import VISIBLE_GPUS, host_name
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import SHARED_GPUS
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import note_clocks
 from clusterddp.run.records import Agreement

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.data import mnist, shared_memory
@@ -24,14 +24,13 @@ from clusterddp.distributed import agreement, rendezvous
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
+from clusterddp.files import write_atomically
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
-from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import write_atomically
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -29,7 +29,7 @@ from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
 from clusterddp.processes.table import hears
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
-from clusterddp.run import files, logs
+from clusterddp.run import logs
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord, Traces
 from clusterddp.run.records import TaskError

@@ -26,6 +26,7 @@ from clusterddp.errors import (
     TrainingError,
     coded,
 )
+from clusterddp.files import write_record
 from clusterddp.processes import change_environment
 from clusterddp.processes.stacks import armed
 from clusterddp.ranks.dist_env import DistEnv
@@ -33,7 +34,6 @@ from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import write_record
 from clusterddp.run.outcome import is_peer_loss, note_hung
 from clusterddp.run.records import LastWord
 from clusterddp.training import stop

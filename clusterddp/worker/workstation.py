@@ -35,11 +35,12 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import end_codes, events, logs
+from clusterddp.run import events, logs
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import end_codes
 
 T = TypeVar("T")
 

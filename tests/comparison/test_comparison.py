@@ -20,13 +20,13 @@ from clusterddp.comparison.results import (
     table,
 )
 from clusterddp.errors import RequestError
+from clusterddp.files import load
 from clusterddp.processes.processors import described
 from clusterddp.reporting import plots
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.files import load
 from clusterddp.run.records import Report
-from clusterddp.run.state import DONE
+from clusterddp.status.state import DONE
 
 ALL = ("single", "dp", "ddp")
 CPUS = Hosts(gpus=0, on_gpus=False)

@@ -19,7 +19,7 @@ from clusterddp.worker import start
 TAKES = """
 import json, sys
 from clusterddp.data import shared_memory
-from clusterddp.run import files
+from clusterddp import files
 held = shared_memory.take(files.load(shared_memory.Offer, json.loads(sys.argv[1])))
 pixels, labels = held.tensors(train=True)
 print(int(pixels.sum()), int(labels.sum()), tuple(pixels.shape))

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from clusterddp.distributed.agreement import POLL_SECONDS, Hello, Poll, decide
 from clusterddp.errors import TrainingError
+from clusterddp.files import load
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.files import load
 from clusterddp.run.records import Agreement
 from tests.training.ranks import run_ranks
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import RequestError
+from clusterddp.files import read_json
 from clusterddp.launchers import local, srun
 from clusterddp.launchers.local import Limit, job_environment
 from clusterddp.request.spec import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.request.test_spec import spec

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import read_tail
 from clusterddp.run.attempt import begin
-from clusterddp.run.files import read_tail
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.on_gpu.hand_started import END_SECONDS, START_SECONDS, started

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clusterddp.checkpoints import catalog
-from clusterddp.run.files import read_json_lines
+from clusterddp.files import read_json_lines
 from clusterddp.run.run_dir import RunDir
 from tests.on_gpu.hand_started import START_SECONDS, trained, warnings_in
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import FULL_PREFLIGHT_VARIABLE
 from tests.waiting import dying_with_us

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster

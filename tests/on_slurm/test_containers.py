@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import read_json
 from clusterddp.processes.container import APPTAINER, PODMAN, PROGRAMS
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import read_json
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.kept.test_kept import COMMITS, cause, check_weights, unpacked
 from tests.on_slurm.cluster import SlurmCluster

@@ -9,8 +9,8 @@ from subprocess import PIPE
 import pytest
 
 from clusterddp.checkpoints.catalog import name_of
+from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster

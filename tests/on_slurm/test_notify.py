@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import run_status
+from clusterddp.status.status import run_status
 from tests.event_lines import read_events
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import EXIT_PAUSED
+from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import kinds, read_events
 from tests.on_slurm.cluster import SlurmCluster

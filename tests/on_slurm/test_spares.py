@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import append_json_line, read_json
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import FILE_NAME, BadNode
-from clusterddp.run.files import append_json_line, read_json
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from tests.event_lines import read_events
 from tests.on_slurm.campaign import pairs
@@ -123,7 +123,7 @@ def test_a_killed_node_is_replaced_in_the_same_job(
 OFTEN = """
 import sys
 if "batch" in sys.orig_argv:
-    from clusterddp.run import spares
+    from clusterddp.batch import spares
     spares._IDLE_SECONDS = 1.0
 """
 WAITS = "until [ -e go ]; do sleep 0.05; done"

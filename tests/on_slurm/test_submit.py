@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import read_json_lines
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.run.files import read_json_lines
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster
 from tests.waiting import PATIENCE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp import formatting
 from clusterddp.reporting.gather import (
     RunReport,
     rank_rates,
@@ -15,7 +16,6 @@ from clusterddp.reporting.gather import (
     stragglers,
 )
 from clusterddp.reporting.plots import scalings
-from clusterddp.run import formatting
 from clusterddp.run.records import EvaluationRecord, RankReport
 from tests.hostile import CARRIED, REFUSED
 

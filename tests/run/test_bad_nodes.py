@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from clusterddp.batch import finish, spares
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import Resources
-from clusterddp.run import bad_nodes, batch_script, hardware, spares
+from clusterddp.run import bad_nodes, hardware
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.bad_nodes import BadNode, Trial
 from clusterddp.run.events import Failure
@@ -513,7 +514,7 @@ def cluster_says(
     place.command("sinfo", "\n".join(lines))
 
 
-def finish(place: Workplace, run: RunDir, code: int, *options: str) -> str:
+def finish_attempt(place: Workplace, run: RunDir, code: int, *options: str) -> str:
     return place.invoke(
         "finish", str(run.path), f"--exit-code={code}", "--job-id=17", "--restart=0",
         "--attempt=1", "--max-requeues=20", "--requeue", *options,
@@ -534,7 +535,7 @@ def updates(place: Workplace) -> list[str]:
 def test_a_lost_node_is_blamed_and_left_out_once_the_job_is_back(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, excluded="h[07-08]")
-    finish(workplace, run, 1)
+    finish_attempt(workplace, run, 1)
     assert bad_nodes.read(workplace.root)["h02"].by == bad_nodes.BY_LOSS
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h07,h08,h02"]
     order = [call for call in workplace.calls if "requeue" in call or "update" in call]
@@ -546,7 +547,7 @@ def test_a_job_without_bad_nodes_asks_slurm_nothing_more(workplace: Workplace) -
     run = begun(workplace)
     cluster_says(workplace)
     Attempt(run, 1).end.write_text('{"cause": "stopped", "reason": "signal", "step": 40}')
-    finish(workplace, run, 75)
+    finish_attempt(workplace, run, 75)
     assert "scontrol requeue 17" in workplace.calls
     assert not any(call.startswith("sinfo") for call in workplace.calls)
     assert updates(workplace) == []
@@ -557,7 +558,7 @@ def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
     cluster_says(workplace, excluded="h[03,09]")
     bad_nodes.blame(Attempt(run, 1), "17", {"h03": "slow"}, bad_nodes.BY_PREFLIGHT)
     bad_nodes.clear(workplace.root, ["h03"])
-    finish(workplace, run, 1)
+    finish_attempt(workplace, run, 1)
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
 
 
@@ -570,7 +571,7 @@ def test_a_list_that_cannot_be_had_leaves_a_run_its_own_blames(workplace: Workpl
     run.script.write_text("#!/bin/bash\n")
     (workplace.root / bad_nodes.FILE_NAME).mkdir()
     workplace.monkeypatch.setattr(bad_nodes, "_latest", unreadable)
-    finish(workplace, run, 1)
+    finish_attempt(workplace, run, 1)
     assert list(spares.bad(run)) == ["h02"]
     assert "sbatch --parsable --exclude=h02" in workplace.calls
     cluster_says(workplace)
@@ -606,7 +607,7 @@ def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
 def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
-    said = finish(workplace, run, 1)
+    said = finish_attempt(workplace, run, 1)
     assert "bad nodes cannot be left out" in said and "no longer pending" in said
     assert [e["event"] for e in read_events(run)][-1] == "requeued"
 
@@ -617,7 +618,7 @@ def test_the_job_in_its_place_leaves_it_out_and_the_script_stays(workplace: Work
     workplace.command("sbatch", "/bin/cat >sent; echo 18")
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\n")
-    finish(workplace, run, 1)
+    finish_attempt(workplace, run, 1)
     assert "sbatch --parsable --exclude=h02" in workplace.calls
     assert (workplace.folder / "sent").read_text() == run.script.read_text() == "#!/bin/bash\n"
     assert read_events(run)[-1]["job_id"] == "18"
@@ -636,7 +637,7 @@ def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> N
     run = begun(workplace)
     cluster_says(workplace)
     died_of_hardware(run)
-    finish(workplace, run, 1, "--restart-on-failure=1")
+    finish_attempt(workplace, run, 1, "--restart-on-failure=1")
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.by == bad_nodes.BY_HARDWARE
     assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
@@ -658,11 +659,11 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
         return ["h01", *spare] if spare else []
 
     policy = Policy(requeue=False, max_requeues=20, restart_on_failure=1)
-    nodes = batch_script.resume_in_job(Attempt(run, 1), 1, "17", 0, policy, choose)
+    nodes = finish.resume_in_job(Attempt(run, 1), 1, "17", 0, policy, choose)
     assert known == ["h02"]
     assert list(nodes) == (["h01", *spare] if spare else [])
     if not spare:
-        finish(workplace, run, 1, "--restart-on-failure=1")
+        finish_attempt(workplace, run, 1, "--restart-on-failure=1")
     assert kinds(run).count("nodes_blamed") == 1
     assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
 
@@ -686,7 +687,7 @@ def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
     """Begin an attempt on two nodes; returns what it says."""
     place.monkeypatch.setenv("SLURM_JOB_ID", "17")
     try:
-        batch_script.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
+        finish.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
     except NotStarted as error:
         return str(error)
     return "begun"

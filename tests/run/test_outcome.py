@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run import end_codes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import (
@@ -27,6 +26,7 @@ from clusterddp.run.outcome import (
 )
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import end_codes
 from tests.hostile import CARRIED, REFUSED
 from tests.waiting import PATIENCE
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run import events, files, records
+from clusterddp import files
+from clusterddp.run import events, records
 from clusterddp.run.events import Ended, Event, Failure, Started, Submitted
 from clusterddp.run.records import AttemptRecord, LastWord, Outcome, Report, TaskError
 

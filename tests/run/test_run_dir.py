@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import RequestError, SlurmError
+from clusterddp.files import read_json, read_json_lines, write_atomically
 from clusterddp.request.spec import JobSpec
-from clusterddp.run.files import read_json, read_json_lines, write_atomically
 from clusterddp.run.run_dir import RunDir, find_runs
 from tests.event_lines import add_event, read_events
 from tests.request.test_spec import spec
@@ -109,7 +109,7 @@ def test_events_of_many_writers_at_once_stay_whole(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.events.write_bytes(b'{"torn": ')
     write = (
-        "import sys; from pathlib import Path; from clusterddp.run.files import *\n"
+        "import sys; from pathlib import Path; from clusterddp.files import *\n"
         "path = Path(sys.argv[1], 'events.jsonl')\n"
         "for number in range(20):\n"
         "    line = {'event': 'x' * number, 'writer': sys.argv[2], 'number': number}\n"
@@ -146,7 +146,7 @@ def test_an_event_that_a_full_disk_has_cut_is_an_error_and_costs_no_other(
     small_disk: Callable[[str], list[str]],
 ) -> None:
     write = (
-        "import os, sys; from pathlib import Path; from clusterddp.run.files import *\n"
+        "import os, sys; from pathlib import Path; from clusterddp.files import *\n"
         "path = Path('events.jsonl')\n"
         "append_json_line(path, {'event': 'begun'})  # on a page, whatever its size\n"
         "try: Path('filler').write_bytes(bytes(1 << 20))\n"

@@ -12,9 +12,9 @@ from torch import nn
 
 from clusterddp.checkpoints import catalog, state, writer
 from clusterddp.errors import CheckpointError, TrainingError
+from clusterddp.files import read_json_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import read_json_lines
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import cuda_graph, loop
 from clusterddp.training.evaluation import Result

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
+from clusterddp.files import read_json_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin, copy_history
-from clusterddp.run.files import read_json_lines
 from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import metrics

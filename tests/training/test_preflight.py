@@ -11,10 +11,10 @@ import torch
 
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.heartbeat import Progress
+from clusterddp.files import append_json_line
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.bad_nodes import BadNode
-from clusterddp.run.files import append_json_line
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import preflight
 from tests.training.ranks import run_ranks

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import read, write_record
 from clusterddp.run.attempt import Attempt, begin, summaries
-from clusterddp.run.files import read, write_record
 from clusterddp.run.records import AttemptRecord, SlowRank, SlowRanks
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.metrics import Paces

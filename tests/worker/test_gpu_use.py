@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.files import read
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.run.files import read
 from clusterddp.run.records import GpuUse
 from clusterddp.worker import gpu_use
 from tests.waiting import wait_for

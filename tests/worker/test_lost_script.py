@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp import files
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.run import files
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import Ending

@@ -15,11 +15,11 @@ from clusterddp.data.shared_memory import Reading
 from clusterddp.data.synthetic import synthesise
 from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import CheckpointError, DataError, TrainingError
+from clusterddp.files import read_json, read_json_lines
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
-from clusterddp.run.files import read_json, read_json_lines
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import train
 from clusterddp.worker import start

@@ -29,12 +29,12 @@ from clusterddp.errors import (
     PeerError,
     TrainingError,
 )
+from clusterddp.files import read_json
 from clusterddp.processes import processors
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
-from clusterddp.run.files import read_json
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.training import cuda_graph, presence

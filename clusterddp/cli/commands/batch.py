@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp.run import controller
+from clusterddp.batch import controller
 from clusterddp.run.run_dir import RunDir
 
 

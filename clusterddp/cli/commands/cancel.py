@@ -11,8 +11,8 @@ import click
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
 from clusterddp.errors import RequestError
-from clusterddp.run.status import RunStatus
-from clusterddp.run.stop import cancel
+from clusterddp.status.status import RunStatus
+from clusterddp.status.stop import cancel
 
 
 @click.command(name="cancel", cls=SettingsCommand)

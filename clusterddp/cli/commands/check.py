@@ -7,7 +7,7 @@ import click
 
 from clusterddp import log
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, coded
-from clusterddp.run.formatting import clean, count
+from clusterddp.formatting import clean, count
 from clusterddp.scripts.check import check_texts, one_device_remarks, read_script
 from clusterddp.scripts.findings import Finding
 from clusterddp.submission.outside import leaving_remark, script_leaves

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import click
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CheckpointError, coded
-from clusterddp.run import events, formatting
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import find_run
+from clusterddp.status.status import find_run
 
 _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 

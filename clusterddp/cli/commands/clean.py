@@ -10,12 +10,11 @@ from pathlib import Path
 
 import click
 
-from clusterddp import errors
+from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
-from clusterddp.run import formatting
 from clusterddp.run.run_dir import find_runs
-from clusterddp.run.sweeps import find_sweep, find_sweeps, select_each
+from clusterddp.status.sweeps import find_sweep, find_sweeps, select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
 
 _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.cli.job_spec import job_spec, template_folder
 from clusterddp.cli.options import SettingsCommand, config_from, options, site_options, typed_flags
 from clusterddp.cli.runs import echo_json
@@ -23,10 +23,9 @@ from clusterddp.reporting import plots
 from clusterddp.request.options import Choice
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
-from clusterddp.run import formatting
-from clusterddp.run.state import DONE
-from clusterddp.run.status import DEFAULT_ROOT
 from clusterddp.slurm import forms
+from clusterddp.status.state import DONE
+from clusterddp.status.status import DEFAULT_ROOT
 from clusterddp.submission.inputs import find_own_functions, make_sure
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.

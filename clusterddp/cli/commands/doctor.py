@@ -51,9 +51,9 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
 
     Exit codes: 0 nothing is bad, 1 something is, 2 a wrong request.
     """
+    from clusterddp import formatting
     from clusterddp.doctor import diagnosis as found
     from clusterddp.doctor import examine
-    from clusterddp.run import formatting
 
     before = None
     if write is not None:
@@ -138,7 +138,7 @@ def _warn_of_hidden(before: Path) -> None:
     now = find_site(None, os.environ, Path.cwd())
     if now is None or now.samefile(before):
         return
-    from clusterddp.run import formatting
+    from clusterddp import formatting
 
     missing = lacking(now, before, OPTIONS)
     number = formatting.count(len(missing), "setting")

@@ -11,11 +11,13 @@ from pathlib import Path
 import click
 
 from clusterddp import log
+from clusterddp.batch import finish as ending
+from clusterddp.batch import step_watch
 from clusterddp.cli.commands.batch import code_changes
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, coded
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.ranks.variables import own_name
-from clusterddp.run import batch_script, restart_policy, step_watch
+from clusterddp.run import restart_policy
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
@@ -30,7 +32,7 @@ from clusterddp.run.run_dir import RunDir
 @click.option("--nodelist", default="", help="SLURM_JOB_NODELIST.")
 @click.option(
     "--patience",
-    default=batch_script.ANOTHER_ATTEMPT_SECONDS,
+    default=ending.ANOTHER_ATTEMPT_SECONDS,
     help="Seconds to wait for another attempt.",
 )
 @click.option("--or-done", is_flag=True, help="Print 'done' instead, and exit with 0, if it is.")
@@ -46,10 +48,10 @@ def begin(
     """Make the run's next attempt and print its number alone: a script's first call."""
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}", err=True)):
         try:
-            attempt = batch_script.begin(
+            attempt = ending.begin(
                 RunDir(run_dir), job_id, restart, nodelist, max_requeues, patience, code_changes
             )
-        except batch_script.RunIsDone as error:
+        except ending.RunIsDone as error:
             if not or_done:
                 # A script would go on after exit code 0.
                 raise NotStarted(f"{error}.", code=error.code) from None
@@ -85,11 +87,11 @@ def finish(
     """Print and record how an attempt ended, start the next where one is due: the last call."""
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)  # the signal that ends the job must not end this
-    batch_script.go_to_submission_folder()
+    ending.go_to_submission_folder()
     policy = Policy(requeues, max_requeues, restart_on_failure)
     attempt = Attempt(RunDir(run_dir), number)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        return batch_script.finish(attempt, exit_code, job_id, restart, policy)
+        return ending.finish(attempt, exit_code, job_id, restart, policy)
 
 
 @click.command(hidden=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
+from clusterddp import formatting
 from clusterddp.errors import RequestError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import parse_environment
-from clusterddp.run import formatting
 
 
 @click.command(name="env")

@@ -131,7 +131,7 @@ def _supervised(
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
         show_loop(environ, own)
         if env.rank == 0 and (spec := own.run.read_spec()) and spec.tracker:
-            from clusterddp.run.tracking import show_tracker
+            from clusterddp.worker.tracking import show_tracker
 
             show_tracker(environ, own.run, spec.tracker.split(","), argv)
     error_file = environ.get(ERROR_FILE_VARIABLE)

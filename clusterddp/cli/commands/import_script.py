@@ -9,7 +9,7 @@ import click
 from clusterddp.cli.commands import submit
 from clusterddp.cli.job_spec import job_spec
 from clusterddp.errors import EXIT_DONE, RequestError
-from clusterddp.run.formatting import clean
+from clusterddp.formatting import clean
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.check import is_python, read_script
 from clusterddp.scripts.submit_line import Note, SubmitLine, translate

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import click
 
+from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CODE_AT_END
-from clusterddp.run import formatting
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
-from clusterddp.run.state import STATES
-from clusterddp.run.status import RunStatus, statuses_and_states
-from clusterddp.run.sweeps import SweepStatus, grouped, select_each, sweep_status
 from clusterddp.slurm.states import JobState
+from clusterddp.status.state import STATES
+from clusterddp.status.status import RunStatus, statuses_and_states
+from clusterddp.status.sweeps import SweepStatus, grouped, select_each, sweep_status
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
 _WATCH_SECONDS = 10.0

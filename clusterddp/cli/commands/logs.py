@@ -9,10 +9,10 @@ import click
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow
 from clusterddp.errors import RequestError
-from clusterddp.run.follow import LogPrinter, check_logs, default_log
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import find_run, statuses
-from clusterddp.run.sweeps import select
+from clusterddp.status.follow import LogPrinter, check_logs, default_log
+from clusterddp.status.status import find_run, statuses
+from clusterddp.status.sweeps import select
 
 
 @click.command(name="logs", cls=SettingsCommand)

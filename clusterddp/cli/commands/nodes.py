@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
+from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand, source
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
 from clusterddp.errors import ClusterDDPError, RequestError
-from clusterddp.run import bad_nodes, formatting
+from clusterddp.run import bad_nodes
 from clusterddp.run.bad_nodes import BadNode
 from clusterddp.slurm.forms import expand_nodelist, text
 

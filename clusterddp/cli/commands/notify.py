@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.run.notify import tell_as_job
 from clusterddp.run.run_dir import RunDir, SweepDir
+from clusterddp.status.notify import tell_as_job
 
 
 @click.command(hidden=True)

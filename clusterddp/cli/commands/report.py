@@ -8,18 +8,17 @@ from pathlib import Path
 
 import click
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.cli import main
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import OptionError, RequestError
+from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.reporting.sweep import SweepReport, as_csv, gather_sweep, order_of, table_of
-from clusterddp.run import formatting
-from clusterddp.run.files import write_atomically
 from clusterddp.run.run_dir import SweepDir
-from clusterddp.run.status import find_run, statuses
-from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select_each
+from clusterddp.status.status import find_run, statuses
+from clusterddp.status.sweeps import find_sweep, is_pattern, latest_sweep, select_each
 
 _WIDTH = len("straggler") + 2
 _MOST_ATTEMPTS = 8

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from clusterddp import formatting
 from clusterddp.cli.options import (
     SettingsCommand,
     WithCommand,
@@ -27,11 +28,10 @@ from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST, JobSpec, Resources
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
-from clusterddp.run import formatting
 from clusterddp.run.run_dir import SweepDir
-from clusterddp.run.status import find_run, statuses
-from clusterddp.run.sweeps import find_sweep, has_failed, is_pattern, select
 from clusterddp.slurm import forms
+from clusterddp.status.status import find_run, statuses
+from clusterddp.status.sweeps import find_sweep, has_failed, is_pattern, select
 from clusterddp.submission.fields import (
     CONTAINER,
     IMAGES_PYTHON,

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import click
 
-from clusterddp import errors
+from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN
-from clusterddp.run import formatting
-from clusterddp.run.sweeps import find_sweep, select_each
+from clusterddp.status.sweeps import find_sweep, select_each
 from clusterddp.submission.removal import plan, remove
 
 

@@ -88,7 +88,7 @@ def list_sites(as_json: bool) -> None:
 
     Exit codes: 0 listed.
     """
-    from clusterddp.run import formatting
+    from clusterddp import formatting
     from clusterddp.slurm.site import cluster_name
 
     known = sites.read_sites()

@@ -10,9 +10,9 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED
 from clusterddp.ranks.variables import host_name
-from clusterddp.run import stacks
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import find_run, statuses
+from clusterddp.status import stacks
+from clusterddp.status.status import find_run, statuses
 
 
 @click.command(name="stacks", cls=SettingsCommand)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
+from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
-from clusterddp.run import formatting
 from clusterddp.run.run_dir import SweepDir, where_output_lies
-from clusterddp.run.state import DONE, STOPPED
-from clusterddp.run.status import RunStatus, find_run, statuses
-from clusterddp.run.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
+from clusterddp.status.state import DONE, STOPPED
+from clusterddp.status.status import RunStatus, find_run, statuses
+from clusterddp.status.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
 
 _WIDTH = len("checkpoint") + 2
 _MOST_REASONS = 5

@@ -10,8 +10,8 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.state import FAILED, UNKNOWN
-from clusterddp.run.stop import Stop, stop
+from clusterddp.status.state import FAILED, UNKNOWN
+from clusterddp.status.stop import Stop, stop
 
 
 @click.command(name="stop", cls=SettingsCommand)
@@ -40,7 +40,7 @@ def _words(result: Stop) -> str:
 
 
 def _wait(runs: Sequence[RunDir]) -> int:
-    from clusterddp.run.follow import how_it_ended, wait_for_end
+    from clusterddp.status.follow import how_it_ended, wait_for_end
 
     code = 0
     try:

@@ -126,7 +126,7 @@ def command(
         for remark in spec.remarks:
             click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
         if spec.after:
-            from clusterddp.run import chain
+            from clusterddp.status import chain
 
             if words := chain.describe(chain.look(spec)):
                 click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)
@@ -155,8 +155,8 @@ def command(
     if swept:
         points = range(len(swept))
         return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
+    from clusterddp import formatting
     from clusterddp.cli.runs import follow_submitted
-    from clusterddp.run import formatting
 
     job = formatting.job(submission.job_id, spec.launcher)
     words = (

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from clusterddp.checkpoints import catalog
-from clusterddp.run import notify
-from clusterddp.run import status as run_status
 from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import notify
+from clusterddp.status import status as run_status
 from clusterddp.submission import clean
 from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace

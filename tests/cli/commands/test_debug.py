@@ -19,7 +19,7 @@ import pytest
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.status import run_status
+from clusterddp.status.status import run_status
 from clusterddp.worker.workstation import free_port
 from tests.cli.made_runs import Workplace, workplace
 from tests.event_lines import read_events

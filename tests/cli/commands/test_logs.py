@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.runs import follow
-from clusterddp.run import follow as following
-from clusterddp.run.follow import LogTail
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import follow as following
+from clusterddp.status.follow import LogTail
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import append_json_line
 from clusterddp.run import bad_nodes
-from clusterddp.run.files import append_json_line
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event
 from tests.hostile import CARRIED, REFUSED

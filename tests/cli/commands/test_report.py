@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.files import write_record
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.files import write_record
 from clusterddp.run.records import GpuUse, SlowRank, SlowRanks, Spent
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_reports import achieve, attempt, measure

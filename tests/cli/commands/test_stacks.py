@@ -11,11 +11,11 @@ import pytest
 
 from clusterddp.processes.stacks import Frame, Program, Thread
 from clusterddp.processes.table import read_process
-from clusterddp.run import stacks
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir
-from clusterddp.run.stacks import RankStacks
+from clusterddp.status import stacks
+from clusterddp.status.stacks import RankStacks
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.waiting import dying_with_us, wait_for
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp import formatting
 from clusterddp.explained import catalogue
-from clusterddp.run import formatting
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import attempt

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from clusterddp.request.spec import JobSpec, Resources
-from clusterddp.run import follow as following
 from clusterddp.run.attempt import Attempt, begin, latest, publish
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import follow as following
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds
 
@@ -96,7 +96,7 @@ def test_the_record_comes_before_the_look_for_the_attempt(
         seen.append(kinds(one)[-1])
         return latest(one)
 
-    monkeypatch.setattr("clusterddp.run.stop.latest", look)
+    monkeypatch.setattr("clusterddp.status.stop.latest", look)
     workplace.invoke("stop", "one")
     assert seen == ["stop_asked"]
     assert Attempt(run, 1).asked_to_stop() == "stop"

@@ -11,12 +11,13 @@ import sys
 import pytest
 
 from clusterddp.cli.commands import jobs
+from clusterddp.files import read_json_lines
 from clusterddp.request.sweep import Sweep, parse
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import chain, events, follow, notify
-from clusterddp.run.files import read_json_lines
+from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
-from clusterddp.run.sweeps import find_sweep, find_sweeps, sweep_status
+from clusterddp.status import chain, follow, notify
+from clusterddp.status.sweeps import find_sweep, find_sweeps, sweep_status
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clusterddp.checkpoints.catalog import files
-from clusterddp.run.files import read_json_lines
+from clusterddp.files import read_json_lines
 from clusterddp.run.run_dir import newest_checkpoint
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import PATIENCE, STEPS, Differs, Run, Trial, slurm

@@ -9,8 +9,8 @@ from pathlib import Path
 from subprocess import PIPE
 from sys import executable
 
+from clusterddp.files import read_json
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.run.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.nodes import SOON
 from tests.on_slurm.campaign.run import Differs, Run, Trial, slurm

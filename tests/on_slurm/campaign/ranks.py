@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
 from tests.on_slurm.campaign.run import Differs, Run, Trial, slurm
 

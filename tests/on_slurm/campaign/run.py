@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from clusterddp.files import read_json, read_json_lines
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.files import read_json, read_json_lines
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import FINAL_STATES, ClusterError, SlurmCluster

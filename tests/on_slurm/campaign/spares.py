@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 
-from clusterddp.run.files import read_json
-from clusterddp.run.formatting import table
+from clusterddp.files import read_json
+from clusterddp.formatting import table
 from clusterddp.run.run_dir import newest_checkpoint
 from clusterddp.slurm.forms import expand_nodelist
 from tests.on_slurm import host_faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, UNHURRIED, fault
 from tests.on_slurm.campaign.run import Run, Trial, slurm
 

@@ -1,0 +1,1 @@
+"""The batch process of a job."""

@@ -1,0 +1,777 @@
+"""Controls one attempt of a run from its job's first node: what the batch script hands over to.
+
+The script sets the environment up and starts this with srun's command line. One process then does
+all else: the run's directory and records, the attempt, the port and the nonce, the step and its
+watch, signals, the verdict, the next attempt.
+
+Signals come as lines from the script, whose bash writes them into a pipe at once: none is lost
+while an interpreter on a slow file system starts. The other way, a line asks the script for its
+tear-down lines, which may use what the set-up lines have left in its shell.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import ParamSpec
+
+from clusterddp import files, formatting, log, version
+from clusterddp.batch import finish, silence, spares, step_watch
+from clusterddp.batch.finish import BackInQueue, RunIsDone
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    RequestError,
+    coded,
+)
+from clusterddp.files import write_atomically
+from clusterddp.processes.meeting import listening_ports
+from clusterddp.processes.signals import die_with_parent
+from clusterddp.ranks.dist_env import master_port
+from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
+from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
+from clusterddp.run import bad_nodes, events, preflight
+from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.records import PreflightRecord
+from clusterddp.run.restart_policy import Policy
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import client as slurm
+from clusterddp.slurm.forms import (
+    ATTEMPT_VARIABLE,
+    CODE_OF_VARIABLE,
+    CODE_VARIABLE,
+    FULL_PREFLIGHT_VARIABLE,
+    NONCE_VARIABLE,
+    SPARES_VARIABLE,
+    expand_nodelist,
+    hosts_of,
+)
+from clusterddp.status import notify
+
+EXIT_NO_RUN = 73
+"""EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
+SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
+"""Signals that the script passes on. Slurm sends TERM to the step itself."""
+_TORN_DOWN = "torn-down"
+_READY_SECONDS = 10.0
+"""Time for srun to listen to signals; one that came earlier would end it."""
+_WATCHES_SECONDS = 5.0
+"""Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
+_AGENT_GRACE_SECONDS = 180.0
+"""Time for an agent to start its ranks again."""
+
+P = ParamSpec("P")
+
+_OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
+"""Candidates of `master_port`."""
+_ANSWERS = 3
+"""Descriptor of the pipe to the script; what Python itself prints goes elsewhere."""
+
+
+class NoRunDirectory(ClusterDDPError):
+    """The run's directory cannot be made, or was removed."""
+
+    exit_code = EXIT_NO_RUN
+    code = "CD0512"
+
+
+def control(
+    run_dir: Path,
+    script: Path,
+    argv: Sequence[str],
+    ended: int | None,
+    code_changes: Callable[[RunDir], Sequence[str]],
+    carry: Callable[[RunDir], None],
+) -> int:
+    """Run one attempt for the batch script whose pipes are descriptors 0 and 3.
+
+    script: its file, which says what was asked, and of which the run keeps a copy. The others are
+    as of `Controller.run`. Returns the job's exit code; raises NoRunDirectory, and RequestError
+    where the script says nothing that can be read.
+    """
+    # The script has its signals from bash; Slurm and scancel may send them here as well.
+    for name in SIGNALS:
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each element is a run, of one request
+    asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
+    spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
+    if spec.sweep:
+        spec = _point(spec, index)
+    run = RunDir(run_dir)
+    if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
+        raise NoRunDirectory(
+            f"{run_dir} is gone, so the run cannot resume. Submit it anew. [CD0512]"
+        )
+    try:
+        make_records(run, spec, script)
+        job_log = run.job_log.open("ab")
+    except OSError as error:
+        raise NoRunDirectory(
+            f"cannot make the run directory {run_dir}: {error.strerror}. Make room there, or "
+            "choose another --output-root. [CD0504]"
+        ) from None
+    the_script = Script(0, _ANSWERS, os.dup(2), job_log.fileno())
+    for descriptor in (1, 2):
+        os.dup2(job_log.fileno(), descriptor)
+    with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
+        code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        if spec.notify:
+            notify.tell_at_end(run, spec)
+        the_script.report_exit_code(code)
+        return code
+
+
+def _point(spec: JobSpec, index: str | None) -> JobSpec:
+    """Return the request of the array's element; raises RequestError where the sweep has none."""
+    try:
+        return spec.element(int(index or ""))
+    except (ValueError, IndexError):
+        raise RequestError(
+            f"the sweep {spec.run_name} has no point {index!r}: its indices are 0 to "
+            f"{len(spec.sweep) - 1}. Start it with sbatch --array=INDEX. [CD1104]"
+        ) from None
+
+
+class Script:
+    """The batch script at the other end of two pipes, and the file of what its lines print."""
+
+    def __init__(self, signals: int, requests: int, output: int, job_log: int) -> None:
+        """Take the descriptors of two pipes, of the script's standard error and of the job's log.
+
+        Slurm's own file slurm-JOBID.out takes what is printed until the run has a log, and is
+        removed at the end, when all of it stands there; any other file is left alone.
+        """
+        self.signals = signals
+        self._requests, self._output, self._job_log = requests, output, job_log
+        self._taken, self._begun = 0, b""
+        self.is_torn_down = self.has_gone = False
+        self._file: Path | None = None
+        with contextlib.suppress(OSError):
+            path = Path(f"/proc/self/fd/{output}").readlink()
+            if path.name == f"slurm-{os.environ['SLURM_JOB_ID']}.out":
+                self._file = path
+
+    def read_signals(self) -> list[str]:
+        """Return the signals that it has had; waits for some, or for its end."""
+        heard = os.read(self.signals, 4096)
+        lines, _, self._begun = (self._begun + heard).rpartition(b"\n")
+        words = lines.decode().split()
+        self.has_gone = not heard
+        self.is_torn_down = self.has_gone or _TORN_DOWN in words
+        return [word for word in words if word in SIGNALS]
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether `read_signals` would not wait."""
+        return bool(select.select([self.signals], [], [], 0)[0])
+
+    def tear_down(self, handle: Callable[[list[str]], None]) -> None:
+        """Have its tear-down lines run; `handle` takes the signals that come meanwhile."""
+        with contextlib.suppress(OSError):  # it has gone
+            os.write(self._requests, b"teardown\n")
+            while not self.is_torn_down:
+                handle(self.read_signals())
+
+    def take_output(self) -> None:
+        """Copy to the job's log what its lines have printed since, as far as that takes it."""
+        if self._file:
+            with contextlib.suppress(OSError), self._file.open("rb") as file:
+                file.seek(self._taken)
+                while text := file.read(1 << 16):
+                    self._taken += os.write(self._job_log, text)
+                    file.seek(self._taken)
+
+    def print_line(self, line: str) -> None:
+        """Print a line where Slurm's users look first, as the run has no log any more."""
+        with contextlib.suppress(OSError):
+            os.write(self._output, f"clusterddp: {line}\n".encode())
+        self._file = None  # and it stays
+
+    def report_exit_code(self, code: int) -> None:
+        """Tell it the job's exit code, as bash's own `wait` fails where a signal comes meanwhile.
+
+        Removes the file of its output where the job's log has all of it.
+        """
+        self.take_output()
+        if self._file:
+            with contextlib.suppress(OSError):
+                if self._file.stat().st_size == self._taken:
+                    self._file.unlink()
+        with contextlib.suppress(OSError):
+            os.write(self._requests, f"{code}\n".encode())
+
+
+def make_records(run: RunDir, spec: JobSpec, script: Path) -> None:
+    """Make the run's directory with its records, as far as they are not there. Raises OSError."""
+    run.make(run.logs)
+    with run.job_log.open("ab"):
+        pass  # it can be written
+    if not run.script.exists():
+        write_atomically(run.script, script.read_bytes())
+    if not run.spec.exists():
+        write_atomically(run.spec, spec.to_json().encode())
+
+
+class Controller:
+    """One attempt at work."""
+
+    def __init__(self, spec: JobSpec, run: RunDir, script: Script) -> None:
+        self._spec, self._run, self._script = spec, run, script
+        self._job_id = os.environ["SLURM_JOB_ID"]
+        self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self._attempt: Attempt | None = None
+        self._allocation: spares.Allocation | None = None
+        """The job's nodes, where it has some to spare."""
+        if spec.resources.spare_nodes:
+            nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
+            self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
+        self._nodes: list[str] = []
+        """Nodes of the step, where they are chosen."""
+        self._starts = 0
+        """Attempts that have ended in this start of the job."""
+        self._noting_lost = threading.Lock()
+        self._watches: list[threading.Thread] = []
+        self._signals_seen = False
+        self._unsent: list[str] = []
+        """Signals for srun, which may not listen yet."""
+        self._is_ending = False
+        """True where Slurm has begun to end the job while its nodes were checked."""
+        self._is_stopped = False
+        """True where a person has interrupted the script, by INT or HUP."""
+
+    def run(
+        self,
+        argv: Sequence[str],
+        ended: int | None,
+        code_changes: Callable[[RunDir], Sequence[str]],
+        carry: Callable[[RunDir], None],
+    ) -> int:
+        """Run one attempt from its number to its verdict; returns the job's exit code.
+
+        argv: srun's. ended: exit code of a script that failed before it. code_changes: as `begin`
+        takes it. carry: has the run keep this clusterddp, where it keeps none. Exceptions of the
+        attempt's refusal are logged.
+        """
+        if ended is not None and (said := self._said()):  # `launch` was in a subshell
+            return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
+        code = self._begin(code_changes)
+        over = threading.Event()
+        threading.Thread(target=self._show_life, args=(over,), daemon=True).start()
+        try:
+            return self._run_to_end(code, argv, ended, code_changes, carry)
+        finally:
+            over.set()
+
+    def _run_to_end(
+        self,
+        code: int,
+        argv: Sequence[str],
+        ended: int | None,
+        code_changes: Callable[[RunDir], Sequence[str]],
+        carry: Callable[[RunDir], None],
+    ) -> int:
+        """Run what `_begin` has begun, with its exit code, to the verdict."""
+        self._script.take_output()
+        log.info(f"this is clusterddp {version.described()}")
+        self._compare_version()
+        if self._attempt:
+            try:
+                if ended is None:
+                    carry(self._run)
+                    code = self._start(self._attempt, argv)
+                    while self._resumes_in_job(code):
+                        code = self._begin(code_changes)
+                        if self._attempt:
+                            code = self._start(self._attempt, argv)
+                else:
+                    code = ended
+                    if code:
+                        self._name_set_up(code)
+            except Exception:  # a fault of ours costs the step, and not the verdict
+                log.info(traceback.format_exc())
+                code = EXIT_FAILED
+        self._script.tear_down(self._handle)
+        self._script.take_output()
+        if self._attempt is None or self._script.has_gone:
+            return code  # the job is over: its next start judges the attempt
+        return self._finish(self._attempt, code)
+
+    def _show_life(self, over: threading.Event) -> None:
+        """Renew the sign of life, for whoever asks whether this process was lost with its host."""
+        while True:
+            attempt = self._attempt
+            if attempt:
+                with contextlib.suppress(OSError):  # the run may be gone, or the disk full
+                    attempt.controller.touch()
+            if over.wait(ALIVE_SECONDS):
+                return
+
+    def _begin(self, code_changes: Callable[[RunDir], Sequence[str]]) -> int:
+        """Begin the next attempt; returns the job's exit code where it is refused, else 0.
+
+        What refuses it is logged.
+        """
+        spec, nodelist = self._spec, os.environ.get("SLURM_JOB_NODELIST", "")
+        idle: list[str] = []
+        if self._allocation:
+            self._nodes = self._nodes or self._allocation.choose_first(spares.bad(self._run))
+            nodelist = ",".join(self._nodes)
+            idle = [node for node in self._allocation.left if node not in self._nodes]
+        self._attempt = None
+        try:
+            self._attempt = finish.begin(
+                self._run,
+                self._job_id,
+                self._restart,
+                nodelist,
+                spec.max_requeues,
+                spec.train.rendezvous_timeout if spec.train else finish.ANOTHER_ATTEMPT_SECONDS,
+                code_changes,
+                idle,
+                spec.resources.nodes if self._allocation else 0,
+            )
+        except ClusterDDPError as error:
+            log.info(coded(error))
+            return EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
+        return 0
+
+    def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:
+        """Check the nodes and start the tasks; returns srun's exit code."""
+        self._await_watches()
+        nodes = self._nodes
+        if self._allocation:  # a spare that was blamed before would only take its time again
+            bad = spares.bad(self._run)
+            nodes = [n for n in self._allocation.left if n in self._nodes or n not in bad]
+        if not nodes:
+            with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
+                nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
+        if self._preflight(attempt, nodes):
+            return EXIT_FAILED
+        code = self._step(attempt, argv)
+        return EXIT_FAILED if self._full_preflight(attempt) else code
+
+    def _resumes_in_job(self, code: int) -> bool:
+        """Choose the nodes of another attempt in this job, and record the end of this one.
+
+        code: srun's. Returns False, with no end recorded, where the attempt ends as any other: no
+        node was lost or blamed, too few good ones are left, or the job itself is to end.
+        """
+        attempt, allocation = self._attempt, self._allocation
+        if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
+            return False
+        name = own_name(os.environ, self._job_id)
+        if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
+            return False  # the nodes are those of a later start, or about to be nobody's
+        with self._noting_lost:  # a watch that has seen a loss has recorded it
+            others = [node for node in self._others() if node not in allocation.lost]
+        self._note_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
+
+        def choose() -> list[str]:
+            nodes = allocation.choose(spares.bad(self._run))
+            if not nodes:
+                log.info("too few good nodes are left in the job to go on in it")
+            return nodes
+
+        policy = Policy.of(self._spec)
+        nodes = finish.resume_in_job(attempt, code, self._job_id, self._restart, policy, choose)
+        if not nodes:
+            return False
+        self._nodes, self._starts = list(nodes), self._starts + 1
+        return True
+
+    def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
+        """Record nodes as lost, and give them back; from any thread, not for a later start."""
+        assert self._allocation
+        if attempt.is_superseded:
+            return
+        with self._noting_lost:
+            fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
+            self._allocation.lost |= fresh.keys()
+            if fresh:
+                spares.blame(attempt, self._job_id, fresh, self._nodes)
+                spares.give_back(own_name(os.environ, self._job_id), self._allocation)
+
+    def _others(self) -> list[str]:
+        """Return the nodes of the step but for this one, which does not lose itself."""
+        return [node for node in self._nodes if node != os.environ.get("SLURMD_NODENAME")]
+
+    def _idle(self) -> list[str]:
+        """Return the nodes of the job that have no tasks, but for this one and the lost."""
+        left = self._allocation.left if self._allocation else []
+        own = os.environ.get("SLURMD_NODENAME")
+        return [node for node in left if node not in self._nodes and node != own]
+
+    def _name_set_up(self, code: int) -> None:
+        """Log that the script's lines ahead of the step have failed, and which these are."""
+        lines = [*(f"module load {name}" for name in self._spec.modules), *self._spec.setup]
+        which = "its line of set-up" if len(lines) == 1 else "one of its lines of set-up"
+        named = "; ".join(formatting.line(line) for line in lines)
+        where = f"{which}: {named}" if lines else "see what it printed above"
+        log.info(f"the script ended with exit code {code} before it came to its step: {where}")
+
+    def _compare_version(self) -> None:
+        """Log where another version rendered the script, whose defaults may have been others."""
+        script = ""
+        with contextlib.suppress(OSError):
+            script = self._run.script.read_text("utf-8", "replace")
+        rendered_by = version.of_script(script)
+        if rendered_by not in ("", version.__version__):
+            log.info(
+                f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
+            )
+
+    def _said(self) -> list[events.Event]:
+        """Return what this start of the job has recorded of an attempt already."""
+        this = (self._job_id, self._restart)
+        return [
+            event
+            for event in events.read(self._run.events)
+            if isinstance(event, events.Started | events.Ended)
+            and (event.job_id, event.restart) == this
+        ]
+
+    def _finish(self, attempt: Attempt, code: int) -> int:
+        finish.go_to_submission_folder()
+        if not self._run.path.is_dir():
+            self._script.print_line(
+                f"{self._run.path} was removed while the run was at work: nothing is left to "
+                "resume from"
+            )
+            return EXIT_NO_RUN
+        policy = Policy.of(self._spec)
+        return finish.finish(attempt, code, self._job_id, self._restart, policy)
+
+    def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
+        """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
+
+        These are blamed, and idle spares that fail too. Where the checks cannot run, or the job is
+        being ended meanwhile, there are none.
+        """
+        if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
+            return {}
+        own = self._run.bundle
+        program = [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
+        names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        gpus = self._spec.resources.gpus_per_node
+        try:
+            ports = preflight_ports(int(self._job_id), self._restart, self._starts)
+            record = preflight.check(
+                attempt, nodes, program, names, gpus, _reset_signals(), ports, self._hear_of_end
+            )
+        except Exception:  # a fault of ours costs the checks alone
+            log.info(traceback.format_exc())
+            return {}
+        if self._hear_of_end() or not record.failed:
+            return {}
+        known = spares.bad(self._run)
+        of_step = {*(self._nodes or nodes)}
+        idle = {host: why for host, why in record.failed.items() if host not in of_step}
+        failed = {host: why for host, why in record.failed.items() if host in of_step}
+        self._blame(attempt, idle, is_remark=True)
+        if not failed:
+            return {}
+        why_used = self._why_used(failed, record, known)
+        fresh = {host: why for host, why in failed.items() if not why_used or host not in known}
+        self._blame(attempt, fresh, is_remark=bool(why_used))
+        if why_used:
+            used = f"{why_used}, and used all the same: {', '.join(failed)}"
+            log.info(used)
+            preflight.note(attempt, used)
+            return {}
+        return failed
+
+    def _why_used(
+        self, failed: Mapping[str, str], record: PreflightRecord, known: Collection[str]
+    ) -> str:
+        """Say why the tasks start on nodes that have failed; empty where they do not."""
+        if {*failed} <= {*known}:
+            return "known as bad"  # Slurm has given them all the same: the request needs them
+        if self._allocation:
+            return ""
+        if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
+            return "demanded by --nodelist"
+        if {*failed} <= {*record.slow} and not self._spec.requeues:
+            return "slow, with requeue off and no spare"
+        return ""
+
+    def _hear_of_end(self) -> bool:
+        """Take the signals that have come; returns whether the job is ending."""
+        while self._script.has_more and not self._script.has_gone:
+            signals = self._script.read_signals()
+            self._is_ending = self._is_ending or "TERM" in signals
+            self._handle(signals)
+        return self._is_ending or self._script.has_gone or self._is_stopped
+
+    def _full_preflight(self, attempt: Attempt) -> bool:
+        """Blame the nodes for which the ranks have left before they trained; True with some."""
+        record = files.read(PreflightRecord, attempt.full_preflight)
+        if not record or not record.failed:
+            return False
+        preflight.log_record(record)
+        self._blame(attempt, record.failed)
+        return True
+
+    def _blame(
+        self, attempt: Attempt, failed: Mapping[str, str], *, is_remark: bool = False
+    ) -> None:
+        by = bad_nodes.BY_PREFLIGHT
+        try:
+            bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
+        except OSError as error:
+            log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
+
+    def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
+        """Start the tasks, and wait for them; returns srun's exit code."""
+        while self._script.has_more and not self._script.has_gone:
+            self._handle(self._script.read_signals())
+        if self._script.has_gone or self._is_ending:
+            return 128 + signal.SIGTERM
+        if self._is_stopped or (self._unsent and self._spec.command):
+            return EXIT_PAUSED  # asked before there was anything to stop
+        own = self._run.bundle
+        if not own.exists():  # it could not be carried: the tasks use what is installed
+            words = [["-m", "clusterddp"] if word == str(own) else [word] for word in argv]
+            argv = [word for several in words for word in several]
+        if self._allocation:
+            try:
+                argv = spares.step_words(argv, self._nodes)
+            except ClusterDDPError as error:
+                log.info(coded(error))
+                return error.exit_code
+        environ = {
+            "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
+            **os.environ,
+            "MASTER_PORT": os.environ.get("MASTER_PORT")
+            or str(free_master_port(int(self._job_id), self._restart, self._starts)),
+            # Lets the ranks of this attempt recognise each other: torch's store is open to all.
+            NONCE_VARIABLE: secrets.token_hex(16),
+            ATTEMPT_VARIABLE: str(attempt.number),
+            **self._place_of_code(),
+        }
+        if self._spec.node_checks == FULL_PREFLIGHT:
+            environ[FULL_PREFLIGHT_VARIABLE] = "1"
+        if self._allocation:
+            environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
+            if environ.get("MASTER_ADDR", "") == environ.get("SLURMD_NODENAME"):
+                environ["MASTER_ADDR"] = self._nodes[0]  # this node may be a spare
+        try:
+            srun = subprocess.Popen(
+                argv,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_reset_signals(),  # noqa: PLW1509 -- threads only wait then
+            )
+        except OSError as error:
+            log.info(
+                f"cannot start {argv[0]}: {error.strerror}. PATH is {os.environ.get('PATH', '')}: "
+                "correct the line behind `launch`, or the set-up lines that change PATH. [CD1218]"
+            )
+            return 127
+        try:
+            if not is_rehearsal(os.environ):
+                self._watch_step(attempt, srun.pid)
+                if self._allocation:
+                    self._watch_nodes(attempt, srun.pid)
+            if self._spec.command and self._spec.silence:
+                self._watch_output(attempt, srun)
+            return self._await(srun)
+        finally:
+            if srun.poll() is None:  # a fault of ours: no verdict stands beside living tasks
+                srun.terminate()
+                srun.wait()
+
+    def _place_of_code(self) -> dict[str, str]:
+        """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
+        nothing = {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # not another job's, which submitted it
+        submitted = [e for e in events.read(self._run.events) if isinstance(e, events.Submitted)]
+        recorded = next((each.folder for each in submitted if each.folder), "")
+        folder = recorded or os.environ.get("SLURM_SUBMIT_DIR", "")
+        if not (self._run.code.is_dir() and folder):
+            return nothing
+        try:
+            top = self._run.top_of_code(Path(folder))
+        except IndexError:  # given to sbatch by hand, from a folder that is no such
+            return nothing
+        return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
+
+    def _await(self, srun: "subprocess.Popen[bytes]") -> int:
+        ended, began = _end_of(srun.pid), time.monotonic()
+        while True:
+            listened = [] if self._script.has_gone else [self._script.signals]
+            ready = select.select([ended, *listened], [], [], 0.05 if self._unsent else None)[0]
+            if self._script.signals in ready:
+                self._handle(self._script.read_signals())
+                if self._script.has_gone:
+                    srun.terminate()
+            for name in self._unsent.copy():
+                number = getattr(signal, f"SIG{name}")
+                if _listens(srun.pid, number) or time.monotonic() > began + _READY_SECONDS:
+                    srun.send_signal(number)
+                    self._unsent.remove(name)
+            if ended in ready:
+                os.close(ended)
+                code = srun.wait()
+                return code if code >= 0 else 128 - code
+
+    def _handle(self, names: list[str]) -> None:
+        """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
+        self._signals_seen = self._signals_seen or bool(names)
+        for name in names:
+            if name == "TERM":
+                log.info(f"job {self._job_id} got SIGTERM (cancelled, time limit or preempted)")
+                continue
+            log.info(f"job {self._job_id} got SIG{name}, asking the ranks to stop")
+            if name in ("HUP", "INT"):
+                if self._is_stopped:
+                    continue
+                self._stop(f"SIG{name}")
+                name = "USR1"  # noqa: PLW2901 -- srun itself takes the other two
+            marked = self._attempt is not None and _mark(self._attempt.stop)
+            if self._spec.command or not marked:
+                self._unsent.append(name)
+
+    def _stop(self, by: str) -> None:
+        """Record that a person ends the run by a signal to the script, as by 'clusterddp stop'."""
+        self._is_stopped = True
+        number = self._attempt.number if self._attempt else None
+        with contextlib.suppress(OSError):
+            events.add(
+                self._run.events, events.StopAsked, job_id=self._job_id, attempt=number, by=by
+            )
+            if self._attempt:
+                self._attempt.ask_to_stop("stop")
+
+    def _watch_step(self, attempt: Attempt, srun: int) -> None:
+        """End the step where srun waits for a message that was lost, from a thread of its own."""
+        spec, parent = self._spec, os.getpid()
+        job = own_name(os.environ, self._job_id)
+        grace = _AGENT_GRACE_SECONDS if spec.restart_in_job else step_watch.GRACE_SECONDS
+
+        def at_work() -> int | None:
+            return srun if step_watch.is_srun(srun, parent) else None
+
+        self._watch(step_watch.watch, attempt, job, spec.world_size, at_work, grace)
+
+    def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
+        """End the step once it has lost a node, and note lost spares; from a thread of its own."""
+        parent, of_step = os.getpid(), {*self._nodes}
+        nodes = spares.NodeWatch(attempt, self._others(), self._idle())
+
+        def at_work() -> int | None:
+            return srun if step_watch.is_srun(srun, parent) else None
+
+        def watch() -> None:
+            while lost := spares.await_loss(nodes, at_work):
+                self._note_lost(attempt, lost)
+                if of_step.intersection(lost):
+                    job = own_name(os.environ, self._job_id)
+                    spares.end_step(attempt, job, lost, at_work)
+                    return
+
+        self._watch(watch)
+
+    def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
+        """Print the ranks' stacks once they print nothing, from a thread of its own."""
+        spec = self._spec
+
+        def end() -> None:
+            step = step_watch.step_name(attempt, own_name(os.environ, self._job_id))
+            if is_rehearsal(os.environ) or not step:
+                srun.terminate()
+            else:  # its tasks have KillWait to end
+                slurm.cancel(step)
+
+        ending = end if spec.end_silent else None
+        self._watch(silence.watch, attempt, spec.world_size, spec.silence * 60, ending)
+
+    def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
+        """Run a watch of the attempt in a thread of its own."""
+        self._watches.append(threading.Thread(target=watch, args=args, kwargs=more, daemon=True))
+        self._watches[-1].start()
+
+    def _await_watches(self) -> None:
+        """Wait for the threads of the attempt before, which end as it is superseded by now.
+
+        A process is forked with Python's code ahead of its program: no thread should hold a lock.
+        """
+        deadline = time.monotonic() + _WATCHES_SECONDS
+        while self._watches:
+            self._watches.pop().join(max(0.0, deadline - time.monotonic()))
+
+
+def _reset_signals() -> Callable[[], None]:
+    """Return what gives srun its signals back, in its process, and ends it with this one."""
+    parent = os.getpid()
+
+    def reset() -> None:
+        for name in SIGNALS:
+            signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+        die_with_parent(parent, signal.SIGTERM)
+
+    return reset
+
+
+def _end_of(pid: int) -> int:
+    """Return a descriptor that can be read once a child has ended, which is still to be waited for.
+
+    Not by pidfd_open, which Linux before 5.3 and many builds of Python do not have.
+    """
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        with contextlib.suppress(ChildProcessError):  # a poll was first
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return reader
+
+
+def _mark(path: Path) -> bool:
+    """Make a file, or return False."""
+    try:
+        if not path.exists():
+            path.touch()
+    except OSError:
+        return False
+    return True
+
+
+def _listens(pid: int, number: int) -> bool:
+    """Return whether a process has come to take a signal by itself, be it in a thread (proc(5))."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True  # gone
+    masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith("Sig"))
+    return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
+
+
+def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:
+    """Return the ports on which the batch host and the probes may listen ahead of the tasks.
+
+    Of those that a site opens for the ranks, but none that these may take.
+    """
+    return [master_port(job_id, starts, restart, candidate) for candidate in _OF_PREFLIGHT]
+
+
+def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
+    """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
+
+    starts: attempts that this start of the job has begun before.
+    From the job id, and moved on while somebody listens there.
+    """
+    listening = listening_ports()
+    ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]
+    return next((port for port in ports if port not in listening), ports[-1])

@@ -1,0 +1,620 @@
+"""Judges how an attempt ended, from its ranks' records, Slurm's word and srun's exit code."""
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from clusterddp import files, formatting
+from clusterddp.batch import step_watch
+from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
+from clusterddp.ranks.variables import is_rehearsal, own_name
+from clusterddp.run import bad_nodes, events, hardware, restart_policy
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.events import Failure
+from clusterddp.run.logs import of_attempt
+from clusterddp.run.outcome import (
+    ended_for,
+    failure_of,
+    first_failure,
+    first_killed,
+    read_outcomes,
+)
+from clusterddp.run.records import LastWord, Outcome, Report
+from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.client import Ending, ending
+from clusterddp.slurm.forms import hosts_of
+from clusterddp.status import end_codes
+
+_ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
+# srun's lines stand at the log's end; a set-up can have written a great deal before them.
+_LOG_TAIL_BYTES = 1 << 20
+# From inside the job a lost node looks like scancel, but for srun's own lines.
+_STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
+_STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
+# Lightning's own lines (2.6, loops/fit_loop.py and signal_connector.py): it has finished, or it has
+# got a signal, as in the second of two fits.
+_FINISHED_OR_TOLD = re.compile(
+    r"(?P<finished>`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=.*` reached)"
+    r"|Received SIGTERM: \d|Handling auto-requeue signal: \d"
+)
+# srun's first line where its step is ended from outside; one that fails by itself is named before.
+_STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
+_NOT_THERE = re.compile(
+    r"FileNotFoundError|NotADirectoryError|[Nn]o such file|not (?:be )?found|does ?n[o']t exist"
+    r"|urlopen|[Dd]ownload|HTTPError|URLError"
+)
+"""Errors of a program that has not found its files, or has then tried to fetch them."""
+_BREAKS_OFF_SECONDS = 60.0
+"""Time after a suspension in which ranks that have waited for too long by then break off."""
+_OVER_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|[Oo]ut[ -]?[Oo]f[ -]?[Mm]emory")
+_NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class End:
+    """Verdict on an attempt."""
+
+    cause: str
+    """Cause: one of the words in `restart_policy`."""
+    exit_code: int
+    failure: Failure | None = None
+    step: int | None = None
+    saved: bool = True
+    """True where the attempt has left something to resume from, as its records tell."""
+    lines: tuple[str, ...] = ()
+    """Lines for the job's log."""
+    how: str = ""
+    """Event that ended it, where the cause's word would mislead."""
+    trouble: str = ""
+    """Error with which its last checkpoint or its records could not be written."""
+    remark: str = ""
+    """What a person should know beside the cause."""
+    lost_nodes: tuple[str, ...] = ()
+    """Nodes that srun has seen fail."""
+    told: str = ""
+    """Signal at which the ranks of a command left with exit code 0, before its end."""
+    hardware: str = ""
+    """Hardware that the first failure names, of its node."""
+    code: str = ""
+    """Code for `clusterddp explain`; empty of a run that is done."""
+
+
+def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
+    """Judge what ended an attempt, and name its trouble with the disk.
+
+    exit_code: srun's. restart: SLURM_RESTART_COUNT. trouble: why nothing can be written in the
+    attempt's directory. The ranks' records come first, Slurm's word second, srun's code last.
+    """
+    evidence = _Evidence(attempt, exit_code, job_id, restart, unwritable=bool(trouble))
+    end = (
+        _done(evidence)
+        or _superseded(evidence)
+        or _node_lost(evidence)
+        or _cancelled(evidence)
+        or _stopped(evidence)
+        or _ended_by_slurm(evidence)
+        or _preflight_failed(evidence)
+        or _step_cancelled(evidence)
+        or _killed(evidence)
+        or _signalled(evidence)
+        or _suspended(evidence)
+        or _failed(evidence)
+        or _unexplained(evidence)
+    )
+    end = dataclasses.replace(
+        end,
+        step=evidence.last_word.step,
+        told=evidence.told,
+        lost_nodes=evidence.lost_nodes,
+        hardware=_hardware(evidence, end),
+    )
+    end = dataclasses.replace(end, code=_code(evidence, end))
+    end = dataclasses.replace(end, lines=(coded(end.lines[0], end.code), *end.lines[1:]))
+    for remark, code in _remarks(evidence, end):
+        remarks = "; ".join(filter(None, (end.remark, remark)))
+        end = dataclasses.replace(end, lines=(*end.lines, coded(remark, code)), remark=remarks)
+    trouble = evidence.last_word.trouble or trouble
+    if not trouble or end.cause == restart_policy.DONE:
+        return end
+    lines = (*end.lines, coded(trouble, "CD0504"))
+    return dataclasses.replace(end, lines=lines, trouble=trouble)
+
+
+def stop_asked(attempt: Attempt, job_id: str) -> bool:
+    """Return whether a person asked the run to stop, even if too late for its ranks to see it."""
+    if attempt.asked_to_stop() == "stop":
+        return True
+    return withdrawn(events.read(attempt.run.events), job_id) == restart_policy.STOPPED
+
+
+def nodes_lost(job_log: str) -> tuple[str, ...]:
+    """Return the nodes that srun has seen fail, by its lines in a job's log."""
+    lists = _NODE_LOST.findall(job_log)
+    return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
+
+
+def _hardware(evidence: "_Evidence", end: End) -> str:
+    """Name the hardware of which the rank died that failed first; empty where nothing does."""
+    failure = end.failure
+    if end.cause != restart_policy.FAILED or failure is None or not failure.host:
+        return ""
+    outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
+    log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
+    return hardware.named(outcome.error if outcome else None, failure.exit_code, log)
+
+
+def _code(evidence: "_Evidence", end: End) -> str:
+    """Return the code of an end: one given with it, its cause's, or its first failure's."""
+    if end.code or end.cause == restart_policy.DONE:
+        return end.code
+    if end.cause != restart_policy.FAILED or end.failure is None:
+        return end_codes.OF_CAUSE[end.cause]
+    return end_codes.of_failure(end.failure, evidence.outcomes, end.hardware)
+
+
+class _Evidence:
+    """Records and logs of an attempt that has ended."""
+
+    def __init__(
+        self, attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwritable: bool
+    ) -> None:
+        self.attempt, self.run = attempt, attempt.run
+        self.job_id, self.restart, self.unwritable = job_id, restart, unwritable
+        self.spec = spec = self.run.read_spec()
+        self.trains = spec.train is not None if spec else self.run.metrics.exists()
+        last_word = attempt.read_last_word()
+        self.has_last_word = last_word is not None
+        """True where the ranks have recorded their common end."""
+        self.last_word = last_word or LastWord()
+        self.outcomes = read_outcomes(attempt.outcomes)
+        any_failed = any(outcome.failed for outcome in self.outcomes)
+        self.told = "" if any_failed else self._told()
+        """Signal at which all ranks of a command have left with exit code 0; empty otherwise."""
+        # srun's code is that of the end which the records made necessary.
+        self.srun_code = 0 if step_watch.was_ended(attempt) else exit_code
+        self.paused = self._has_paused(any_failed)
+        """True where the ranks have saved and left as asked, or were asked before any began."""
+        hang = ended_for(attempt.outcomes)
+        self.hang = hang.reason if hang else ""
+        """Hang for which the job was ended; `failure` has its rank, where one is to blame."""
+        if hang:  # srun was told to end the tasks, whatever its code is
+            self.srun_code = EXIT_FAILED
+            self.failure = next((failure_of(each) for each in self.outcomes if each.hung), None)
+        else:
+            self.failure = first_failure(self.outcomes, self.job_log)
+        if self.srun_code == 0 and not any_failed:
+            self.failure = None  # srun's lines may be of another step, run by the set-up
+        self.code = _job_code(self.srun_code, self.failure)
+        seems_done = self.code == 0 and not self.paused and not self.unwritable
+        if seems_done and not self.trains and self.last_word.cause != restart_policy.DONE:
+            # Killed with its parent: srun exits with 0 when it was told to end itself (TERM).
+            killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
+            self.failure = next(killed, None)
+            self.code = EXIT_FAILED if self.failure else 0
+
+    def _told(self) -> str:
+        ended_well = [outcome for outcome in self.outcomes if outcome.exit_code == 0]
+        # A rank that was told nothing has come to its end, and so had the others.
+        if self.trains or not ended_well or not all(each.left_early for each in ended_well):
+            return ""
+        if self.last_word.cause == restart_policy.DONE or self._says_finished():
+            return ""
+        return next(each.told.signal for each in ended_well if each.told)
+
+    def _says_finished(self) -> bool:
+        """Return whether a framework's last line says that it has finished; rank 0 prints it."""
+        log = of_attempt(self.run.rank_log(0), self.attempt.number)
+        last = max(_FINISHED_OR_TOLD.finditer(log), key=re.Match.start, default=None)
+        return last is not None and last["finished"] is not None
+
+    def _has_paused(self, any_failed: bool) -> bool:
+        if self.told:
+            return True
+        if any(outcome.paused for outcome in self.outcomes) and not any_failed:
+            return True
+        if self.srun_code == EXIT_PAUSED and not self.outcomes:
+            return True
+        if not self.unwritable or self.has_last_word or self.srun_code:
+            return False
+        # Ranks without a record have left as asked, as srun reports no failure. A command's may as
+        # well be done, unless it was asked to stop.
+        no_code = not any(outcome.exit_code is not None for outcome in self.outcomes)
+        return no_code and (self.trains or self.attempt.asked_to_stop() is not None)
+
+    @property
+    def has_left(self) -> bool:
+        """True where the ranks left by themselves."""
+        return self.paused or self.has_last_word
+
+    @property
+    def asked_code(self) -> int:
+        """Exit code of ranks that left as asked, else 0.
+
+        srun's own is that of the tasks which Slurm has ended by force meanwhile.
+        """
+        return EXIT_PAUSED if self.has_left else 0
+
+    @cached_property
+    def job_log(self) -> str:
+        """Job log since this job, or its latest restart, has started."""
+        text = files.read_tail(self.run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
+        return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
+
+    @property
+    def step_aborted(self) -> bool:
+        """True where srun was told of the step's end before it saw a task end, by its lines."""
+        lines = [line for line in self.job_log.splitlines() if line.startswith("srun: ")]
+        return _STEP_ABORTED.match("\n".join(lines)) is not None
+
+    @cached_property
+    def interrupted_by(self) -> str:
+        """Signal to the batch script by which a person has stopped the attempt; else empty."""
+        asked = [e for e in events.read(self.run.events) if isinstance(e, events.StopAsked)]
+        last = asked[-1] if asked else events.StopAsked()
+        return last.by if last.attempt == self.attempt.number else ""
+
+    @cached_property
+    def lost_nodes(self) -> tuple[str, ...]:
+        """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
+        blames = bad_nodes.blames(self.attempt, bad_nodes.BY_LOSS)
+        return tuple(node for each in blames for node in each.nodes) or nodes_lost(self.job_log)
+
+    @cached_property
+    def slurms_word(self) -> Ending:
+        """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
+        of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
+        asked = [e for e in of_job if isinstance(e, events.CancelAsked | events.CancelFailed)]
+        if asked and isinstance(asked[-1], events.CancelAsked):
+            return Ending.CANCELLED  # `clusterddp cancel` asked for it
+        if any(isinstance(event, events.TimeLimitReached) for event in of_job):
+            return Ending.TIME_LIMIT  # recorded by a rehearsal
+        if is_rehearsal(os.environ):
+            return Ending.NONE
+        word = ending(own_name(os.environ, self.job_id), self.restart)
+        # slurmctld can show a job preempted by cancelling it as one that a person cancelled.
+        preempted = word is Ending.CANCELLED and _STEP_PREEMPTED.search(self.job_log)
+        return Ending.PREEMPTED if preempted else word
+
+    @cached_property
+    def was_saved(self) -> str:
+        """A clause on what the next attempt finds."""
+        if not self.trains and not self.has_last_word:
+            # Only a command's exit code is known, not what it saves without a loop of ours.
+            asked = f"the {_ASKED_AGAIN}"
+            if self.told:
+                asked = f"told to end by {self.told}, the command left with exit code 0"
+            return asked if self.paused else "the command has not said whether it saved"
+        step, saved = self.last_word.step, self.last_word.saved
+        at = f" at step {step}" if step is not None else ""
+        if saved not in (-1, step):
+            last = f"their last checkpoint is of step {saved}"
+            if saved is None:
+                last = "there is no checkpoint yet"
+            return f"the ranks have left{at}; {last}"
+        if self.unwritable and not self.has_last_word:
+            return "the ranks have left and could not record how"
+        return f"the ranks have saved and left{at}" if self.has_left else "no rank saved at the end"
+
+
+def _done(evidence: _Evidence) -> End | None:
+    if evidence.last_word.cause == restart_policy.DONE:
+        # A rank or srun that ended after the run's last word takes nothing from it.
+        code = evidence.code
+        late = (f"the script then ended with exit code {code}",) if code else ()
+        return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run), *late))
+    left = evidence.paused or evidence.last_word.cause == restart_policy.STOPPED
+    if evidence.code == 0 and not left and not evidence.trains:
+        line = _achieved(evidence.run)
+        if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
+            line = "done: exit code 0; no task has recorded its end"
+        return End(restart_policy.DONE, 0, lines=(line,))
+    return None
+
+
+def _superseded(evidence: _Evidence) -> End | None:
+    if not evidence.attempt.is_superseded:
+        return None
+    line = f"attempt {evidence.attempt.number} is superseded: a later one of the run has begun"
+    return End(restart_policy.SUPERSEDED, evidence.code or EXIT_FAILED, lines=(line,))
+
+
+def _node_lost(evidence: _Evidence) -> End | None:
+    lost = evidence.lost_nodes
+    silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
+    if not lost or evidence.slurms_word not in silent:
+        return None
+    named = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(lost)} are"
+    # Which of the tasks that ended with it was seen first is chance, and so is their code.
+    gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
+    first = next(map(failure_of, gone), evidence.failure)
+    return End(
+        restart_policy.NODE_LOST,
+        evidence.asked_code or EXIT_FAILED,
+        first,
+        saved=evidence.has_left or bool(gained(evidence.attempt)),
+        lines=(f"{named} lost; {evidence.was_saved}",),
+    )
+
+
+def _cancelled(evidence: _Evidence) -> End | None:
+    if evidence.slurms_word is not Ending.CANCELLED:
+        return None
+    code = evidence.asked_code or evidence.code or EXIT_PAUSED
+    return End(restart_policy.CANCELLED, code, lines=(f"cancelled; {evidence.was_saved}",))
+
+
+def _stopped(evidence: _Evidence) -> End | None:
+    asked = evidence.last_word.reason == "stop" or (
+        # A command leaves no record of who asked, nor do ranks that have not started.
+        not (evidence.trains and evidence.outcomes)
+        and stop_asked(evidence.attempt, evidence.job_id)
+    )
+    if not (evidence.has_left and asked):
+        return None
+    how = evidence.interrupted_by and f"{evidence.interrupted_by} to its batch script"
+    by = how and f" by {how}"
+    line = f"stopped{by}; {evidence.was_saved}"
+    return End(restart_policy.STOPPED, EXIT_PAUSED, lines=(line,), how=how)
+
+
+def _ended_by_slurm(evidence: _Evidence) -> End | None:
+    cause = evidence.slurms_word.value
+    if cause not in (restart_policy.REQUEUED, restart_policy.PREEMPTED, restart_policy.TIME_LIMIT):
+        return None
+    return End(
+        cause,
+        evidence.asked_code or evidence.code or EXIT_FAILED,
+        saved=evidence.has_left or bool(gained(evidence.attempt)),
+        lines=(f"{cause}; {evidence.was_saved}",),
+    )
+
+
+def _preflight_failed(evidence: _Evidence) -> End | None:
+    """Judge an attempt whose nodes have failed the checks ahead of its tasks or its training."""
+    blames = bad_nodes.blames(evidence.attempt, bad_nodes.BY_PREFLIGHT)
+    if not blames:
+        return None
+    named = "; ".join(f"{host}: {reason}" for host, reason in blames[-1].nodes.items())
+    done = "step was done" if evidence.outcomes else "task has started"
+    line = f"no {done}, for a node has failed its checks. {named}"
+    return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
+
+
+def _step_cancelled(evidence: _Evidence) -> End | None:
+    """Judge an attempt whose step somebody has ended, and not the job: its ranks are killed."""
+    code = evidence.failure.exit_code if evidence.failure else None
+    is_killed = code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+    if not is_killed or evidence.has_left or evidence.hang or is_rehearsal(os.environ):
+        return None
+    if evidence.slurms_word is not Ending.NONE or not evidence.step_aborted:
+        return None
+    if step_watch.was_ended(evidence.attempt) or _OVER_MEMORY.search(evidence.job_log):
+        return None
+    step = step_watch.step_name(evidence.attempt, evidence.job_id) or "its step"
+    how = f"scancel {step}, or a signal to its srun, which ended the step and not the job"
+    line = f"cancelled by {how}; {evidence.was_saved}"
+    return End(restart_policy.CANCELLED, evidence.code, saved=False, lines=(line,), how=how)
+
+
+def _killed(evidence: _Evidence) -> End | None:
+    """Judge an attempt one rank of which was killed, for which the others were ended."""
+    if not evidence.srun_code or not evidence.has_left:
+        return None
+    killed = first_killed(evidence.outcomes, evidence.job_log)
+    if not killed:
+        return None
+    line = f"{killed.describe()}; {evidence.was_saved}"
+    code = killed.exit_code or EXIT_FAILED
+    return End(restart_policy.FAILED, code, killed, lines=(line,))
+
+
+def _signalled(evidence: _Evidence) -> End | None:
+    if not evidence.has_left:
+        return None
+    if evidence.trains or evidence.has_last_word:
+        reason = evidence.last_word.reason or "a request to stop"
+        line = f"{reason}: {evidence.was_saved}"
+        # By the run's own clock, ahead of Slurm's word and without a signal.
+        how = restart_policy.OWN_CLOCK if reason == restart_policy.TIME_LIMIT else ""
+        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,), how=how)
+    how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
+    if evidence.told:
+        how = f"{evidence.told}, at which the command left with exit code 0"
+    code = end_codes.TOLD if evidence.told else ""
+    return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how, code=code)
+
+
+def _suspended(evidence: _Evidence) -> End | None:
+    """Judge ranks that lost each other as they went on: the time of a stop counts as waited."""
+    failed = [each for each in evidence.outcomes if each.failed]
+    lost = [each for each in failed if each.peer_lost]
+    went_on = {each.rank: each.continued for each in evidence.outcomes if each.continued}
+    # Of a single rank that somebody stopped, the others have waited in earnest.
+    if len(went_on) < 2 or not all(each in lost or each.signal == "SIGTERM" for each in failed):
+        return None
+    gone_on = max(went_on.values())
+    if not any((each.ended or 0.0) - gone_on < _BREAKS_OFF_SECONDS for each in lost):
+        return None
+    line = f"suspended for longer than the ranks wait for each other; {evidence.was_saved}"
+    return End(
+        restart_policy.SUSPENDED,
+        evidence.code or EXIT_FAILED,
+        saved=bool(gained(evidence.attempt)),
+        lines=(line,),
+    )
+
+
+def _failed(evidence: _Evidence) -> End | None:
+    attempt, run, failure = evidence.attempt, evidence.run, evidence.failure
+    if failure is None:
+        return None
+    if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
+        if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
+            why = "the command does not take that signal; nobody knows what it had saved before"
+            line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
+            return End(restart_policy.FAILED, evidence.code, failure, lines=(line,), code=code)
+        line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
+        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
+    if _is_aftershock(attempt, failure):
+        line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
+        return End(restart_policy.NODE_LOST, evidence.code, failure, lines=(line,))
+    log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
+    return End(restart_policy.FAILED, evidence.code, failure, lines=(failure.describe(), log))
+
+
+def _unexplained(evidence: _Evidence) -> End:
+    run, code = evidence.run, evidence.code
+    if evidence.hang:
+        line = f"the job was ended: {evidence.hang}"
+        return End(restart_policy.FAILED, code, lines=(line,), how=line, code=end_codes.HUNG)
+    if code == 0:
+        line = (
+            f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
+            f"it did not finish. See {run.logs}."
+        )
+        return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,), code=end_codes.UNEXPLAINED)
+    if evidence.outcomes:
+        line = f"ended with exit code {code}; no rank says why. See {run.job_log}."
+        return End(restart_policy.FAILED, code, lines=(line,), code=end_codes.UNEXPLAINED)
+    line = f"no task has started: ended with exit code {code}"
+    return End(restart_policy.FAILED, code, lines=(line,), remark=line, code=end_codes.NO_TASK)
+
+
+def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
+    """Return whether Slurm has ended this attempt's step in place of the one before it.
+
+    Seen on 22.05: a node that is lost and soon back gets the end of its former step late, and the
+    new step has the same number.
+    """
+    before = [s for s in starts_since_submission(attempt.run) if s.attempt < attempt.number]
+    if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1].cause:
+        return False
+    log = of_attempt(attempt.run.path / failure.log, attempt.number)
+    return bool(_STEP_ENDED.search(log))
+
+
+def _remarks(evidence: _Evidence, end: End) -> Iterator[tuple[str, str]]:
+    """Yield what a person should know beside the cause, and its code."""
+    if remark := _own_worlds(evidence.outcomes) or _never_met(evidence.outcomes):
+        yield remark, "CD1226"
+    elif end.code == "CD0905" and (remark := _launcher_inside(evidence)):
+        yield remark, end.code
+    if end.code == "CD1217" and (remark := _other_python(evidence, end)):
+        yield remark, end.code
+    if end.cause == restart_policy.FAILED and (remark := _left_paths(evidence, end)):
+        yield remark, "CD0320"
+
+
+def _launcher_inside(evidence: _Evidence) -> str:
+    """Say that a launcher in each task wants the port that is in use; empty without one."""
+    from clusterddp.request import nested_launcher  # for this end alone
+
+    command = evidence.spec.command if evidence.spec else ()
+    found = nested_launcher.find(command) or nested_launcher.in_script(command, Path.cwd())
+    if found is None:
+        return ""
+    return (
+        f"each task starts {found.name}, which starts ranks of its own: those of several tasks "
+        f"want one port. Have each task start the program without {found.name}"
+    )
+
+
+def _other_python(evidence: _Evidence, end: End) -> str:
+    """Say that COMMAND's Python is the first on the PATH, of no environment that is activated."""
+    spec, reason = evidence.spec, end.failure.reason if end.failure else ""
+    missing = re.search(r"No module named '?([\w.]+)", reason)
+    if spec is None or not spec.command or not missing or spec.container_image:
+        return ""
+    program, *arguments = spec.command
+    found = shutil.which(program) or ""
+    activated = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
+    is_meant = found == spec.python or any(a and Path(found).is_relative_to(a) for a in activated)
+    if is_meant or not re.fullmatch(r"python[0-9.]*", program):
+        return ""
+    named = spec.python if "/" in spec.python else "ENVIRONMENT/bin/python"
+    return (
+        f"{program} is the first one on the PATH of the tasks, and has no {missing[1]}: activate "
+        "the environment that has it before you submit, or name its Python, as in "
+        f"-- {shlex.join([named, *arguments])}"
+    )
+
+
+def _left_paths(evidence: _Evidence, end: End) -> str:
+    """Name the relative paths that lead elsewhere from the copy of the code, after such an error.
+
+    Empty where the submission has found none, or the error has nothing to do with files.
+    """
+    record = files.read_json(evidence.run.code_record) if end.failure else None
+    leaving = record.get("leaving") if record else None
+    if not (end.failure and isinstance(leaving, list) and leaving):
+        return ""
+    if not _NOT_THERE.search(end.failure.reason):
+        return ""
+    named = formatting.some([str(each) for each in leaving], 3, ", ")
+    return f"a relative path leads elsewhere from the copy of the code, in which it ran: {named}"
+
+
+def _own_worlds(outcomes: Sequence[Outcome]) -> str:
+    """Say that the tasks' children formed worlds of their own; empty where fewer than two did."""
+    worlds = [outcome.own_world for outcome in outcomes if outcome.own_world]
+    if len(worlds) < 2:
+        return ""
+    sizes = sorted({world.size for world in worlds})
+    of = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    names = sorted({world.launcher for world in worlds if world.launcher})
+    by = f", started by {' and '.join(names)}" if names else ""
+    ranks = "1 rank" if of == "1" else f"{of} ranks"
+    return (
+        f"the children of {len(worlds)} of {len(outcomes)} tasks formed worlds of their own{by}, "
+        f"of {ranks} each: every one of them trained by itself. If one training of all tasks was "
+        f"meant, have each start the program {f'without {names[0]}' if names else 'itself'}"
+    )
+
+
+def _never_met(outcomes: Sequence[Outcome]) -> str:
+    """Say that several ranks have ended well and none has met another; else empty."""
+    if len(outcomes) < 2 or any(each.exit_code != 0 or each.told for each in outcomes):
+        return ""
+    if not any(each.rank == 0 and each.met is False for each in outcomes):
+        return ""
+    return (
+        f"none of the {len(outcomes)} ranks has met another, as nobody listened on MASTER_PORT, "
+        "nor rank 0 on another port: each trained by itself. If one training of all was meant, "
+        "call torch.distributed.init_process_group() in each, or give its framework the number of "
+        "nodes and of ranks on each"
+    )
+
+
+def _job_code(srun_code: int, failure: Failure | None) -> int:
+    """Return the first failing rank's code, rather than 143 of those that were ended for it."""
+    if failure and failure.exit_code:
+        return failure.exit_code
+    return srun_code or (EXIT_FAILED if failure else 0)
+
+
+def _achieved(run: RunDir) -> str:
+    """Sum the report up in a line; a command leaves none."""
+    report = files.read(Report, run.report)
+    if report is None:
+        return "done: every task ended with exit code 0"
+    hosts = len(report.hosts)
+    if not hosts or report.world_size is None:
+        return f"done; see {run.report}"
+    try:
+        return (
+            f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}; "
+            f"{report.train_seconds:.1f} s of training ({report.total_seconds:.1f} s in "
+            f"all), {report.images_per_second:,.0f} images/s on {report.world_size} "
+            f"{'rank' if report.world_size == 1 else 'ranks'} of {hosts} "
+            f"{'host' if hosts == 1 else 'hosts'}; {run.report}"
+        )
+    except TypeError:  # a figure that is not there
+        return f"done; see {run.report}"

@@ -1,0 +1,1 @@
+"""What a login node asks of runs, and does with them."""

@@ -1,0 +1,102 @@
+"""Codes of ends: of an attempt's verdict, of what holds the next attempt back, of a job's state.
+
+`clusterddp explain CODE` says what each means.
+"""
+
+import re
+from collections.abc import Sequence
+
+from clusterddp.run import restart_policy
+from clusterddp.run.events import Failure
+from clusterddp.run.records import Outcome
+from clusterddp.slurm.states import State
+from clusterddp.status.state import CANCELLED, STOPPED, UNKNOWN
+
+OF_CAUSE = {
+    restart_policy.SUPERSEDED: "CD1201",
+    restart_policy.NODE_LOST: "CD1202",
+    restart_policy.CANCELLED: "CD1203",
+    restart_policy.STOPPED: "CD1204",
+    restart_policy.TIME_LIMIT: "CD1205",
+    restart_policy.PREEMPTED: "CD1206",
+    restart_policy.REQUEUED: "CD1207",
+    restart_policy.SIGNAL: "CD1208",
+    restart_policy.SUSPENDED: "CD1230",
+    restart_policy.PREFLIGHT: "CD1301",
+    restart_policy.NOT_DUE: "CD1106",
+}
+"""Codes of the causes but of a failure, which has several, and of a run that is done."""
+OF_STATE = {
+    State.FAILED: "CD1218",
+    State.TIMEOUT: "CD1205",
+    State.PREEMPTED: "CD1206",
+    State.NODE_FAIL: "CD1202",
+    State.OUT_OF_MEMORY: "CD1211",
+    State.DEADLINE: "CD1205",
+    State.BOOT_FAIL: "CD1202",
+}
+"""Codes of a job of which Slurm alone says that it failed."""
+OF_RUN = {CANCELLED: "CD1203", STOPPED: "CD1208", UNKNOWN: "CD0509"}
+"""Codes of a run that has recorded no end, by its state."""
+NO_SAVING = "CD1220"
+"""A command died of the signal that asks it to save."""
+TOLD = "CD1229"
+"""A command left with exit code 0 because a signal told it to."""
+HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
+NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
+NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
+# Our own words of a signal stand at the beginning, or behind those of what started the rank
+# (`outcome`); a person's exception can have the same anywhere.
+_DIED = r"^(what had started it .* was )?"
+_OF_REASONS = (
+    (
+        r"OutOfMemoryError|(CUDA|HIP)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "CD1212",
+    ),
+    (
+        rf"{_DIED}(out of memory \(killed by the kernel\)|killed by SIGKILL)"
+        r"|DataLoader worker .* (killed by signal: Killed|exited unexpectedly)"
+        r"|MemoryError|(can't|Cannot) allocate memory",
+        "CD1211",
+    ),
+    # An exit code is a shell's word for the signal that ended what it had started.
+    (rf"{_DIED}killed by SIGBUS|^exit code 135$", "CD1216"),
+    (rf"{_DIED}killed by SIG(SEGV|ABRT|ILL|FPE)", "CD1213"),
+    (r"^exit code 137$", "CD1211"),
+    (r"^exit code 1(39|34|32|36)$", "CD1213"),
+    (r"No space left on device|Disk quota exceeded", "CD0504"),
+    (r"ModuleNotFoundError|ImportError|cannot open shared object file", "CD1217"),
+    (r"(EADDRINUSE|[Aa]ddress already in use)", "CD0905"),
+    (
+        r"No CUDA GPUs are available|invalid device ordinal|NVIDIA driver"
+        r"|ProcessGroupNCCL is only supported with GPUs",
+        "CD0804",
+    ),
+    (r"DistStoreError|DistNetworkError|Timed out waiting .* clients? to join", "CD0902"),
+    (
+        r"^NCCL's watchdog: |DistBackendError|NCCL ([Ee]rror|communicator)|nccl\w+Error"
+        r"|collective operation timeout|(closed|reset) by peer",
+        "CD1215",
+    ),
+    (r"^exit code 12[67]$", "CD0316"),
+    (rf"^exit code \d+|{_DIED}killed by SIG", EXIT_CODE),
+    (r"^left no record of its end$", UNEXPLAINED),
+)
+"""Codes by a failed rank's reason, the first that fits."""
+
+
+def of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
+    """Return the code of the rank that failed first: its own error's, or one by its words.
+
+    outcomes: the ranks' records, as far as there are any. hardware: what the verdict blames.
+    """
+    outcome = next((each for each in outcomes if each.rank == failure.rank), None)
+    error = outcome.error if outcome else None
+    if hardware:
+        return "CD1216"
+    if outcome and outcome.hung:
+        return HUNG
+    if error and error.code:
+        return error.code
+    found = (code for words, code in _OF_REASONS if re.search(words, failure.reason))
+    return next(found, "CD1215" if error and error.peer_lost else CRASH)

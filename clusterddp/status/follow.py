@@ -1,0 +1,328 @@
+"""Reads a run's logs as they grow, and watches the run until it has ended."""
+
+import dataclasses
+import math
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from clusterddp import formatting, log
+from clusterddp.errors import RequestError
+from clusterddp.run import events
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.client import query
+from clusterddp.slurm.states import JobState, State
+from clusterddp.status.state import (
+    CREATED,
+    DONE,
+    FAILED,
+    QUEUED,
+    RUNNING,
+    UNKNOWN,
+    Submission,
+    jobs_to_ask,
+    latest_submission,
+)
+from clusterddp.status.status import RunStatus, run_status
+
+FILES_SECONDS = 0.3
+"""Pause between two looks at the run's files."""
+SLURM_SECONDS = (1.0, 10.0)
+"""Pause between two questions to Slurm: at first and after a change, and at most."""
+SETTLE_SECONDS = 30.0
+"""Time that a failed run's Slurm job may take to leave before the run's own record is final."""
+FORGOTTEN_ANSWERS = 3
+"""Answers in a row that Slurm knows no such job, after which the run is over."""
+GONE_LOOKS = 3
+"""Looks in a row that find no records of a run any more, after which it cannot be followed."""
+
+_BLOCK = 65536
+
+
+class LogTail:
+    """A log file read piece by piece as it grows; it need not exist yet."""
+
+    def __init__(self, path: Path, lines: int | None = None) -> None:
+        """Take the last `lines` of the existing lines; all of them for None."""
+        self.path = path
+        self._position = 0 if lines is None else _start_of_last(path, lines)
+        self._unfinished = b""
+
+    def read(self) -> bytes:
+        """Return the bytes that were added since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._position:
+                    self._position = 0  # it was emptied and is being written anew
+                file.seek(self._position)
+                content = file.read()
+        except FileNotFoundError:
+            return b""
+        self._position += len(content)
+        return content
+
+    def read_lines(self, *, last: bool) -> list[bytes]:
+        """Return the new lines; `last` also returns one that has no end yet."""
+        *lines, self._unfinished = (self._unfinished + self.read()).split(b"\n")
+        if last and self._unfinished:
+            lines.append(self._unfinished)
+            self._unfinished = b""
+        return lines
+
+
+class LogPrinter:
+    """Writes several logs to one stream; with more than one, every line names its file."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        lines: int | None,
+        stream: BinaryIO,
+        labels: Sequence[str] = (),
+    ) -> None:
+        """Take the files; labels: their names in front of the lines, by default the files'."""
+        self._tails = [LogTail(path, lines) for path in paths]
+        self._labels = labels or [path.stem for path in paths]
+        self._stream = stream
+
+    def print_new(self, *, last: bool = False) -> None:
+        """Write the new bytes; `last` also writes lines that have no end yet."""
+        for tail, name in zip(self._tails, self._labels, strict=True):
+            if len(self._tails) == 1:
+                content = tail.read()
+            else:
+                label = f"{name} | ".encode()
+                content = b"".join(label + line + b"\n" for line in tail.read_lines(last=last))
+            if content:
+                self._stream.write(content)
+                self._stream.flush()
+
+
+def wait_for_end(
+    run: RunDir, printer: LogPrinter | None = None, timeout: float | None = None
+) -> RunStatus:
+    """Wait until the run has ended, over requeues and the jobs that take another one's place.
+
+    Changes of its state are logged; printer: prints its logs as they grow. timeout: seconds after
+    which TimeoutError is raised; the run goes on. A run whose folder or events.jsonl goes meanwhile
+    is unknown.
+    """
+    watch = _Watch(run)
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        if printer:
+            printer.print_new()
+        status = watch.look()
+        if watch.is_over:
+            if printer:
+                printer.print_new(last=True)  # written between the two looks
+            return status
+        left = end - time.monotonic()
+        if left <= 0:
+            words = f"has not ended within {timeout:g} s: it is {status.state}"
+            raise TimeoutError(f"the run {run.path.name} {words}")
+        time.sleep(min(FILES_SECONDS, left))
+
+
+def how_it_ended(status: RunStatus) -> str:
+    """Describe the outcome in a line, with its code and, after a failure, what to type next."""
+    why = status.why()
+    if status.state == DONE:
+        figures = formatting.known(
+            ("{}", why),
+            ("test accuracy {}", formatting.percent(status.accuracy)),
+            ("took {}", formatting.duration(status.elapsed_seconds)),
+        )
+        return f"done{': ' if figures else ''}{figures}"
+    again = f"\n  {status.next_command}" if status.next_command else ""
+    return f"{status.state}{': ' if why else ''}{why}{again}"
+
+
+def default_log(run: RunDir, status: RunStatus) -> Path:
+    """Return the log that tells most: the job's after a failure, otherwise rank 0's."""
+    ended_before_its_ranks = status.has_ended and not run.rank_log(0).is_file()
+    if (status.state == FAILED or ended_before_its_ranks) and run.job_log.is_file():
+        return run.job_log
+    return run.rank_log(0)
+
+
+def _script_output(run: RunDir) -> Path | None:
+    """Find the file of the newest job's script, which stays where the job gave no verdict."""
+    submitted = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
+    if not submitted or not submitted[-1].folder:
+        return None
+    output = Path(submitted[-1].folder) / f"slurm-{submitted[-1].job_id}.out"
+    return output if output.is_file() else None
+
+
+def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
+    """Raise RequestError for a log that is not there, with the reason."""
+    missing = next((path for path in paths if not path.is_file()), None)
+    if missing is None:
+        return
+    there = sorted(path.name for path in run.logs.glob("*.log"))
+    ranks = [name for name in there if re.fullmatch(r"rank-\d+\.log", name)]
+    others = [name for name in there if name not in ranks]
+    state = f"{status.state}{f' ({status.detail})' if status.detail else ''}"
+    if status.has_ended and status.started_time is None and not there:
+        output = _script_output(run)
+        where = f" What its script printed is in {output}." if output else ""
+        raise RequestError(
+            f"{run.name} has no logs: it never started; it is {state}.{where} [CD0507]"
+        )
+    have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
+    yet, advice = "", "See"
+    if not status.has_ended:
+        yet, advice = " (yet)", f"Follow it with 'clusterddp logs -f {run.shown}', or see"
+    raise RequestError(
+        f"{run.name} has no {missing.name}{yet}: it is {state} and has {have}. {advice} "
+        f"'clusterddp status {run.shown}'. [CD0507]"
+    )
+
+
+class _Watch:
+    """Polls a run's files often and Slurm rarely, until the run is over."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.is_over = False
+        self._run = run
+        self._states: dict[str, JobState] = {}
+        self._pause = SLURM_SECONDS[0]
+        self._next_question = 0.0
+        self._logged = ("", "")
+        self._answers: list[str] = []  # the last ones, all alike, by which the run is over
+        self._problem = ""
+        self._requeues: int | None = None
+        self._events_size = -1
+        self._submission: Submission | None = None
+        self._status: RunStatus | None = None
+        self._ended_at = 0.0
+        self._job_id: str | None = None  # of the newest submission that was seen
+        self._gone = 0  # looks in a row that found no records of it
+
+    def look(self) -> RunStatus:
+        """Return the state now; `is_over` is True once it is final."""
+        try:
+            size = self._run.events.stat().st_size
+        except OSError:
+            size = 0
+        now = time.monotonic()
+        changed = size != self._events_size
+        self._events_size = size
+        if changed:
+            self._submission = latest_submission(events.read(self._run.events))
+            self._job_id = self._submission.job_id if self._submission else self._job_id
+        asked = jobs_to_ask([self._submission])
+        answered = bool(asked) and (now >= self._next_question or changed)
+        if answered:
+            self._states = query(asked)
+            self._log_problem(self._states[asked[0]].problem)
+        local = self._submission is None or self._submission.is_local
+        if changed or answered or local or self._status is None:
+            self._status = run_status(self._run, self._states)
+            self._gone = self._gone + 1 if self._lacks_records(self._status) else 0
+            if self._gone >= GONE_LOOKS:
+                self.is_over = True
+                return self._without_records(self._status)
+            if self._gone:
+                return self._status
+            self._log_requeues(self._status)
+            self._log_state(self._status)
+            self._judge(self._status, bool(asked), answered)
+        if answered:
+            self._next_question = time.monotonic() + self._pause
+            self._pause = min(self._pause * 1.5, SLURM_SECONDS[1])
+        return self._status
+
+    def _lacks_records(self, status: RunStatus) -> bool:
+        """Return whether records of the run are gone that were there."""
+        run = self._run
+        is_started = run.attempts.is_dir() and not run.events.exists()
+        was_there = self._job_id is not None or is_started or not run.path.is_dir()
+        return status.state == CREATED and was_there
+
+    def _without_records(self, status: RunStatus) -> RunStatus:
+        path = shlex.quote(str(self._run.path))
+        if self._run.path.is_dir():
+            why, code = f"its records, {path}/events.jsonl, are gone", "CD0505"
+        else:
+            why, code = f"its folder {path} is gone: removed or renamed", "CD0512"
+        again = f"squeue -j {self._job_id}" if (self._job_id or "").isdecimal() else ""
+        why += f"; its job {self._job_id} may go on" if again else ""
+        return dataclasses.replace(status, state=UNKNOWN, detail=why, code=code, next_command=again)
+
+    def _judge(self, status: RunStatus, slurm_is_asked: bool, answered: bool) -> None:
+        """Take an end that the run itself recorded as final; another must be seen twice.
+
+        A requeued job shows NODE_FAIL or PREEMPTED, or its own failure, before it is pending.
+        """
+        if status.has_ended and not slurm_is_asked:
+            self.is_over = True
+            return
+        if not answered:
+            return
+        assert self._submission is not None
+        job = self._states[self._submission.job_id]
+        forgotten = status.state == UNKNOWN and not job.problem
+        if not (status.has_ended or forgotten):
+            self._answers, self._ended_at = [], 0.0
+            return
+        self._pause = SLURM_SECONDS[0]  # the end is near
+        self._ended_at = self._ended_at or time.monotonic()
+        leaving = job.state is not State.UNKNOWN and not job.state.is_final
+        if leaving and time.monotonic() < self._ended_at + SETTLE_SECONDS:
+            return
+        answer = f"{status.state} {job.state.value}"
+        self._answers = [*(before for before in self._answers if before == answer), answer]
+        self.is_over = len(self._answers) >= (FORGOTTEN_ANSWERS if forgotten else 2)
+
+    def _log(self, text: str) -> None:
+        log.info(f"{self._run.name}: {text}")
+
+    def _log_state(self, status: RunStatus) -> None:
+        # Slurm can say RUNNING before the script has written on which hosts.
+        shown = (status.state, f"{status.detail} {status.job_id} {status.attempt} {status.hosts}")
+        if shown == self._logged or status.state not in (CREATED, QUEUED, RUNNING):
+            return
+        if status.state != self._logged[0]:
+            self._pause = SLURM_SECONDS[0]
+        self._logged = shown
+        job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
+        where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""
+        text = status.state + (job if status.state == QUEUED else where)
+        if status.state == RUNNING and status.restarts:
+            text += f", attempt {status.attempt or status.restarts + 1}"
+        self._log(f"{text}: {status.detail}" if status.detail else text)
+
+    def _log_requeues(self, status: RunStatus) -> None:
+        reasons = [*status.restart_reasons, *filter(None, [status.goes_on_after])]
+        known = len(reasons) if self._requeues is None else self._requeues
+        for reason in reasons[known:]:
+            self._log(f"requeued: {reason}")
+        self._requeues = len(reasons)
+
+    def _log_problem(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            self._log(f"Slurm could not be asked: {problem}; still following the run's files")
+        self._problem = problem
+
+
+def _start_of_last(path: Path, lines: int) -> int:
+    """Find the offset at which the last `lines` lines of a file begin, reading from its end."""
+    try:
+        with path.open("rb") as file:
+            start = end = file.seek(0, os.SEEK_END)
+            content, size = b"", _BLOCK
+            while start > 0 and content.count(b"\n") < lines:
+                start = max(0, end - size)
+                file.seek(start)
+                content = file.read(end - start).removesuffix(b"\n")
+                size *= 2
+    except FileNotFoundError:
+        return 0
+    before, *last = content.rsplit(b"\n", lines)
+    return start + len(before) + 1 if last and len(last) == lines else start

@@ -1,0 +1,284 @@
+"""Stops runs, which save and leave and can be resumed, and cancels them, which ends them now."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from clusterddp import formatting, log
+from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
+from clusterddp.run import events
+from clusterddp.run.attempt import latest, process_alive
+from clusterddp.run.run_dir import RunDir, SweepDir
+from clusterddp.slurm import client as slurm
+from clusterddp.status.state import (
+    CREATED,
+    ENDED,
+    QUEUED,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
+    Submission,
+    latest_submission,
+)
+from clusterddp.status.status import RunStatus, run_status, statuses
+
+_Result = TypeVar("_Result", bound="Stop | Cancellation")
+Send = Callable[[str], None]
+"""Gives a job to scancel, by its id."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Result of `stop` for one run."""
+
+    name: str
+    job_id: str
+    asked: bool
+    """True where the run was asked now to save and leave."""
+    cancelled: bool
+    """True where it was taken out of the queue instead, as nothing trained."""
+    message: str
+    next_command: str = ""
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """Result of `cancel` for one run."""
+
+    name: str
+    job_id: str
+    cancelled: bool
+    """True where its end was asked for now."""
+    message: str
+
+
+def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
+    """Ask a run to save and leave; the record comes first, so that no other attempt follows.
+
+    send: takes a waiting job out of Slurm's queue.
+
+    A run that waits in the queue is cancelled. Raises SlurmError with scancel's words, or
+    RequestError when its directory cannot be written or it has not started yet; the record is then
+    taken back.
+    """
+    if _awaits_turn(run):
+        given_up = cancel(run, status, send)
+        return Stop(
+            run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
+        )
+    submission = latest_submission(events.read(run.events))
+    attempt = latest(run) if submission is None and status.state == RUNNING else None
+    if attempt:  # its ranks were started by hand
+        try:
+            attempt.ask_to_stop("stop")
+        except OSError as error:
+            raise RequestError(
+                f"{run.name}: {attempt.path} cannot be written: {error.strerror}. [CD0504]"
+            ) from None
+        message = f"{run.name}: asked attempt {attempt.number} to save and leave"
+        return Stop(run.name, status.job_id, True, False, message)
+    if submission is None or status.state == CREATED:
+        message = f"{run.name} was never submitted: there is nothing to stop"
+        return Stop(run.name, "", False, False, message)
+    again = run.resubmission
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Stop(run.name, submission.job_id, False, False, message)
+    if status.state == QUEUED:
+        result = cancel(run, status, send)
+        where = "waits in the queue, where nothing trains"
+        if submission.is_local:
+            where = "is still starting, and has nothing to save"
+        message = f"{run.name} {where}: cancelled it"
+        return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
+    try:
+        events.add(run.events, events.StopAsked, job_id=submission.job_id, attempt=status.attempt)
+        try:
+            asked = _ask(run, submission, status)
+        except (ClusterDDPError, OSError):
+            events.add(run.events, events.StopFailed, job_id=submission.job_id)
+            raise
+    except OSError as error:
+        raise RequestError(
+            f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
+            f"'clusterddp cancel {run.shown}', or make room there. [CD0504]"
+        ) from None
+    doubt = f" ({status.detail})" if status.state == UNKNOWN else ""
+    return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
+
+
+def act_together(
+    act: Callable[[RunDir, RunStatus, Send], _Result],
+    runs: Sequence[tuple[RunDir, RunStatus]],
+) -> list[_Result | ClusterDDPError]:
+    """Stop or cancel several runs; returns the results, or the errors in their place.
+
+    The elements of an array are given to scancel together, those that wait ahead of all others: one
+    by one, the end of one would start the next.
+    """
+    results: dict[Path, _Result | ClusterDDPError] = {}
+    waiting = [each for each in runs if each[1].state == QUEUED and _element(each[1])]
+    for group in (waiting, [each for each in runs if each not in waiting]):
+        arrays: dict[str, dict[str, RunDir]] = {}
+        for run, status in group:
+            send: Send = slurm.cancel
+            if array := _element(status).partition("_")[0]:
+                send = partial(_note, arrays.setdefault(array, {}), run)
+            try:
+                results[run.path] = act(run, status, send)
+            except ClusterDDPError as error:
+                results[run.path] = error
+        for jobs in filter(None, arrays.values()):
+            try:
+                slurm.cancel_all(list(jobs))
+            except SlurmError as error:
+                for run in jobs.values():
+                    _take_back(run)
+                    results[run.path] = error
+    return [results[run.path] for run, _ in runs]
+
+
+def _element(status: RunStatus) -> str:
+    """Return the name of the array's element that the run's job is; empty for any other job."""
+    return status.array_element or (status.job_id if "_" in status.job_id else "")
+
+
+def _note(jobs: dict[str, RunDir], run: RunDir, job: str) -> None:
+    jobs[job] = run
+
+
+def _take_back(run: RunDir) -> None:
+    """Record that a cancellation has not reached the run's job."""
+    with contextlib.suppress(OSError):
+        submission = latest_submission(events.read(run.events))
+        if submission:
+            events.add(run.events, events.CancelFailed, job_id=submission.job_id)
+
+
+def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancellation:
+    """Ask for the end of a run, and record that first, so that its end is not taken for a failure.
+
+    send: gives a job to scancel. A disk on which nothing can be recorded keeps no run from being
+    ended; a warning is logged.
+    Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
+    is then taken back.
+    """
+    if _awaits_turn(run):
+        return _give_turn_up(run, send)
+    submission = latest_submission(events.read(run.events))
+    if submission is None and status.state == RUNNING:
+        message = (
+            f"{run.name}: its ranks were started by hand: end them where they were started, or use "
+            f"'clusterddp stop {run.shown}'"
+        )
+        return Cancellation(run.name, status.job_id, False, message)
+    if status.state in ENDED:
+        message = f"{run.name} has already ended: {status.state}"
+        return Cancellation(run.name, submission.job_id if submission else "", False, message)
+    if submission is None or status.state == CREATED:
+        message = f"{run.name} was never submitted: there is nothing to cancel"
+        return Cancellation(run.name, "", False, message)
+    if status.is_forgotten:
+        message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
+        return Cancellation(run.name, submission.job_id, False, message)
+    if submission.is_local and submission.is_alive is None:
+        where = submission.host or "another machine"
+        raise RequestError(
+            f"{run.name} runs on {where}, not here; cancel it there with "
+            f"'clusterddp cancel {run.shown}'. [CD0507]"
+        )
+    try:
+        events.add(run.events, events.CancelAsked, job_id=submission.job_id)
+    except OSError as error:
+        log.warning(
+            f"{run.path} cannot be written ({error.strerror}): 'status' can take the end "
+            "of this run for a failure [CD0504]"
+        )
+    job = status.array_element or submission.job_id
+    name = formatting.job(job, submission.launcher)
+    try:
+        if not submission.is_local:
+            send(job)
+        elif submission.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(submission.pid, signal.SIGTERM)
+    except (SlurmError, OSError) as error:
+        _take_back(run)
+        if isinstance(error, OSError):
+            raise RequestError(
+                f"{run.name}: {name} cannot be signalled: {error.strerror}. [CD0507]"
+            ) from None
+        raise
+    who = name if submission.is_local else f"Slurm ({name})"
+    return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
+
+
+def _awaits_turn(run: RunDir) -> bool:
+    """Return whether a point waits for a rehearsal of its sweep, which runs them in turn."""
+    name, _, index = run.name.rpartition("-")
+    sent = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
+    if not (name and index.isdecimal()) or any(event.launcher != "local" for event in sent[-1:]):
+        return False
+    history = events.read(SweepDir(run.path.with_name(name)).events)
+    submitted = [e for e in history if isinstance(e, events.Submitted) and int(index) in e.indices]
+    if not submitted or submitted[-1].pid is None:  # of Slurm's, or of no point
+        return False
+    last = submitted[-1]
+    has_begun = bool(sent) and (sent[-1].time or 0.0) >= (last.time or 0.0)
+    return not has_begun and process_alive(last.pid, last.host, last.time) is not False
+
+
+def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
+    """Cancel a point that waits for its turn; raises RequestError where that cannot be recorded."""
+    try:
+        events.add(run.events, events.CancelAsked)
+    except OSError as error:
+        raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
+    if not _awaits_turn(run):  # it has begun meanwhile
+        return cancel(run, run_status(run, {}), send)
+    return Cancellation(run.name, "", True, f"{run.name}: it waits for its turn, and loses it")
+
+
+def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
+    """Reach the attempt that is at work; returns a clause on the way that was taken.
+
+    The attempt is looked for after the record was written: one that begins now sees the record,
+    one that has begun gets the mark.
+    """
+    attempt = latest(run)
+    at_work = attempt is not None and not attempt.end.exists()
+    if attempt and at_work:
+        attempt.ask_to_stop("stop")
+    command = run.load_spec().command
+    has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the mark
+    if command and not submission.is_local:
+        job = status.array_element or submission.job_id
+        try:
+            slurm.signal_script(job)
+        except SlurmError:
+            # Of a job that ends at once scancel can fail, seconds after its signal has arrived.
+            now = statuses([run])[0]
+            if not now.has_ended:
+                raise
+            if now.state != STOPPED:
+                return f"it has ended meanwhile: {now.state}; it is not started again"
+        dies = "" if has_loop else "; without a handler for it the command dies of it, as failed"
+        return (
+            f"sent SIGUSR1 to its command through the script of job {job}{dies}; it is not started "
+            "again"
+        )
+    if command and not has_loop:
+        return "its command cannot be asked to save; it is not started again when it has ended"
+    if attempt and at_work:
+        return f"asked attempt {attempt.number} to save and leave"
+    if run.script.exists():  # a batch script sees the record; `debug` has none
+        return "no attempt trains right now, and none starts any more"
+    raise RequestError(
+        f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
+        f"or use 'clusterddp cancel {run.shown}'. [CD0507]"
+    )

@@ -1,0 +1,90 @@
+"""One tracked run over all starts of a COMMAND: its id and the settings by which rank 0 resumes it.
+
+The variables are those that W&B and MLflow document themselves; neither is imported here. W&B takes
+an id of our choice. MLflow gives ids itself: the first start has the program's own interpreter make
+a run in the tracking store that the variables name. Ids stand in tracked.json.
+"""
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from clusterddp import files, log
+from clusterddp.run.run_dir import RunDir
+
+WANDB, MLFLOW = "wandb", "mlflow"
+_SECONDS = 120.0
+"""Bound on MLflow's import and its server's answer."""
+_MAKE = """
+import sys, mlflow
+with mlflow.start_run(run_name=sys.argv[1]) as run:
+    print("mlflow-run-id=" + run.info.run_id)
+"""
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """tracked.json: the ids by which trackers know the run; empty without one."""
+
+    wandb: str = ""
+    mlflow: str = ""
+
+
+def show_tracker(
+    environ: MutableMapping[str, str],
+    run: RunDir,
+    trackers: Sequence[str],
+    argv: Sequence[str],
+    make: Callable[[Sequence[str], str, Mapping[str, str]], str] | None = None,
+) -> None:
+    """Set what rank 0's program resumes its tracked run by; never over a value that is set.
+
+    argv: the program. make: makes a run of MLflow's and returns its id. What cannot be kept or made
+    is logged, and the program starts without it.
+    """
+    before = tracked = files.read(Tracked, run.tracked) or Tracked()
+    if WANDB in trackers and "WANDB_RUN_ID" not in environ:
+        tracked = replace(tracked, wandb=tracked.wandb or secrets.token_hex(8))
+    if MLFLOW in trackers and "MLFLOW_RUN_ID" not in environ and not tracked.mlflow:
+        made = (make or _make)(argv, run.name, environ)
+        tracked = replace(tracked, mlflow=made)
+    if tracked != before:
+        try:
+            files.write_record(run.tracked, tracked)
+        except OSError as error:
+            log.warning(f"the next start will not find this tracked run: {error} [CD0820]")
+    if WANDB in trackers:
+        wanted = {"WANDB_RUN_ID": tracked.wandb, "WANDB_RESUME": "allow", "WANDB_NAME": run.name}
+        for name, value in wanted.items():
+            environ.setdefault(name, value)
+    if MLFLOW in trackers and tracked.mlflow:
+        environ.setdefault("MLFLOW_RUN_ID", tracked.mlflow)
+
+
+def _make(argv: Sequence[str], name: str, environ: Mapping[str, str]) -> str:
+    """Have the program's own MLflow make a run; returns its id, empty where that fails."""
+    python = argv[0] if Path(argv[0]).name.startswith("python") else sys.executable
+    try:
+        done = subprocess.run(
+            [python, "-c", _MAKE, name],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning(f"--tracker mlflow: no run is made: {error} [CD0820]")
+        return ""
+    for line in done.stdout.splitlines():
+        if line.startswith("mlflow-run-id="):
+            return line.partition("=")[2].strip()
+    words = done.stderr.strip().splitlines()
+    why = words[-1] if words else f"exit code {done.returncode}"
+    log.warning(f"--tracker mlflow: {python} makes no run: {why} [CD0820]")
+    return ""
