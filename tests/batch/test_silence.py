@@ -15,7 +15,7 @@ from clusterddp.run.outcome import ended_for
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
-from tests.run.test_stacks import LOADS, MAIN, REDUCES, at, record
+from tests.status.test_stacks import LOADS, MAIN, REDUCES, at, record
 
 
 @pytest.fixture

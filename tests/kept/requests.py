@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from clusterddp.run.files import read_json
+from clusterddp.files import read_json
 from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
 
