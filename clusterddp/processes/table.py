@@ -1,5 +1,7 @@
 """Processes of this machine, as proc(5) shows them."""
 
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,3 +106,19 @@ def start_ticks(pid: int) -> int | None:
     """
     process = read_process(pid)
     return process.ticks if process else None
+
+
+def process_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
+    """Return whether a process of this machine is there; None for another machine's.
+
+    since: when it was there for certain, in seconds of the epoch; one that started later has only
+    inherited the number.
+    """
+    if pid is None or host not in (None, os.uname().nodename):
+        return None
+    process = read_process(pid)
+    if process is None or process.state in "ZX":
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.ticks / os.sysconf("SC_CLK_TCK")
+    # The clock can have been set since; a number comes round again only after a long while.
+    return since is None or time.time() - age <= since + 60

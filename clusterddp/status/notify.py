@@ -76,11 +76,8 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
     mark = mark_of(run)
     now = round(time.time(), 3)
     notice = Notice(by, os.environ.get("SLURM_JOB_ID", ""), now, status.state)
-    try:
-        descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    if not files.create(mark):
         return False
-    os.close(descriptor)
     with contextlib.suppress(OSError):
         files.write_record(mark, notice)
     content = {**status.as_dict(), "notified_by": by, "notified_time": now}
