@@ -27,6 +27,7 @@ from typing import IO
 
 from clusterddp import files, log
 from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.processes.table import process_alive
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.request.spec import submission_comment
 from clusterddp.run import events
@@ -556,22 +557,3 @@ def _age(path: Path, folder: Path) -> float:
         return float("inf")
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
         return os.fstat(probe.fileno()).st_mtime - changed
-
-
-def process_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
-    """Return whether a process of this machine is there; None for another machine's.
-
-    since: when it was there for certain, in seconds of the epoch; one that started later has only
-    inherited the number.
-    """
-    if pid is None or host not in (None, os.uname().nodename):
-        return None
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False  # also where it ended while being read
-    if fields[0] in "ZX":
-        return False
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    # The clock can have been set since; a number comes round again only after a long while.
-    return since is None or time.time() - age <= since + 60

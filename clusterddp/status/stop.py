@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from clusterddp import formatting, log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
+from clusterddp.processes.table import process_alive
 from clusterddp.run import events
-from clusterddp.run.attempt import latest, process_alive
+from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.status.state import (
