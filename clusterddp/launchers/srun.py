@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from clusterddp import files
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import adopt, die_with_parent
 from clusterddp.processes.table import children
@@ -195,12 +196,7 @@ def signal_session(leader: int, number: int) -> None:
 
 def _next_step(steps: Path) -> int:
     """Take the number of a step, from 0: creating the folder's file takes it."""
-    step_id = 0
-    while True:
-        with suppress(FileExistsError):
-            (steps / f"{step_id}.taken").touch(exist_ok=False)
-            return step_id
-        step_id += 1
+    return next(n for n in itertools.count() if files.create(steps / f"{n}.taken"))
 
 
 def _compressed(counts: Sequence[int]) -> str:

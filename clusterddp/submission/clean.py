@@ -22,12 +22,12 @@ from clusterddp.checkpoints import catalog
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
-from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status import notify
 from clusterddp.status.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.sweeps import most_telling
+from clusterddp.submission.claim import claimed
 from clusterddp.submission.snapshot import Snapshot
 
 CHECKPOINT = "checkpoint"
@@ -117,7 +117,7 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
     """
     with contextlib.ExitStack() as stack:
         for each in (run, *_points(run)):
-            stack.enter_context(_claimed(each))
+            stack.enter_context(claimed(each))
         [cleaning] = plan([run], named=named, older_than=older_than, now=now)
         if not cleaning.items:
             return cleaning
@@ -139,16 +139,6 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
             if removed:
                 _record(run, removed)
         return cleaning
-
-
-@contextlib.contextmanager
-def _claimed(run: RunDir) -> Iterator[None]:
-    """Hold the claim on a run; leave none where it is the first, as nothing was submitted."""
-    with claimed(run) as claim:
-        yield
-    if claim.number == 1:
-        with contextlib.suppress(OSError):
-            claim.path.unlink()
 
 
 def _points(run: RunDir) -> list[RunDir]:

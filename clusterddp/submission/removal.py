@@ -10,7 +10,6 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
-from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status.state import (
     CANCELLED,
@@ -23,6 +22,7 @@ from clusterddp.status.state import (
     UNKNOWN,
 )
 from clusterddp.status.status import RunStatus, statuses
+from clusterddp.submission.claim import claimed
 
 _OVER = (CREATED, DONE, FAILED, STOPPED, CANCELLED)
 
