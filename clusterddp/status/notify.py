@@ -21,8 +21,7 @@ from pathlib import Path
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
-from clusterddp.processes.orphans import adopted
-from clusterddp.processes.signals import die_with_parent
+from clusterddp.processes.signals import adopted, die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir

@@ -15,7 +15,7 @@ from clusterddp.request.sweep import Sweep, is_array
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.slurm.array_limits import array_limits
+from clusterddp.slurm.site import array_limits
 from clusterddp.status import chain
 from clusterddp.status.state import UNKNOWN
 from clusterddp.status.status import statuses
