@@ -749,7 +749,7 @@ class JobSpec:
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
             for part, kind in _PARTS.items():
-                if part in fields:
+                if fields.get(part) is not None:
                     fields[part] = kind(**fields[part])
             return cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
