@@ -30,20 +30,20 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 34_900, 31_500),
-    Row("modules", 207, 185),
-    Row("files of the largest package", 19, 16),
-    Row("functions above 60 lines", 17, 0),
+    Row("code lines", 37_000, 31_500),
+    Row("modules", 219, 185),
+    Row("files of the largest package", 18, 16),
+    Row("functions above 60 lines", 18, 0),
     Row(f"{_ENTERED}a submission", 34, 24),
     Row(f"{_ENTERED}the batch process", 30, 22),
-    Row(f"{_ENTERED}rank 0", 51, 42),
-    Row(f"{_ENTERED}another rank", 47, 36),
+    Row(f"{_ENTERED}rank 0", 48, 42),
+    Row(f"{_ENTERED}another rank", 45, 36),
     Row(f"{_ENTERED}a COMMAND's task", 21, 16),
     Row("places that ask for a run's kind", 86, 20),
-    Row("lines of tests", 58_500, 50_000),
+    Row("lines of tests", 60_000, 50_000),
     Row("lines of the rendered script", 46, 27),
-    Row("dry run: calls of functions", 62_500, 40_000),
-    Row("dry run: modules", 94, 80),
+    Row("dry run: calls of functions", 63_000, 40_000),
+    Row("dry run: modules", 96, 80),
     Row("dry run: bytes of bytecode", 1_690_000, 1_300_000),
 )
 """A dry run's costs are those beyond importing click and jinja2, as Python 3.11 has them."""
