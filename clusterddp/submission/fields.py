@@ -238,8 +238,8 @@ def _template(given: Given) -> str:
     value, folder = given.values["template"], given.values["template_dir"]
     if Path(value).name.startswith("_"):
         raise OptionError("--template", f" {value}: it is part of another one, not for itself.")
+    template_folder(given)
     if "/" in value:
-        template_folder(given)
         return Path(value).name
     is_own = folder and (Path(folder) / value).is_file()
     is_named = given.source("template") != DEFAULT

@@ -64,8 +64,9 @@ def request(
 
 
 def _held(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:
-    values = {name: () if row.type is tuple else row.default for name, row in _ROWS.items()}
-    values |= {n: _ROWS[n].parse(v) for n, v in given.items() if v is not None}
+    values: dict[str, object] = {n: () if r.type is tuple else None for n, r in _ROWS.items()}
+    plain = {name: row.default for name, row in _ROWS.items()} | dict(given)
+    values |= {name: _ROWS[name].parse(v) for name, v in plain.items() if v is not None}
     return Given(values, dict.fromkeys(given, FLAG), command)
 
 

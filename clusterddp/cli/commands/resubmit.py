@@ -14,12 +14,13 @@ from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
 from clusterddp.request.given import Given
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST
+from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
 from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission.fields import CONTAINER, changed
-from clusterddp.submission.resubmit import Terms, resubmit
+from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -113,12 +114,6 @@ def command(
     ctx: click.Context,
     /,
     run: str,
-    template_dir: Path | None,
-    code: str,
-    clusterddp: str,
-    snapshot_limit: float | None,
-    from_scratch: bool,
-    although_done: bool,
     dry_run: bool,
     wait: bool,
     output_root: Path,
@@ -156,17 +151,7 @@ def command(
         raise RequestError(
             f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
         )
-    terms = Terms(
-        allow_changed=bool(held.values["allow_changed"]),
-        new_code=code == "new",
-        new_clusterddp=clusterddp == "new",
-        from_scratch=from_scratch,
-        although_done=although_done,
-        force=bool(held.values["force"]),
-        template_folder=template_dir,
-        snapshot_limit_mb=snapshot_limit,
-        more=more,
-    )
+    terms = _terms(held, more)
     has_own_copies = sweep is not None and terms.new_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
         if dry_run or wait or max_parallel:
@@ -184,18 +169,38 @@ def command(
         return EXIT_DONE
     assert done.submission
     if sweep:
+        points = done.indices
         return follow_sweep(
-            done.spec, sweep.path, done.submission, done.indices, wait=wait, as_json=as_json
+            done.spec, sweep.path, done.submission, points, wait=wait, as_json=as_json
         )
-    job = formatting.job(done.job_id, done.spec.launcher)
     words = (
-        f"submitted {done.spec.run_name} again as {job}: {done.spec.layout}; it {done.beginning}\n"
+        f"{_said(done)}\n"
         f"  status  clusterddp status {run_dir.shown}\n"
         f"  logs    clusterddp logs -f {run_dir.shown}"
     )
     return follow_submitted(
         done.spec, run_dir, done.submission, words, wait=wait, as_json=as_json, lines=0
     )
+
+
+def _terms(held: Given, more: Sweep) -> Terms:
+    values = held.values
+    return Terms(
+        allow_changed=bool(values["allow_changed"]),
+        new_code=values["code"] == "new",
+        new_clusterddp=values["clusterddp"] == "new",
+        from_scratch=values["from_scratch"],
+        although_done=values["although_done"],
+        force=bool(values["force"]),
+        template_folder=values["template_dir"],
+        snapshot_limit_mb=values["snapshot_limit"],
+        more=more,
+    )
+
+
+def _said(done: Resubmission) -> str:
+    job = formatting.job(done.job_id, done.spec.launcher)
+    return f"submitted {done.spec.run_name} again as {job}: {done.spec.layout}; it {done.beginning}"
 
 
 def _resubmit_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
