@@ -9,7 +9,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+
+from clusterddp.processes.table import children
 
 try:
     import ctypes
@@ -31,11 +32,11 @@ def adopted() -> Iterator[Callable[[float], None]]:
 
     That takes so many seconds at most: the kernel can hold back the end of a process.
     """
-    before = set(_children(os.getpid()))
+    before = set(children(os.getpid()))
 
     def end_all(seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while (new := set(_children(os.getpid())) - before) and time.monotonic() < deadline:
+        while (new := set(children(os.getpid())) - before) and time.monotonic() < deadline:
             for pid in new:
                 _kill(pid)
                 with contextlib.suppress(ChildProcessError):  # reaped by who has started it
@@ -51,16 +52,7 @@ def adopted() -> Iterator[Callable[[float], None]]:
 
 def _kill(pid: int) -> None:
     """Kill a process and all below it; what one of them starts meanwhile is adopted."""
-    for child in _children(pid):
+    for child in children(pid):
         _kill(child)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += map(int, (task / "children").read_text().split())
-    return found

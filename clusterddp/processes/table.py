@@ -1,5 +1,6 @@
 """Processes of this machine, as proc(5) shows them."""
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +95,31 @@ def hears(pid: int, number: int) -> bool:
     """
     ignored = status(pid).get("SigIgn")
     return ignored is not None and not int(ignored, 16) >> (number - 1) & 1
+
+
+def takes(pid: int, number: int) -> bool:
+    """Return whether a process takes a signal by itself, be it in a thread, or has gone."""
+    masks = status(pid)
+    names = ("SigCgt", "SigBlk")
+    return not masks or any(int(masks[name], 16) >> (number - 1) & 1 for name in names)
+
+
+def children(pid: int) -> list[int]:
+    """List the processes that a process has started, or adopted."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """List a process and all below it, the upper ones first."""
+    found = [pid]
+    for each in found:
+        found += children(each)
+    return found
 
 
 def start_ticks(pid: int) -> int | None:

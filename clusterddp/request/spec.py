@@ -55,8 +55,8 @@ _SPARES_OWN = (
     "--nodes -N --nodelist -w --exclude -x --relative -r --exclusive --overlap --nodefile -F"
 )
 """Arguments of srun that decide on which nodes of the job a step runs."""
-_SCRIPTS_OWN = "run_dir task prefix agent srun"
-_REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
+_SCRIPTS_OWN = "run_dir own hold srun container"
+_REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 280
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
     "tracker": "the training itself logs to --tensorboard and metrics.jsonl",

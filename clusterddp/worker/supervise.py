@@ -106,6 +106,8 @@ def supervise(
         if pid == 0:
             os.close(report_reader)
             os.close(go_writer)
+            if is_command and attempt is not None:
+                child = _unless_stopped(Attempt(RunDir(run_dir), attempt), child)
             _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
         os.close(report_writer)
         os.close(go_reader)
@@ -190,6 +192,14 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
             record.continued()
         host = host_name(os.environ)
         log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
+
+
+def _unless_stopped(attempt: Attempt, child: Callable[[], int]) -> Callable[[], int]:
+    """Return what starts a COMMAND, unless the attempt was asked to stop before there was one.
+
+    The signal itself has reached srun then, which had no task to pass it on to.
+    """
+    return lambda: EXIT_PAUSED if attempt.stop.exists() else child()
 
 
 def _become_task(
