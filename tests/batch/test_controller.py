@@ -34,7 +34,8 @@ STEP = """
 import os, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-print("step with", *(f"{name}={os.environ.get(name)}" for name in sys.argv[1:]), flush=True)
+names = (word for word in sys.argv[1:] if word[0] != "-")
+print("step with", *(f"{name}={os.environ.get(name)}" for name in names), flush=True)
 open("up", "w").close()
 while not os.path.exists("go"):
     time.sleep(0.01)
@@ -48,22 +49,23 @@ class Job:
         self.folder, self.run = folder, RunDir(folder / "jobs/a")
         (folder / "step.py").write_text(STEP)
         (folder / "script").write_text(script)
-        self.process = subprocess.Popen(
-            ["bash", "script"],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "SLURM_JOB_ID": "17",
-                "SLURM_JOB_NODELIST": "h01",
-                "SLURM_SUBMIT_DIR": str(folder),
-                "CLUSTERDDP_LOCAL_STEPS": str(folder),  # no Slurm is there to be asked
-                **environ,
-            },
-        )
+        with self.out.open("ab") as out:
+            self.process = subprocess.Popen(
+                ["bash", "script"],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "SLURM_JOB_ID": "17",
+                    "SLURM_JOB_NODELIST": "h01",
+                    "SLURM_SUBMIT_DIR": str(folder),
+                    "CLUSTERDDP_LOCAL_STEPS": str(folder),  # no Slurm is there to be asked
+                    **environ,
+                },
+            )
 
     @property
     def out(self) -> Path:
@@ -97,13 +99,16 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         environ: dict[str, str] | None = None,
         python: str = sys.executable,
         change: Callable[[str], str] = lambda script: script,
-        line: str = "launch {}",
+        line: str = "{}",
         **fields: Any,
     ) -> Job:
         pythons = {"python": python, "batch_python": python}
         request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
-        script = change(sbatch.render(request).partition("\nlaunch srun")[0])
-        step = shlex.join(words or (sys.executable, "step.py"))
+        script = change(sbatch.render(request).partition("\nsrun ")[0])
+        words = words or (sys.executable, "step.py")
+        if "step.py" in words:  # by its words the controller knows what starts the tasks
+            words = (*words, f"--run-dir={request.run_dir}")
+        step = shlex.join(words)
         jobs.append(Job(tmp_path, f"{script}\n{line.format(step)}\n", environ or {}))
         return jobs[-1]
 
