@@ -31,11 +31,12 @@ from clusterddp.errors import (
     EXIT_PAUSED,
     ClusterDDPError,
     RequestError,
+    SlurmError,
     coded,
 )
 from clusterddp.files import write_atomically
-from clusterddp.processes.meeting import listening_ports
 from clusterddp.processes.signals import die_with_parent
+from clusterddp.processes.worlds import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
@@ -507,6 +508,8 @@ class Controller:
 
     def _run_lines(self, attempt: Attempt) -> int:
         """Run the script's lines, which start the tasks; returns their exit code."""
+        if not self._signals.were_held and self._is_due():
+            self._handle(["USR1"])
         self._hear_of_end()
         if self._is_ending:
             return 128 + signal.SIGTERM
@@ -531,9 +534,23 @@ class Controller:
             if lines.poll() is None:  # a fault of ours: no verdict stands beside living tasks
                 step.signal(signal.SIGTERM)
                 lines.wait()
+        if step.process():  # started in the background
+            log.info("the script's lines have ended before its tasks, which end with them")
+            step.signal(signal.SIGTERM)
+            return code or EXIT_FAILED
         if code and not step.has_begun:
             self._name_set_up(code)
         return code
+
+    def _is_due(self) -> bool:
+        """Return whether Slurm's signal ahead of the time limit may have come before Python."""
+        if not (self._spec.signal or "").startswith("B:") or is_rehearsal(os.environ):
+            return False
+        try:
+            left = slurm.seconds_left(own_name(os.environ, self._job_id))
+        except SlurmError:
+            return False
+        return left is not None and left <= self._spec.signal_lead
 
     def _environment(self, attempt: Attempt) -> dict[str, str]:
         """Return the variables of the script's lines, and so of the tasks."""

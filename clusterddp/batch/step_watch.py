@@ -54,7 +54,9 @@ class Step:
         before = self._process
         if before and (now := _alive(before.pid)) and now.ticks == before.ticks:
             return before.pid
-        found = [process for pid in table.descendants(self._lines) if (process := _alive(pid))]
+        lines = [process] if (process := _alive(self._lines)) else []
+        below = [each for each in table.descendants(self._lines) if each.state != "Z"]
+        found = [*lines, *below]
         own = [process for process in found if not self._words.isdisjoint(process.argv)]
         if not own and self.has_begun:
             own = [process for process in found if process.name == "srun"]

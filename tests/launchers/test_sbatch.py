@@ -1,6 +1,5 @@
 """Scripts: what a template becomes, how values are quoted, how a faulty template is blamed."""
 
-import dataclasses
 import os
 import re
 import shlex
