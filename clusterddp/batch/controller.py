@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,9 @@ def control(
     spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
     if spec.sweep:
         spec = _point(spec, index)
+    if spec.slurm_folder and not shutil.which("scontrol"):  # a module may bring them later on
+        path = f"{os.environ.get('PATH', os.defpath)}:{spec.slurm_folder}"
+        change_environment({"PATH": path})
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         raise NoRunDirectory(

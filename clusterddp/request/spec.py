@@ -278,6 +278,8 @@ class JobSpec:
         Choice(("ALL", "NONE")),
         "--export SBATCH_EXPORT",
     )
+    slurm_folder: str = ""
+    """Folder of Slurm's commands where it was submitted, if it is none of those on every PATH."""
     setup: tuple[str, ...] = option(
         (), "Shell line to run before the tasks, on the first node; repeatable.", LINE, "LINE"
     )

@@ -138,7 +138,7 @@ class Struck:
         [pid] = [
             pid
             for pid, line in self.cluster.processes("h01").items()
-            if f" batch --run-dir={self.run.path} " in line
+            if f" batch {self.run.path} " in line
         ]
         os.kill(pid, signal.SIGKILL)
 
