@@ -36,6 +36,7 @@ from clusterddp.errors import (
     coded,
 )
 from clusterddp.files import write_atomically
+from clusterddp.processes import change_environment
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.processes.worlds import listening_ports
 from clusterddp.ranks.dist_env import master_port
