@@ -43,7 +43,11 @@ class Step:
     @property
     def has_begun(self) -> bool:
         """Return whether it was seen, or a task has recorded its start."""
-        return self._process is not None or any(self._attempt.outcomes.glob("rank-*.json"))
+        return self._process is not None or self._has_tasks
+
+    @property
+    def _has_tasks(self) -> bool:
+        return any(self._attempt.outcomes.glob("rank-*.json"))
 
     def process(self) -> int | None:
         """Return the process that passes signals on to the tasks; None before it and after it.
@@ -58,7 +62,7 @@ class Step:
         below = [each for each in table.descendants(self._lines) if each.state != "Z"]
         found = [*lines, *below]
         own = [process for process in found if not self._words.isdisjoint(process.argv)]
-        if not own and self.has_begun:
+        if not own and self._has_tasks:
             own = [process for process in found if process.name == "srun"]
         if not own:
             return None
@@ -78,11 +82,15 @@ class Step:
         return _alive(self._lines) is not None
 
     def listens(self, number: int) -> bool:
-        """Return whether it takes a signal by itself, or has had its time to come to that."""
+        """Return whether it takes a signal by itself, or has had its time to come to that.
+
+        One that would end it is not sent ahead of its tasks, which see the attempt's mark instead.
+        """
         pid = self.process()
-        if not pid or time.monotonic() > self._seen_time + _READY_SECONDS:
+        if not pid or table.takes(pid, number):
             return True
-        return table.takes(pid, number)
+        is_late = time.monotonic() > self._seen_time + _READY_SECONDS
+        return is_late and (self._has_tasks or not self._attempt.stop.exists())
 
     def signal(self, number: int) -> None:
         """Signal it, if it is there."""
