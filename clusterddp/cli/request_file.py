@@ -120,10 +120,7 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "signal": spec.signal or "none",
     }
     # The defaults of these follow the rest of the request.
-    if dataclasses.replace(spec, signal=None) == spec:
-        values["signal"] = None
-    if dataclasses.replace(spec, requeue=None) == spec:
-        values["requeue"] = None
+    values |= {name: None for name in ("signal", "requeue", "silence") if spec.is_usual(name)}
     return {name: None if value == "" else value for name, value in values.items()}
 
 
@@ -133,7 +130,7 @@ def _take(ctx: click.Context, text: str) -> None:
     if text.endswith(SUFFIX):
         where, values, command = text, *_read(ctx, Path(text))
     else:
-        from clusterddp.status.status import find_run
+        from clusterddp.status.find import find_run
 
         spec = find_run(Path(ctx.params["output_root"]), text).load_spec()
         where, values, command = f"the request of {text}", values_of(spec), spec.command
