@@ -599,7 +599,8 @@ class Controller:
 
     def _await(self, lines: "subprocess.Popen[bytes]", step: Step) -> int:
         while (code := lines.poll()) is None:
-            self._signals.wait(_LOOK_SECONDS if self._unsent or not step.has_begun else None)
+            has_begun = step.has_begun or step.process() is not None
+            self._signals.wait(None if has_begun and not self._unsent else _LOOK_SECONDS)
             self._handle(self._signals.take())
             if self._unsent and step.process():
                 for name in self._unsent.copy():
