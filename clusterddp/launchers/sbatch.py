@@ -335,7 +335,7 @@ def container_words(spec: JobSpec, ranks: int = 1) -> list[str]:
     ranks: of a task.
     """
     words = [shell_word(spec.batch_python), '"$own"', "exec", '--run-dir="$run_dir"']
-    return [*words, f"--container={shell_word(spec.container.to_json(ranks))}", "--"]
+    return [*words, f"--container={shell_word(spec.container.to_json(ranks))} --"]
 
 
 def _in_container(spec: JobSpec, words: Sequence[str], ranks: int = 1) -> list[str]:
