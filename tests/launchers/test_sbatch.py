@@ -306,7 +306,7 @@ def test_the_script_is_short(most: int, fields: dict[str, Any]) -> None:
     lines = sbatch.render(spec(resources=resources, **more, **fields)).splitlines()
     assert len(lines) <= most
     long = [line for line in lines if len(line) > 100 and not line.startswith("#REQUEST")]
-    assert not [line for line in long if "--container" not in line]
+    assert not [line for line in long if "--container" not in line and "echo" not in line]
 
 
 def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
