@@ -400,6 +400,22 @@ def test_a_job_that_was_submitted_from_inside_another_one_is_its_own(
     assert started.ended()["exit_code"] == 4
 
 
+def test_slurms_commands_are_found_where_they_were_at_submission(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """As on a site where a module brings them, which the set-up lines load."""
+    slurm, path = tmp_path / "slurm", tmp_path / "path"
+    for folder in (slurm, path):
+        folder.mkdir()
+    (slurm / "scontrol").write_text("#!/bin/sh\n")
+    (slurm / "scontrol").chmod(0o755)
+    (path / "env").symlink_to(str(shutil.which("env")))
+    fields = {"slurm_folder": str(slurm), "setup": ("command -v scontrol >found", "exit 4")}
+    started = job(environ={"PATH": str(path)}, **fields)
+    assert started.end() == 4
+    assert (tmp_path / "found").read_text() == f"{slurm}/scontrol\n"
+
+
 def test_a_set_up_line_may_start_an_srun_of_its_own_that_gets_no_signal(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
