@@ -409,7 +409,8 @@ def test_slurms_commands_are_found_where_they_were_at_submission(
         folder.mkdir()
     (slurm / "scontrol").write_text("#!/bin/sh\n")
     (slurm / "scontrol").chmod(0o755)
-    (path / "env").symlink_to(str(shutil.which("env")))
+    for program in ("bash", "env"):
+        (path / program).symlink_to(str(shutil.which(program)))
     fields = {"slurm_folder": str(slurm), "setup": ("command -v scontrol >found", "exit 4")}
     started = job(environ={"PATH": str(path)}, **fields)
     assert started.end() == 4
