@@ -11,33 +11,28 @@ attempt, so that every command knows its steps, metrics and checkpoints; elsewhe
 """
 
 import atexit
+import copy
 import dataclasses
-import io
-import json
 import math
 import os
-import pickle
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from clusterddp import files, log
-from clusterddp.checkpoints import catalog, sharded
-from clusterddp.checkpoints.tensors import copied, why_unreadable
-from clusterddp.checkpoints.writer import Costs, Saver
+from clusterddp.checkpoints import catalog, sharded, state
+from clusterddp.checkpoints.state import Content, Position
+from clusterddp.checkpoints.tensors import why_unreadable
 from clusterddp.distributed import exchange
-from clusterddp.distributed.agreement import Poll
 from clusterddp.errors import (
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
@@ -47,29 +42,69 @@ from clusterddp.errors import (
     TrainingError,
     coded,
 )
+from clusterddp.ranks.variables import host_name
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
-from clusterddp.request.train_config import Interval
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.loop_variables import attempt_at, attempt_here
-from clusterddp.run.records import LastWord, MetricsLine, Spent
+from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
-from clusterddp.training import buckets, replay, stop
+from clusterddp.training import replay, stop
+from clusterddp.training.metrics import MetricsFile
+from clusterddp.training.paces import Paces, Waiting
 from clusterddp.training.presence import Presence, poll_time_limit
-from clusterddp.training.stop import REASONS, Deadline
-from clusterddp.version import __version__
+from clusterddp.training.resumable import Resumable
+from clusterddp.training.stop import Deadline
 
 T = TypeVar("T")
 
 DEFAULT_FOLDER = "jobs"
 """Folder of the runs that nobody submitted, as of those that were."""
-_FIRST_SAVE_SECONDS = 40.0
 _LINE_SECONDS = 1.0
 _PRINT_SECONDS = 10.0
 """Between two lines of metrics that are printed among the script's own, unless it says how many."""
 _PATIENCE_SECONDS = 60.0
+_STRAGGLER_SECONDS = 60.0
+_END = object()
+"""Stands for the end of an iterator."""
 _INTERVAL = re.compile(r"[1-9]\d{0,8}(step|epoch|minute)s?", re.ASCII)
+
+
+class Stopwatch:
+    """Seconds that go into steps, without what lies between them."""
+
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, math.nan
+
+    @property
+    def elapsed(self) -> float:
+        """All seconds so far, from any thread."""
+        since = self._since
+        return self._total if math.isnan(since) else self._total + time.perf_counter() - since
+
+    def start(self) -> None:
+        """Begin to count, unless it does."""
+        if math.isnan(self._since):
+            self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin to count; what it has counted since it was last started is left out."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Count no more."""
+        seconds = 0.0 if math.isnan(self._since) else time.perf_counter() - self._since
+        self._total, self._since = self._total + seconds, math.nan
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """Do not count what is done in the context."""
+        is_counting = not math.isnan(self._since)
+        self.stop()
+        yield
+        if is_counting:
+            self.start()
 
 
 class Loop:
@@ -110,27 +145,20 @@ class Loop:
         other states, or of another number of ranks and not sharded; TrainingError where it cannot
         write, another attempt or loop is at work there, or the ranks have no process group.
         """
-        self._began = self._saved_at = self._lap = time.monotonic()
         self._check(states, save_every, folder)
         self._objects = {name: _bare(each) for name, each in states.items()}
-        self._sharded = _sharded_part(self._objects)
         self._wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
         self._arranged: dict[str, list[int]] = {}
         """Arrangement of the buckets of each of DDP's wrappers, once it is known."""
-        self._saving, self._log_every = Interval.parse(save_every), log_every
-        self._keep_last, self._keeps_random = keep_last, random_states
-        self._plain_states()
-        self.rank, self.world_size = _world()
-        self.steps = 0
-        """Steps since the run began, over all its attempts."""
-        self.epoch = 0
-        """Epoch that is being trained, from 0."""
+        self._log_every, self._keep_last, self._keeps_random = log_every, keep_last, random_states
+        self._sharded = sharded.part(self._objects)
+        self._check_readable()
+        self.rank, self.world_size = exchange.world()
+        self._position, self._clock = Position(), Stopwatch()
         self._epochs = 0
         """Epochs of all; 0 where nobody has said."""
-        self._batch, self._batches = 0, -1
-        """Batches of the epoch that are trained, and how many it has; -1 where nobody knows."""
-        self._seconds = 0.0
-        self._samples = self._lap_samples = 0
+        self._batches = -1
+        """Batches that the epoch has; -1 where nobody knows."""
         self._resume_batch, self._in_epoch = 0, False
         self._has_batches = False
         """True where this epoch's batches come from `batches`; else it is one step, or none."""
@@ -138,11 +166,8 @@ class Loop:
         """This rank's generators as they were saved: then, and at the beginning of the epoch."""
         self._start_random: Any = None
         self._generators: list[torch.Generator] = []
-        """Those of the loader itself."""
-        self._all_random: list[Any] = []
-        """Generators of all ranks, as they were at the latest save."""
+        """Generators of the loader itself."""
         self._postponed: tuple[str, bool] | None = None
-        self._poll, self._deadline = Poll(_exchanging_device()), Deadline()
         self._unlisten: Callable[..., None] | None = stop.requested.listen()
         try:
             self.attempt, source = self._begin(folder)
@@ -151,14 +176,29 @@ class Loop:
             raise
         self.is_resumed = source is not None
         """True where it began with a checkpoint."""
-        self._saved_step = self.steps if source else -1
         self._presence: Presence | None = None
-        self._saver: Saver | None = None
+        self._earlier_seconds = self._position.seconds
+        self._core = self._begin_core(save_every)
+        self._waiting, self._learning = self._watch_exchange()
         self._metrics: Mapping[str, Any] = {}
-        self._can_log, self._logged_step, self._printed = True, -1, -math.inf
-        if self.rank == 0:
-            self._start_background()
-        self._lap = time.monotonic()
+        self._file = MetricsFile(self.attempt.metrics)
+        self._logged_step, self._printed = -1, -math.inf
+        self._line_at, self._line_from = time.monotonic(), copy.copy(self._position)
+        self._images = self._accounted_images = 0
+        self._accounted_steps, self._accounted_seconds = self.steps, 0.0
+        self._rates: list[float] = []
+        """Throughput of each rank of late; empty where it is not known."""
+        self._clock.restart()
+
+    @property
+    def steps(self) -> int:
+        """Steps since the run began, over all its attempts."""
+        return self._position.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that is being trained, from 0."""
+        return self._position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of so many, from 0; saves at the end of the last.
@@ -175,11 +215,11 @@ class Loop:
             self._in_epoch, self._has_batches = True, False
             yield self.epoch
             self._in_epoch = False
-            self.epoch += 1
-            self._batch, self._batches, self._resume_batch = 0, -1, 0
+            self._position.next_epoch()
+            self._batches, self._resume_batch = -1, 0
             reason, save = self._postponed or ("", False)
             self._postponed = None
-            self._save_or_leave(reason, save or self._saving.due("epoch", self.epoch))
+            self._save_or_leave(reason, save or self._core.is_due_at("epoch", self.epoch))
         self.finish()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -204,13 +244,18 @@ class Loop:
         iterator = replay.beyond(loader, done)
         if done:
             self._restore_random(0)
-        lengths = set(self._gather(_length(loader)))  # the last batch is that of all ranks
+        lengths = set(exchange.gather(_length(loader)))  # the last batch is that of all ranks
         self._batches = lengths.pop() if len(lengths) == 1 else -1
-        self._batch = done
-        for batch in iterator:
-            self._batch += 1
-            self._lap_samples += replay.count_samples(batch)
-            yield batch
+        self._position.step_in_epoch = done
+        self._clock.restart()  # what has come before is the epoch's own code
+        while True:
+            self._clock.start()
+            batch = next(iterator, _END)
+            if batch is _END:
+                self._clock.stop()
+                return
+            self._count(replay.count_samples(batch))
+            yield cast(T, batch)
 
     def step(self, **metrics: Any) -> None:
         """Count a step, log its metrics, save where it is due, leave if asked to; collective.
@@ -225,23 +270,31 @@ class Loop:
         if self._unlisten is None:  # it was finished, and goes on
             self._unlisten = stop.requested.listen()
         if self._in_epoch and not self._has_batches:
-            if self._batch:
+            if self._position.step_in_epoch:
                 raise RuntimeError(
                     "loop.step() came twice in an epoch that does not use loop.batches(): a resume "
                     "would do its steps again. Write `for … in loop.batches(…)` there; it takes "
                     "any iterable, such as range(100)"
                 )
-            self._batch = self._batches = 1
-        self.steps += 1
+            self._position.step_in_epoch = self._batches = 1
+        asks = self._core.poll.due(self.steps + 1)
+        if asks and self._on_gpu:
+            torch.cuda.synchronize()  # it is at work still on what it was given
+        self._clock.stop()
+        self._position.step += 1
+        self._position.seconds = self._earlier_seconds + self._clock.elapsed
+        self._learning.close()  # the first backward pass is over
         self._random = None  # it is on its way
         self._log(metrics)
-        reason, save = self._agree() if self._poll.due(self.steps) else ("", False)
-        save = save or self._saving.due("step", self.steps)
-        if self._batch == self._batches:
+        reason, save = self._agree() if asks else ("", False)
+        save = save or self._core.is_due_at("step", self.steps)
+        if self._position.step_in_epoch == self._batches:
             before, was_due = self._postponed or ("", False)
             self._postponed = reason or before, save or was_due
         else:
             self._save_or_leave(reason, save)
+        if not self._has_batches:
+            self._clock.start()
 
     def test(self, **metrics: Any) -> None:
         """Log `accuracy` and `loss` on the test set, of rank 0; the reports know them."""
@@ -257,34 +310,20 @@ class Loop:
 
     def save(self) -> None:
         """Save, once a step at most; collective. A full disk is logged, and the next save tries."""
-        if self._saved_step == self.steps:
+        if self._core.saved_step == self.steps:
             return
         self._flush_metrics()
-        began = time.monotonic()
-        now = replay.random_state(self._generators), self._start_random
-        self._all_random = self._gather(now if self._keeps_random else None)
         for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
-            if indices := buckets.arrangement(self._wrappers[name]):
+            if indices := replay.arrangement(self._wrappers[name]):
                 self._arranged[name] = indices
-        path = self.attempt.checkpoints / catalog.name_of(self.steps)
-        shards, problem = sharded.save(path, self._sharded) if self._sharded else ({}, "")
-        if self._saver and problem:
-            self._saver.failed(path, problem)
-        elif self._saver:
-            self._saver.save(self._content(), time.monotonic() - began, shards)
-        self._saved_step, self._saved_at = self.steps, time.monotonic()
+        with self._clock.halted():
+            self._core.save()
 
     def leave(self, reason: str) -> NoReturn:
         """Save and raise SystemExit, as `step` does when it is asked to stop; collective."""
-        self.save()
-        self._await_checkpoint()
-        if self._saver:
-            saved = self._saver.last_step
-            last = LastWord("stopped", reason, self.steps, saved, self._saver.trouble)
-            content = {k: v for k, v in vars(last).items() if v or k != "trouble"}
-            with suppress(OSError):
-                self.attempt.write_last_word(self.attempt.end, content)
-            log.info(f"saved step {saved} and leaving at step {self.steps}: {reason}")
+        self._flush_metrics()
+        self._core.stop()
+        self._core.note_end(reason)
         if self.world_size > 1:
             dist.barrier()
         code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
@@ -302,13 +341,11 @@ class Loop:
         if reason:  # a `break` has come before it
             self.leave(reason)
         self.save()
-        if trouble := self._await_checkpoint():
-            raise CheckpointError(f"the loop is done, but {trouble}. [CD0706]")
+        self._core.finish()
         self._stop_listening()
-        if self._saver and not self._in_run:  # a run is done when its command is
+        if not self._in_run:  # a run is done when its command is
             with suppress(OSError):
-                last = LastWord("done", "", self.steps, self._saver.last_step)
-                files.write_record(self.attempt.end, vars(last))
+                self._core.note_end("")
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and end the sign of life.
@@ -316,30 +353,20 @@ class Loop:
         The end of the process does so by itself.
         """
         with suppress(Exception):
-            if self._saver:
-                self._saver.wait()
+            if self._core.saver:
+                self._core.saver.wait()
         self._stop_listening()
         Loop._folders.discard(self.attempt.run.path)
-        if self._presence and self._saver:
+        if self._presence:
             self._presence.__exit__()
             self._presence = None
-            with suppress(OSError):
-                saved, spent = self._saver.last_step, self._spent()
-                self.attempt.show_life(self.steps, saved, spent, self._planned())
             self.attempt.end_life()
 
     def _planned(self) -> int | None:
         """Return the step at which the loop will be done, where each batch is one step."""
-        epoch, batch, batches = self.epoch, self._batch, self._batches
+        epoch, batch, batches = self.epoch, self._position.step_in_epoch, self._batches
         is_a_step_each = epoch * batches + batch - self.steps in (0, 1)
         return self._epochs * batches if self._epochs and batches > 0 and is_a_step_each else None
-
-    def _spent(self) -> Spent:
-        """Sum up rank 0's time; what ranks wait for each other is not seen from here."""
-        costs = self._saver.costs if self._saver else Costs()
-        saving = costs.copy_seconds + costs.blocked_seconds
-        training = max(time.time() - self._loops_since - saving, 0.0)
-        return Spent(round(self._loops_since, 3), round(training, 3), None, round(saving, 3))
 
     def _stop_listening(self) -> None:
         """Give signals their usual effect again; a late USR1 of Slurm's would end the process."""
@@ -364,7 +391,7 @@ class Loop:
             raise ValueError(
                 f"save_every={save_every!r}: expected such as '500steps', '1epoch' or '10minutes'"
             )
-        if folder is None and not _has_group() and _tasks() > 1:
+        if folder is None and not exchange.has_group() and _tasks() > 1:
             raise TrainingError(
                 f"this is one of {_tasks()} tasks by its environment, and there is no process "
                 "group: call torch.distributed.init_process_group() before Loop(), or give each "
@@ -375,7 +402,7 @@ class Loop:
         """Settle on rank 0 where to write and where to resume, and restore that on all ranks."""
         own = attempt_here(os.environ) if folder is None else None
         self._in_run = own is not None
-        hosts = list(dict.fromkeys(self._gather(_host())))
+        hosts = list(dict.fromkeys(exchange.gather(host_name(os.environ))))
         settled: tuple[str, str, type[ClusterDDPError] | None] = ("", "", None)
         if self.rank == 0:
             try:
@@ -389,26 +416,26 @@ class Loop:
             except ClusterDDPError as error:
                 settled = coded(error), "", TrainingError
             except OSError as error:
-                cause = f"rank 0 on {_host()} cannot begin an attempt: {error} [CD0504]"
+                cause = (
+                    f"rank 0 on {host_name(os.environ)} cannot begin an attempt: {error} [CD0504]"
+                )
                 settled = cause, "", TrainingError
-        path, source_path, failure = self._from_first(settled)
+        path, source_path, failure = exchange.gather(settled)[0]
         if failure:
             raise failure(path)
         attempt = attempt_at(Path(path))
         if not source_path:
             return attempt, None
         source = Path(source_path)
-        content = self._on_all_ranks(
-            source, lambda: _parsed(source, catalog.read(source, shards=False))
-        )
-        self._on_all_ranks(source, lambda: self._restore(content))
+        content = state.load_together(source)
+        self._on_all_ranks(source, lambda: self._restore(source, content))
         if self._sharded:
             self._on_all_ranks(source, lambda: sharded.check(source, self._sharded))
             self._on_all_ranks(source, lambda: sharded.restore(source, self._sharded))
         if content["world_size"] == self.world_size:
             self._arranged = content["loop"]["buckets"]
             for name in sorted(self._wrappers.keys() & self._arranged.keys()):
-                buckets.arrange(self._wrappers[name], self._arranged[name])
+                replay.arrange(self._wrappers[name], self._arranged[name])
         self._restore_random(0)
         if self.rank == 0:
             inside = self._resume_batch or not self.epoch
@@ -450,28 +477,58 @@ class Loop:
             results.append(act())
         except (CheckpointError, OSError) as error:
             code = getattr(error, "code", "CD0505")
-            problem = f"rank {self.rank} on {_host()}: {coded(error, code)}"
+            problem = f"rank {self.rank} on {host_name(os.environ)}: {coded(error, code)}"
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"the checkpoint {source} does not fit what this loop was given: {error}"
-        if problem := next(filter(None, self._gather(problem)), ""):
+        if problem := next(filter(None, exchange.gather(problem)), ""):
             raise CheckpointError(problem, code="CD0703")
         return results[0]
 
-    def _start_background(self) -> None:
-        """Begin what rank 0 does beside the training: saving, signs of life, the time limit."""
-        Loop._folders.add(self.attempt.run.path)
-        saver = self._saver = Saver(self.attempt, self._keep_last)
-        self._loops_since = time.time()
-        self._presence = Presence(self.attempt, stop.requested)
-        self._presence.step = lambda: self.steps
-        self._presence.saved = lambda: saver.last_step
-        self._presence.spent = self._spent
-        self._presence.planned = self._planned
-        self._presence.__enter__()
-        spec = self.attempt.run.read_spec() if self._in_run else None
-        self._deadline = Deadline(spec.signal_lead if spec else 0)
-        poll_time_limit(self._deadline, os.environ)
-        atexit.register(self.close)
+    def _begin_core(self, save_every: str) -> Resumable:
+        """Begin what goes on beside the training; on rank 0 the sign of life and the time limit."""
+        spec = self.attempt.run.read_spec() if self._in_run and self.rank == 0 else None
+        deadline = Deadline(spec.signal_lead if spec else 0)
+        core = Resumable(
+            self.attempt,
+            self._objects,
+            self._position,
+            shards=self._sharded,
+            save_every=save_every,
+            keep_last=self._keep_last,
+            is_resumed=self.is_resumed,
+            request=stop.requested,
+            deadline=deadline,
+            straggler_seconds=_STRAGGLER_SECONDS,
+            random_state=self._random_state,
+            more=self._kept,
+            trained=lambda: self._clock.elapsed,
+            planned=self._planned,
+        )
+        core.first_step = time.time()
+        if self.rank == 0:
+            Loop._folders.add(self.attempt.run.path)
+            self._presence = Presence(self.attempt, stop.requested)
+            self._presence.sign = core.sign_of_life
+            self._presence.__enter__()
+            poll_time_limit(deadline, os.environ)
+            atexit.register(self.close)
+        return core
+
+    def _watch_exchange(self) -> tuple[Waiting, ExitStack]:
+        """Begin to measure how long this rank waits for others, where DDP's exchange shows it.
+
+        Returns what is open until the first backward pass is over.
+        """
+        modules = [*self._wrappers.values()]
+        layers = [layer for module in modules for layer in module.modules()]
+        is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
+        device = next(modules[0].parameters()).device if is_seen else exchange.device()
+        self._on_gpu = device.type == "cuda"
+        waiting = Waiting(device, knows=self.world_size == 1 or is_seen, finds_end=True)
+        learning = ExitStack()
+        if is_seen:
+            learning.enter_context(waiting.learn(modules[0]))
+        return waiting, learning
 
     def _settle(self, attempt: Attempt, hosts: list[str]) -> Path | None:
         """Choose on rank 0 the checkpoint to resume from, and publish the attempt."""
@@ -485,7 +542,7 @@ class Loop:
         source = of_attempt or catalog.source(attempt.run)
         step = 0
         if source:
-            content = _parsed(source, catalog.read(source, shards=False))
+            content = state.load(source, shards=False)
             self._check_fits(source, content)
             step, script = content["step"], content["loop"]["script"]
             if of_attempt and script != _script():
@@ -527,18 +584,17 @@ class Loop:
                 "(FSDP) resumes at another number. [CD0709]"
             )
 
-    def _restore(self, content: Mapping[str, Any]) -> None:
+    def _restore(self, source: Path, content: Content) -> None:
         """Restore all but what is sharded."""
-        for name, each in self._objects.items():
-            if name not in self._sharded:
-                each.load_state_dict(content[name])
+        whole = {name: each for name, each in self._objects.items() if name not in self._sharded}
+        state.restore(source, whole, content)
         ranks, loop = content["world_size"], content["loop"]
-        self.steps, self.epoch = content["step"], content["epoch"]
-        self._seconds, self._samples = content["seconds"], content["images"]
-        self._resume_batch = content["step_in_epoch"] * ranks // self.world_size
+        self._position = Position.of(content)
+        if loop["is_whole"]:
+            self._position.next_epoch()
+        self._resume_batch = self._position.step_in_epoch * ranks // self.world_size
         if ranks == self.world_size:
-            randoms = loop["random_states"]
-            self._random = randoms[self.rank] if self._keeps_random else None
+            self._random = content["random_states"][self.rank] if self._keeps_random else None
         elif self.rank == 0:
             log.info(
                 f"the checkpoint is of {ranks} ranks: what is drawn at random will be another, and "
@@ -552,20 +608,28 @@ class Loop:
     # -- going on ----------------------------------------------------------------------------
 
     def _agree(self) -> tuple[str, bool]:
-        """Agree with all ranks whether to stop, and why; and whether it is time to save."""
-        stop.requested.looked_at = True
-        costs = self._saver.costs if self._saver else Costs()
-        lead = 2 * self._poll.step_seconds + 1.0 + 2 * costs.longest_seconds
-        if self._deadline.is_near(lead):
-            stop.requested.note("time limit")
-        now = time.monotonic()
-        is_first = self._saved_at == self._began and now - self._began > _FIRST_SAVE_SECONDS
-        due = self.rank == 0 and (is_first or now - self._saved_at >= self._saving.seconds)
-        reason = REASONS.index(stop.requested.reason)
-        code, save = self._poll.ask(self.steps, [reason, int(due)])
-        if costs.saves:
-            self._deadline.check_lead(lead)
-        return REASONS[code], bool(save)
+        """Agree with all ranks whether to stop, and why, and to save; exchange their paces."""
+        answer = self._core.agree()
+        steps = self.steps - self._accounted_steps
+        if steps:
+            elapsed = self._clock.elapsed
+            images = self._images - self._accounted_images
+            seconds = elapsed - self._accounted_seconds
+            rows = exchange.rows([images, seconds - self._waiting.take()])
+            counts, busy = zip(*rows, strict=True)
+            paces = Paces(counts if all(counts) else [steps] * self.world_size, busy)
+            self._core.account(paces, steps=steps, seconds=seconds)
+            self._rates = paces.images_per_second if all(counts) else []
+            self._accounted_steps, self._accounted_seconds = self.steps, elapsed
+            self._accounted_images = self._images
+        return answer
+
+    def _count(self, samples: int) -> None:
+        """Count a batch of this rank."""
+        self._images += samples
+        self._position.step_in_epoch += 1
+        self._position.samples += samples * self.world_size
+        self._position.images += samples * self.world_size
 
     def _save_or_leave(self, reason: str, save: bool) -> None:
         if reason:
@@ -573,63 +637,33 @@ class Loop:
         if save:
             self.save()
 
-    def _await_checkpoint(self) -> str:
-        """Wait for the last checkpoint, and try once more where it could not be written.
+    def _random_state(self) -> object:
+        """Return this rank's generators: now, and at the beginning of the epoch."""
+        now = replay.random_state(self._generators), self._start_random
+        return now if self._keeps_random else None
 
-        Returns on all ranks why it is not there, empty where it is.
-        """
-        trouble = self._trouble()
-        if trouble:
-            self._saved_step = -1
-            self.save()
-            trouble = self._trouble()
-        return trouble
-
-    def _trouble(self) -> str:
-        trouble = "" if self._saver is None or self._saver.wait() else self._saver.trouble
-        return self._from_first(trouble)
-
-    def _content(self) -> dict[str, Any]:
-        """Return a copy of all that a checkpoint holds, on the CPU."""
-        content: dict[str, Any] = copied({**self._head(), **self._plain_states()})
-        return content
-
-    def _plain_states(self) -> dict[str, Any]:
-        """Return the states that every rank has whole; raises TypeError for what cannot be read."""
-        states = {
-            name: each.state_dict()
-            for name, each in self._objects.items()
-            if name not in self._sharded
+    def _kept(self) -> dict[str, object]:
+        """Return what a checkpoint keeps beside the states and the position."""
+        self._check_readable()
+        is_whole = self._in_epoch and not self._has_batches and self._position.step_in_epoch == 1
+        known = {
+            "script": _script(),
+            "names": sorted(self._objects),
+            "sharded": sorted(self._sharded),
+            "buckets": self._arranged,
+            "is_whole": is_whole,
         }
-        for name, state in states.items():
-            if odd := why_unreadable(state):
+        return {"loop": known}
+
+    def _check_readable(self) -> None:
+        """Raise TypeError for a state of which torch.load would not take what it holds."""
+        for name, each in self._objects.items():
+            odd = "" if name in self._sharded else why_unreadable(each.state_dict())
+            if odd:
                 raise TypeError(
                     f"Loop({name}=…): its state_dict holds what torch.load does not take with "
                     f"weights_only=True: {odd}. Keep tensors, numbers, texts and containers in it."
                 )
-        return states
-
-    def _head(self) -> dict[str, Any]:
-        """Return all but the states; `format` comes first, where `catalog` looks for it."""
-        is_whole = self._in_epoch and not self._has_batches and self._batch == 1
-        return {
-            "format": catalog.FORMAT,
-            "step": self.steps,
-            "epoch": self.epoch + is_whole,
-            "step_in_epoch": 0 if is_whole else self._batch,
-            "seconds": self._seconds,
-            "images": self._samples,
-            "best": None,
-            "world_size": self.world_size,
-            "versions": {"clusterddp": __version__, "torch": torch.__version__.split("+")[0]},
-            "loop": {
-                "script": _script(),
-                "names": sorted(self._objects),
-                "sharded": sorted(self._sharded),
-                "random_states": self._all_random,
-                "buckets": self._arranged,
-            },
-        }
 
     # -- metrics -----------------------------------------------------------------------------
 
@@ -641,53 +675,36 @@ class Loop:
         if self._log_every:
             due = self.steps % self._log_every == 0
         else:
-            due = self._logged_step < 0 or now - self._lap >= _LINE_SECONDS
+            due = self._logged_step < 0 or now - self._line_at >= _LINE_SECONDS
         if due:
             self._flush_metrics()
 
     def _flush_metrics(self) -> None:
         """Write the metrics of the latest step, once."""
-        now = time.monotonic()
         if self.rank or not self._metrics or self._logged_step == self.steps:
             return
-        seconds, self._lap = now - self._lap, now
-        samples, self._lap_samples = self._lap_samples * self.world_size, 0
-        self._seconds += seconds
-        self._samples += samples
-        self._logged_step = self.steps
-        rate = {"images_per_second": samples / seconds} if samples and seconds else {}
-        self._write("train", {**self._metrics, **rate})
+        since, self._line_from = self._line_from, copy.copy(self._position)
+        seconds, images = (
+            self._position.seconds - since.seconds,
+            self._position.images - since.images,
+        )
+        self._logged_step, self._line_at = self.steps, time.monotonic()
+        values = dict(self._metrics)
+        if images and seconds:
+            values["images_per_second"] = images / seconds
+        self._write("train", values, tuple(round(rate, 1) for rate in self._rates))
 
-    def _write(self, kind: str, metrics: Mapping[str, Any]) -> None:
+    def _write(self, kind: str, metrics: Mapping[str, Any], rates: tuple[float, ...] = ()) -> None:
         values = {name: _number(name, value) for name, value in metrics.items()}
         epoch = self.epoch + 1 if self._in_epoch else max(self.epoch, 1)
-        known = MetricsLine(kind, self.steps, epoch)
+        known = MetricsLine(kind, self.steps, epoch, rank_images_per_second=rates)
         line = {**dataclasses.asdict(known), **values}
-        line |= {"seconds": round(self._seconds, 3), "time": round(time.time(), 3)}
-        line = {name: value for name, value in line.items() if value not in (None, ())}
+        line |= {"seconds": round(self._position.seconds, 3), "time": round(time.time(), 3)}
         shown = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
-        if kind == "eval" or self._log_every or self._lap - self._printed >= _PRINT_SECONDS:
+        if kind == "eval" or self._log_every or self._line_at - self._printed >= _PRINT_SECONDS:
             log.info(f"epoch {epoch} step {self.steps}{' test' * (kind == 'eval')}: {shown}")
-            self._printed = self._lap if kind == "train" else self._printed
-        try:
-            files.append_line(self.attempt.metrics, json.dumps(line), os.O_CREAT)
-            self._can_log = True
-        except OSError as error:  # a full disk costs the line, never the training
-            if self._can_log:
-                log.warning(f"cannot write {self.attempt.metrics}: {error.strerror} [CD0518]")
-            self._can_log = False
-
-    # -- ranks -------------------------------------------------------------------------------
-
-    def _gather(self, value: T) -> list[T]:
-        """Give every rank the values of all."""
-        if self.world_size == 1:
-            return [value]
-        return exchange.gather(value, _exchanging_device())
-
-    def _from_first(self, value: T) -> T:
-        """Give every rank the value of rank 0."""
-        return self._gather(value)[0]
+            self._printed = self._line_at if kind == "train" else self._printed
+        self._file.write({name: value for name, value in line.items() if value not in (None, ())})
 
 
 _RESERVED = frozenset(
@@ -696,23 +713,6 @@ _RESERVED = frozenset(
         *("world_size", "versions", "loop", "config", "random_states"),
     }
 )
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _world() -> tuple[int, int]:
-    if _has_group():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def _exchanging_device() -> torch.device:
-    """Return where the default process group exchanges small numbers: NCCL on GPUs alone."""
-    if _has_group() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _bare(each: Any) -> Any:
@@ -731,19 +731,6 @@ def _wrapper(each: Any) -> nn.parallel.DistributedDataParallel | None:
     """Return DDP's wrapper among those of a module, of which torch.compile's can be another."""
     inner = getattr(each, "_orig_mod", each)
     return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
-
-
-def _sharded_part(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sharded modules and the optimizers, where there is a sharded module."""
-    if not any(map(sharded.is_sharded, objects.values())):
-        return {}
-    part = {
-        name: each for name, each in objects.items() if isinstance(each, (Optimizer, nn.Module))
-    }
-    for each in part.values():
-        if isinstance(each, Optimizer):
-            sharded.owner(each, part)
-    return part
 
 
 def _script() -> str:
@@ -771,24 +758,10 @@ def _new_attempt(run: RunDir, world_size: int, hosts: list[str]) -> Attempt:
     return attempts.begin(run)
 
 
-def _parsed(path: Path, data: bytes) -> Mapping[str, Any]:
-    try:
-        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        return cast(Mapping[str, Any], dict(content))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{path} cannot be loaded by torch {torch.__version__}. [CD0704]"
-        ) from None
-
-
 def _tasks() -> int:
     """Return the number of tasks of which this is one, as its environment tells."""
     value = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", ""))
     return int(value) if value.isdigit() else 1
-
-
-def _host() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _length(loader: object) -> int:

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from clusterddp import checkpoints
-from clusterddp import loop as loop_module
-from clusterddp.checkpoints import catalog
+from clusterddp.checkpoints import catalog, state
 from clusterddp.distributed.agreement import Poll
 from clusterddp.errors import CheckpointError, RequestError, TrainingError
 from clusterddp.files import read_json_lines
@@ -223,7 +222,7 @@ def test_generators_of_the_loader_itself_go_on_as_well(tmp_path: Path, stop_at: 
 def test_without_random_states_the_generators_are_left_alone(tmp_path: Path) -> None:
     left(Training(tmp_path, random_states=False), stops_at(2))
     content = torch.load(tmp_path / "checkpoints/step-00000002.pt", weights_only=True)
-    assert content["loop"]["random_states"] == [None]
+    assert content["random_states"] == [None]
     Training(tmp_path, random_states=False).loop.close()
     resumed = torch.get_rng_state()
     Training(tmp_path / "another").loop.close()
@@ -341,7 +340,7 @@ def test_it_leaves_with_the_step_that_it_has_saved(
             signal.raise_signal(number)
 
     assert left(training, at_second) == code
-    assert f"saved step 2 and leaving at step 2: {reason}" in logged
+    assert f"stopped at step 2 ({reason}); start the run again to resume from there" in logged
     last_word = training.loop.attempt.read_last_word()
     assert last_word and (last_word.cause, last_word.reason) == ("stopped", reason)
     assert (last_word.step, last_word.saved) == (2, 2)
@@ -349,7 +348,7 @@ def test_it_leaves_with_the_step_that_it_has_saved(
 
 def test_it_leaves_before_the_limit_that_it_knows_of(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    assert left(training, lambda step: step == 2 and training.loop._deadline.set(0.1)) == 75
+    assert left(training, lambda step: step == 2 and training.loop._core.deadline.set(0.1)) == 75
     last_word = training.loop.attempt.read_last_word()
     assert last_word and (last_word.reason, last_word.saved) == ("time limit", 2)
 
@@ -380,7 +379,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
 
 def test_a_loop_that_cannot_save_its_end_says_so(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    with no_room(), pytest.raises(CheckpointError, match=r"the loop is done, but .*too large"):
+    with no_room(), pytest.raises(CheckpointError, match=r"the training is done, but .*too large"):
         training.run()
     training.loop.close()
 
@@ -499,9 +498,9 @@ def test_what_rank_0_refuses_keeps_its_code(
     loop.finish()
     loop.close()
     assert refused(other=nn.Linear(1, 1)) == (CheckpointError, "CD0703")
-    parsed = loop_module._parsed
-    of_two = lambda *read: {**parsed(*read), "world_size": 2}  # noqa: E731
-    monkeypatch.setattr(loop_module, "_parsed", of_two)
+    load = state.load
+    of_two = lambda *path, **how: {**load(*path, **how), "world_size": 2}  # noqa: E731
+    monkeypatch.setattr(state, "load", of_two)
     assert refused() == (CheckpointError, "CD0709")
     monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
     assert refused(folder=None) == (TrainingError, "CD0512")
@@ -566,7 +565,9 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
     log_every: int,
     printed: list[int],
 ) -> None:
-    clock = types.SimpleNamespace(monotonic=lambda: 1000.0, time=time.time)
+    clock = types.SimpleNamespace(
+        monotonic=lambda: 1000.0, time=time.time, perf_counter=time.perf_counter
+    )
     monkeypatch.setattr("clusterddp.loop.time", clock)
 
     def step_takes_4_s(step: int) -> None:
@@ -600,7 +601,7 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     training.loop.close()
     sign = training.loop.attempt.read_sign_of_life()
     assert sign == SignOfLife(step=5, saved=4, spent=sign.spent, planned=6)
-    assert sign.spent and sign.spent.first_step and sign.spent.waiting is None
+    assert sign.spent and sign.spent.first_step and sign.spent.waiting == 0
     Training(run.path, log_every=1).run()
     steps = [line["step"] for line in read_json_lines(run.metrics)]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -702,7 +703,7 @@ def test_a_signal_that_comes_too_late_is_warned_of(
     in_run_of(1, tmp_path / "run", monkeypatch)
     loop = Loop(model=nn.Linear(1, 1), save_every="1step")
     loop.step()
-    assert loop._saver and loop._saver.wait()
+    assert loop._core.saver and loop._core.saver.wait()
     loop.step()
     loop.close()
     assert any("Slurm's signal comes 5 s ahead" in line for line in logged)
@@ -779,7 +780,7 @@ def rank_trains(
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
     loop = Loop(folder=folder, model=model, optimizer=optimizer, save_every="3steps")
-    loop._poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
     code = None
     try:
         for epoch in loop.epochs(epochs):
@@ -831,7 +832,7 @@ def rank_trains_deep(
     model = DistributedDataParallel(module, bucket_cap_mb=0.01, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loop = Loop(folder=folder, model=model, optimizer=optimizer)
-    loop._poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
     code, batches = None, [torch.randn(8, 32, generator=_seeded(n, rank)) for n in range(8)]
     try:
         for _ in loop.epochs(1):
@@ -897,7 +898,7 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> 
     """On all ranks at the end of the loop; and in the last word of one that leaves."""
     said = run_ranks(2, rank_fails, tmp_path / "end", 0, "sharded._digests", True)
     assert said[0] == said[1]
-    assert re.search(r"the loop is done, but .*0012\.pt was not written: .*Stale", said[0][1])
+    assert re.search(r"the training is done, but .*0012\.pt was not written: .*Stale", said[0][1])
     assert not list((tmp_path / "end/checkpoints").iterdir())
     left = run_ranks(2, rank_fails, tmp_path / "left", 4, "sharded._digests", True)
     assert left == [(75, "")] * 2
@@ -906,14 +907,10 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> 
     assert "Stale file handle" in last_word.trouble
 
 
-@pytest.mark.parametrize(
-    "sharded",
-    [pytest.param(True, marks=trains_sharded), pytest.param(False, marks=pytest.mark.slow)],
-    ids=["fsdp2", "ddp"],
-)
-def test_what_one_rank_cannot_read_ends_all(tmp_path: Path, sharded: bool) -> None:
-    run_ranks(2, rank_trains, tmp_path, 4, sharded)
-    said = run_ranks(2, rank_fails, tmp_path, 0, "catalog.read", sharded)
+@trains_sharded
+def test_what_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    run_ranks(2, rank_trains, tmp_path, 4, True)
+    said = run_ranks(2, rank_fails, tmp_path, 0, "sharded.check", True)
     assert said[0] == said[1]
     assert re.search("^rank 1 on .*Stale file handle", said[0][1])
 
@@ -953,7 +950,7 @@ def rank_counts(rank: int, world_size: int, folder: Path) -> int:
         for _ in loop.batches(range(2 + rank)):
             loop.step()
             if loop.steps == 2:
-                saved = loop._saved_step
+                saved = loop._core.saved_step
                 break
     loop.close()
     return saved
@@ -1060,7 +1057,7 @@ def test_a_plain_process_saves_and_exits_with_75(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate("\n")
     assert (process.returncode, out) == (75, ""), err
-    assert "clusterddp: saved step 3 and leaving at step 3: SIGTERM\n" in err
+    assert "clusterddp: stopped at step 3 (SIGTERM); start the run again to resume" in err
     ends = [begin(tmp_path / name).communicate() for name in ("stopped", "undisturbed")]
     assert "resumes from step 3" in ends[0][1]
     assert ends[0][0] == ends[1][0] and ends[0][0], ends

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from clusterddp import files, log
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best
+from clusterddp.checkpoints.state import Content
 from clusterddp.data import mnist, shared_memory
 from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.synthetic import synthesise
@@ -154,7 +155,7 @@ def _choose_checkpoint(
         origin = _Origin((earlier.reference_world_size if earlier else 0) or world_size)
     else:
         content = state.load(source)
-        state.check_fits(source, content, config, data_sha256=data_sha256)
+        check_fits(source, content, config, data_sha256=data_sha256)
         before = content["config"]
         changed = changes(before, config)
         if changed and not config.allow_changed:
@@ -163,7 +164,7 @@ def _choose_checkpoint(
                 f"{'; '.join(changed)}. Give the options as they were, or add "
                 "--allow-changed. [CD0703]"
             )
-        batch_size, accumulate = before["batch_size"], before.get("accumulate", 1)
+        batch_size, accumulate = before["batch_size"], before["accumulate"]
         assert isinstance(batch_size, int) and isinstance(accumulate, int)
         origin = _Origin(
             config.reference_world_size(
@@ -172,11 +173,35 @@ def _choose_checkpoint(
             source,
             step=content["step"],
             best=Best(**content["best"]) if content["best"] else None,
-            precision=content.get("precision", "fp32") if config.precision == "auto" else "",
+            precision=content["precision"] if config.precision == "auto" else "",
         )
     if problem := config.uneven_batch(origin.reference_world_size, world_size):
         raise TrainingError(problem, code="CD0105")
     return origin
+
+
+def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256: str) -> None:
+    """Raise CheckpointError for the checkpoint of another model, dataset, optimizer or program.
+
+    data_sha256: fingerprint of this run's training set.
+    """
+    if "config" not in content:
+        raise CheckpointError(f"the checkpoint {path} was saved by another program. [CD0704]")
+    for name in ("model", "dataset", "optimizer"):
+        theirs, ours = content["config"].get(name), getattr(config, name)
+        if theirs != ours:
+            raise CheckpointError(
+                f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
+                f"{ours}. Use --{name} {theirs}, or start without --resume. [CD0703]"
+            )
+    theirs = content["data_sha256"]
+    if theirs != data_sha256:
+        raise CheckpointError(
+            f"the dataset has changed since the checkpoint {path}: it was trained on images with "
+            f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
+            "Name the folder with the former ones (--data-dir), or start a new run."
+            f"{mnist.rendered_by(config.dataset, config.data_dir)} [CD0608]"
+        )
 
 
 def _publish(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from clusterddp.data.synthetic import synthesise
-from clusterddp.launchers.local import job_environment
 from clusterddp.files import read_json
+from clusterddp.launchers.local import job_environment
 from clusterddp.run.run_dir import RunDir
 from tests.kept import requests
 from tests.kept.places import FOLDER, PYTHON, relocate

@@ -1,24 +1,148 @@
-"""Names ranks that are slower than the others while they train, and records them.
+"""Measures how fast each rank trains, and names those that are slower than the others.
 
-By the ranks' own speeds, which they exchange for each line of metrics anyway: in lock-step all take
-the same time over a step, and only what each computes by itself tells them apart.
+All ranks take a step together, so their pace is one; a straggler is the rank that never waits. A
+rank's own work on a step is done when its last gradient is there: from then until the backward
+pass returns it waits for the others and for the network. The ranks exchange what they have measured
+now and then.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from clusterddp import log
+from clusterddp.distributed import exchange
 from clusterddp.files import write_record
 from clusterddp.formatting import duration
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome
-from clusterddp.run.records import SLOW, SlowRank, SlowRanks
-from clusterddp.training.metrics import Paces
+from clusterddp.run.records import SLOW, RankReport, SlowRank, SlowRanks
+from clusterddp.training.device import peak_bytes
 
 _LEAST_STEPS = 50
 _SPANS = 6
 """Spans in a row that have to be slow: one that a hiccup has slowed down names nobody."""
+
+
+class Waiting:
+    """Sums up the time that one rank waits; without parameters to watch it counts nothing."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        knows: bool = True,
+        finds_end: bool = False,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """knows: True where ranks wait for each other in the exchange of gradients alone, and it
+        can be seen; not within a graph, nor where layers exchange something, too.
+
+        finds_end: call `done` at the end of each backward pass, which nobody else does.
+        ready: called when the last gradient of a pass is there.
+        """
+        self._knows, self._finds_end, self._tell_ready = knows, finds_end, ready
+        self._on_gpu = device.type == "cuda"
+        self._ready: float | torch.cuda.Event | None = None
+        self._seconds = 0.0
+        # On a GPU what happens when is asked later, so that it never stands still for it.
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def learn(self, model: nn.Module) -> Iterator[None]:
+        """Learn in a context around one backward pass which gradient comes last."""
+        came: list[Tensor] = []
+        watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        handles = [_hook(parameter, came.append) for parameter in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if came:
+            _hook(came[-1], self._note)
+
+    def done(self) -> None:
+        """Count the wait that ends as the backward pass returns."""
+        if self._ready is None:
+            return
+        if isinstance(self._ready, float):
+            self._seconds += time.perf_counter() - self._ready
+        else:
+            self._events.append((self._ready, _event()))
+        self._ready = None
+
+    def take(self) -> float:
+        """Return the seconds since the last call, NaN where they are not known."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000.0
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds if self._knows else math.nan
+
+    def _note(self, _: Tensor) -> None:
+        self._tell_ready()
+        self._ready = _event() if self._on_gpu else time.perf_counter()
+        if self._finds_end:
+            # DDP queues its wait for the exchange after this hook, and so ahead of the inner call.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self.done))
+
+
+def _hook(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `note` when the gradient is there; before DDP's own hook, which begins to exchange."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _event() -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Images that each rank has trained, and its seconds without the waiting for others."""
+
+    images: Sequence[float] = ()
+    seconds: Sequence[float] = ()
+
+    @property
+    def images_per_second(self) -> list[float]:
+        """Throughput of each rank by itself; empty where the time they wait is not known."""
+        if any(map(math.isnan, self.seconds)):
+            return []
+        both = zip(self.images, self.seconds, strict=True)
+        return [images / max(seconds, 1e-9) for images, seconds in both]
+
+    def __add__(self, more: "Paces") -> "Paces":
+        """Return these with those of a later span, of the same ranks."""
+        images = zip_longest(self.images, more.images, fillvalue=0.0)
+        seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
+        return Paces([*map(sum, images)], [*map(sum, seconds)])
+
+
+def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
+    """Return host, memory and throughput of each rank. Collective over the default group."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    everyone = exchange.gather((host, peak_bytes(device)))
+    known = [round(rate, 1) for rate in paces.images_per_second]
+    rates: Sequence[float | None] = known or [None] * len(everyone)
+    return [
+        RankReport(rank, rate, *each)
+        for rank, (rate, each) in enumerate(zip(rates, everyone, strict=True))
+    ]
 
 
 @dataclass
