@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -32,7 +33,9 @@ from clusterddp import files, log
 from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.state import Content, Position
 from clusterddp.checkpoints.tensors import why_unreadable
-from clusterddp.distributed import exchange
+from clusterddp.distributed import exchange, heartbeat
+from clusterddp.distributed.heartbeat import Phase, Progress
+from clusterddp.distributed.watchdog import Watchdog, noting, periods
 from clusterddp.errors import (
     EXIT_INTERRUPTED,
     EXIT_PAUSED,
@@ -42,6 +45,7 @@ from clusterddp.errors import (
     TrainingError,
     coded,
 )
+from clusterddp.ranks import dist_env
 from clusterddp.ranks.variables import host_name
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
 from clusterddp.run import attempt as attempts
@@ -66,6 +70,10 @@ _PRINT_SECONDS = 10.0
 """Between two lines of metrics that are printed among the script's own, unless it says how many."""
 _PATIENCE_SECONDS = 60.0
 _STRAGGLER_SECONDS = 60.0
+_WATCHDOG_SECONDS = 300.0
+"""Without progress between a batch and its step until the rank that hangs is named."""
+_GROUP_SECONDS = 600.0
+"""Time-out of NCCL's process groups, the shorter of torch's two; the verdict comes before it."""
 _END = object()
 """Stands for the end of an iterator."""
 _INTERVAL = re.compile(r"[1-9]\d{0,8}(step|epoch|minute)s?", re.ASCII)
@@ -142,8 +150,7 @@ class Loop:
             (dropout, shuffles, augmentation) is as without the interruption.
 
         Raises CheckpointError where it cannot resume: no valid checkpoint is left, or it is of
-        other states, or of another number of ranks and not sharded; TrainingError where it cannot
-        write, another attempt or loop is at work there, or the ranks have no process group.
+        other states; TrainingError where it cannot write, another attempt or loop is at work there, or the ranks have no process group.
         """
         self._check(states, save_every, folder)
         self._objects = {name: _bare(each) for name, each in states.items()}
@@ -160,6 +167,8 @@ class Loop:
         self._batches = -1
         """Batches that the epoch has; -1 where nobody knows."""
         self._resume_batch, self._in_epoch = 0, False
+        self._resumed_ranks = self.world_size
+        """Ranks of the checkpoint from which it began."""
         self._has_batches = False
         """True where this epoch's batches come from `batches`; else it is one step, or none."""
         self._random: tuple[Any, Any] | None = None
@@ -177,6 +186,7 @@ class Loop:
         self.is_resumed = source is not None
         """True where it began with a checkpoint."""
         self._presence: Presence | None = None
+        self._watchdog: Watchdog | None = None
         self._earlier_seconds = self._position.seconds
         self._core = self._begin_core(save_every)
         self._waiting, self._learning = self._watch_exchange()
@@ -225,12 +235,15 @@ class Loop:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader, after a resume those left of the epoch; collective.
 
+        After a resume at another number of ranks the loader needs torch's DistributedSampler, or a
+        sharded model; raises CheckpointError without.
+
         What lies before is skipped without being read where the loader is torch's without workers,
         and read again otherwise, so that random transforms draw what they would have drawn.
         """
         if not self._in_epoch:
             raise RuntimeError("loop.batches() belongs into the body of `for … in loop.epochs(…)`")
-        done, self._resume_batch, self._has_batches = self._resume_batch, 0, True
+        done, self._resume_batch, self._has_batches = self._done_of(loader), 0, True
         self._generators = replay.generators_of(loader)
         if done and self._random:
             replay.restore(self._random[1], self._generators)
@@ -250,11 +263,14 @@ class Loop:
         self._clock.restart()  # what has come before is the epoch's own code
         while True:
             self._clock.start()
+            self._mark(Phase.DATA)
             batch = next(iterator, _END)
             if batch is _END:
                 self._clock.stop()
+                self._mark(Phase.OWN)
                 return
             self._count(replay.count_samples(batch))
+            self._mark(Phase.FORWARD)
             yield cast(T, batch)
 
     def step(self, **metrics: Any) -> None:
@@ -277,6 +293,8 @@ class Loop:
                     "any iterable, such as range(100)"
                 )
             self._position.step_in_epoch = self._batches = 1
+        if self._has_batches:
+            self._mark(Phase.UPDATE)
         asks = self._core.poll.due(self.steps + 1)
         if asks and self._on_gpu:
             torch.cuda.synchronize()  # it is at work still on what it was given
@@ -295,6 +313,7 @@ class Loop:
             self._save_or_leave(reason, save)
         if not self._has_batches:
             self._clock.start()
+        self._mark(Phase.OWN)
 
     def test(self, **metrics: Any) -> None:
         """Log `accuracy` and `loss` on the test set, of rank 0; the reports know them."""
@@ -316,8 +335,10 @@ class Loop:
         for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
             if indices := replay.arrangement(self._wrappers[name]):
                 self._arranged[name] = indices
+        place = self._core.progress.place
         with self._clock.halted():
             self._core.save()
+        self._core.progress.mark(place.step, place.phase)
 
     def leave(self, reason: str) -> NoReturn:
         """Save and raise SystemExit, as `step` does when it is asked to stop; collective."""
@@ -343,6 +364,7 @@ class Loop:
         self.save()
         self._core.finish()
         self._stop_listening()
+        self._stop_watching()
         if not self._in_run:  # a run is done when its command is
             with suppress(OSError):
                 self._core.note_end("")
@@ -356,11 +378,18 @@ class Loop:
             if self._core.saver:
                 self._core.saver.wait()
         self._stop_listening()
+        self._stop_watching()
         Loop._folders.discard(self.attempt.run.path)
         if self._presence:
             self._presence.__exit__()
             self._presence = None
             self.attempt.end_life()
+
+    def _stop_watching(self) -> None:
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog:
+            self._core.progress.mark(self.steps, Phase.OWN)
+            watchdog.__exit__()
 
     def _planned(self) -> int | None:
         """Return the step at which the loop will be done, where each batch is one step."""
@@ -402,7 +431,8 @@ class Loop:
         """Settle on rank 0 where to write and where to resume, and restore that on all ranks."""
         own = attempt_here(os.environ) if folder is None else None
         self._in_run = own is not None
-        hosts = list(dict.fromkeys(exchange.gather(host_name(os.environ))))
+        self._hosts = exchange.gather(host_name(os.environ))
+        hosts = list(dict.fromkeys(self._hosts))
         settled: tuple[str, str, type[ClusterDDPError] | None] = ("", "", None)
         if self.rank == 0:
             try:
@@ -511,8 +541,37 @@ class Loop:
             self._presence.sign = core.sign_of_life
             self._presence.__enter__()
             poll_time_limit(deadline, os.environ)
-            atexit.register(self.close)
+        core.progress.mark(self.steps, Phase.OWN)
+        self._watchdog = self._watch(core.progress)
+        atexit.register(self.close)
         return core
+
+    def _watch(self, progress: Progress) -> Watchdog | None:
+        """Begin to watch for a rank that hangs between a batch and its step."""
+        where: tuple[str, int] | None = ("127.0.0.1", 0)
+        if self.world_size > 1:
+            where = heartbeat.address_of_group()
+        if where is None:  # nobody could tell which rank the others wait for
+            return None
+        env = dist_env.of_hosts(self.rank, self._hosts, *where)
+        silent, beat = periods(_WATCHDOG_SECONDS, _GROUP_SECONDS, self.world_size)
+        connect = partial(heartbeat.connect, env, os.environ, 10.0)
+        watchdog = Watchdog(
+            connect if self.world_size > 1 else None,
+            env,
+            progress,
+            silent_seconds=silent,
+            beat_seconds=beat,
+            host=self._hosts[self.rank],
+            note=noting(self.attempt.outcomes) if self._in_run else lambda _: None,
+            has_own_code=True,
+        )
+        return watchdog.__enter__()
+
+    def _mark(self, phase: Phase) -> None:
+        """Tell the watchdog where this rank is; what comes before a step has its number."""
+        done = self.steps if phase >= Phase.LOG else self.steps + 1
+        self._core.progress.mark(done, phase)
 
     def _watch_exchange(self) -> tuple[Waiting, ExitStack]:
         """Begin to measure how long this rank waits for others, where DDP's exchange shows it.
@@ -524,7 +583,12 @@ class Loop:
         is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
         device = next(modules[0].parameters()).device if is_seen else exchange.device()
         self._on_gpu = device.type == "cuda"
-        waiting = Waiting(device, knows=self.world_size == 1 or is_seen, finds_end=True)
+        waiting = Waiting(
+            device,
+            knows=self.world_size == 1 or is_seen,
+            finds_end=True,
+            ready=lambda: self._mark(Phase.BACKWARD),
+        )
         learning = ExitStack()
         if is_seen:
             learning.enter_context(waiting.learn(modules[0]))
@@ -569,19 +633,11 @@ class Loop:
                 f"the checkpoint {path} holds {', '.join(before)}, and this loop was given "
                 f"{', '.join(now)}. Give it the same, or begin anew in another folder. [CD0703]"
             )
-        ranks = content["world_size"]
         if bool(loop["sharded"]) != bool(self._sharded):
             is_now = "is" if self._sharded else "is not"
             raise CheckpointError(
                 f"the checkpoint {path} {'is' if loop['sharded'] else 'is not'} sharded, and this "
                 f"model {is_now}: wrap it before Loop() as it was. [CD0709]"
-            )
-        if ranks != self.world_size and not self._sharded:
-            raise CheckpointError(
-                f"the checkpoint {path} is of {ranks} ranks, and this world has "
-                f"{self.world_size}: each would continue at another place in the data, and with "
-                f"another batch over all ranks. Start {ranks} ranks again; only a sharded model "
-                "(FSDP) resumes at another number. [CD0709]"
             )
 
     def _restore(self, source: Path, content: Content) -> None:
@@ -592,14 +648,37 @@ class Loop:
         self._position = Position.of(content)
         if loop["is_whole"]:
             self._position.next_epoch()
-        self._resume_batch = self._position.step_in_epoch * ranks // self.world_size
+        self._resume_batch, self._resumed_ranks = self._position.step_in_epoch, ranks
         if ranks == self.world_size:
             self._random = content["random_states"][self.rank] if self._keeps_random else None
-        elif self.rank == 0:
+
+    def _done_of(self, loader: object) -> int:
+        """Return how many of the epoch's batches are trained, counted as this world deals them.
+
+        At another number of ranks rounded down: some samples are trained twice, and none left out.
+        """
+        batches, ranks = self._resume_batch, self._resumed_ranks
+        if not batches or ranks == self.world_size:
+            return batches
+        if not (self._sharded or replay.is_dealt_out(loader, self.world_size)):
+            raise CheckpointError(
+                f"the checkpoint of step {self.steps} is of {ranks} ranks, and this world has "
+                f"{self.world_size}: within an epoch a loader goes on at another number of ranks "
+                "where torch's DistributedSampler deals its samples out. Give it one, or start "
+                f"{ranks} ranks again. [CD0709]"
+            )
+        seen, size = self._position.samples, getattr(loader, "batch_size", None)
+        if seen and size:
+            done: int = seen // (size * self.world_size)
+            self._position.samples = done * size * self.world_size
+        else:
+            done = batches * ranks // self.world_size
+        if self.rank == 0:
             log.info(
                 f"the checkpoint is of {ranks} ranks: what is drawn at random will be another, and "
-                f"the epoch continues after {self._resume_batch} of this world's batches"
+                f"the epoch continues after {done} of this world's batches"
             )
+        return done
 
     def _restore_random(self, index: int) -> None:
         if self._random and self._random[index]:

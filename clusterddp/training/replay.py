@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from clusterddp.errors import CheckpointError
 from clusterddp.processes.signals import ignore_requests
@@ -99,6 +99,20 @@ def generators_of(loader: object) -> list[torch.Generator]:
         getattr(owner, "generator", None) for owner in (loader, getattr(loader, "sampler", None))
     ]
     return [each for each in found if isinstance(each, torch.Generator)]
+
+
+def is_dealt_out(loader: object, world_size: int) -> bool:
+    """Return whether torch's DistributedSampler deals a loader's samples out to so many ranks.
+
+    After k batches of b samples on each of n ranks these have seen the first k * b * n of its
+    order, which is the same for any number of ranks.
+    """
+    owners = loader, getattr(loader, "batch_sampler", None)
+    samplers = [getattr(owner, "sampler", None) for owner in owners]
+    return any(
+        isinstance(each, DistributedSampler) and each.num_replicas == world_size
+        for each in samplers
+    )
 
 
 class _Indices:

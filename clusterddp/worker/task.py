@@ -34,7 +34,7 @@ from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import is_peer_loss, note_hung
+from clusterddp.run.outcome import is_peer_loss
 from clusterddp.training import stop
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.stop import Deadline
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from clusterddp.data.user_dataset import OwnSets
     from clusterddp.distributed.heartbeat import Progress
     from clusterddp.distributed.rendezvous import RunStore
-    from clusterddp.distributed.watchdog import Verdict, Watchdog
+    from clusterddp.distributed.watchdog import Watchdog
     from clusterddp.training.loop import Training
     from clusterddp.worker.join import Joined
     from clusterddp.worker.start import Sets
@@ -281,7 +281,7 @@ def _watchdog(
     config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress", ending: _Ending
 ) -> "Watchdog":
     from clusterddp.distributed import heartbeat
-    from clusterddp.distributed.watchdog import Watchdog, periods
+    from clusterddp.distributed.watchdog import Watchdog, noting, periods
 
     silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
     return Watchdog(
@@ -291,7 +291,7 @@ def _watchdog(
         silent_seconds=silent,
         beat_seconds=beat,
         host=joined.hello.host,
-        note=partial(_note_hung, joined.attempt),
+        note=noting(joined.attempt.outcomes),
         beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
         leave=partial(ending.leave, joined.attempt) if joined.agreed.backend == "nccl" else None,
         leave_seconds=config.process_group_timeout,
@@ -405,12 +405,3 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
             write_record(run.batch_sizes, rows, indent=2)
             note_end(joined.attempt, reason, 0)
     return reason
-
-
-def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
-    """Record which rank hangs: the verdict then names it before those that gave up waiting."""
-    if verdict and verdict.kind == "alone":
-        return  # a rank that sees no other
-    hang = verdict if verdict and verdict.reason else None
-    with suppress(OSError):
-        note_hung(attempt.outcomes, hang.ranks if hang else (), hang.reason if hang else "")

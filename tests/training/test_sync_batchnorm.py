@@ -11,8 +11,8 @@ from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
-from clusterddp.training.step import SyncBatchNorm, synchronise
 from clusterddp.training.learner import poor_statistics
+from clusterddp.training.step import SyncBatchNorm, synchronise
 from tests.training.ranks import run_ranks
 
 STEPS = 3
