@@ -150,7 +150,8 @@ class Loop:
             (dropout, shuffles, augmentation) is as without the interruption.
 
         Raises CheckpointError where it cannot resume: no valid checkpoint is left, or it is of
-        other states; TrainingError where it cannot write, another attempt or loop is at work there, or the ranks have no process group.
+        other states; TrainingError where it cannot write, another attempt or loop is at work there,
+        or the ranks have no process group.
         """
         self._check(states, save_every, folder)
         self._objects = {name: _bare(each) for name, each in states.items()}

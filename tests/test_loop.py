@@ -1,5 +1,6 @@
 """A loop of one's own: stopped anywhere it ends in the weights of one that was not."""
 
+import os
 import random
 import re
 import resource
@@ -16,21 +17,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from clusterddp import checkpoints
+from clusterddp import loop as loop_module
 from clusterddp.checkpoints import catalog, state
 from clusterddp.distributed.agreement import Poll
+from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import CheckpointError, RequestError, TrainingError
-from clusterddp.files import read_json_lines
+from clusterddp.files import read, read_json_lines
 from clusterddp.loop import Loop
 from clusterddp.reporting.gather import gather
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
 from clusterddp.run import loop_variables
 from clusterddp.run.attempt import Attempt, attempts, begin
-from clusterddp.run.records import SignOfLife
+from clusterddp.run.outcome import HUNG
+from clusterddp.run.records import HungRanks, SignOfLife
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.forms import LOOP_VARIABLE
 from clusterddp.status import stacks
@@ -38,7 +43,7 @@ from clusterddp.status.status import run_status
 from clusterddp.training import stop
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.training.ranks import run_ranks
-from tests.waiting import dying_with_us
+from tests.waiting import dying_with_us, wait_for
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -499,8 +504,10 @@ def test_what_rank_0_refuses_keeps_its_code(
     loop.close()
     assert refused(other=nn.Linear(1, 1)) == (CheckpointError, "CD0703")
     load = state.load
-    of_two = lambda *path, **how: {**load(*path, **how), "world_size": 2}  # noqa: E731
-    monkeypatch.setattr(state, "load", of_two)
+    of_shards = lambda *path, **how: {  # noqa: E731
+        **load(*path, **how), "loop": {**load(*path)["loop"], "sharded": ["model"]},
+    }  # fmt: skip
+    monkeypatch.setattr(state, "load", of_shards)
     assert refused() == (CheckpointError, "CD0709")
     monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
     assert refused(folder=None) == (TrainingError, "CD0512")
@@ -960,23 +967,131 @@ def test_loaders_of_different_lengths_save_at_one_step(tmp_path: Path) -> None:
     assert run_ranks(2, rank_counts, tmp_path) == [2, 2]
 
 
-def rank_begins(rank: int, world_size: int, folder: Path) -> str:
+def rank_sees(rank: int, world_size: int, folder: Path, stop_at: int) -> tuple[Any, list[int]]:
+    """Exit code, and the samples of this rank in an epoch that each rank's share is dealt out."""
+    data = torch.utils.data.TensorDataset(torch.arange(60.0))
+    sampler = DistributedSampler(data, seed=3)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    loop = Loop(folder=folder, model=nn.Linear(1, 1))
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    seen, code = [], None
     try:
-        rank_trains(rank, world_size, folder, 0, sharded=False)
-    except CheckpointError as error:
+        for _ in loop.epochs(1):
+            for [samples] in loop.batches(loader):
+                seen += [int(sample) for sample in samples]
+                if loop.steps + 1 == stop_at:
+                    stop.requested.note("signal")
+                loop.step()
+    except SystemExit as leaving:
+        code = leaving.code
+    loop.close()
+    return code, seen
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_at_another_number_of_ranks_no_sample_of_the_epoch_is_left_out(
+    tmp_path: Path, ranks: int
+) -> None:
+    """Those of less than one batch of all ranks are trained twice, as the page says."""
+    order = list(DistributedSampler(range(60), 1, 0, seed=3))  # type: ignore[arg-type]
+    before = run_ranks(2, rank_sees, tmp_path, 4)
+    first = [sample for _, seen in before for sample in seen]
+    assert [code for code, _ in before] == [75, 75]
+    assert sorted(first) == sorted(order[:32])
+    after = run_ranks(ranks, rank_sees, tmp_path, 0)
+    second = {sample for _, seen in after for sample in seen}
+    assert {*first, *second} == set(order)
+    assert second & set(first) == set(order[24:32] if ranks == 3 else [])
+
+
+def rank_reads(rank: int, world_size: int, folder: Path, stop_at: int) -> str:
+    """What is said to batches that nobody deals out."""
+    loop = Loop(folder=folder, model=nn.Linear(1, 1))
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    try:
+        for _ in loop.epochs(1):
+            for _ in loop.batches(range(9)):
+                if loop.steps + 1 == stop_at:
+                    stop.requested.note("signal")
+                loop.step()
+    except (SystemExit, CheckpointError) as error:
         return str(error)
+    finally:
+        loop.close()
     return ""
 
 
-@pytest.mark.slow
-def test_a_plain_checkpoint_of_another_number_of_ranks_is_refused_on_every_rank(
+def test_in_an_epoch_that_nobody_deals_out_another_number_of_ranks_is_refused(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, rank_trains, tmp_path, 4, False)
-    said = run_ranks(3, rank_begins, tmp_path)
-    assert len(set(said)) == 1
-    assert "step-00000004.pt is of 2 ranks, and this world has 3" in said[0]
-    assert "Start 2 ranks again" in said[0]
+    run_ranks(2, rank_reads, tmp_path, 4)
+    [said] = run_ranks(1, rank_reads, tmp_path, 0)
+    assert "is of 2 ranks, and this world has 1" in said and "start 2 ranks again" in said
+
+
+def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str], Any, bool]:
+    """The phases in which its own code finds this rank, what it has waited, and its paces."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    loop = Loop(folder=folder, model=model)
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    phases = []
+
+    def note() -> None:
+        phases.append(Phase(loop._core.progress.place.phase).name)
+
+    for _ in loop.epochs(1):
+        note()
+        for inputs in loop.batches([torch.ones(2, 4)] * 3):
+            note()
+            model(inputs).sum().backward()
+            note()
+            loop.step()
+            note()
+    waiting, rates = loop._core.spent().waiting, loop._rates
+    loop.close()
+    return phases, waiting, len(rates) == world_size and all(rate > 0 for rate in rates)
+
+
+def test_the_watchdog_counts_between_a_batch_and_its_step_alone(tmp_path: Path) -> None:
+    """And what each rank waits for others is known, of which its pace follows."""
+    for phases, waiting, has_rates in run_ranks(2, rank_is_watched, tmp_path):
+        assert phases == ["OWN", *["FORWARD", "BACKWARD", "OWN"] * 3]
+        assert waiting is not None and has_rates
+
+
+def rank_hangs(rank: int, world_size: int, path: Path) -> HungRanks | None:
+    """What the run's record says, which rank 1 waits for in its forward pass."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if rank == 0:
+        (path / "port").write_text(str(store.port))
+    else:
+        wait_for((path / "port").exists, "rank 0's store")
+        store = dist.TCPStore("127.0.0.1", int((path / "port").read_text()))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    loop_module._WATCHDOG_SECONDS = 1.0
+    os.environ[LOOP_VARIABLE] = f":{path}"
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    loop, said = Loop(model=model), None
+    for _ in loop.epochs(1):
+        for inputs in loop.batches([torch.ones(2, 4)] * 2):
+            if rank == 1 and loop.steps == 1:
+                hung = loop.attempt.outcomes / HUNG
+                wait_for(hung.exists, "the record of the rank that hangs")
+                said = read(HungRanks, hung)
+            model(inputs).sum().backward()
+            loop.step()
+    loop.close()
+    return said
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_in_the_runs_record_until_it_goes_on(tmp_path: Path) -> None:
+    attempt = begin(RunDir(tmp_path / "run"))
+    _, said = run_ranks(2, rank_hangs, attempt.path)
+    assert said == HungRanks((1,), "in the forward pass of step 2, while others are exchanging "
+                             "the gradients of step 2")  # fmt: skip
+    assert read(HungRanks, attempt.outcomes / HUNG) == HungRanks()
 
 
 def rank_loads(rank: int, world_size: int, folder: Path) -> tuple[int, int, list[list[float]]]:

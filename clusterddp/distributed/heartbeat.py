@@ -171,12 +171,12 @@ class Signs:
 
 def address_of_group() -> tuple[str, int] | None:
     """Return where the default process group's store listens; None where it is of another kind."""
-    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.distributed_c10d import TCPStore, _get_default_store
 
     store = _get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store:
