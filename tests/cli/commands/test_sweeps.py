@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.cli.commands import jobs
+from clusterddp import patience
 from clusterddp.files import read_json_lines
 from clusterddp.request.sweep import Sweep, parse
 from clusterddp.request.train_config import TrainConfig
@@ -157,7 +159,7 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
         finish(sweep, len(looks), code=0, job_id=str(10 + len(looks)))
 
     workplace.command("squeue", f"{PENDING.replace('$N', '7')}; echo '3 3|RUNNING|None'")
-    monkeypatch.setattr(jobs, "_sleep", pass_by)
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_by))
     got = workplace.invoke("jobs", "--watch")
     assert got.code == 130
     rows = [line for line in got.out.splitlines() if line.startswith("s ")]
@@ -349,7 +351,7 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
 def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notify, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "NOTICE_PAUSE", 0.01)
     tell = workplace.folder / "tell.py"
     tell.write_text("import sys; open('told', 'a').write(sys.stdin.read())")
     workplace.command("sbatch", "cat >/dev/null; echo 7")
@@ -556,6 +558,21 @@ def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace)
     told = json.loads(workplace.invoke("status", "--json", "s-0").out)
     assert told["state"] == "created"
     assert told["detail"].startswith("its turn in the rehearsal")
+
+
+def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    run = sweep.element(0)
+    run.events.unlink()
+    run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
+    local = {"launcher": "local", "job_id": "1", "pid": os.getpid(), "host": os.uname().nodename}
+    line = {**submitted("1"), **local, "indices": [0], "time": time.time()}
+    sweep.events.write_text(f"{json.dumps(line)}\n")
+    done = workplace.invoke("rm", "--yes", "s-0")
+    assert done.code == 2
+    assert "s-0 is created, and is not removed. End it first: clusterddp cancel s-0" in done.err
+    assert workplace.invoke("cancel", "s-0").code == 0
+    assert workplace.invoke("rm", "--yes", "s-0").code == 0
 
 
 def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
