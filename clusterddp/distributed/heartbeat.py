@@ -171,7 +171,8 @@ class Signs:
 
 def address_of_group() -> tuple[str, int] | None:
     """Return where the default process group's store listens; None where it is of another kind."""
-    from torch.distributed.distributed_c10d import TCPStore, _get_default_store
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+    from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
     while isinstance(store, PrefixStore):
