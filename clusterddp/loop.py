@@ -343,9 +343,10 @@ class Loop:
 
     def leave(self, reason: str) -> NoReturn:
         """Save and raise SystemExit, as `step` does when it is asked to stop; collective."""
-        self._flush_metrics()
+        self.save()
         self._core.stop()
         self._core.note_end(reason)
+        self._stop_watching(is_over=True)
         if self.world_size > 1:
             dist.barrier()
         code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
@@ -365,7 +366,7 @@ class Loop:
         self.save()
         self._core.finish()
         self._stop_listening()
-        self._stop_watching()
+        self._stop_watching(is_over=True)
         if not self._in_run:  # a run is done when its command is
             with suppress(OSError):
                 self._core.note_end("")
@@ -386,11 +387,13 @@ class Loop:
             self._presence = None
             self.attempt.end_life()
 
-    def _stop_watching(self) -> None:
-        watchdog, self._watchdog = self._watchdog, None
-        if watchdog:
-            self._core.progress.mark(self.steps, Phase.OWN)
-            watchdog.__exit__()
+    def _stop_watching(self, *, is_over: bool = False) -> None:
+        """Leave the others' watchdogs: as a rank that is done, or as one that they may miss."""
+        if self._watchdog:
+            if is_over:
+                self._mark(Phase.DONE)
+            self._watchdog.__exit__()
+            self._watchdog = None
 
     def _planned(self) -> int | None:
         """Return the step at which the loop will be done, where each batch is one step."""
@@ -447,9 +450,7 @@ class Loop:
             except ClusterDDPError as error:
                 settled = coded(error), "", TrainingError
             except OSError as error:
-                cause = (
-                    f"rank 0 on {host_name(os.environ)} cannot begin an attempt: {error} [CD0504]"
-                )
+                cause = f"rank 0 on {hosts[0]} cannot begin an attempt: {error} [CD0504]"
                 settled = cause, "", TrainingError
         path, source_path, failure = exchange.gather(settled)[0]
         if failure:
@@ -764,10 +765,8 @@ class Loop:
         if self.rank or not self._metrics or self._logged_step == self.steps:
             return
         since, self._line_from = self._line_from, copy.copy(self._position)
-        seconds, images = (
-            self._position.seconds - since.seconds,
-            self._position.images - since.images,
-        )
+        seconds = self._position.seconds - since.seconds
+        images = self._position.images - since.images
         self._logged_step, self._line_at = self.steps, time.monotonic()
         values = dict(self._metrics)
         if images and seconds:

@@ -318,7 +318,7 @@ def judge(
         # Before those that left: they may have done so for the want of this one.
         return _silence(postings, silent)
     gone = [rank for rank, posting in postings.items() if posting.left]
-    if left := [rank for rank in gone if postings[rank].place.phase < Phase.DONE]:
+    if left := [rank for rank in gone if postings[rank].place.phase != Phase.DONE]:
         place = postings[min(left)].place
         return Verdict(
             "left",
