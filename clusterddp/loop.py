@@ -11,16 +11,13 @@ attempt, so that every command knows its steps, metrics and checkpoints; elsewhe
 """
 
 import atexit
-import copy
-import dataclasses
-import math
 import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
@@ -29,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterddp import files, log
-from clusterddp.checkpoints import catalog, sharded, state
+from clusterddp import log
+from clusterddp.checkpoints import sharded, state
 from clusterddp.checkpoints.state import Content, Position
 from clusterddp.checkpoints.tensors import why_unreadable
 from clusterddp.distributed import exchange, heartbeat
@@ -47,16 +44,14 @@ from clusterddp.errors import (
 )
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.variables import host_name
-from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
-from clusterddp.run import attempt as attempts
+from clusterddp.request.spec import DEFAULT_TEMPLATE
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.loop_variables import attempt_at, attempt_here
-from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
-from clusterddp.training import replay, stop
-from clusterddp.training.metrics import MetricsFile
-from clusterddp.training.paces import Paces, Waiting
+from clusterddp.training import replay, resumable, stop
+from clusterddp.training.metrics import Lines
+from clusterddp.training.paces import Pace
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.resumable import Resumable
 from clusterddp.training.stop import Deadline
@@ -65,9 +60,6 @@ T = TypeVar("T")
 
 DEFAULT_FOLDER = "jobs"
 """Folder of the runs that nobody submitted, as of those that were."""
-_LINE_SECONDS = 1.0
-_PRINT_SECONDS = 10.0
-"""Between two lines of metrics that are printed among the script's own, unless it says how many."""
 _PATIENCE_SECONDS = 60.0
 _STRAGGLER_SECONDS = 60.0
 _WATCHDOG_SECONDS = 300.0
@@ -77,42 +69,6 @@ _GROUP_SECONDS = 600.0
 _END = object()
 """Stands for the end of an iterator."""
 _INTERVAL = re.compile(r"[1-9]\d{0,8}(step|epoch|minute)s?", re.ASCII)
-
-
-class Stopwatch:
-    """Seconds that go into steps, without what lies between them."""
-
-    def __init__(self) -> None:
-        self._total, self._since = 0.0, math.nan
-
-    @property
-    def elapsed(self) -> float:
-        """All seconds so far, from any thread."""
-        since = self._since
-        return self._total if math.isnan(since) else self._total + time.perf_counter() - since
-
-    def start(self) -> None:
-        """Begin to count, unless it does."""
-        if math.isnan(self._since):
-            self._since = time.perf_counter()
-
-    def restart(self) -> None:
-        """Begin to count; what it has counted since it was last started is left out."""
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        """Count no more."""
-        seconds = 0.0 if math.isnan(self._since) else time.perf_counter() - self._since
-        self._total, self._since = self._total + seconds, math.nan
-
-    @contextmanager
-    def halted(self) -> Iterator[None]:
-        """Do not count what is done in the context."""
-        is_counting = not math.isnan(self._since)
-        self.stop()
-        yield
-        if is_counting:
-            self.start()
 
 
 class Loop:
@@ -158,11 +114,11 @@ class Loop:
         self._wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
         self._arranged: dict[str, list[int]] = {}
         """Arrangement of the buckets of each of DDP's wrappers, once it is known."""
-        self._log_every, self._keep_last, self._keeps_random = log_every, keep_last, random_states
+        self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.part(self._objects)
         self._check_readable()
         self.rank, self.world_size = exchange.world()
-        self._position, self._clock = Position(), Stopwatch()
+        self._position = Position()
         self._epochs = 0
         """Epochs of all; 0 where nobody has said."""
         self._batches = -1
@@ -189,17 +145,14 @@ class Loop:
         self._presence: Presence | None = None
         self._watchdog: Watchdog | None = None
         self._earlier_seconds = self._position.seconds
+        modules, ready = [*self._wrappers.values()], partial(self._mark, Phase.BACKWARD)
+        self._pace = Pace.of(modules, self.world_size, self.steps, ready)
         self._core = self._begin_core(save_every)
-        self._waiting, self._learning = self._watch_exchange()
-        self._metrics: Mapping[str, Any] = {}
-        self._file = MetricsFile(self.attempt.metrics)
-        self._logged_step, self._printed = -1, -math.inf
-        self._line_at, self._line_from = time.monotonic(), copy.copy(self._position)
-        self._images = self._accounted_images = 0
-        self._accounted_steps, self._accounted_seconds = self.steps, 0.0
-        self._rates: list[float] = []
-        """Throughput of each rank of late; empty where it is not known."""
-        self._clock.restart()
+        self._lines: Lines | None = None
+        if self.rank == 0:
+            path = self.attempt.metrics
+            self._lines = Lines(path, log_every, self._position, self._shown_epoch, self._pace)
+        self._pace.clock.restart()
 
     @property
     def steps(self) -> int:
@@ -261,13 +214,13 @@ class Loop:
         lengths = set(exchange.gather(_length(loader)))  # the last batch is that of all ranks
         self._batches = lengths.pop() if len(lengths) == 1 else -1
         self._position.step_in_epoch = done
-        self._clock.restart()  # what has come before is the epoch's own code
+        self._pace.clock.restart()  # what has come before is the epoch's own code
         while True:
-            self._clock.start()
+            self._pace.clock.start()
             self._mark(Phase.DATA)
             batch = next(iterator, _END)
             if batch is _END:
-                self._clock.stop()
+                self._pace.clock.stop()
                 self._mark(Phase.OWN)
                 return
             self._count(replay.count_samples(batch))
@@ -297,14 +250,12 @@ class Loop:
         if self._has_batches:
             self._mark(Phase.UPDATE)
         asks = self._core.poll.due(self.steps + 1)
-        if asks and self._on_gpu:
-            torch.cuda.synchronize()  # it is at work still on what it was given
-        self._clock.stop()
+        self._pace.stop(exact=asks)
         self._position.step += 1
-        self._position.seconds = self._earlier_seconds + self._clock.elapsed
-        self._learning.close()  # the first backward pass is over
+        self._position.seconds = self._earlier_seconds + self._pace.clock.elapsed
         self._random = None  # it is on its way
-        self._log(metrics)
+        if self._lines:
+            self._lines.step(metrics)
         reason, save = self._agree() if asks else ("", False)
         save = save or self._core.is_due_at("step", self.steps)
         if self._position.step_in_epoch == self._batches:
@@ -313,13 +264,13 @@ class Loop:
         else:
             self._save_or_leave(reason, save)
         if not self._has_batches:
-            self._clock.start()
+            self._pace.clock.start()
         self._mark(Phase.OWN)
 
     def test(self, **metrics: Any) -> None:
         """Log `accuracy` and `loss` on the test set, of rank 0; the reports know them."""
-        if self.rank == 0:
-            self._write("eval", metrics)
+        if self._lines:
+            self._lines.write("eval", metrics)
 
     def stop_asked(self) -> str:
         """Return why all ranks are to stop, empty where they are not; collective.
@@ -332,12 +283,13 @@ class Loop:
         """Save, once a step at most; collective. A full disk is logged, and the next save tries."""
         if self._core.saved_step == self.steps:
             return
-        self._flush_metrics()
+        if self._lines:
+            self._lines.flush()
         for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
             if indices := replay.arrangement(self._wrappers[name]):
                 self._arranged[name] = indices
         place = self._core.progress.place
-        with self._clock.halted():
+        with self._pace.clock.halted():
             self._core.save()
         self._core.progress.mark(place.step, place.phase)
 
@@ -442,7 +394,14 @@ class Loop:
             try:
                 run = own.run if own else _run_of(folder)
                 self._check_alone(run, own)
-                attempt = own or _new_attempt(run, self.world_size, hosts)
+                if not own:
+                    run.make(run.attempts)
+                    with suppress(RequestError):  # a path or argument that no script could carry
+                        command = (sys.executable, *sys.argv)
+                        resumable.record_request(run, self.world_size, hosts, command=command)
+                job_id = os.environ.get("SLURM_JOB_ID", "")
+                number = own.number if own else None
+                attempt = resumable.take_attempt(run, number, job_id, _PATIENCE_SECONDS)
                 source = self._settle(attempt, hosts)
                 settled = str(attempt.path), str(source or ""), None
             except CheckpointError as error:
@@ -533,7 +492,7 @@ class Loop:
             straggler_seconds=_STRAGGLER_SECONDS,
             random_state=self._random_state,
             more=self._kept,
-            trained=lambda: self._clock.elapsed,
+            trained=lambda: self._pace.clock.elapsed,
             planned=self._planned,
         )
         core.first_step = time.time()
@@ -575,54 +534,28 @@ class Loop:
         done = self.steps if phase >= Phase.LOG else self.steps + 1
         self._core.progress.mark(done, phase)
 
-    def _watch_exchange(self) -> tuple[Waiting, ExitStack]:
-        """Begin to measure how long this rank waits for others, where DDP's exchange shows it.
-
-        Returns what is open until the first backward pass is over.
-        """
-        modules = [*self._wrappers.values()]
-        layers = [layer for module in modules for layer in module.modules()]
-        is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
-        device = next(modules[0].parameters()).device if is_seen else exchange.device()
-        self._on_gpu = device.type == "cuda"
-        waiting = Waiting(
-            device,
-            knows=self.world_size == 1 or is_seen,
-            finds_end=True,
-            ready=lambda: self._mark(Phase.BACKWARD),
-        )
-        learning = ExitStack()
-        if is_seen:
-            learning.enter_context(waiting.learn(modules[0]))
-        return waiting, learning
-
     def _settle(self, attempt: Attempt, hosts: list[str]) -> Path | None:
         """Choose on rank 0 the checkpoint to resume from, and publish the attempt."""
-        if not attempt.path.is_dir():
-            raise TrainingError(
-                f"{attempt.path} is gone: the run directory was removed or replaced while the job "
-                "was starting. Submit the run again. [CD0512]"
-            )
-        has_begun = attempt.checkpoints.is_dir()  # an agent starts the ranks of an attempt again
-        of_attempt = catalog.newest_in(attempt.checkpoints) if has_begun else None
-        source = of_attempt or catalog.source(attempt.run)
+        source, is_own = resumable.source_of(attempt)
         step = 0
         if source:
             content = state.load(source, shards=False)
             self._check_fits(source, content)
             step, script = content["step"], content["loop"]["script"]
-            if of_attempt and script != _script():
+            if is_own and script != _script():
                 raise CheckpointError(
                     f"the checkpoint {source} was saved by {script}, and this is {_script()}: give "
                     "each a folder of its own, Loop(folder=…). [CD0703]"
                 )
-        taken = source
-        if not has_begun:
-            taken = catalog.adopt(attempt, source, self._keep_last)
-        attempts.take_up(
-            attempt, source, step, world_size=self.world_size, hosts=hosts, environ=os.environ
+        return resumable.publish(
+            attempt,
+            source,
+            step,
+            keep_last=self._keep_last,
+            world_size=self.world_size,
+            hosts=hosts,
+            environ=os.environ,
         )
-        return taken
 
     def _check_fits(self, path: Path, content: Mapping[str, Any]) -> None:
         """Raise CheckpointError for a checkpoint of another loop, or of a world that cannot be."""
@@ -691,23 +624,18 @@ class Loop:
     def _agree(self) -> tuple[str, bool]:
         """Agree with all ranks whether to stop, and why, and to save; exchange their paces."""
         answer = self._core.agree()
-        steps = self.steps - self._accounted_steps
-        if steps:
-            elapsed = self._clock.elapsed
-            images = self._images - self._accounted_images
-            seconds = elapsed - self._accounted_seconds
-            rows = exchange.rows([images, seconds - self._waiting.take()])
-            counts, busy = zip(*rows, strict=True)
-            paces = Paces(counts if all(counts) else [steps] * self.world_size, busy)
+        if exchanged := self._pace.exchange(self.steps):
+            paces, steps, seconds = exchanged
             self._core.account(paces, steps=steps, seconds=seconds)
-            self._rates = paces.images_per_second if all(counts) else []
-            self._accounted_steps, self._accounted_seconds = self.steps, elapsed
-            self._accounted_images = self._images
         return answer
+
+    def _shown_epoch(self) -> int:
+        """Return the epoch that metrics are of, from 1."""
+        return self.epoch + 1 if self._in_epoch else max(self.epoch, 1)
 
     def _count(self, samples: int) -> None:
         """Count a batch of this rank."""
-        self._images += samples
+        self._pace.images += samples
         self._position.step_in_epoch += 1
         self._position.samples += samples * self.world_size
         self._position.images += samples * self.world_size
@@ -745,45 +673,6 @@ class Loop:
                     f"Loop({name}=…): its state_dict holds what torch.load does not take with "
                     f"weights_only=True: {odd}. Keep tensors, numbers, texts and containers in it."
                 )
-
-    # -- metrics -----------------------------------------------------------------------------
-
-    def _log(self, metrics: Mapping[str, Any]) -> None:
-        if self.rank:
-            return
-        self._metrics = metrics
-        now = time.monotonic()
-        if self._log_every:
-            due = self.steps % self._log_every == 0
-        else:
-            due = self._logged_step < 0 or now - self._line_at >= _LINE_SECONDS
-        if due:
-            self._flush_metrics()
-
-    def _flush_metrics(self) -> None:
-        """Write the metrics of the latest step, once."""
-        if self.rank or not self._metrics or self._logged_step == self.steps:
-            return
-        since, self._line_from = self._line_from, copy.copy(self._position)
-        seconds = self._position.seconds - since.seconds
-        images = self._position.images - since.images
-        self._logged_step, self._line_at = self.steps, time.monotonic()
-        values = dict(self._metrics)
-        if images and seconds:
-            values["images_per_second"] = images / seconds
-        self._write("train", values, tuple(round(rate, 1) for rate in self._rates))
-
-    def _write(self, kind: str, metrics: Mapping[str, Any], rates: tuple[float, ...] = ()) -> None:
-        values = {name: _number(name, value) for name, value in metrics.items()}
-        epoch = self.epoch + 1 if self._in_epoch else max(self.epoch, 1)
-        known = MetricsLine(kind, self.steps, epoch, rank_images_per_second=rates)
-        line = {**dataclasses.asdict(known), **values}
-        line |= {"seconds": round(self._position.seconds, 3), "time": round(time.time(), 3)}
-        shown = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
-        if kind == "eval" or self._log_every or self._line_at - self._printed >= _PRINT_SECONDS:
-            log.info(f"epoch {epoch} step {self.steps}{' test' * (kind == 'eval')}: {shown}")
-            self._printed = self._line_at if kind == "train" else self._printed
-        self._file.write({name: value for name, value in line.items() if value not in (None, ())})
 
 
 _RESERVED = frozenset(
@@ -823,20 +712,6 @@ def _run_of(folder: str | os.PathLike[str] | None) -> RunDir:
     return RunDir(Path(folder or Path(DEFAULT_FOLDER, name)).absolute())
 
 
-def _new_attempt(run: RunDir, world_size: int, hosts: list[str]) -> Attempt:
-    """Make an attempt outside of a run, where the commands find it too."""
-    run.make(run.attempts)
-    if not run.spec.exists() and RUN_NAME.fullmatch(run.name):
-        nodes = 1 if world_size % len(hosts) else len(hosts)
-        resources = Resources(nodes=nodes, tasks_per_node=world_size // nodes)
-        with suppress(RequestError):  # a path or an argument that no script could carry
-            command = (sys.executable, *sys.argv)
-            spec = JobSpec(run.name, str(run.path), resources, command=command, launcher="local")
-            files.write_atomically(run.spec, spec.to_json().encode())
-    attempts.await_silence(run, os.environ.get("SLURM_JOB_ID", ""), _PATIENCE_SECONDS)
-    return attempts.begin(run)
-
-
 def _tasks() -> int:
     """Return the number of tasks of which this is one, as its environment tells."""
     value = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", ""))
@@ -848,12 +723,3 @@ def _length(loader: object) -> int:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:
         return -1
-
-
-def _number(name: str, value: Any) -> float | int:
-    """Return a metric as Python's own number; raises TypeError for what is none."""
-    try:
-        number: float | int = value.item() if hasattr(value, "item") else value
-        return number if isinstance(number, int) else float(number)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"the metric {name} is no number but {value!r:.60}") from None

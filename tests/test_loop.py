@@ -575,7 +575,7 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
     clock = types.SimpleNamespace(
         monotonic=lambda: 1000.0, time=time.time, perf_counter=time.perf_counter
     )
-    monkeypatch.setattr("clusterddp.loop.time", clock)
+    monkeypatch.setattr("clusterddp.training.metrics.time", clock)
 
     def step_takes_4_s(step: int) -> None:
         clock.monotonic = lambda: 1000.0 + 4 * step
@@ -1047,7 +1047,7 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
             note()
             loop.step()
             note()
-    waiting, rates = loop._core.spent().waiting, loop._rates
+    waiting, rates = loop._core.spent().waiting, loop._pace.rates
     loop.close()
     return phases, waiting, len(rates) == world_size and all(rate > 0 for rate in rates)
 

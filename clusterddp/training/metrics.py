@@ -2,14 +2,15 @@
 
 import functools
 import json
+import math
 import os
 import shlex
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from clusterddp.files import append_line, read_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import MetricsLine
-from clusterddp.training.paces import Paces
+from clusterddp.training.paces import Pace, Paces
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -35,6 +36,9 @@ _ASKING = frozenset({"builtins.breakpoint", "builtins.input", "sys.settrace"})
 
 
 _SHOWN = {"train": ("loss", "accuracy", "images_per_second", "lr"), "eval": ("loss", "accuracy")}
+_LINE_SECONDS = 1.0
+_PRINT_SECONDS = 10.0
+"""Between two lines that are printed among a script's own, unless it says how many."""
 _FLUSH_SECONDS = 10  # for those who look at the curves while it trains
 
 
@@ -56,6 +60,61 @@ class MetricsFile:
                     "metrics are in this log alone while that lasts [CD0518]"
                 )
             self._failed = True
+
+
+class Lines:
+    """Rank 0's lines about a loop of one's own: one a second, or one in so many steps."""
+
+    def __init__(
+        self, path: Path, every: int, position: Position, epoch: Callable[[], int], pace: Pace
+    ) -> None:
+        """every: steps; 0 is by the clock. position: as the loop moves it on. epoch: from 1."""
+        self._file, self._every, self._position = MetricsFile(path), every, position
+        self._epoch, self._pace = epoch, pace
+        self._metrics: Mapping[str, Any] = {}
+        self._written, self._printed = -1, -math.inf
+        self._at, self._from = time.monotonic(), replace(position)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step, and write them where a line is due."""
+        self._metrics = metrics
+        due = self._written < 0 or time.monotonic() - self._at >= _LINE_SECONDS
+        if self._position.step % self._every == 0 if self._every else due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the metrics of the latest step, once."""
+        position = self._position
+        if not self._metrics or self._written == position.step:
+            return
+        since, self._from = self._from, replace(position)
+        self._written, self._at = position.step, time.monotonic()
+        seconds, images = position.seconds - since.seconds, position.images - since.images
+        rate = {"images_per_second": images / seconds} if images and seconds else {}
+        self.write("train", {**self._metrics, **rate}, self._pace.rates)
+
+    def write(self, kind: str, metrics: Mapping[str, Any], rates: Iterable[float] = ()) -> None:
+        """Write a line now, and print it where that is due; kind: `train` or `eval`."""
+        position, epoch, is_test = self._position, self._epoch(), kind == "eval"
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        if is_test or self._every or self._at - self._printed >= _PRINT_SECONDS:
+            shown = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
+            log.info(f"epoch {epoch} step {position.step}{' test' * is_test}: {shown}")
+            self._printed = self._printed if is_test else self._at
+        line: dict[str, Any] = {"kind": kind, "step": position.step, "epoch": epoch, **values}
+        if each := [round(rate, 1) for rate in rates]:
+            line["rank_images_per_second"] = each
+        line |= {"seconds": round(position.seconds, 3), "time": round(time.time(), 3)}
+        self._file.write(line)
+
+
+def _number(name: str, value: Any) -> float | int:
+    """Return a metric as Python's own number; raises TypeError for what is none."""
+    try:
+        number: float | int = value.item() if hasattr(value, "item") else value
+        return number if isinstance(number, int) else float(number)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"the metric {name} is no number but {value!r:.60}") from None
 
 
 class Journal:

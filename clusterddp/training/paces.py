@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -51,7 +51,7 @@ class Waiting:
         ready: called when the last gradient of a pass is there.
         """
         self._knows, self._finds_end, self._tell_ready = knows, finds_end, ready
-        self._on_gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
         self._ready: float | torch.cuda.Event | None = None
         self._seconds = 0.0
         # On a GPU what happens when is asked later, so that it never stands still for it.
@@ -92,7 +92,7 @@ class Waiting:
 
     def _note(self, _: Tensor) -> None:
         self._tell_ready()
-        self._ready = _event() if self._on_gpu else time.perf_counter()
+        self._ready = _event() if self.on_gpu else time.perf_counter()
         if self._finds_end:
             # DDP queues its wait for the exchange after this hook, and so ahead of the inner call.
             queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -131,6 +131,100 @@ class Paces:
         images = zip_longest(self.images, more.images, fillvalue=0.0)
         seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
         return Paces([*map(sum, images)], [*map(sum, seconds)])
+
+
+class Stopwatch:
+    """Seconds that go into steps, without what lies between them."""
+
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, math.nan
+
+    @property
+    def elapsed(self) -> float:
+        """All seconds so far, from any thread."""
+        since = self._since
+        return self._total if math.isnan(since) else self._total + time.perf_counter() - since
+
+    def start(self) -> None:
+        """Begin to count, unless it does."""
+        if math.isnan(self._since):
+            self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin to count; what it has counted since it was last started is left out."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Count no more."""
+        seconds = 0.0 if math.isnan(self._since) else time.perf_counter() - self._since
+        self._total, self._since = self._total + seconds, math.nan
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """Do not count what is done in the context."""
+        is_counting = not math.isnan(self._since)
+        self.stop()
+        yield
+        if is_counting:
+            self.start()
+
+
+class Pace:
+    """Measures the steps of this rank in a loop of one's own, for which it starts and stops."""
+
+    def __init__(self, waiting: Waiting, step: int) -> None:
+        self.clock, self.images = Stopwatch(), 0
+        self.rates: list[float] = []
+        """Images/s of each rank of late; empty where they are not known."""
+        self._waiting, self._last = waiting, (step, 0, 0.0)
+        self._first_pass = ExitStack()
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        world_size: int,
+        step: int,
+        ready: Callable[[], None],
+    ) -> "Pace":
+        """Begin to measure from a step on; waiting is seen in the exchange of one DDP module.
+
+        ready: called when the last gradient of a pass is there, from the second step on.
+        """
+        layers = [layer for module in modules for layer in module.modules()]
+        is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
+        device = next(modules[0].parameters()).device if is_seen else exchange.device()
+        knows = world_size == 1 or is_seen
+        pace = cls(Waiting(device, knows=knows, finds_end=True, ready=ready), step)
+        if is_seen:
+            pace._first_pass.enter_context(pace._waiting.learn(modules[0]))
+        return pace
+
+    def stop(self, *, exact: bool) -> None:
+        """End a step; exact: once the GPU has done what it was given for it."""
+        if exact and self._waiting.on_gpu:
+            torch.cuda.synchronize()
+        self.clock.stop()
+        self._first_pass.close()
+
+    def exchange(self, step: int) -> tuple[Paces, int, float] | None:
+        """Give every rank the paces of all since the last exchange; collective.
+
+        Returns them with the steps and this rank's seconds; None where no step was done.
+        """
+        steps, images, elapsed = (
+            step - self._last[0],
+            self.images - self._last[1],
+            self.clock.elapsed,
+        )
+        if not steps:
+            return None
+        seconds = elapsed - self._last[2]
+        self._last = step, self.images, elapsed
+        counts, busy = zip(*exchange.rows([images, seconds - self._waiting.take()]), strict=True)
+        paces = Paces(counts if all(counts) else [steps] * len(counts), busy)
+        self.rates = paces.images_per_second if all(counts) else []
+        return paces, steps, seconds
 
 
 def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:

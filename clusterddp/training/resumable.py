@@ -1,15 +1,17 @@
-"""One rank's part in a resumable training: when it saves, stops and leaves, and what it has spent.
+"""One rank's part in a resumable training: how its attempt begins, when it saves, stops and leaves.
 
 It is the same under the built-in training (`loop`) and a script of one's own (`clusterddp.loop`).
-What a batch and a step are is theirs, and so is how an attempt begins.
+What a batch and a step are is theirs.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from clusterddp import log
+from clusterddp import files, log
 from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Position, Stateful
@@ -17,10 +19,14 @@ from clusterddp.checkpoints.writer import Costs, Saver
 from clusterddp.distributed import exchange
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, TrainingError
+from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.train_config import Interval
+from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import LastWord, SignOfLife, Spent
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training.paces import Paces, Stragglers
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
@@ -232,3 +238,65 @@ def note_end(
         if not reason:
             raise
         log.warning(f"{attempt.end} cannot be written: {error.strerror} [CD0518]")
+
+
+def record_request(run: RunDir, world_size: int, hosts: Sequence[str], **what: Any) -> None:
+    """Record a request for ranks that nobody submitted, so that all commands know the run.
+
+    what: fields of the request, beside where it runs. Raises RequestError for a bad one.
+    """
+    if run.spec.exists() or not RUN_NAME.fullmatch(run.name):
+        return
+    nodes = 1 if world_size % len(hosts) else len(hosts)
+    resources = Resources(nodes=nodes, tasks_per_node=world_size // nodes)
+    spec = JobSpec(run.name, str(run.path), resources, launcher="local", **what)
+    files.write_atomically(run.spec, spec.to_json().encode())
+
+
+def take_attempt(run: RunDir, number: int | None, job_id: str, patience: float) -> Attempt:
+    """Return the attempt that the starting side has made, or begin one after any other's end.
+
+    patience: seconds for which another one may still be at work. Raises TrainingError where it is
+    gone, NotStarted or Superseded.
+    """
+    if number is None:
+        attempts.await_silence(run, job_id, patience)
+        return attempts.begin(run)
+    attempt = Attempt(run, number)
+    if not attempt.path.is_dir():
+        raise TrainingError(
+            f"{attempt.path} is gone: the run directory was removed or replaced while the job "
+            "was starting. Submit the run again. [CD0512]"
+        )
+    return attempt
+
+
+def source_of(attempt: Attempt) -> tuple[Path | None, bool]:
+    """Return the checkpoint from which an attempt resumes, and whether it is its own.
+
+    That is so where an agent starts the ranks of an attempt again, within the job.
+    """
+    own = catalog.newest_in(attempt.checkpoints) if attempt.checkpoints.is_dir() else None
+    return own or catalog.source(attempt.run), own is not None
+
+
+def publish(
+    attempt: Attempt,
+    source: Path | None,
+    step: int,
+    *,
+    keep_last: int,
+    world_size: int,
+    hosts: Sequence[str],
+    environ: Mapping[str, str],
+    best: Best | None = None,
+) -> Path | None:
+    """Lay out an attempt's checkpoints, and record who trains, from which of them.
+
+    Returns the source as it lies in the attempt.
+    """
+    taken = source
+    if not attempt.checkpoints.is_dir():
+        taken = catalog.adopt(attempt, source, keep_last, best=best)
+    attempts.take_up(attempt, source, step, world_size=world_size, hosts=hosts, environ=environ)
+    return taken
