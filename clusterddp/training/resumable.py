@@ -20,7 +20,8 @@ from clusterddp.distributed import exchange
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import CheckpointError, TrainingError
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import Interval
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
