@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the place in a training, the states of what it trains, random states.
+"""Content of a checkpoint: the place in a training, the states of what it trains, random states.
 
 A checkpoint is a plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]`
 is the bare module's state dict, and needs nothing of clusterddp. `catalog` reads the files, and

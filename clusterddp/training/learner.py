@@ -93,7 +93,7 @@ class Learner:
         self.states: dict[str, Stateful] = {
             "model": self.model, "optimizer": self.optimizer, "scaler": scaler,
         }  # fmt: skip
-        """What a checkpoint holds of it."""
+        """Part of a checkpoint."""
         self._graphed: GraphedStep | None = None
         if agreed.cuda_graph:
             falls_back = config.cuda_graph == "auto" and agreed.world_size == 1
