@@ -80,6 +80,17 @@ class Loop:
 
     _folders: ClassVar[set[Path]] = set()
     """Runs into which this process has a loop that is not closed."""
+    _epochs, _batches = 0, -1
+    """Epochs of all, and batches of this one; 0 and -1 where nobody has said."""
+    _in_epoch = _has_batches = False
+    """True where this epoch's batches come from `batches`; else it is one step, or none."""
+    _random: tuple[Any, Any] | None = None
+    """This rank's generators as they were saved: then, and at the beginning of the epoch."""
+    _start_random: Any = None
+    _postponed: tuple[str, bool] | None = None
+    _presence: Presence | None = None
+    _watchdog: Watchdog | None = None
+    _lines: Lines | None = None
 
     def __init__(
         self,
@@ -119,21 +130,10 @@ class Loop:
         self._check_readable()
         self.rank, self.world_size = exchange.world()
         self._position = Position()
-        self._epochs = 0
-        """Epochs of all; 0 where nobody has said."""
-        self._batches = -1
-        """Batches that the epoch has; -1 where nobody knows."""
-        self._resume_batch, self._in_epoch = 0, False
-        self._resumed_ranks = self.world_size
-        """Ranks of the checkpoint from which it began."""
-        self._has_batches = False
-        """True where this epoch's batches come from `batches`; else it is one step, or none."""
-        self._random: tuple[Any, Any] | None = None
-        """This rank's generators as they were saved: then, and at the beginning of the epoch."""
-        self._start_random: Any = None
+        self._resume_batch, self._resumed_ranks = 0, self.world_size
+        """Batches of the epoch that the checkpoint is of, and its ranks."""
         self._generators: list[torch.Generator] = []
         """Generators of the loader itself."""
-        self._postponed: tuple[str, bool] | None = None
         self._unlisten: Callable[..., None] | None = stop.requested.listen()
         try:
             self.attempt, source = self._begin(folder)
@@ -142,17 +142,10 @@ class Loop:
             raise
         self.is_resumed = source is not None
         """True where it began with a checkpoint."""
-        self._presence: Presence | None = None
-        self._watchdog: Watchdog | None = None
         self._earlier_seconds = self._position.seconds
         modules, ready = [*self._wrappers.values()], partial(self._mark, Phase.BACKWARD)
         self._pace = Pace.of(modules, self.world_size, self.steps, ready)
-        self._core = self._begin_core(save_every)
-        self._lines: Lines | None = None
-        if self.rank == 0:
-            path = self.attempt.metrics
-            self._lines = Lines(path, log_every, self._position, self._shown_epoch, self._pace)
-        self._pace.clock.restart()
+        self._core = self._begin_core(save_every, log_every)
 
     @property
     def steps(self) -> int:
@@ -475,7 +468,7 @@ class Loop:
             raise CheckpointError(problem, code="CD0703")
         return results[0]
 
-    def _begin_core(self, save_every: str) -> Resumable:
+    def _begin_core(self, save_every: str, log_every: int) -> Resumable:
         """Begin what goes on beside the training; on rank 0 the sign of life and the time limit."""
         spec = self.attempt.run.read_spec() if self._in_run and self.rank == 0 else None
         deadline = Deadline(spec.signal_lead if spec else 0)
@@ -502,9 +495,12 @@ class Loop:
             self._presence.sign = core.sign_of_life
             self._presence.__enter__()
             poll_time_limit(deadline, os.environ)
+            path = self.attempt.metrics
+            self._lines = Lines(path, log_every, self._position, self._shown_epoch, self._pace)
         core.progress.mark(self.steps, Phase.OWN)
         self._watchdog = self._watch(core.progress)
         atexit.register(self.close)
+        self._pace.clock.restart()
         return core
 
     def _watch(self, progress: Progress) -> Watchdog | None:

@@ -173,9 +173,11 @@ class Resumable:
         """
         self.save()
         if trouble := self.await_checkpoint():
+            last = exchange.gather(self.saver.last_step if self.saver else None)[0]
+            whole = "there is none yet" if last is None else f"the last whole one is of step {last}"
             raise CheckpointError(
-                f"the training is done, but {trouble}. Make room and start the run again: it "
-                "resumes from its last whole checkpoint. [CD0706]"
+                f"the training is done, but {trouble}; {whole}. Make room and start the run again: "
+                "it resumes there. [CD0706]"
             )
 
     def stop(self) -> None:
