@@ -1075,8 +1075,8 @@ def rank_hangs(rank: int, world_size: int, path: Path) -> HungRanks | None:
     model = DistributedDataParallel(nn.Linear(4, 1))
     loop, said = Loop(model=model), None
     for _ in loop.epochs(1):
-        for inputs in loop.batches([torch.ones(2, 4)] * 2):
-            if rank == 1 and loop.steps == 1:
+        for inputs in loop.batches([torch.ones(2, 4)] * 3):
+            if rank == 1 and loop.steps == 2:  # after DDP has arranged its buckets
                 hung = loop.attempt.outcomes / HUNG
                 wait_for(hung.exists, "the record of the rank that hangs")
                 said = read(HungRanks, hung)
@@ -1090,8 +1090,8 @@ def rank_hangs(rank: int, world_size: int, path: Path) -> HungRanks | None:
 def test_a_rank_that_hangs_is_named_in_the_runs_record_until_it_goes_on(tmp_path: Path) -> None:
     attempt = begin(RunDir(tmp_path / "run"))
     _, said = run_ranks(2, rank_hangs, attempt.path)
-    assert said == HungRanks((1,), "in the forward pass of step 2, while others are exchanging "
-                             "the gradients of step 2")  # fmt: skip
+    assert said == HungRanks((1,), "in the forward pass of step 3, while others are exchanging "
+                             "the gradients of step 3")  # fmt: skip
     assert read(HungRanks, attempt.outcomes / HUNG) == HungRanks()
 
 

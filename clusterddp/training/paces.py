@@ -61,8 +61,13 @@ class Waiting:
     def learn(self, model: nn.Module) -> Iterator[None]:
         """Learn in a context around one backward pass which gradient comes last."""
         came: list[Tensor] = []
+
+        def note(parameter: Tensor) -> None:
+            came.append(parameter)
+            self._tell_ready()
+
         watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        handles = [_hook(parameter, came.append) for parameter in watched]
+        handles = [_hook(parameter, note) for parameter in watched]
         try:
             yield
         finally:
@@ -70,6 +75,8 @@ class Waiting:
                 handle.remove()
         if came:
             _hook(came[-1], self._note)
+        else:
+            self._knows = False
 
     def done(self) -> None:
         """Count the wait that ends as the backward pass returns."""
@@ -189,7 +196,7 @@ class Pace:
     ) -> "Pace":
         """Begin to measure from a step on; waiting is seen in the exchange of one DDP module.
 
-        ready: called when the last gradient of a pass is there, from the second step on.
+        ready: called when the last gradient of a pass is there; in the first step at each.
         """
         layers = [layer for module in modules for layer in module.modules()]
         is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
