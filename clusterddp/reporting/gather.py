@@ -22,7 +22,7 @@ from clusterddp.run import records
 from clusterddp.run.attempt import Attempt, attempts, summaries
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status.state import RUNNING
+from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, first_known, latest_report
 
 _LARGEST_SIDE = 512
@@ -103,7 +103,7 @@ class RunReport:
     """
 
     name: str
-    state: str
+    state: RunState
     """State in `clusterddp status`: queued, running, done, failed, and so on."""
     detail: str
     first_failure: str
@@ -255,7 +255,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
 
 
 def _paid(run: RunDir, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
-    until = time.time() if status.state == RUNNING else None
+    until = time.time() if status.state == RunState.RUNNING else None
     with contextlib.suppress(OSError):
         return account(run, spec, until=until)
     return None
