@@ -217,6 +217,8 @@ class Training:
 
     def agree(self) -> str:
         """Agree with all ranks whether to stop, and why; save where it is time."""
+        if self.device.type == "cuda":  # so that the pace is the GPU's, not that of its queue
+            torch.cuda.synchronize(self.device)
         reason, save = self.core.agree()
         if save and not reason:
             self.save()
