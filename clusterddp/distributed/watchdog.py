@@ -128,6 +128,8 @@ class Watchdog:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
+        if self._logged and self._progress.state[0] != self._marks:
+            self._resume()  # it has gone on since the last look: nobody hangs
         if self._board:
             self._board.stop()
         self._show_life(0)
