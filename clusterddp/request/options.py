@@ -52,7 +52,7 @@ _WORDS = {
     **dict.fromkeys(("no", "false", "off", "0", "n", "f"), False),
 }
 
-NEEDED_DIRECTIVES = ("nodes", "ntasks", "output")
+NEEDED_DIRECTIVES = ("nodes", "ntasks")
 """Directives that a run cannot do without."""
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)

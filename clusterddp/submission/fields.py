@@ -113,6 +113,7 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "notify": forms.words("--notify", values.get("notify", "")),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values.get("launch_prefix", "")),
+        "slurm_folder": _slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
     return JobSpec(**fields)
@@ -261,6 +262,13 @@ def check_new(spec: JobSpec) -> None:
     spec.check_points()
 
 
+def _slurm_folder() -> str:
+    """Return the folder of Slurm's commands, where it is none of those on every PATH."""
+    folders = os.get_exec_path()
+    found = next((each for each in folders if os.access(f"{each}/sbatch", os.X_OK)), "")
+    return "" if found in ("/usr/bin", "/bin", "/usr/local/bin") else found
+
+
 def interpreter(name: str) -> str:
     """Return a path as it is meant from here; a bare name is found on the PATH of the job."""
     return os.path.abspath(name) if "/" in name else name
@@ -396,7 +404,7 @@ def directives_of(
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")
         forms.DIRECTIVE.check("--sbatch", name)
-        instead = _instead(name)
+        instead = _instead(name) if name != "output" else ""  # what is printed ahead of the log
         if name == "gres" and "gpu" in value:
             instead = "--gpus-per-node with --gpu-request gres"
         if instead:

@@ -130,14 +130,6 @@ assert ends == [True, False], ends
     ran(tmp_path, sys.executable, "-c", show)
 
 
-def test_a_run_on_synthetic_digits_of_another_generator_uses_its_files(tmp_path: Path) -> None:
-    unpacked(tmp_path, "46dae3b", "synthetic.tar.xz")
-    (tmp_path / "jobs/data").rename(tmp_path / "data")
-    run = rehearsed(tmp_path, "synthetic")
-    assert "resuming from" in run.rank_log(0).read_text()
-    check_weights("46dae3b", "synthetic", read_json(run.report))
-
-
 def test_a_run_on_synthetic_digits_rendered_anew_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
