@@ -169,10 +169,6 @@ class Run:
         return resubmission.resubmit(self._run, lambda before: spec or before, terms)
 
 
-SubmittedRun = Run
-"""Name of Run up to 0.1.1."""
-
-
 def runs(output_root: str | Path = DEFAULT_ROOT) -> list[Run]:
     """Return the runs below an output root, the latest last.
 

@@ -25,9 +25,7 @@ from typing import ParamSpec
 
 from clusterddp import files, formatting, log, version
 from clusterddp.batch import finish, silence, spares, step_watch
-from clusterddp.batch.finish import BackInQueue, RunIsDone
 from clusterddp.errors import (
-    EXIT_DONE,
     EXIT_FAILED,
     EXIT_PAUSED,
     ClusterDDPError,
@@ -343,7 +341,7 @@ class Controller:
             )
         except ClusterDDPError as error:
             log.info(coded(error))
-            return EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
+            return error.exit_code
         return 0
 
     def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:

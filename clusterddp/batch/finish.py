@@ -14,7 +14,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import files, formatting, log, version
 from clusterddp.batch.verdict import End, judge, nodes_lost, stop_asked
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, ClusterDDPError, SlurmError, coded
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    SlurmError,
+    coded,
+)
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec
@@ -59,13 +66,14 @@ _MOST_STARTS_IN_VAIN = 2
 class BackInQueue(NotStarted):
     """Slurm has given a bad node or too few, and the job is back in the queue for others."""
 
-    exit_code = EXIT_PAUSED  # a script of 0.1.0 would go on after 0
+    exit_code = EXIT_DONE
     code = "CD1227"
 
 
 class RunIsDone(NotStarted):
     """An earlier attempt of this job has finished the run, and Slurm has started the job again."""
 
+    exit_code = EXIT_DONE
     code = "CD1228"
 
 

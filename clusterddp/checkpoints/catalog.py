@@ -33,8 +33,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
 FORMAT = 3
-"""Version of what a checkpoint holds; 2, up to 0.1.1, packed the random states into bytes."""
-_READABLE = (2, FORMAT)
+"""Version of what a checkpoint holds."""
 BEST = "best.json"
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
 # torch.save writes a zip archive: its first bytes, and the first of its last 22.
@@ -449,12 +448,11 @@ def read(path: Path, *, shards: bool = True) -> bytes:
             f"the checkpoint {path} is damaged, and was when its SHA-256 was taken: it names no "
             "format. Resume from an older checkpoint of the run.",
         )
-    if written not in _READABLE:
+    if written != FORMAT:
         raise UnusableError(
             f"format {written}",
             f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
-            f"formats {_READABLE[0]} to {FORMAT}. Resume with the clusterddp that wrote "
-            "it. [CD0704]",
+            f"format {FORMAT}. Resume with the clusterddp that wrote it. [CD0704]",
         )
     if shards:
         for line in sums[1:]:

@@ -56,8 +56,8 @@ class Content(TypedDict):
     seconds: float
     images: int
     best: _BestContent | None
-    random_states: States | Tensor | None
-    """Result of `gather_random_states`; a tensor in older checkpoints."""
+    random_states: States | None
+    """Result of `gather_random_states`."""
     scaler: dict[str, object]
     """State of fp16's loss scale; empty at other precisions."""
     precision: str
@@ -71,16 +71,6 @@ class Content(TypedDict):
 # Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError)
-
-
-# How clusterddp up to 0.1.1 packed the states of a rank, before the bytes of torch's two: their
-# lengths, Python's 625 integers and numpy's 625, each with whether half of a Gaussian pair waits.
-_PACKED = np.dtype(
-    {
-        "names": ["layout", "torch", "cuda", "python", "python_gauss", "numpy", "numpy_gauss"],
-        "formats": ["<u4", "<u4", "<u4", "626<u4", "<f8", "626<u4", "<f8"],
-    }
-)
 
 
 @dataclass
@@ -123,8 +113,8 @@ class Restored:
 
     position: Position
     best: Best | None
-    random_states: States | Tensor | None
-    """Result of `gather_random_states`; a tensor in older checkpoints."""
+    random_states: States | None
+    """Result of `gather_random_states`."""
     scaler: dict[str, object]
     """State of fp16's loss scale; empty at other precisions."""
 
@@ -266,7 +256,7 @@ def restore(
             ),
             best=Best(**content["best"]) if content["best"] else None,
             random_states=content["random_states"],
-            scaler=content.get("scaler") or {},
+            scaler=content["scaler"],
         )
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -311,22 +301,19 @@ def random_states(device: torch.device) -> States:
 
 
 def restore_random_states(
-    states: States | Tensor | None, rank: int, world: int, device: torch.device
+    states: States | None, rank: int, world: int, device: torch.device
 ) -> None:
     """Give a rank's generators back what was gathered of as many ranks as `world`.
 
     Without states, or with those of another number of ranks, they stay as they are; so does a
-    device's generator with states of another kind of device. A tensor holds the rows of an older
-    checkpoint. Raises CheckpointError for damaged states and for those of another generator.
+    device's generator with states of another kind of device. Raises CheckpointError for damaged
+    states and for those of another generator.
     """
-    if states is None or len(states if isinstance(states, Tensor) else states["torch"]) != world:
+    if states is None or len(states["torch"]) != world:
         return
     try:
-        if isinstance(states, Tensor):
-            states_of_rank = _unpacked(states[rank])
-        else:
-            # Clones: torch reads the state of its generator from the start of the storage.
-            states_of_rank = {name: rows[rank].clone() for name, rows in states.items()}
+        # Clones: torch reads the state of its generator from the start of the storage.
+        states_of_rank = {name: rows[rank].clone() for name, rows in states.items()}
         *integers, waits, waiting = states_of_rank["python"].tolist()
         twister = tuple(map(int, integers))
         torch.set_rng_state(states_of_rank["torch"])
@@ -342,20 +329,6 @@ def restore_random_states(
             f"the random states of the checkpoint cannot be restored: {error}. "
             "Resume with the versions that wrote it. [CD0704]"
         ) from None
-
-
-def _unpacked(row: Tensor) -> States:
-    """Decode the bytes of one rank in an older checkpoint."""
-    data = row.numpy().tobytes()
-    packed = np.frombuffer(data, _PACKED, 1)[0]
-    if packed["layout"] != 1 or len(data) != _PACKED.itemsize + packed["torch"] + packed["cuda"]:
-        raise ValueError(f"layout {packed['layout']}, {len(data)} bytes")
-    middle = _PACKED.itemsize + int(packed["torch"])
-    states = {"torch": row[_PACKED.itemsize : middle].clone(), "cuda": row[middle:].clone()}
-    for name in ("python", "numpy"):
-        numbers = [*packed[name].tolist(), float(packed[f"{name}_gauss"])]
-        states[name] = torch.tensor(numbers, dtype=torch.float64)
-    return {name: state for name, state in states.items() if state.any()}
 
 
 def weights_sha256(model: nn.Module) -> str:

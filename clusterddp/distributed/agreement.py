@@ -29,11 +29,6 @@ that are marked `gpu` have passed on one."""
 POLL_SECONDS = 0.5
 _MOST_STEPS = 1000
 _UNKNOWN = 10**9  # steps: more than any processor does in POLL_SECONDS
-_NO_LONGER_TF32 = (
-    "fp32 is exact now: this run began when convolutions in fp32 rounded to TF32 on its GPUs, so "
-    "its results change by rounding from here on, and its steps may be slower. --precision tf32 "
-    "--allow-changed continues in TF32"
-)
 
 
 @dataclass(frozen=True)
@@ -132,8 +127,6 @@ def decide(
         precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
     check_precision(config, precision, hellos)
     warnings = [f"{hello.host}: {hello.warning}" for hello in hellos if hello.warning] + shared
-    if recorded and recorded.kind == kind and _loses_tf32(recorded, precision, hellos):
-        warnings.append(_NO_LONGER_TF32)
     if backend == "auto":
         # A rank alone exchanges nothing: it needs no NCCL, which takes its time to start.
         backend = "nccl" if kind == "cuda" and len(hellos) > 1 else "gloo"
@@ -148,7 +141,6 @@ def decide(
         threads=threads,
         world_size=len(hellos),
         precision=precision,
-        exact_fp32=True,
         cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend, recorded),
         hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
         where=_where(hellos),
@@ -175,12 +167,6 @@ def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]
             "Ampere on. Ask for such GPUs (--constraint), or change the precision on purpose: "
             f"--precision fp32{' --allow-changed' if open_to_us else ''}. [CD0807]"
         )
-
-
-def _loses_tf32(recorded: Agreement, precision: str, hellos: Sequence[Hello]) -> bool:
-    """Return whether the run's fp32 was rounded to TF32 before, by a clusterddp that let it be."""
-    had_tf32 = any(hello.bf16 for hello in hellos if hello.kind == "cuda")  # both since Ampere
-    return had_tf32 and "fp32" == precision == recorded.precision and not recorded.exact_fp32
 
 
 class Poll:

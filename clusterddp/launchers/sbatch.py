@@ -38,7 +38,6 @@ _QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
 """Text that bash leaves as it is: words in single quotes, and comments."""
 _EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
 _OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
-_EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
 _POINT = "point"
 """Variable of the script with the flags of our training's point."""
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
@@ -443,19 +442,12 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
 
 
 def _check_own(tree: nodes.Template, path: str) -> None:
-    """Refuse a launch block that starts tasks outside the attempt, and names that are gone.
+    """Refuse a launch block that starts tasks outside the attempt.
 
     What stands in the template counts, and no value that a person has typed.
     """
     if Path(path).parent == shipped_folder():
         return
-    for text in tree.find_all(nodes.TemplateData):
-        if earlier := _EARLIER.search(text.data):
-            raise RequestError(
-                f"template {path}, line {text.lineno} or below: {earlier[0]} is none of the "
-                "script's variables any more; tasks find the attempt's number in "
-                "CLUSTERDDP_ATTEMPT, and what they run in ${task[@]}. [CD0303]"
-            )
     for block in tree.find_all(nodes.Block):
         words = "".join(text.data for text in block.find_all(nodes.TemplateData))
         calls = [call.node for call in block.find_all(nodes.Call)]

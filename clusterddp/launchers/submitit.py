@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,9 +31,6 @@ from clusterddp.slurm import client, forms
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 _LEAST_PATIENCE_SECONDS = 30
-
-# Jobs that 0.1 has queued unpickle their Policy from here, after the Task below.
-sys.modules["clusterddp.requeue"] = restart_policy
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:

@@ -44,7 +44,6 @@ CHANGEABLE = (
 OF_COMMAND = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
 """Fields that it may change for a COMMAND: what decides the weights there is the person's own."""
 _MOST_CHANGES = 20
-_TOGETHER_SECONDS = 2.0
 _EITHER = (
     "Name its folder with --template-dir, edit the script and resubmit without options, or add "
     "--allow-changed to have it rendered anew."
@@ -106,8 +105,7 @@ def resubmit(
 ) -> Resubmission:
     """Submit a run once more, from the folder of its first submission.
 
-    change: makes the new request from the recorded one; an equal one sends the script as it stands,
-    unless an earlier version rendered it.
+    change: makes the new request from the recorded one; an equal one sends the script as it stands.
     dry_run: check the request and render the script; touch nothing.
 
     Raises RequestError where nothing was submitted; SlurmError where the job may be queued.
@@ -208,68 +206,25 @@ def check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
 
 
 def script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
-    """Return the script to send: the recorded one where nothing was changed, or a new one.
-
-    One of an earlier version is rendered anew, unless lines of the person's would be lost.
-    """
+    """Return the script to send: the recorded one where nothing was changed, or a new one."""
     if after.train and not terms.from_scratch:
         _check_progress(run, after, after.train)
     render = launchers.load(after.launcher).prepare
     if not run.script.is_file():
         return render(after, terms.template_folder)
-    recorded, is_unchanged = _recorded_script(run), after == before and not terms.new_clusterddp
-    if not _is_earlier(recorded):
-        if after == before:
-            return recorded
-        whole = run.sweep if before.point and is_array(recorded) else None
-        asked = whole.load_spec() if whole else before  # a point has the script of its sweep
-        again = "" if terms.allow_changed else render(asked, terms.template_folder)
-        if again and recorded != again and of_script(recorded) == of_script(again):
-            raise RequestError(
-                f"{run.script} is not what template {before.template} gives for this run: it was "
-                "edited, or rendered from a template of your own, or by another state of "
-                f"clusterddp. {_EITHER} [CD0515]"
-            )
-        return render(after, terms.template_folder)
-    own = "" if terms.allow_changed else _own_lines(run, before, recorded, terms)
-    earlier = f"{run.script} is of clusterddp {of_script(recorded)}"
-    if own and not is_unchanged:
-        raise RequestError(f"{earlier}, and {own}. {_EITHER} [CD0515]")
-    if own:
-        log.info(f"{earlier}, and is sent as it stands: {own}. --allow-changed renders it anew")
+    recorded = _recorded_script(run)
+    if after == before:
         return recorded
-    log.info(f"{earlier}, and is rendered anew from {after.template}; the former stays beside it")
+    whole = run.sweep if before.point and is_array(recorded) else None
+    asked = whole.load_spec() if whole else before  # a point has the script of its sweep
+    again = "" if terms.allow_changed else render(asked, terms.template_folder)
+    if again and recorded != again and of_script(recorded) == of_script(again):
+        raise RequestError(
+            f"{run.script} is not what template {before.template} gives for this run: it was "
+            "edited, or rendered from a template of your own, or by another state of "
+            f"clusterddp. {_EITHER} [CD0515]"
+        )
     return render(after, terms.template_folder)
-
-
-def _own_lines(run: RunDir, spec: JobSpec, script: str, terms: Terms) -> str:
-    """Say why a script of an earlier version may hold lines of the person's; empty where not.
-
-    Its template is not at hand to be compared with. But a run's script and request are written
-    together, and a script that was sent by hand has no submission; and directives, environment and
-    set-up lines are what they were.
-    """
-    if spec.launcher == "submitit":  # which renders at each submission
-        return ""
-    try:
-        again = launchers.load(spec.launcher).prepare(spec, terms.template_folder)
-    except RequestError as error:
-        return str(error).rstrip(".")
-    if not any(isinstance(event, events.Submitted) for event in events.read(run.events)):
-        return "it was sent by hand, perhaps edited"
-    if run.script.stat().st_mtime > run.spec.stat().st_mtime + _TOGETHER_SECONDS:
-        return "it was edited since, or options have changed"
-    directives = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
-    _, begin, rest = script.partition("\nunset ")
-    set_up, end, _ = rest.partition("\nlistening() ")
-    if not end:
-        return "it is of a template of your own"
-    lines = [line for line in (begin + set_up).splitlines() if not line.startswith("#")]
-    for line in (*directives, *lines):
-        words = line.strip(" \\").removeprefix("export ")
-        if words not in again and words != "PYTHONUNBUFFERED=1":
-            return f"template {spec.template} does not give its line {line!r}"
-    return ""
 
 
 def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
@@ -534,8 +489,3 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
         for name, value in vars(old).items()
         if value != vars(new)[name] and not isinstance(value, Resources | TrainConfig)
     ]
-
-
-def _is_earlier(script: str) -> bool:
-    """Return whether a script is of 0.1.0, whose bash did what `clusterddp batch` does now."""
-    return bool(of_script(script)) and "\n#REQUEST " not in script

@@ -1,6 +1,5 @@
 """Scripts: what a template becomes, how values are quoted, how a faulty template is blamed."""
 
-import dataclasses
 import os
 import re
 import shlex
@@ -314,15 +313,6 @@ def test_a_launch_block_that_hands_nothing_over_is_refused(tmp_path: Path) -> No
         sbatch.render(spec(template=name), tmp_path)
     for line in ("launch srun hostname", "  A=b launch mpirun x", 'if true; then launch "$x"; fi'):
         sbatch.render(spec(template=own(tmp_path, block.format(line))), tmp_path)
-
-
-def test_an_attempt_that_only_earlier_scripts_knew_is_refused(tmp_path: Path) -> None:
-    block = '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}launch a "$attempt_dir/b"\n'
-    with pytest.raises(RequestError, match=r"\$attempt_dir is none of .*CLUSTERDDP_ATTEMPT"):
-        sbatch.render(spec(template=own(tmp_path, block + "{% endblock %}")), tmp_path)
-    typed = spec(template=own(tmp_path, f"{block.replace('_dir', 's')}{{% endblock %}}"))
-    typed = dataclasses.replace(typed, train=None, command=("echo", "$attempt"))
-    assert "'$attempt'" in sbatch.render(typed, tmp_path)
 
 
 def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:

@@ -159,9 +159,9 @@ def command(
     With --sweep or --sweep-file points are added instead: those that the sweep has are left alone.
 
     RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
-    given: they replace the recorded ones, and an empty value drops one (--dependency ''). One of
-    clusterddp 0.1.0 is rendered anew, unless you have edited it. Nothing is taken from variables or
-    site.cfg. The attempts that --max-requeues caps are counted anew.
+    given: they replace the recorded ones, and an empty value drops one (--dependency '').
+    Nothing is taken from variables or site.cfg. The attempts that --max-requeues caps are counted
+    anew.
 
     The run of a COMMAND can get another COMMAND, other variables, modules, set-up lines and
     directives. --env and --sbatch change those that they name and keep the others, which '' drops;
