@@ -31,7 +31,7 @@ _NAMES = {
     "ranks.dist_env": ("DistEnv",),
     "request.spec": ("JobSpec", "Resources"),
     "request.train_config": ("TrainConfig",),
-    "run.status": ("RunStatus",),
+    "status.status": ("RunStatus",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 from clusterddp import files, formatting, log, version
-from clusterddp.batch.verdict import End, judge, nodes_lost, stop_asked
+from clusterddp.batch.verdict import End, judge, stop_asked
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -42,9 +42,9 @@ from clusterddp.run.restart_policy import (
 )
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm import partitions
+from clusterddp.slurm import partitions, srun_lines
 from clusterddp.slurm.client import Ending, ending, requeued_after_grace, sbatch
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import State
 
 T = TypeVar("T")
@@ -625,7 +625,7 @@ def _trials(latest: Attempt, failure: Failure | None) -> list[bad_nodes.Trial]:
         more, record = gained(attempt), attempt.read_record()
         begin_step = (record.step or 0) if record else 0
         reached = None if more is None else begin_step + more
-        hosts = _hosts(started[number].nodelist)
+        hosts = hosts_of(started[number].nodelist)
         slow = (files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers
         trials.append(bad_nodes.Trial(hosts, failures.get(number), reached, slow))
     return trials
@@ -695,7 +695,7 @@ def _avoid_bad_nodes(run: RunDir, job_id: str, restart: int, nodelist: str) -> N
         spec, history = run.load_spec(), events.read(run.events)
         _blame_lost_script(run, history)
         blamed = bad_nodes.read_for(run)
-        bad = [host for host in _hosts(nodelist) if host in blamed]
+        bad = [host for host in hosts_of(nodelist) if host in blamed]
         if not bad or _withdrawal(history, job_id):
             return
         choice, hosts = _nodes_to_leave_out(run, spec, job_id)
@@ -732,7 +732,7 @@ def _give_too_few_back(run: RunDir, job_id: str, restart: int, nodelist: str, ne
     As a person can have it, and a release of Slurm whose requeue asks for the nodes that the job
     had at its end. Returns what is to be said where that is of no use; empty with nodes enough.
     """
-    given = len(_hosts(nodelist))
+    given = len(hosts_of(nodelist))
     if given >= needed or is_rehearsal(os.environ):
         return ""
     nodes = formatting.count(given, "node")
@@ -781,24 +781,17 @@ def _blame_lost_script(run: RunDir, history: Sequence[events.Event]) -> None:
     before = {e.attempt: e for e in history if isinstance(e, events.Started)}[number]
     blamed = bad_nodes.blamed(Attempt(run, number))
     text = files.read_tail(run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
-    lost = set(nodes_lost(text.rpartition(f", job {before.job_id} on ")[2]))
+    lost = set(srun_lines.lost_nodes(text.rpartition(f", job {before.job_id} on ")[2]))
     with contextlib.suppress(SlurmError):
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
         lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
-    named = [host for host in _hosts(before.nodelist) if host in lost]
+    named = [host for host in hosts_of(before.nodelist) if host in lost]
     new = [host for host in named if host not in blamed]
     if new:
         reason = f"lost during attempt {number}, whose end nobody recorded"
         bad_nodes.blame(
             Attempt(run, number), before.job_id, dict.fromkeys(new, reason), bad_nodes.BY_LOSS
         )
-
-
-def _hosts(nodelist: str) -> list[str]:
-    try:
-        return expand_nodelist(nodelist) if nodelist else []
-    except ClusterDDPError:
-        return []
 
 
 def _let_job_end(run: RunDir, job_id: str, *, preempted: bool) -> None:

@@ -29,24 +29,19 @@ from clusterddp.run.outcome import (
 from clusterddp.run.records import LastWord, Outcome, Report
 from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import srun_lines
 from clusterddp.slurm.client import Ending, ending
-from clusterddp.slurm.forms import hosts_of
 from clusterddp.status import end_codes
 
 _ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
 # srun's lines stand at the log's end; a set-up can have written a great deal before them.
 _LOG_TAIL_BYTES = 1 << 20
-# From inside the job a lost node looks like scancel, but for srun's own lines.
-_STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
-_STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
 # Lightning's own lines (2.6, loops/fit_loop.py and signal_connector.py): it has finished, or it has
 # got a signal, as in the second of two fits.
 _FINISHED_OR_TOLD = re.compile(
     r"(?P<finished>`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=.*` reached)"
     r"|Received SIGTERM: \d|Handling auto-requeue signal: \d"
 )
-# srun's first line where its step is ended from outside; one that fails by itself is named before.
-_STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
 _NOT_THERE = re.compile(
     r"FileNotFoundError|NotADirectoryError|[Nn]o such file|not (?:be )?found|does ?n[o']t exist"
     r"|urlopen|[Dd]ownload|HTTPError|URLError"
@@ -55,7 +50,6 @@ _NOT_THERE = re.compile(
 _BREAKS_OFF_SECONDS = 60.0
 """Time after a suspension in which ranks that have waited for too long by then break off."""
 _OVER_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|[Oo]ut[ -]?[Oo]f[ -]?[Mm]emory")
-_NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -133,12 +127,6 @@ def stop_asked(attempt: Attempt, job_id: str) -> bool:
     if attempt.asked_to_stop() == "stop":
         return True
     return withdrawn(events.read(attempt.run.events), job_id) == restart_policy.STOPPED
-
-
-def nodes_lost(job_log: str) -> tuple[str, ...]:
-    """Return the nodes that srun has seen fail, by its lines in a job's log."""
-    lists = _NODE_LOST.findall(job_log)
-    return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
 
 
 def _hardware(evidence: "_Evidence", end: End) -> str:
@@ -251,8 +239,7 @@ class _Evidence:
     @property
     def step_aborted(self) -> bool:
         """True where srun was told of the step's end before it saw a task end, by its lines."""
-        lines = [line for line in self.job_log.splitlines() if line.startswith("srun: ")]
-        return _STEP_ABORTED.match("\n".join(lines)) is not None
+        return srun_lines.was_aborted(self.job_log)
 
     @cached_property
     def interrupted_by(self) -> str:
@@ -265,7 +252,9 @@ class _Evidence:
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
         blames = bad_nodes.blames(self.attempt, bad_nodes.BY_LOSS)
-        return tuple(node for each in blames for node in each.nodes) or nodes_lost(self.job_log)
+        return tuple(node for each in blames for node in each.nodes) or srun_lines.lost_nodes(
+            self.job_log
+        )
 
     @cached_property
     def slurms_word(self) -> Ending:
@@ -280,7 +269,7 @@ class _Evidence:
             return Ending.NONE
         word = ending(own_name(os.environ, self.job_id), self.restart)
         # slurmctld can show a job preempted by cancelling it as one that a person cancelled.
-        preempted = word is Ending.CANCELLED and _STEP_PREEMPTED.search(self.job_log)
+        preempted = word is Ending.CANCELLED and srun_lines.was_preempted(self.job_log)
         return Ending.PREEMPTED if preempted else word
 
     @cached_property
@@ -498,7 +487,7 @@ def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
     if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1].cause:
         return False
     log = of_attempt(attempt.run.path / failure.log, attempt.number)
-    return bool(_STEP_ENDED.search(log))
+    return srun_lines.was_ended(log)
 
 
 def _remarks(evidence: _Evidence, end: End) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ until it names this attempt's nonce, and only numbers and short texts after that
 import contextlib
 import errno
 import functools
-import re
 import selectors
 import socket
 import subprocess
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterddp.errors import RequestError
 from clusterddp.preflight import verdict
 from clusterddp.preflight.measurements import (
     Lines,
@@ -27,7 +25,7 @@ from clusterddp.preflight.measurements import (
     load,
 )
 from clusterddp.preflight.verdict import Node
-from clusterddp.slurm.forms import expand_nodelist
+from clusterddp.slurm import srun_lines
 
 FIRST_SECONDS = 60.0
 """Time for the first node to answer: Slurm may hold a step back."""
@@ -35,9 +33,6 @@ PATIENCE_SECONDS = 30.0
 """Time without any further answer, and for each answer of all to the next question."""
 UNREACHED = 69
 """Exit code of a probe that reached no address of the batch host (EX_UNAVAILABLE of sysexits.h)."""
-_ENDED = re.compile(
-    r"^srun: error: ([^\s:]+): tasks? [\d,-]+: Exited with exit code (\d+)\s*$", re.MULTILINE
-)
 _END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
@@ -381,16 +376,7 @@ def exit_codes(log: Path) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=1)
 def _exit_codes(log: Path, size: int) -> dict[str, int]:
-    ended = _ENDED.findall(log.read_bytes()[:size].decode(errors="replace"))
-    # srun names several in one line where they come by one message: h[02-04].
-    return {host: int(code) for hosts, code in ended for host in _expanded(hosts)}
-
-
-def _expanded(hosts: str) -> list[str]:
-    try:
-        return expand_nodelist(hosts)
-    except RequestError:
-        return []
+    return srun_lines.exit_codes(log.read_bytes()[:size].decode(errors="replace"))
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from clusterddp import files, log
@@ -29,7 +29,9 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
 from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import srun_lines
 from clusterddp.slurm.forms import SPARES_VARIABLE
+from clusterddp.slurm.srun_lines import TaskEnd
 
 SIGN_SECONDS = 5.0
 """Between two signs of life of a node, in a job that has spare ones."""
@@ -101,7 +103,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     codes and signals; ranks that hung; ranks that aborted; ranks that vanished; ranks that lost
     another, those that NCCL's watchdog ended for it included; and ranks that were told to end.
     """
-    reports = _read_srun(job_log_text)
+    reports = srun_lines.task_ends(job_log_text)
     above = _killed_above(outcomes, reports)
     if above:
         return above
@@ -151,14 +153,14 @@ def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure
 
     srun then ends the other ranks, which save and leave as if somebody had asked them to.
     """
-    reports = _read_srun(job_log_text)
+    reports = srun_lines.task_ends(job_log_text)
     first = _killed_at_first(reports)
     if first and any(o.rank == first.rank and _is_missing(first, o) for o in outcomes):
         return _from_srun(first)
     return _killed_above(outcomes, reports)
 
 
-def _killed_above(outcomes: Sequence[Outcome], reports: Sequence["_Report"]) -> Failure | None:
+def _killed_above(outcomes: Sequence[Outcome], reports: Sequence[TaskEnd]) -> Failure | None:
     """Find a rank whose end is recorded although srun's task, first of all, was killed.
 
     That task is then no rank: an agent of torchrun's, submitit's process, a launch prefix.
@@ -178,16 +180,16 @@ def _killed_above(outcomes: Sequence[Outcome], reports: Sequence["_Report"]) -> 
     if not ended_for_it:
         return None
     named = next((o for o in ended_for_it if o.rank == first.rank), ended_for_it[0])
-    reason, code = _SIGNAL_WORDS[first.word]
+    reason, code = first.explain()
     return Failure(named.rank, named.host, f"{_ABOVE} was {reason}", _log(named.rank), code)
 
 
-def _killed_at_first(reports: Sequence["_Report"]) -> "_Report | None":
+def _killed_at_first(reports: Sequence[TaskEnd]) -> TaskEnd | None:
     first = next((report for report in reports if report.primary), None)
-    return first if first and first.word in _KILLED else None
+    return first if first and first.was_killed else None
 
 
-def _earliest(group: Sequence[Outcome], reports: Sequence["_Report"]) -> Outcome:
+def _earliest(group: Sequence[Outcome], reports: Sequence[TaskEnd]) -> Outcome:
     """Find the rank that ended first: by the clock on one host, by srun's order on several.
 
     Where the ranks have not measured how far the clocks are apart, srun's lines stand in the order
@@ -209,29 +211,7 @@ def _short(host: str) -> str:
     return host if host.replace(".", "").isdigit() else host.partition(".")[0]
 
 
-@dataclass(frozen=True)
-class _Report:
-    """End of one task in srun's words."""
-
-    rank: int
-    host: str
-    reason: str
-    primary: bool
-    """Said before srun began to end the other tasks, and no answer to its SIGTERM."""
-
-    @property
-    def word(self) -> str:
-        """Signal, in strsignal(3)'s words, if it was one."""
-        return self.reason.removesuffix(" (core dumped)")
-
-    @property
-    def exit_code(self) -> int | None:
-        """Code with which the task exited; None where something else ended it."""
-        exited = re.fullmatch(r"Exited with exit code (\d+)", self.reason)
-        return int(exited[1]) if exited else None
-
-
-def _are_agents(reports: Sequence[_Report], failed: Sequence[Outcome]) -> bool:
+def _are_agents(reports: Sequence[TaskEnd], failed: Sequence[Outcome]) -> bool:
     """Return whether srun's tasks are known to be no ranks.
 
     srun names every task of its own that ends with a code, and by that code; it does not know the
@@ -248,7 +228,7 @@ def _are_agents(reports: Sequence[_Report], failed: Sequence[Outcome]) -> bool:
     return any(said.get(task, -1) not in (None, o.exit_code) for o, task in by_itself)
 
 
-def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
+def _is_missing(report: TaskEnd, outcome: Outcome | None) -> bool:
     """Return whether srun's line is all that is known of the task's end.
 
     Under torchrun srun's tasks are the agents: the line of agent 3 is not about rank 3.
@@ -258,57 +238,11 @@ def _is_missing(report: _Report, outcome: Outcome | None) -> bool:
     return outcome.ended is None and _short(outcome.host) == _short(report.host)
 
 
-# srun: error: h02: task 3: Killed / h01: tasks 0-2: Exited with exit code 1 (srun's
-# launch_common_step_terminated and _handle_msg; the list is a bitmap in range form).
-_SRUN_LINE = re.compile(
-    r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+?)\s*$"
-)
-# 22.05 says who says so: srun: launch/slurm: _step_signal: Terminating StepId=17.0
-_ENDING = re.compile(
-    r"^(srun: (?:\S+: \w+: )?Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)"
-)
-
-
-def _read_srun(text: str) -> list[_Report]:
-    reports = []
-    ending = False
-    for line in text.splitlines():
-        if _ENDING.match(line):
-            ending = True
-        report = _SRUN_LINE.match(line)
-        if not report:
-            continue
-        what = report["what"]
-        primary = not what.startswith("Terminated") and not (ending and what.startswith("Killed"))
-        ranks = _ranks(report["ranks"])
-        reports += [_Report(rank, report["host"], what, primary) for rank in ranks]
-    return reports
-
-
-def _ranks(text: str) -> Iterator[int]:
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit() and (not last or last.isdigit()):
-            yield from range(int(first), int(last or first) + 1)
-
-
-# srun prints strsignal(3)'s words.
-_FATAL = [signal.Signals[f"SIG{name}"] for name in ("KILL", "SEGV", "ABRT", "BUS", "ILL", "FPE")]
-"""Signals that nobody sends to ask for an end."""
-_SIGNAL_WORDS = {
-    signal.strsignal(number): (f"killed by {number.name}", 128 + number)
-    for number in (*_FATAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-}
-_SIGNAL_WORDS["Out Of Memory"] = "out of memory (killed by the kernel)", 137
-_KILLED = {"Out Of Memory", *map(signal.strsignal, _FATAL)}
 _ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
 
 
-def _from_srun(report: _Report) -> Failure:
-    reason, code = _SIGNAL_WORDS.get(report.word, (report.reason, None))
-    if report.exit_code is not None:
-        code = report.exit_code
-        reason = f"exit code {code}"
+def _from_srun(report: TaskEnd) -> Failure:
+    reason, code = report.explain()
     return Failure(report.rank, report.host, reason, _log(report.rank), code)
 
 

@@ -23,7 +23,7 @@ from clusterddp.slurm.forms import (
     RANK_VARIABLES,
     SPARES_VARIABLE,
     array_indices,
-    expand_nodelist,
+    hosts_of,
     time_seconds,
 )
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
@@ -557,8 +557,8 @@ def job_nodes(job_id: str) -> JobNodes:
     if "Partition" not in fields:
         raise SlurmError(f"Slurm does not say where job {job_id} may start")
     excluded = fields.get("ExcNodeList", "(null)")
-    hosts = () if excluded in ("(null)", "") else tuple(expand_nodelist(excluded))
-    return JobNodes(fields["Partition"], hosts)
+    hosts = hosts_of("" if excluded == "(null)" else excluded)
+    return JobNodes(fields["Partition"], tuple(hosts))
 
 
 def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:

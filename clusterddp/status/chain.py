@@ -10,13 +10,12 @@ import contextlib
 import itertools
 import os
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from clusterddp import log
+from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import ANY, CONDITIONS, OK, JobSpec
@@ -39,9 +38,6 @@ from clusterddp.status.state import (
 from clusterddp.status.status import RunStatus, find_run, job_ids, statuses
 from clusterddp.status.sweeps import find_sweep, most_telling, summary
 
-PATIENCE_SECONDS = 600.0
-"""Time for which a start asks how an awaited run is doing, until it gives up."""
-_PAUSE_SECONDS = 5.0
 _MOST_FOLLOWED = 1000
 """Runs and sweeps whose own waits are looked at for a circle."""
 
@@ -449,14 +445,15 @@ def _runs_of(run: RunDir) -> list[RunDir]:
 
 def _look_patiently(spec: JobSpec) -> list[Awaited]:
     """Look at the awaited runs, again and again while Slurm does not say how they are doing."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
+    awaited: list[Awaited] = []
+    for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
         awaited = look(spec)
         unknown = [each.words for each in awaited if each.due is Due.UNKNOWN]
-        if not unknown or time.monotonic() > deadline:
-            return awaited
-        log.info(f"{', '.join(unknown)}; asking again")
-        time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody
+        if not unknown:
+            break
+        if not is_last:
+            log.info(f"{', '.join(unknown)}; asking again")
+    return awaited
 
 
 def _left_held(job_id: str, error: Exception) -> str:

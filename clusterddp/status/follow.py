@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from clusterddp import formatting, log
+from clusterddp import formatting, log, patience
 from clusterddp.errors import RequestError
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
@@ -29,12 +29,6 @@ from clusterddp.status.state import (
 )
 from clusterddp.status.status import RunStatus, run_status
 
-FILES_SECONDS = 0.3
-"""Pause between two looks at the run's files."""
-SLURM_SECONDS = (1.0, 10.0)
-"""Pause between two questions to Slurm: at first and after a change, and at most."""
-SETTLE_SECONDS = 30.0
-"""Time that a failed run's Slurm job may take to leave before the run's own record is final."""
 FORGOTTEN_ANSWERS = 3
 """Answers in a row that Slurm knows no such job, after which the run is over."""
 GONE_LOOKS = 3
@@ -112,8 +106,8 @@ def wait_for_end(
     is unknown.
     """
     watch = _Watch(run)
-    end = math.inf if timeout is None else time.monotonic() + timeout
-    while True:
+    seconds = math.inf if timeout is None else timeout
+    for _ in patience.looks(seconds, every=patience.FOLLOWED_FILES_PAUSE):
         if printer:
             printer.print_new()
         status = watch.look()
@@ -121,11 +115,8 @@ def wait_for_end(
             if printer:
                 printer.print_new(last=True)  # written between the two looks
             return status
-        left = end - time.monotonic()
-        if left <= 0:
-            words = f"has not ended within {timeout:g} s: it is {status.state}"
-            raise TimeoutError(f"the run {run.path.name} {words}")
-        time.sleep(min(FILES_SECONDS, left))
+    words = f"has not ended within {timeout:g} s: it is {status.state}"
+    raise TimeoutError(f"the run {run.path.name} {words}")
 
 
 def how_it_ended(status: RunStatus) -> str:
@@ -191,7 +182,7 @@ class _Watch:
         self.is_over = False
         self._run = run
         self._states: dict[str, JobState] = {}
-        self._pause = SLURM_SECONDS[0]
+        self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
         self._next_question = 0.0
         self._logged = ("", "")
         self._answers: list[str] = []  # the last ones, all alike, by which the run is over
@@ -235,7 +226,7 @@ class _Watch:
             self._judge(self._status, bool(asked), answered)
         if answered:
             self._next_question = time.monotonic() + self._pause
-            self._pause = min(self._pause * 1.5, SLURM_SECONDS[1])
+            self._pause = min(self._pause * 1.5, patience.FOLLOWED_SLURM_PAUSES[1])
         return self._status
 
     def _lacks_records(self, status: RunStatus) -> bool:
@@ -271,10 +262,10 @@ class _Watch:
         if not (status.has_ended or forgotten):
             self._answers, self._ended_at = [], 0.0
             return
-        self._pause = SLURM_SECONDS[0]  # the end is near
+        self._pause = patience.FOLLOWED_SLURM_PAUSES[0]  # the end is near
         self._ended_at = self._ended_at or time.monotonic()
         leaving = job.state is not State.UNKNOWN and not job.state.is_final
-        if leaving and time.monotonic() < self._ended_at + SETTLE_SECONDS:
+        if leaving and time.monotonic() < self._ended_at + patience.FOLLOWED_SETTLES:
             return
         answer = f"{status.state} {job.state.value}"
         self._answers = [*(before for before in self._answers if before == answer), answer]
@@ -289,7 +280,7 @@ class _Watch:
         if shown == self._logged or status.state not in (CREATED, QUEUED, RUNNING):
             return
         if status.state != self._logged[0]:
-            self._pause = SLURM_SECONDS[0]
+            self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
         self._logged = shown
         job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
         where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterddp import files, log
+from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.orphans import adopted
 from clusterddp.processes.signals import die_with_parent
@@ -32,15 +32,6 @@ from clusterddp.status.state import CANCELLED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.status.status import RunStatus, run_status, statuses, submission_folder
 from clusterddp.status.sweeps import SweepStatus, has_failed, sweep_status
 
-PROGRAM_SECONDS = 60.0
-"""Time that the program has."""
-SETTLE_SECONDS = 90.0
-"""Time for which Slurm may still show a job at work whose end has let the next one start."""
-UNANSWERED_SECONDS = 480.0
-"""Time for which Slurm may not answer; the job that asks has ten minutes."""
-_PAUSE_SECONDS = 2.0
-_GRACE_SECONDS = 5.0
-"""Time between TERM and KILL for a program that takes longer."""
 _MOST_OUTPUT_BYTES = 1 << 20
 _OURS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
 """Signals to which the batch controller, and Python, are deaf: the program shall not be."""
@@ -158,16 +149,17 @@ def tell_as_job(run: RunDir) -> None:
         "",
     )
     began = time.monotonic()
-    while not mark_of(run).exists():
-        status, patience, jobs = _look(run)
-        is_late = time.monotonic() - began > patience
+    for _ in patience.looks(every=patience.NOTICE_PAUSE):  # Slurm tells nobody when it has settled
+        if mark_of(run).exists():
+            return
+        status, settles, jobs = _look(run)
+        is_late = time.monotonic() - began > settles
         if not jobs and is_late:
             tell(run, spec, status, "dependent job")
             return
         if jobs and (jobs != waited_for or is_late):
             queue(run, spec, jobs)
             return
-        time.sleep(_PAUSE_SECONDS)  # Slurm tells nobody when it has settled
 
 
 def tell_sweep(sweep: SweepDir, by: str) -> None:
@@ -176,8 +168,8 @@ def tell_sweep(sweep: SweepDir, by: str) -> None:
         spec = sweep.load_spec()
         if not spec.notify:
             return
-        status, patience, _ = _look(sweep)
-        if patience < 0:
+        status, settles, _ = _look(sweep)
+        if settles < 0:
             tell(sweep, spec, status, by)
     except (ClusterDDPError, OSError) as error:
         log.warning(f"--notify: {error} [CD1108]")
@@ -201,8 +193,8 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
         jobs = [job.partition("_")[0] for job in jobs]
     ended = [each.has_ended or each.is_forgotten for each in known]
     is_unanswered = any(s.state == UNKNOWN and not s.is_forgotten for s in known)
-    patience = UNANSWERED_SECONDS if is_unanswered else SETTLE_SECONDS
-    return status, -1.0 if all(ended) else patience, ":".join(dict.fromkeys(jobs))
+    settles = patience.NOTICE_UNANSWERED if is_unanswered else patience.NOTICE_SETTLES
+    return status, -1.0 if all(ended) else settles, ":".join(dict.fromkeys(jobs))
 
 
 def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) -> None:
@@ -283,31 +275,33 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
         # A copy: who has left the group can hold the pipe, and the log is closed behind this.
         copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
         copying.start()
-        problem = f"ended, as it had not come to an end within {PROGRAM_SECONDS:g} s"
+        problem = f"ended, as it had not come to an end within {patience.NOTIFIED_PROGRAM:g} s"
         try:
-            if _ends(program, PROGRAM_SECONDS):
+            if _ends(program, patience.NOTIFIED_PROGRAM):
                 problem = ""
             else:
                 _signal(program, signal.SIGTERM)
-                _ends(program, _GRACE_SECONDS)
+                _ends(program, patience.NOTIFIED_PROGRAM_LEAVES)
         finally:  # a Ctrl-C in a rehearsal, too
             _signal(program, signal.SIGKILL)  # and what it has left behind
             code = program.wait()
             if problem:  # in sessions of its own, too
-                end_all(_GRACE_SECONDS)
-    copying.join(_GRACE_SECONDS)
+                end_all(patience.NOTIFIED_PROGRAM_LEAVES)
+    copying.join(patience.NOTIFIED_PROGRAM_LEAVES)
     return code if code >= 0 else 128 - code, problem
 
 
 def _ends(program: "subprocess.Popen[bytes]", seconds: float) -> bool:
     """Wait for its end without reaping it, by which its number stays that of its group alone."""
-    deadline = time.monotonic() + seconds
-    with contextlib.suppress(ChildProcessError):
-        while not os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-    return True
+
+    def has_ended() -> bool:
+        try:
+            how = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            return os.waitid(os.P_PID, program.pid, how) is not None
+        except ChildProcessError:
+            return True
+
+    return patience.wait_until(has_ended, seconds, every=patience.CHILD_PAUSE)
 
 
 def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:

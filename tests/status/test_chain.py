@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp import patience
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.request.sweep import Sweep
@@ -381,10 +382,10 @@ def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
 ) -> None:
     answers = [[awaited("a", "unknown")], [awaited("a", "done")]]
     monkeypatch.setattr(chain, "look", lambda _: answers.pop(0))
-    monkeypatch.setattr(chain, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(patience, "SLURM_AWAY_PAUSE", 0)
     assert chain.wait_again(waiting, "5", 0) == ""
     monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "unknown", detail="no answer")])
-    monkeypatch.setattr(chain, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(patience, "SLURM_AWAY", 0)
     with pytest.raises(chain.NotDue, match=r"as it waits for a: a \(unknown: no answer\)"):
         chain.wait_again(waiting, "5", 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp import formatting
+from clusterddp import formatting, patience
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CODE_AT_END
@@ -20,8 +20,6 @@ from clusterddp.status.status import RunStatus, statuses_and_states
 from clusterddp.status.sweeps import SweepStatus, grouped, select_each, sweep_status
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
-_WATCH_SECONDS = 10.0
-_sleep = time.sleep
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 """Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
@@ -46,9 +44,9 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     "--watch",
     type=click.FloatRange(1, 86400),
     is_flag=False,
-    flag_value=_WATCH_SECONDS,
+    flag_value=patience.WATCHED_LIST_PAUSE,
     metavar="[SECONDS]",
-    help=f"Look again every so often (alone: {_WATCH_SECONDS:g}) until Ctrl-C.",
+    help=f"Look again every so often (alone: {patience.WATCHED_LIST_PAUSE:g}) until Ctrl-C.",
 )
 @OUTPUT_ROOT_OPTION
 @JSON_OPTION
@@ -124,7 +122,7 @@ def _watch(
     """Print the list again and again, until an interruption, which is passed on."""
     known: dict[str, JobState] = {}
     before: list[tuple[str, str, str]] | None = None
-    while True:
+    for _ in patience.looks(every=seconds):
         listed = _listed(root, names, last, state, known)
         if sys.stdout.isatty():
             size = shutil.get_terminal_size()
@@ -150,7 +148,6 @@ def _watch(
                 click.echo("\n".join([f"--- {stamp}", *_lines(listed, None)]))
                 sys.stdout.flush()
             before = now
-        _sleep(seconds)
 
 
 def _none(root: Path, state: Sequence[str]) -> str:

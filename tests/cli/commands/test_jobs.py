@@ -11,11 +11,12 @@ import subprocess
 import sys
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from clusterddp import patience
 from clusterddp.cli import runs
-from clusterddp.cli.commands import jobs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]
@@ -251,7 +252,7 @@ def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
         workplace.command("squeue", f"echo '2|FAILED|None'; echo '3|{state}|None'")
 
     workplace.command("squeue", "echo '2|FAILED|None'; echo '3|PENDING|Priority'")
-    monkeypatch.setattr(jobs, "_sleep", pass_by)
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_by))
     got = workplace.invoke("jobs", "--watch", "30")
     assert (got.code, looks) == (130, [30.0] * 5)
     assert got.out.count("NAME") == 3

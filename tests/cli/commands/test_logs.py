@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp import patience
 from clusterddp.cli.runs import follow
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status import follow as following
 from clusterddp.status.follow import LogTail
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds
@@ -131,8 +131,8 @@ def test_a_log_that_is_emptied_is_read_anew(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "FILES_SECONDS", 0.01)
-    monkeypatch.setattr(following, "SLURM_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(patience, "FOLLOWED_FILES_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "FOLLOWED_SLURM_PAUSES", (0.01, 0.02))
 
 
 def story(workplace: Workplace, run: RunDir, *steps: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp import patience
 from clusterddp.request.spec import JobSpec, Resources
 from clusterddp.run.attempt import Attempt, begin, latest, publish
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status import follow as following
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds
 
@@ -350,8 +350,8 @@ def test_the_loop_of_a_rehearsals_command_is_asked_by_the_mark(workplace: Workpl
 def test_wait_returns_when_the_run_has_left(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "FILES_SECONDS", 0.01)
-    monkeypatch.setattr(following, "SLURM_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(patience, "FOLLOWED_FILES_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "FOLLOWED_SLURM_PAUSES", (0.01, 0.02))
     run = training(workplace)
     line = {**ended("12", 75), "attempt": 1, "cause": "stopped", "why": "stopped", "step": 40}
     workplace.command("squeue", RUNS)

@@ -1,0 +1,68 @@
+"""Waits for what sends no word, and the table of how long and how often: one loop, all times here.
+
+So wait files on a file system that hosts share, a slurmctld that comes back, processes of others.
+Times are in seconds; what can be waited for by an event (a pipe, a child, a thread) is not here.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_GROWTH = 1.5
+
+SLURM_AWAY = 600.0
+"""A slurmctld that is restarted, or fails over, is back within minutes."""
+SLURM_AWAY_PAUSE = 5.0
+FOLLOWED_FILES_PAUSE = 0.3
+"""Between two looks at a run's files: as quick as a person sees a line come."""
+FOLLOWED_SLURM_PAUSES = (1.0, 10.0)
+"""Between two questions to Slurm: at first and after a change, and at most."""
+FOLLOWED_SETTLES = 30.0
+"""A failed run's job may take so long to leave until the run's own record is final."""
+WATCHED_LIST_PAUSE = 10.0
+"""Between two lists of `jobs --watch`, each of which is one call of squeue."""
+NOTICE_SETTLES = 90.0
+"""Slurm may still show a job at work whose end has let the next one start."""
+NOTICE_UNANSWERED = 480.0
+"""Slurm may not answer for so long; the job that asks has ten minutes."""
+NOTICE_PAUSE = 2.0
+NOTIFIED_PROGRAM = 60.0
+"""Time that the program of --notify has."""
+NOTIFIED_PROGRAM_LEAVES = 5.0
+"""Between TERM and KILL for one that takes longer."""
+CHILD_PAUSE = 0.02
+"""Between two looks at a child of this process, which are cheap."""
+
+
+def looks(
+    seconds: float = math.inf, *, every: float, longest: float | None = None
+) -> Iterator[bool]:
+    """Yield for each look that is due, for so many seconds: whether it is the last one.
+
+    The first comes at once, and the last when the time is over. longest: pauses grow up to it.
+    """
+    deadline = time.monotonic() + seconds
+    is_last = False
+    while not is_last:
+        is_last = time.monotonic() >= deadline
+        yield is_last
+        if not is_last:
+            time.sleep(max(min(every, deadline - time.monotonic()), 0.0))
+            every = max(every, min(every * _GROWTH, longest or every))
+
+
+def wait_until(
+    condition: Callable[[], T],
+    seconds: float = math.inf,
+    *,
+    every: float,
+    longest: float | None = None,
+) -> T:
+    """Ask until the answer is true, for so many seconds; returns the last answer. See `looks`."""
+    for _ in looks(seconds, every=every, longest=longest):
+        if answer := condition():
+            break
+    return answer

@@ -1,0 +1,121 @@
+"""Reads the lines of srun and slurmstepd in a job's log: ended tasks, lost nodes, an ended step."""
+
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from clusterddp.slurm.forms import hosts_of
+
+# srun: error: h02: task 3: Killed / h01: tasks 0-2: Exited with exit code 1 (srun's
+# launch_common_step_terminated and _handle_msg; the list is a bitmap in range form).
+_TASKS_ENDED = re.compile(
+    r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+?)\s*$"
+)
+_EXITED = re.compile(r"Exited with exit code (\d+)")
+# 22.05 says who says so: srun: launch/slurm: _step_signal: Terminating StepId=17.0
+_ENDING = re.compile(
+    r"^(srun: (?:\S+: \w+: )?Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)"
+)
+# From inside the job a lost node looks like scancel, but for srun's own lines.
+_STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
+_STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
+# srun's first line where its step is ended from outside; one that fails by itself is named before.
+_STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
+_NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+_FATAL = [signal.Signals[f"SIG{name}"] for name in ("KILL", "SEGV", "ABRT", "BUS", "ILL", "FPE")]
+"""Signals that nobody sends to ask for an end."""
+# srun prints strsignal(3)'s words.
+_SIGNAL_WORDS = {
+    signal.strsignal(number): (f"killed by {number.name}", 128 + number)
+    for number in (*_FATAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+}
+_SIGNAL_WORDS["Out Of Memory"] = "out of memory (killed by the kernel)", 137
+_KILLED = {"Out Of Memory", *map(signal.strsignal, _FATAL)}
+
+
+@dataclass(frozen=True)
+class TaskEnd:
+    """End of one task in srun's words."""
+
+    rank: int
+    host: str
+    words: str
+    primary: bool
+    """Said before srun began to end the other tasks, and no answer to its SIGTERM."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Code with which the task exited; None where something else ended it."""
+        exited = _EXITED.fullmatch(self.words)
+        return int(exited[1]) if exited else None
+
+    @property
+    def was_killed(self) -> bool:
+        """Return whether a signal has ended it that nobody sends to ask for an end."""
+        return self._signal in _KILLED
+
+    def explain(self) -> tuple[str, int | None]:
+        """Return what has ended it, and its exit code as a shell shows it, if that is known."""
+        if self.exit_code is not None:
+            return f"exit code {self.exit_code}", self.exit_code
+        return _SIGNAL_WORDS.get(self._signal, (self.words, None))
+
+    @property
+    def _signal(self) -> str:
+        return self.words.removesuffix(" (core dumped)")
+
+
+def task_ends(log: str) -> list[TaskEnd]:
+    """Return the ends of tasks in the order in which srun has seen them."""
+    ends = []
+    is_ending = False
+    for line in log.splitlines():
+        is_ending = is_ending or _ENDING.match(line) is not None
+        if ended := _TASKS_ENDED.match(line):
+            what = ended["what"]
+            primary = not what.startswith("Terminated") and not (
+                is_ending and what.startswith("Killed")
+            )
+            ends += [TaskEnd(rank, ended["host"], what, primary) for rank in _ranks(ended["ranks"])]
+    return ends
+
+
+def exit_codes(log: str) -> dict[str, int]:
+    """Return the exit codes of failed tasks by their nodes, of a step with one task per node."""
+    # srun names several in one line where they come by one message: h[02-04].
+    return {
+        host: int(exited[1])
+        for line in log.splitlines()
+        if (ended := _TASKS_ENDED.match(line)) and (exited := _EXITED.fullmatch(ended["what"]))
+        for host in hosts_of(ended["host"])
+    }
+
+
+def lost_nodes(log: str) -> tuple[str, ...]:
+    """Return the nodes that srun has seen fail."""
+    lists = _NODE_LOST.findall(log)
+    return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
+
+
+def was_ended(log: str) -> bool:
+    """Return whether slurmstepd was told to end the step."""
+    return bool(_STEP_ENDED.search(log))
+
+
+def was_preempted(log: str) -> bool:
+    """Return whether slurmstepd was told to end the step by a preemption."""
+    return bool(_STEP_PREEMPTED.search(log))
+
+
+def was_aborted(log: str) -> bool:
+    """Return whether srun was told of the step's end before it saw a task end."""
+    lines = [line for line in log.splitlines() if line.startswith("srun: ")]
+    return _STEP_ABORTED.match("\n".join(lines)) is not None
+
+
+def _ranks(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            yield from range(int(first), int(last or first) + 1)
