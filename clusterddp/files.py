@@ -128,6 +128,43 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def create(path: Path, content: bytes = b"") -> bool:
+    """Make a file that is not there yet, for this process alone; returns False where it is there.
+
+    Hosts that share the file system agree on who has made it. Mode 0600. Raises OSError, and leaves
+    no file that a full disk has cut.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def create_record(path: Path, record: object) -> bool:
+    """Write a dataclass, or JSON's own types, as `create` does."""
+    return create(path, f"{json.dumps(record, default=dataclasses.asdict)}\n".encode())
+
+
+def age(path: Path, folder: Path) -> float:
+    """Return the seconds since a file's last change, by the file system's clock; inf without it.
+
+    folder: of the same file system; this process may write there. Raises OSError.
+    """
+    try:
+        changed = path.stat().st_mtime
+    except OSError:
+        return math.inf
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
+        return os.fstat(probe.fileno()).st_mtime - changed
+
+
 def write_record(path: Path, record: object, *, indent: int | None = None) -> None:
     """Write a dataclass, or JSON's own types, as `write_atomically` does. Raises OSError."""
     text = json.dumps(record, indent=indent, default=dataclasses.asdict)

@@ -33,8 +33,8 @@ from clusterddp.errors import (
     coded,
 )
 from clusterddp.files import write_atomically
-from clusterddp.processes.meeting import listening_ports
 from clusterddp.processes.signals import die_with_parent
+from clusterddp.processes.worlds import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec

@@ -88,14 +88,28 @@ def act_on_each(
         results.append(result)
         if not as_json:
             click.echo(words(result))
-    for failure in dict.fromkeys(failed):
-        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
-    code = max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+    code = echo_failures(failed)
     if wait:
         code = max(code, wait(reached))
     if as_json:
         echo_json([dataclasses.asdict(result) for result in results])
     return code
+
+
+def agrees(question: str) -> bool:
+    """Ask before something is removed. Raises RequestError where nobody answers."""
+    click.echo(f"{question} [y/N] ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
+    return answer.strip().lower() in ("y", "yes")
+
+
+def echo_failures(failures: Sequence[errors.ClusterDDPError]) -> int:
+    """Print why it did not work with some runs; returns the highest of the exit codes."""
+    for failure in dict.fromkeys(failures):
+        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
+    return max((failure.exit_code for failure in failures), default=errors.EXIT_DONE)
 
 
 def echo_json(value: object) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from clusterddp import files
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.orphans import adopt
-from clusterddp.processes.signals import die_with_parent
+from clusterddp.processes.signals import adopt, die_with_parent
+from clusterddp.processes.table import children
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS
 from clusterddp.slurm.forms import expand_nodelist
 
@@ -166,11 +167,10 @@ def _end_what_is_left() -> None:
 
     Such are the ranks of an agent of torchrun that was ended while it started them.
     """
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
     with suppress(OSError):  # there are no more
         while True:
-            for pid in children.read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+            for pid in children(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 time.sleep(0.01)
 
@@ -196,12 +196,7 @@ def signal_session(leader: int, number: int) -> None:
 
 def _next_step(steps: Path) -> int:
     """Take the number of a step, from 0: creating the folder's file takes it."""
-    step_id = 0
-    while True:
-        with suppress(FileExistsError):
-            (steps / f"{step_id}.taken").touch(exist_ok=False)
-            return step_id
-        step_id += 1
+    return next(n for n in itertools.count() if files.create(steps / f"{n}.taken"))
 
 
 def _compressed(counts: Sequence[int]) -> str:

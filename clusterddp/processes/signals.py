@@ -1,4 +1,4 @@
-"""Signals between processes: held back, passed on, and sent by the kernel when a parent dies."""
+"""Signals between processes: held back, passed on, sent for a parent that dies and to orphans."""
 
 import contextlib
 import faulthandler
@@ -7,16 +7,18 @@ import select
 import signal
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
 from types import FrameType
+
+from clusterddp.processes.table import children, read_process
 
 try:
     import ctypes
 except ImportError:  # a Python that was built without libffi
     ctypes = None  # type: ignore[assignment]
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STDERR = 2
 _BEAT = struct.Struct("d")
 
@@ -135,6 +137,48 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def adopt(*, on: bool = True) -> None:
+    """Let what loses its parent below this process become its child.
+
+    So it finds again what left its parent's group. Linux only, with ctypes (prctl(2),
+    PR_SET_CHILD_SUBREAPER).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # the latter of None, too
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+
+
+@contextlib.contextmanager
+def adopted() -> Iterator[Callable[[float], None]]:
+    """Adopt in the block; yields what kills all that began below this process in it.
+
+    That takes so many seconds at most: the kernel can hold back the end of a process.
+    """
+    before = set(children(os.getpid()))
+
+    def end_all(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (new := set(children(os.getpid())) - before) and time.monotonic() < deadline:
+            for pid in new:
+                _kill(pid)
+                with contextlib.suppress(ChildProcessError):  # reaped by who has started it
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.01)
+
+    adopt()
+    try:
+        yield end_all
+    finally:
+        adopt(on=False)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and all below it; what one of them starts meanwhile is adopted."""
+    for child in children(pid):
+        _kill(child)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Pulse:
     """Has a child's stacks printed by its parent's signal where Python does not run in it for long.
 
@@ -174,7 +218,8 @@ class Pulse:
                 (limit,), silent = _BEAT.unpack(beats[-_BEAT.size :]), 0.0
                 continue
             # Seconds in which this process ran too: a job that was suspended owes no beat.
-            silent = 0.0 if _is_stopped(child) else silent + 1.0
+            process = read_process(child)
+            silent = 0.0 if process is None or process.state in "tT" else silent + 1.0
             if limit and silent >= limit:
                 send(_stacks_signal(), [child])
                 limit = 0.0
@@ -182,10 +227,3 @@ class Pulse:
 
 def _stacks_signal() -> int:
     return getattr(signal, "SIGRTMIN", 0)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
-    except OSError:
-        return True  # gone

@@ -27,6 +27,11 @@ from clusterddp.processes import replace_environment
 from clusterddp.processes.processors import has_nvidia_driver
 from clusterddp.processes.signals import die_with_parent
 
+if any("multiprocessing.forkserver" in word and __name__ in word for word in sys.orig_argv):
+    # This is our fork server, which imports this first: its processes die with it, so what ends a
+    # terminal's programs must reach it as little as them.
+    os.setsid()
+
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
 _FROZEN_AT_IMPORT = gc.get_freeze_count()  # Python 3.12 begins with some hundred objects
 
@@ -43,7 +48,7 @@ def get_ready(method: str) -> None:
         # Before anybody holds signals back: its start sets the mask of SIGINT and SIGTERM anew.
         multiprocessing.resource_tracker.ensure_running()
     if method == "forkserver":
-        multiprocessing.set_forkserver_preload(["clusterddp.processes.fork_server"])
+        multiprocessing.set_forkserver_preload([__name__])
         multiprocessing.forkserver.ensure_running()
 
 

@@ -1,5 +1,8 @@
 """Processes of this machine, as proc(5) shows them."""
 
+import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +14,7 @@ _STATES = {
     "t": "held by a debugger",
     "Z": "ended",
 }
+_MOST_PROCESSES = 4096
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,25 @@ def processes() -> dict[int, Process]:
     return {process.pid: process for process in found if process}
 
 
+def descendants(pid: int) -> Iterator[Process]:
+    """Yield the processes below one, those near it first."""
+    waiting, count = [pid], 0
+    while waiting and count < _MOST_PROCESSES:
+        for child in filter(None, map(read_process, children(waiting.pop(0)))):
+            count += 1
+            waiting.append(child.pid)
+            yield child
+
+
+def children(pid: int) -> list[int]:
+    """Return the numbers of a process's children; none where it has gone."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 -- names alone
+    except OSError:
+        return []
+    return [int(each) for task in tasks for each in read_text(pid, f"task/{task}/children").split()]
+
+
 def read_process(pid: int) -> Process | None:
     """Read a process's entry; None for one that has gone."""
     folder = Path(f"/proc/{pid}")
@@ -94,6 +117,29 @@ def hears(pid: int, number: int) -> bool:
     """
     ignored = status(pid).get("SigIgn")
     return ignored is not None and not int(ignored, 16) >> (number - 1) & 1
+
+
+def takes(pid: int, number: int) -> bool:
+    """Return whether a process has come to take a signal, be it in a thread, or has gone."""
+    fields = status(pid)
+    masks = (fields.get(name, "0") for name in ("SigCgt", "SigBlk"))
+    return not fields or any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
+def process_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
+    """Return whether a process of this machine is there; None for another machine's.
+
+    since: when it was there for certain, in seconds of the epoch; one that started later has only
+    inherited the number.
+    """
+    if pid is None or host not in (None, os.uname().nodename):
+        return None
+    process = read_process(pid)
+    if process is None or process.state in "ZX":
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.ticks / os.sysconf("SC_CLK_TCK")
+    # The clock can have been set since; a number comes round again only after a long while.
+    return since is None or time.time() - age <= since + 60
 
 
 def start_ticks(pid: int) -> int | None:

@@ -1,20 +1,25 @@
-"""Worlds of their own that a task's descendants form, as where each task starts torchrun.
+"""A program's ranks as seen from outside: worlds of their own, and whether they meet.
 
 What starts ranks tells them who they are in their environment, which Linux shows as it was when the
-program began (/proc/PID/environ). Nothing is changed or sent; a rank that lives for less than a
-moment may be missed, and so is one that its launcher tells in another way.
+program began (/proc/PID/environ): so descendants of a task are found that form a world, as where
+each task starts torchrun. A rank that lives for less than a moment may be missed, and so is one
+that its launcher tells in another way.
+
+torch's rank 0 listens on MASTER_PORT, and who meets in another way listens on another port. Linux
+shows who listens, and what was connected a minute ago (proc(5), net/tcp), and what a process has
+loaded. Nothing is changed or sent.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.processes.table import Process, read_process, start_ticks
+from clusterddp.processes.table import descendants, read_process, read_text, start_ticks
 
 _SIZES = {
     "WORLD_SIZE": "RANK",
@@ -24,8 +29,12 @@ _SIZES = {
 """Variables with the size of a world, and the rank in it: torch's, Open MPI's, MPICH's."""
 _PLACES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_PORT")
 """Variables that tell one world from another of its size."""
+_LISTENS = "0A"
+_LOOPBACK = ("0100007F", "00000000000000000000000001000000")
+"""127.0.0.1 and ::1, where programs listen for their own children."""
+_DENSE_SECONDS, _DENSE_PAUSE, _PAUSE = 60.0, 0.25, 2.0
+"""Time in which looks are dense, as a short program's meeting is, and the pauses between them."""
 _FIRST_LOOK_SECONDS, _LAST_PAUSE_SECONDS, _LONGER = 0.25, 60.0, 1.5
-_MOST_PROCESSES = 4096
 
 
 @dataclass(frozen=True)
@@ -79,22 +88,87 @@ def find(pid: int, own: Mapping[str, str]) -> World | None:
     return None
 
 
-def descendants(pid: int) -> Iterator[Process]:
-    """Yield the processes below one, those near it first."""
-    waiting, count = [pid], 0
-    while waiting and count < _MOST_PROCESSES:
-        parent = waiting.pop(0)
-        for task in _listed(f"/proc/{parent}/task"):
-            with suppress(OSError):
-                children = Path(f"/proc/{parent}/task/{task}/children").read_text()
-                for child in filter(None, map(read_process, map(int, children.split()))):
-                    count += 1
-                    waiting.append(child.pid)
-                    yield child
+class Meeting:
+    """Looks, until rank 0's process has ended, whether its program's ranks meet."""
+
+    def __init__(self, pid: int, port: int, found: Callable[[bool], None]) -> None:
+        """Start to look, from another thread.
+
+        found: is called with False once the program has loaded torch and nobody has listened, and
+            at last with True once the program or its children listen for other hosts, or somebody
+            on `port`.
+        """
+        self._pid, self._port, self._found = pid, port, found
+        self._has_torch = self._has_met = False
+        self._looking = threading.Lock()
+        threading.Thread(target=self._watch, daemon=True, name="meeting").start()
+
+    def look(self) -> None:
+        """Look once; at the end, too: what was connected at `port` is seen for a minute more."""
+        with self._looking:  # the watch and the end, one after the other
+            self._look()
+
+    def _look(self) -> None:
+        if self._has_met:
+            return
+        sockets = list(_sockets())
+        reachable = {s.inode for s in sockets if s.is_listening and s.address not in _LOOPBACK}
+        processes = [self._pid, *(child.pid for child in descendants(self._pid))]
+        if any(self._port in (s.port, s.remote_port) for s in sockets) or any(
+            reachable & _inodes(each) for each in processes
+        ):
+            self._has_met = True
+            self._found(True)
+        elif not self._has_torch and any(map(_has_torch, processes)):
+            self._has_torch = True
+            self._found(False)
+
+    def _watch(self) -> None:
+        began, since = start_ticks(self._pid), time.monotonic()
+        # Not another process that has its number by now.
+        while began is not None and start_ticks(self._pid) == began and not self._has_met:
+            self.look()
+            is_young = time.monotonic() - since < _DENSE_SECONDS
+            time.sleep(_DENSE_PAUSE if is_young else _PAUSE)
 
 
-def _listed(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)  # noqa: PTH208 -- names alone
-    except OSError:
-        return []  # it has ended
+def listening_ports() -> set[int]:
+    """Return the ports of TCP on which somebody listens on this host."""
+    return {socket.port for socket in _sockets() if socket.is_listening}
+
+
+@dataclass(frozen=True)
+class _Socket:
+    """Line of proc(5)'s net/tcp."""
+
+    inode: str
+    address: str
+    """Local address, as the kernel writes it."""
+    port: int
+    remote_port: int
+    is_listening: bool
+
+
+def _sockets() -> Iterator[_Socket]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, remote, state, _, _, _, _, _, inode, *_ = line.split()
+                address, _, port = local.rpartition(":")
+                remote_port = int(remote.rpartition(":")[2], 16)
+                yield _Socket(inode, address, int(port, 16), remote_port, state == _LISTENS)
+
+
+def _inodes(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(entry.path)  # noqa: PTH115 -- of a link that leads nowhere
+                found.add(target.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def _has_torch(pid: int) -> bool:
+    return "/libtorch" in read_text(pid, "maps")

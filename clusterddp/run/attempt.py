@@ -1,13 +1,9 @@
-"""Attempts of a run: a numbered directory each, who trains there, and what they came to; claims.
+"""Attempts of a run: a numbered directory each, who trains there, and what they came to.
 
 A requeued job, the next job of a run and a person's own each make an attempt. It alone writes below
 its directory, so that a lost node's orphan cannot touch what its successor reads: a checkpoint that
 it still writes lies where nobody looks any more. The directory is made by mkdir, which is atomic on
 network file systems too; no lock outlives a node.
-
-A claim is the right of one process at a time to submit a run once more. Claims are numbered files
-made by an exclusive create. The highest number counts: it is held, done, or left by a process that
-has died, after which the next number is free.
 """
 
 import contextlib
@@ -15,26 +11,24 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from clusterddp import files, log
-from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.errors import ClusterDDPError
+from clusterddp.processes.table import process_alive
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
-from clusterddp.request.spec import submission_comment
 from clusterddp.run import events
 from clusterddp.run.records import (
     ATTEMPT_FORMAT,
     AttemptRecord,
     AttemptSummary,
-    ClaimHolder,
     LastWord,
     SignOfLife,
     SlowRanks,
@@ -49,9 +43,6 @@ ALIVE_SECONDS = 2.0
 SILENT_SECONDS = 15.0
 """Without a sign of life for so long, an attempt of another job is taken for dead."""
 _RESERVE_BYTES = 256 << 10
-EXPIRES_SECONDS = 900.0
-"""A process on another machine, which cannot be looked at, has given up its claim after so long."""
-_CLAIM = re.compile(r"resubmit-(\d{1,9})\.claim", re.ASCII)
 
 
 class NotStarted(ClusterDDPError):
@@ -224,7 +215,7 @@ class Attempt:
 
     def is_alive(self) -> bool:
         """Return whether rank 0 has given a sign of life lately, by the file system's own clock."""
-        return _age(self.alive, self.run.attempts) < SILENT_SECONDS
+        return files.age(self.alive, self.run.attempts) < SILENT_SECONDS
 
 
 def _fill(file: IO[bytes], count: int) -> None:
@@ -418,160 +409,3 @@ def summaries(run: RunDir) -> list[AttemptSummary]:
         )
         made.append(summary)
     return made
-
-
-@dataclass
-class Claim:
-    """Right to resubmit a run."""
-
-    run: RunDir
-    number: int
-    """Number of the claim, from 1."""
-    is_used: bool = False
-    """True once a job may have been queued under it."""
-
-    @property
-    def path(self) -> Path:
-        return self.run.path / f"resubmit-{self.number:04d}.claim"
-
-    def use(self) -> None:
-        """Note that a job is queued from here on.
-
-        Raises RequestError when another process has taken the claim over meanwhile.
-        """
-        latest = _latest_claim(self.run)
-        if latest and latest.number > self.number:
-            raise RequestError(
-                f"{latest._refusal()} This process took longer than {EXPIRES_SECONDS:.0f} s, and "
-                "has submitted nothing. [CD0508]"
-            )
-        self.is_used = True
-
-    @property
-    def holder(self) -> ClaimHolder:
-        """Its process, as far as it is known: the file may be being written, or be gone."""
-        return files.read(ClaimHolder, self.path) or ClaimHolder()
-
-    def _refusal(self) -> str:
-        holder = self.holder
-        who = f"process {holder.pid} on {holder.host}" if holder.pid is not None else "another"
-        local = time.localtime(holder.time)
-        when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
-        return (
-            f"{self.run.name} is being resubmitted by {who}{when}: one run cannot be submitted "
-            f"twice at once. See 'clusterddp status {self.run.shown}' in a moment. Where that "
-            f"process is gone, remove {self.path}."
-        )
-
-    def _is_held(self) -> bool:
-        holder = self.holder
-        if holder.done:
-            return False
-        alive = process_alive(holder.pid, holder.host, holder.time)
-        return _age(self.path, self.run.path) < EXPIRES_SECONDS if alive is None else alive
-
-
-@contextlib.contextmanager
-def claimed(run: RunDir) -> Iterator[Claim]:
-    """Hold the claim on a run while the body looks at it and submits it.
-
-    Raises RequestError where another process holds it, or where it cannot be written.
-    """
-    try:
-        claim = _take(run)
-    except OSError as error:
-        raise RequestError(
-            f"{run.path} cannot be written: {error.strerror}. Make room, or give it back its write "
-            "permission; nothing was submitted. [CD0504]"
-        ) from None
-    try:
-        yield claim
-    except BaseException as error:
-        if claim.is_used and not isinstance(error, RequestError):
-            _release(claim)
-        else:
-            with contextlib.suppress(OSError):
-                claim.path.unlink()
-        raise
-    _release(claim)
-
-
-def _take(run: RunDir) -> Claim:
-    while True:
-        latest = _latest_claim(run)
-        if latest and latest._is_held():
-            raise RequestError(latest._refusal(), code="CD0508")
-        was_left = latest is not None and not latest.holder.done
-        claim = Claim(run, latest.number + 1 if latest else 1)
-        try:
-            claim.path.touch(0o600, exist_ok=False)
-        except FileExistsError:
-            continue
-        try:
-            claim.path.write_text(json.dumps(dataclasses.asdict(_holder())))
-        except BaseException:  # a full disk: an empty claim would be held until it expires
-            claim.path.unlink(missing_ok=True)
-            raise
-        # A look at the numbers that was long ago: that number had been used, and removed.
-        if _latest_claim(run) != claim:
-            claim.path.unlink()
-            continue
-        if was_left:
-            log.warning(
-                f"a process that resubmitted {run.name} ended in the midst of it. A job "
-                f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "
-                f"comment {submission_comment(run.name)} [CD0404]"
-            )
-        return claim
-
-
-def _release(claim: Claim) -> None:
-    """Leave the number as used, and remove those before it."""
-    with contextlib.suppress(OSError):  # this process ends, by which the claim does as well
-        files.write_record(claim.path, replace(_holder(), done=True))
-        for number in _claim_numbers(claim.run):
-            if number < claim.number:
-                Claim(claim.run, number).path.unlink(missing_ok=True)
-
-
-def _holder() -> ClaimHolder:
-    return ClaimHolder(os.uname().nodename, os.getpid(), round(time.time(), 3))
-
-
-def _latest_claim(run: RunDir) -> Claim | None:
-    numbers = _claim_numbers(run)
-    return Claim(run, max(numbers)) if numbers else None
-
-
-def _claim_numbers(run: RunDir) -> list[int]:
-    with os.scandir(run.path) as entries:
-        return [int(name[1]) for entry in entries if (name := _CLAIM.fullmatch(entry.name))]
-
-
-def _age(path: Path, folder: Path) -> float:
-    """Return the seconds since a file's last change by the file system's clock; inf without it."""
-    try:
-        changed = path.stat().st_mtime
-    except OSError:
-        return float("inf")
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
-        return os.fstat(probe.fileno()).st_mtime - changed
-
-
-def process_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
-    """Return whether a process of this machine is there; None for another machine's.
-
-    since: when it was there for certain, in seconds of the epoch; one that started later has only
-    inherited the number.
-    """
-    if pid is None or host not in (None, os.uname().nodename):
-        return None
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False  # also where it ended while being read
-    if fields[0] in "ZX":
-        return False
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    # The clock can have been set since; a number comes round again only after a long while.
-    return since is None or time.time() - age <= since + 60

@@ -323,7 +323,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class ClaimHolder:
-    """resubmit-NNNN.claim: the process that resubmits a run."""
+    """resubmit-NNNN.claim: the process that resubmits, cleans or removes a run, while it does."""
 
     host: str = ""
     """Host of the process."""
@@ -331,8 +331,6 @@ class ClaimHolder:
     """Its number there."""
     time: float | None = None
     """Time at which it began."""
-    done: bool = False
-    """True once it has finished, so that the next number is free."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
-from clusterddp.processes.orphans import adopted
-from clusterddp.processes.signals import die_with_parent
+from clusterddp.processes.signals import adopted, die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir
@@ -76,11 +75,8 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
     mark = mark_of(run)
     now = round(time.time(), 3)
     notice = Notice(by, os.environ.get("SLURM_JOB_ID", ""), now, status.state)
-    try:
-        descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    if not files.create(mark):
         return False
-    os.close(descriptor)
     with contextlib.suppress(OSError):
         files.write_record(mark, notice)
     content = {**status.as_dict(), "notified_by": by, "notified_time": now}

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.formatting import moment, signal_name
+from clusterddp.processes.table import process_alive
 from clusterddp.run import restart_policy
-from clusterddp.run.attempt import process_alive
 from clusterddp.run.events import (
     CancelAsked,
     CancelFailed,

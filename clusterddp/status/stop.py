@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from clusterddp import formatting, log
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
+from clusterddp.processes.table import process_alive
 from clusterddp.run import events
-from clusterddp.run.attempt import latest, process_alive
+from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.status.state import (
@@ -66,7 +67,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     RequestError when its directory cannot be written or it has not started yet; the record is then
     taken back.
     """
-    if _awaits_turn(run):
+    if awaits_turn(run):
         given_up = cancel(run, status, send)
         return Stop(
             run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
@@ -168,7 +169,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
     is then taken back.
     """
-    if _awaits_turn(run):
+    if awaits_turn(run):
         return _give_turn_up(run, send)
     submission = latest_submission(events.read(run.events))
     if submission is None and status.state == RUNNING:
@@ -218,7 +219,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
 
 
-def _awaits_turn(run: RunDir) -> bool:
+def awaits_turn(run: RunDir) -> bool:
     """Return whether a point waits for a rehearsal of its sweep, which runs them in turn."""
     name, _, index = run.name.rpartition("-")
     sent = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
@@ -239,7 +240,7 @@ def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
         events.add(run.events, events.CancelAsked)
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
-    if not _awaits_turn(run):  # it has begun meanwhile
+    if not awaits_turn(run):  # it has begun meanwhile
         return cancel(run, run_status(run, {}), send)
     return Cancellation(run.name, "", True, f"{run.name}: it waits for its turn, and loses it")
 

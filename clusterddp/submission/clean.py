@@ -9,7 +9,7 @@ unless the sweep is named.
 """
 
 import contextlib
-import hashlib
+import errno
 import os
 import re
 import stat
@@ -22,27 +22,20 @@ from clusterddp.checkpoints import catalog
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
-from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status import notify
 from clusterddp.status.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.sweeps import most_telling
-from clusterddp.submission.snapshot import Snapshot
+from clusterddp.submission.claim import claimed
+from clusterddp.submission.removal import NotRemoved, begins_from
+from clusterddp.submission.snapshot import Snapshot, digest_of
 
 CHECKPOINT = "checkpoint"
 CODE = "code"
 CLUSTERDDP = "clusterddp"
 _OWN_CLUSTERDDP = re.compile(r"clusterddp-[^/]+-[0-9a-f]{12}\.pyz", re.ASCII)
 _MOST_NAMES = 5
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
-
-
-class NotRemoved(ClusterDDPError):
-    """Something of a run cannot be removed."""
-
-    code = "CD0504"
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,8 @@ def plan(
     person has named these runs. older_than: seconds for which a run must have been
     left alone. now: seconds since the epoch.
     """
-    resumed = _resumed_by_others({run.path.parent for run in runs})
+    others = [each for root in {run.path.parent for run in runs} for each in find_runs(root)]
+    resumed = set(filter(None, map(begins_from, others)))
     alone = [run for run in runs if not isinstance(run, SweepDir)]
     known = {run.path: status for run, status in zip(alone, statuses(alone), strict=True)}
     return [
@@ -117,7 +111,7 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
     """
     with contextlib.ExitStack() as stack:
         for each in (run, *_points(run)):
-            stack.enter_context(_claimed(each))
+            stack.enter_context(claimed(each))
         [cleaning] = plan([run], named=named, older_than=older_than, now=now)
         if not cleaning.items:
             return cleaning
@@ -139,16 +133,6 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
             if removed:
                 _record(run, removed)
         return cleaning
-
-
-@contextlib.contextmanager
-def _claimed(run: RunDir) -> Iterator[None]:
-    """Hold the claim on a run; leave none where it is the first, as nothing was submitted."""
-    with claimed(run) as claim:
-        yield
-    if claim.number == 1:
-        with contextlib.suppress(OSError):
-            claim.path.unlink()
 
 
 def _points(run: RunDir) -> list[RunDir]:
@@ -242,16 +226,6 @@ def _last_change(run: RunDir, status: RunStatus) -> float:
     return max((event.time or 0.0 for event in history), default=status.created_time or 0.0)
 
 
-def _resumed_by_others(roots: Iterable[Path]) -> set[Path]:
-    """Return the paths with which runs say --resume."""
-    specs = (run.read_spec() for root in roots for run in find_runs(root))
-    return {
-        Path(spec.train.resume).resolve()
-        for spec in specs
-        if spec and spec.train and spec.train.resume
-    }
-
-
 def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> Iterator[Item]:
     """Yield the checkpoints but for the last valid one, the best, and those that others resume.
 
@@ -320,7 +294,7 @@ def _code(run: RunDir) -> Iterator[Item]:
     if not run.code_record.is_file() or run.code.is_symlink() or not run.code.is_dir():
         return
     record = Snapshot.read(run.code_record)
-    same = [n for n, digest in record.digests.items() if _digest(run, f"code/{n}") == digest]
+    same = [n for n, digest in record.digests.items() if _is_same(run, f"code/{n}", digest)]
     folders = {str(parent) for name in same for parent in PurePosixPath(name).parents} - {"."}
     if same:
         yield Item(
@@ -331,32 +305,25 @@ def _code(run: RunDir) -> Iterator[Item]:
         )
 
 
-def _digest(run: RunDir, name: str) -> str:
-    """Return the SHA-256 of a file of the run; empty for what is none, or is reached by a link."""
-    digest = hashlib.sha256()
+def _is_same(run: RunDir, name: str, digest: str) -> bool:
+    """Return whether a path in the run is still the file with this SHA-256."""
     try:
-        with (
-            _folder_of(run, name) as folder,
-            os.fdopen(os.open(Path(name).name, _FILE, dir_fd=folder), "rb") as file,
-        ):
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return ""
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-    except (OSError, ValueError):
-        return ""
-    return digest.hexdigest()
+        path = _own(run, name)
+        if path.is_symlink() or not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return digest_of(file)[0] == digest
+    except OSError:
+        return False
 
 
 def _names_in(run: RunDir, path: Path) -> list[str]:
     """List what lies in a folder of the run, as paths in the run; nothing behind a link."""
-    name = _relative(run, path)
     try:
-        with _folder_of(run, f"{name}/.") as folder:
-            names = sorted(os.listdir(folder))  # noqa: PTH208 -- a descriptor
-            return [f"{name}/{each}" for each in names]
+        inner = sorted(_own(run, f"{_relative(run, path)}/each").parent.iterdir())
     except OSError:
         return []
+    return [_relative(run, each) for each in inner]
 
 
 def _counted(run: RunDir, items: Iterable[Item]) -> Iterator[Item]:
@@ -379,39 +346,29 @@ def _counted(run: RunDir, items: Iterable[Item]) -> Iterator[Item]:
 
 def _lstat(run: RunDir, name: str) -> os.stat_result | None:
     try:
-        with _folder_of(run, name) as folder:
-            return os.stat(Path(name).name, dir_fd=folder, follow_symlinks=False)
-    except (OSError, ValueError):
+        return _own(run, name).lstat()
+    except OSError:
         return None
 
 
 def _remove(run: RunDir, item: Item) -> None:
     """Remove an item's files and empty folders. Raises OSError; what is gone already is passed."""
     for name in item.files:
-        with contextlib.suppress(FileNotFoundError), _folder_of(run, name) as folder:
-            os.unlink(Path(name).name, dir_fd=folder)
+        _own(run, name).unlink(missing_ok=True)
     for name in item.folders:
-        with contextlib.suppress(OSError), _folder_of(run, name) as folder:
-            os.rmdir(Path(name).name, dir_fd=folder)
+        with contextlib.suppress(OSError):
+            _own(run, name).rmdir()
 
 
-@contextlib.contextmanager
-def _folder_of(run: RunDir, name: str) -> Iterator[int]:
-    """Open the folder that a path in the run lies in, without following any link on the way.
+def _own(run: RunDir, name: str) -> Path:
+    """Return a path in the run whose folders are all the run's own. Raises OSError for another.
 
-    name: relative to the run's directory, which may itself be reached by one. Raises OSError.
+    name: relative to the run's directory, which may itself be reached by a link.
     """
-    descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for part in name.split("/")[:-1]:
-            if part in ("", ".", ".."):
-                raise FileNotFoundError(2, "no path of the run", name)
-            inner = os.open(part, _FOLDER, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    path = run.path.resolve() / name
+    if path.parent.resolve() != path.parent or not path.is_relative_to(run.path.resolve()):
+        raise OSError(errno.ELOOP, "it is reached by a link", str(run.path / name))
+    return run.path / name
 
 
 def _relative(run: RunDir, path: Path) -> str:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from clusterddp import files
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
@@ -82,9 +83,7 @@ def _fill(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) 
     if sweep.workdir_name:
         point.workdir.symlink_to(sweep.workdir.readlink())
     # Not synced one by one: the sweep's own request has all of it.
-    descriptor = os.open(point.path / ".spec.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(spec.to_json())
+    files.create(point.path / ".spec.json", spec.to_json().encode())
     (point.path / ".spec.json").replace(point.spec)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
-from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status.state import (
     CANCELLED,
@@ -23,12 +22,14 @@ from clusterddp.status.state import (
     UNKNOWN,
 )
 from clusterddp.status.status import RunStatus, statuses
+from clusterddp.status.stop import awaits_turn
+from clusterddp.submission.claim import claimed
 
 _OVER = (CREATED, DONE, FAILED, STOPPED, CANCELLED)
 
 
 class NotRemoved(ClusterDDPError):
-    """The directory of a run cannot be removed."""
+    """A run, or something of it, cannot be removed."""
 
     code = "CD0504"
 
@@ -107,7 +108,8 @@ def _check(run: RunDir, status: RunStatus | None, named: Collection[Path] | None
         return
     if status and not _is_over(run, status):
         how = "is not known to be over" if status.state == UNKNOWN else f"is {status.state}"
-        end = f" End it first: clusterddp cancel {run.shown}" * (status.state in (QUEUED, RUNNING))
+        may_run = status.state in (CREATED, QUEUED, RUNNING)  # a point whose turn is to come
+        end = f" End it first: clusterddp cancel {run.shown}" * may_run
         raise RequestError(f"{run.name} {how}, and is not removed.{end} [CD0508]")
     users = find_runs(run.path.parent) if named is not None else []
     users = [each for each in users if each.path.resolve() not in (named or ())]
@@ -117,7 +119,7 @@ def _check(run: RunDir, status: RunStatus | None, named: Collection[Path] | None
             f"{run.name} is not removed: {waiting[0].name} waits for it, or did, and is not over. "
             f"Cancel that first: clusterddp cancel {waiting[0].shown} [CD0508]"
         )
-    user = next((each for each in users if _resumes(each, run)), None)
+    user = next((each for each in users if _begins_within(each, run)), None)
     if user:
         raise RequestError(
             f"{run.name} is not removed: {user.name} begins from a checkpoint of it, and may be "
@@ -129,16 +131,23 @@ def _is_over(run: RunDir, status: RunStatus) -> bool:
     spec = run.read_spec()
     if status.is_forgotten and spec and spec.run_name != run.name:
         return False  # it was moved, and Slurm may know its job by the name that it had
+    if status.state == CREATED and awaits_turn(run):
+        return False
     if status.state in _OVER or status.is_forgotten:
         return True
     latest = attempts.latest(run)
     return not status.job_id and not (latest and latest.is_alive())  # it was started by hand
 
 
-def _resumes(other: RunDir, run: RunDir) -> bool:
-    spec = other.read_spec() if other.path != run.path else None
-    resume = spec.train.resume if spec and spec.train else None
-    return bool(resume) and Path(str(resume)).resolve().is_relative_to(run.path.resolve())
+def begins_from(run: RunDir) -> Path | None:
+    """Return the checkpoint, or the directory, from which a run's training begins with --resume."""
+    spec = run.read_spec()
+    return Path(spec.train.resume).resolve() if spec and spec.train and spec.train.resume else None
+
+
+def _begins_within(other: RunDir, run: RunDir) -> bool:
+    place = begins_from(other) if other.path != run.path else None
+    return place is not None and place.is_relative_to(run.path.resolve())
 
 
 def _waits_for(other: RunDir, run: RunDir) -> bool:

@@ -21,7 +21,6 @@ from clusterddp.request.sweep import is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
@@ -29,6 +28,7 @@ from clusterddp.status import chain
 from clusterddp.status.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
 from clusterddp.status.status import RunStatus, run_status, submission_folder
 from clusterddp.submission import bundle, code_renewal, outlook, snapshot
+from clusterddp.submission.claim import Claim, claimed
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.programs import check_command, check_pythons
 from clusterddp.submission.submit import ask_for_partitions, naming_the_job

@@ -14,14 +14,14 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep, is_array
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Claim, claimed
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.slurm.array_limits import array_limits
+from clusterddp.slurm.site import array_limits
 from clusterddp.status import chain
 from clusterddp.status.state import UNKNOWN
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, outlook, points
+from clusterddp.submission.claim import Claim, claimed
 from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import (
     Terms,

@@ -384,7 +384,7 @@ def _changed_in(copy: Path, record: Snapshot) -> list[str]:
         if path.is_symlink() or not path.is_file():
             continue
         with path.open("rb") as file:
-            if _digest(file)[0] != digest:
+            if digest_of(file)[0] != digest:
                 changed.append(name)
     return changed
 
@@ -436,7 +436,7 @@ def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
             except FileNotFoundError:
                 continue  # removed since, as an editor's temporary file is
             with source, _new_file(f"{target}/{name}", item) if target else nullcontext() as copy:
-                digests[name], length = _digest(source, copy)
+                digests[name], length = digest_of(source, copy)
             size += length
         # Links come last, so that no file can be written through one.
         for name in links if target else ():
@@ -471,7 +471,7 @@ def _carried_link(plan: Plan, name: str, link: str) -> str:
     return link
 
 
-def _digest(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]:
+def digest_of(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]:
     """Return digest and size of the content, and write it to `copy`."""
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(_CHUNK_BYTES):

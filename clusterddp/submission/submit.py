@@ -20,8 +20,8 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
-from clusterddp.slurm.array_limits import array_limits
 from clusterddp.slurm.partitions import Question
+from clusterddp.slurm.site import array_limits
 from clusterddp.status import chain
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import check_folder, make_sure

@@ -30,7 +30,7 @@ from clusterddp.processes.container import (
     removal,
     runtimes,
 )
-from clusterddp.processes.orphans import adopt
+from clusterddp.processes.signals import adopt
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, host_name, is_rehearsal
 from clusterddp.run.outcome import TaskRecord, is_signalled, read_outcome

@@ -1,7 +1,6 @@
 """`clusterddp clean`: removes what can be spared of old runs."""
 
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,14 @@ import click
 
 from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.cli.runs import (
+    JSON_OPTION,
+    OUTPUT_ROOT_OPTION,
+    RUN,
+    agrees,
+    echo_failures,
+    echo_json,
+)
 from clusterddp.run.run_dir import find_runs
 from clusterddp.status.sweeps import find_sweep, find_sweeps, select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
@@ -78,7 +84,7 @@ def command(
         _show(cleanings, named=bool(run))
     full = [cleaning for cleaning in cleanings if cleaning.items]
     if full and not dry_run:
-        if not (yes or _agrees(full)):
+        if not (yes or agrees(f"Remove {_sum(full)}?")):
             click.echo("nothing was removed", err=True)
             return errors.EXIT_DONE
         cleanings = []
@@ -90,11 +96,10 @@ def command(
                 failed.append(error)
         if not as_json:
             click.echo(f"removed {_sum(cleanings)}")
-    for failure in failed:
-        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
+    code = echo_failures(failed)
     if as_json:
         echo_json([_record(cleaning, removed=not dry_run) for cleaning in cleanings])
-    return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+    return code
 
 
 def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
@@ -128,15 +133,6 @@ def _sum(cleanings: Sequence[Cleaning]) -> str:
     size = sum(cleaning.bytes for cleaning in full)
     of = formatting.count(len(full), "run")
     return f"{things} of {of}, {formatting.size(size)} ({size} bytes)"
-
-
-def _agrees(cleanings: Sequence[Cleaning]) -> bool:
-    """Ask once. Raises RequestError where nobody answers."""
-    click.echo(f"Remove {_sum(cleanings)}? [y/N] ", nl=False, err=True)
-    answer = sys.stdin.readline()
-    if not answer:
-        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
-    return answer.strip().lower() in ("y", "yes")
 
 
 def _record(cleaning: Cleaning, *, removed: bool) -> dict[str, object]:

@@ -116,7 +116,7 @@ def _supervised(
     """Run COMMAND below the small parent that records its outcome."""
     # Imported here: only runs of `submit -- COMMAND` need the parent that stays.
     from clusterddp.processes import worlds
-    from clusterddp.processes.meeting import Meeting
+    from clusterddp.processes.worlds import Meeting
     from clusterddp.request import nested_launcher
     from clusterddp.run.attempt import Attempt
     from clusterddp.run.loop_variables import show_loop

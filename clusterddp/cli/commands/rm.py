@@ -2,7 +2,6 @@
 
 import fnmatch
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import click
 
 from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN
+from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, agrees, echo_failures
 from clusterddp.status.sweeps import find_sweep, select_each
 from clusterddp.submission.removal import plan, remove
 
@@ -49,7 +48,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
         state = f" ({each.state})" if each.state else ""
         click.echo(f"{each.run.path.absolute()}{state}: {formatting.size(each.bytes)}")
     if removals and not dry_run:
-        if not (yes or _agrees(len(removals))):
+        if not (yes or agrees(f"Remove {formatting.count(len(removals), 'run')} for good?")):
             click.echo("nothing was removed", err=True)
             removals = []
         for each in removals:
@@ -58,9 +57,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
                 click.echo(f"removed {each.run.name}")
             except errors.ClusterDDPError as error:
                 failed.append(error)
-    for failure in failed:
-        click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
-    return max((failure.exit_code for failure in failed), default=errors.EXIT_DONE)
+    return echo_failures(failed)
 
 
 def _is_typed(path: Path, texts: Sequence[str]) -> bool:
@@ -68,13 +65,3 @@ def _is_typed(path: Path, texts: Sequence[str]) -> bool:
     typed = [os.path.realpath(text) for text in texts if "/" in text]
     place, sweep = os.path.realpath(path), os.path.realpath(path).rpartition("-")[0]
     return any(fnmatch.fnmatchcase(place, each) or each == sweep for each in typed)
-
-
-def _agrees(count: int) -> bool:
-    """Ask once. Raises RequestError where nobody answers."""
-    question = f"Remove {formatting.count(count, 'run')} for good? [y/N] "
-    click.echo(question, nl=False, err=True)
-    answer = sys.stdin.readline()
-    if not answer:
-        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
-    return answer.strip().lower() in ("y", "yes")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from clusterddp.checkpoints import catalog
-from clusterddp.run.attempt import claimed
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import notify
 from clusterddp.status import status as run_status
 from clusterddp.submission import clean
+from clusterddp.submission.claim import claimed
 from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import read_events

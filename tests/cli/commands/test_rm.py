@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.run.attempt import claimed
+from clusterddp.submission.claim import claimed
 from tests.checkpoints.made_checkpoints import attempt
 from tests.cli.commands.test_clean import DONE, FAILED, HISTORY, STOPPED
 from tests.cli.made_runs import Workplace, ended, submitted, workplace

@@ -560,6 +560,21 @@ def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace)
     assert told["detail"].startswith("its turn in the rehearsal")
 
 
+def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: Workplace) -> None:
+    sweep = workplace.sweep("s", ("n",), ("0",))
+    run = sweep.element(0)
+    run.events.unlink()
+    run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
+    local = {"launcher": "local", "job_id": "1", "pid": os.getpid(), "host": os.uname().nodename}
+    line = {**submitted("1"), **local, "indices": [0], "time": time.time()}
+    sweep.events.write_text(f"{json.dumps(line)}\n")
+    done = workplace.invoke("rm", "--yes", "s-0")
+    assert done.code == 2
+    assert "s-0 is created, and is not removed. End it first: clusterddp cancel s-0" in done.err
+    assert workplace.invoke("cancel", "s-0").code == 0
+    assert workplace.invoke("rm", "--yes", "s-0").code == 0
+
+
 def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
     points = Sweep(("lr",), (("0.1",),))
