@@ -22,7 +22,8 @@ from pathlib import Path
 
 from benchmarks import peers
 from benchmarks.pairs import Row, Sample, alternate, processor_timed, timed
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from clusterddp.api import Run, launch, render, runs, submit
     from clusterddp.errors import ClusterDDPError, RequestError, TrainingError
     from clusterddp.ranks.dist_env import DistEnv
-    from clusterddp.request.spec import JobSpec, Resources
+    from clusterddp.request.resources import Resources
+    from clusterddp.request.spec import JobSpec
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.status.status import RunStatus
 
@@ -29,7 +30,8 @@ _NAMES = {
     "api": ("Run", "launch", "render", "runs", "submit"),
     "errors": ("ClusterDDPError", "RequestError", "TrainingError"),
     "ranks.dist_env": ("DistEnv",),
-    "request.spec": ("JobSpec", "Resources"),
+    "request.resources": ("Resources",),
+    "request.spec": ("JobSpec",),
     "request.train_config": ("TrainConfig",),
     "status.status": ("RunStatus",),
 }

@@ -33,6 +33,7 @@ from clusterddp.status.stop import Cancellation, Stop
 from clusterddp.submission import keywords
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
+from clusterddp.submission.fields import check_new
 from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import workstation
@@ -47,8 +48,7 @@ def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
     fault, or where the command is a launcher.
     """
     folder = Path(template_folder) if template_folder else None
-    spec.refuse_launcher()
-    spec.check_points()
+    check_new(spec)
     return launchers.load(spec.launcher).prepare(spec, folder)
 
 

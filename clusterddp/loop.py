@@ -47,7 +47,8 @@ from clusterddp.errors import (
     TrainingError,
     coded,
 )
-from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 from clusterddp.request.train_config import Interval
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt

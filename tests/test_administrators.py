@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers import sbatch
-from clusterddp.request.spec import Resources
+from clusterddp.request.resources import Resources
 from clusterddp.slurm import client, partitions
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace  # noqa: F401
 from tests.request.test_spec import spec

@@ -28,7 +28,8 @@ from clusterddp.errors import CheckpointError, RequestError, TrainingError
 from clusterddp.files import read_json_lines
 from clusterddp.loop import Loop
 from clusterddp.reporting.gather import gather
-from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 from clusterddp.run import loop_variables
 from clusterddp.run.attempt import Attempt, attempts, begin
 from clusterddp.run.records import SignOfLife

@@ -581,7 +581,7 @@ class Controller:
                 self._watch_step(attempt, srun.pid)
                 if self._allocation:
                     self._watch_nodes(attempt, srun.pid)
-            if self._spec.command and self._spec.silence:
+            if self._spec.silence:
                 self._watch_output(attempt, srun)
             return self._await(srun)
         finally:
@@ -691,7 +691,7 @@ class Controller:
                 slurm.cancel(step)
 
         ending = end if spec.end_silent else None
-        self._watch(silence.watch, attempt, spec.world_size, spec.silence * 60, ending)
+        self._watch(silence.watch, attempt, spec.world_size, (spec.silence or 0) * 60, ending)
 
     def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
         """Run a watch of the attempt in a thread of its own."""

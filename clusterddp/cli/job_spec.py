@@ -16,6 +16,7 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.submission.fields import (
     CONTAINER,
     IMAGES_PYTHON,
+    check_new,
     container_fields,
     folder_of_template,
     request_of,
@@ -27,8 +28,7 @@ def job_spec(ctx: click.Context, run_name: str, sweep: Sweep = NO_SWEEP) -> JobS
     """Return the checked request; raises RequestError or click's UsageError for one that is not."""
     with naming_sources(ctx):
         spec = _job_spec(ctx, run_name, sweep)
-        spec.refuse_launcher()
-        spec.check_points()
+        check_new(spec)
     return spec
 
 

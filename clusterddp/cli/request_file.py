@@ -120,10 +120,7 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "signal": spec.signal or "none",
     }
     # The defaults of these follow the rest of the request.
-    if dataclasses.replace(spec, signal=None) == spec:
-        values["signal"] = None
-    if dataclasses.replace(spec, requeue=None) == spec:
-        values["requeue"] = None
+    values |= {name: None for name in ("signal", "requeue", "silence") if spec.is_usual(name)}
     return {name: None if value == "" else value for name, value in values.items()}
 
 

@@ -24,7 +24,9 @@ from clusterddp.processes import processors
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks.dist_env import MOST_PROCS
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.remarks import remarks
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.follow import wait_for_end
@@ -228,7 +230,7 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
 
 def log_remarks(planned: Planned) -> None:
     """Log what a person should know of the rows' requests, each remark once."""
-    for remark in dict.fromkeys(remark for _, spec in planned for remark in spec.remarks):
+    for remark in dict.fromkeys(remark for _, spec in planned for remark in remarks(spec)):
         log.warning(coded(remark, "CD0112"))
 
 

@@ -13,7 +13,8 @@ from clusterddp import formatting
 from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
 from clusterddp.errors import SlurmError
 from clusterddp.launchers import load
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.slurm import forms, partitions, site
 from clusterddp.slurm.client import lists_exit_code, outlook
 from clusterddp.slurm.partitions import Partition

@@ -24,7 +24,8 @@ from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob
 from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
-from clusterddp.request.spec import REQUEST, JobSpec, Resources, submission_comment
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import REQUEST, JobSpec, submission_comment
 from clusterddp.slurm import forms
 from clusterddp.version import __version__
 

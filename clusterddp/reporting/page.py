@@ -14,7 +14,7 @@ from clusterddp import formatting
 from clusterddp.reporting import plots
 from clusterddp.reporting.gather import Evaluation, Gathered, differences
 from clusterddp.reporting.sweep import SweepReport, order_of, read_lines, table_of
-from clusterddp.request.spec import Resources
+from clusterddp.request.resources import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__

@@ -76,6 +76,24 @@ class NestedLauncher:
     """True where its program gets an argument, --local-rank, which no task of ours gets."""
 
     @property
+    def options(self) -> Iterator[tuple[str, str]]:
+        """Yield its options, with dashes inside, and their values."""
+        words = self.command[self.first : self.last]
+        at = len(self.name.split())
+        if is_python(words[0]):  # and its own options
+            at = words.index("-m") + 2 if "-m" in words else at + 1
+        while at < len(words):
+            word = words[at]
+            at += 1
+            if not word.startswith("-") or word == "--":
+                continue
+            name, equals, value = word.lstrip("-").partition("=")
+            if not equals and at < len(words) and not words[at].startswith("-"):
+                value = words[at]
+                at += 1
+            yield name.replace("_", "-"), value
+
+    @property
     def instead(self) -> tuple[str, ...] | None:
         """Return the COMMAND without the launcher; None where its program was not made out."""
         if self.head is None:

@@ -1,12 +1,10 @@
-"""The request for a run: `JobSpec`, and in it the `Resources` that Slurm is asked for.
+"""The request for a run, `JobSpec`, and the table of all options of a submission.
 
-Both are checked when they are built, so that the code after them can trust them. Fields carry
-Slurm's names and forms; a field that is an option carries its row of the table.
+It is checked when it is built, so that the code after it can trust it. Fields carry Slurm's names
+and forms; a field that is an option carries its row of the table.
 """
 
 import dataclasses
-import itertools
-import json
 import shlex
 import sys
 from dataclasses import dataclass
@@ -15,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
-from clusterddp.request.options import COUNT, EXPEDITE, WHOLE, Choice, option
+from clusterddp.request import record
+from clusterddp.request.options import EXPEDITE, WHOLE, Choice, option
+from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import (
     NO_SWEEP,
     Point,
@@ -25,7 +25,6 @@ from clusterddp.request.sweep import (
     refuse_equal,
     refuse_names,
     train_at,
-    unswept,
 )
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
@@ -34,7 +33,6 @@ from clusterddp.slurm.forms import LINE, PATH, Form
 if TYPE_CHECKING:
     from clusterddp.processes.container import Container
 
-SPEC_FORMAT = 1
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
@@ -56,7 +54,6 @@ _SPARES_OWN = (
 )
 """Arguments of srun that decide on which nodes of the job a step runs."""
 _SCRIPTS_OWN = "run_dir task prefix agent srun"
-_REQUEST, _REQUEST_COLUMNS = "#REQUEST ", 110
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
     "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
@@ -64,140 +61,8 @@ _OF_COMMANDS = {
     "end_silent": "the training has --process-group-timeout SECONDS",
 }
 """Options that a training has no use for, and why."""
+_SILENCE_MINUTES = 30.0
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
-
-
-def _asked(record: object) -> dict[str, object]:
-    """Return the fields of a record that are not defaults, those of its own records likewise."""
-    asked: dict[str, object] = {}
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
-        value = getattr(record, field.name)
-        if value != field.default:
-            asked[field.name] = _asked(value) if dataclasses.is_dataclass(value) else value
-    return asked
-
-
-@dataclass(frozen=True)
-class Resources:
-    """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
-
-    nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
-    spare_nodes: int = option(
-        0, "Further nodes of the job, idle until one takes the place of a lost one.", WHOLE
-    )
-    gpus_per_node: int = option(
-        0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
-    )
-    gpu_type: str = ""
-    gpu_request: str = option(
-        "gpus-per-node",
-        "Directive that asks for the GPUs; sites differ.",
-        Choice(("gpus-per-node", "gres", "gpus-per-task")),
-    )
-    tasks_per_node: int = option(
-        0, "Ranks on each node.", COUNT, "--ntasks-per-node", shown="one per GPU, or one"
-    )
-    cpus_per_task: int | None = option(
-        None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
-    )
-    mem: str = option(
-        "",
-        "Memory of each node: 64G, 4000 (megabytes), or 0 for all of it.",
-        forms.MEMORY,
-        "--mem SBATCH_MEM_PER_NODE SIZE",
-        shown="the site's",
-    )
-    time: str = option(
-        "",
-        "Time limit: 90 (minutes), 02:30:00 or 1-12 (days-hours).",
-        forms.TIME_LIMIT,
-        "--time -t SBATCH_TIMELIMIT LIMIT",
-        shown="the partition's",
-    )
-    partition: str = option(
-        "",
-        "Partition, or several with commas.",
-        forms.PARTITIONS,
-        "--partition -p SBATCH_PARTITION",
-        shown="the site's",
-    )
-    account: str = option(
-        "",
-        "Account to charge.",
-        forms.ACCOUNT,
-        "--account -A SBATCH_ACCOUNT NAME",
-        shown="your usual one",
-    )
-    qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
-    constraint: str = option(
-        "", "Features of the nodes.", forms.CONSTRAINT, "--constraint -C SBATCH_CONSTRAINT FEATURES"
-    )
-    reservation: str = option(
-        "", "Reservation to use.", forms.RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
-    )
-    nodelist: str = option(
-        "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
-    )
-    exclude: str = option("", "Hosts that must not be in the job.", LINE, "--exclude -x HOSTS")
-    dependency: str = option(
-        "", "Jobs to wait for, such as afterok:1234.", forms.DEPENDENCY, "--dependency -d LIST"
-    )
-    exclusive: bool = option(
-        False, "Share no node with other jobs.", names="--exclusive SBATCH_EXCLUSIVE"
-    )
-    mail_type: str = option(
-        "", "Events to mail about, such as END,FAIL.", forms.MAIL_EVENTS, "--mail-type EVENTS"
-    )
-    mail_user: str = option("", "Address to mail to.", forms.MAIL_USER, "--mail-user ADDRESS")
-
-    def __post_init__(self) -> None:
-        if self.tasks_per_node == 0:
-            object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
-        table.check_fields(self)
-        gpus, tasks = self.gpus_per_node, self.tasks_per_node
-        problem = ""
-        if gpus % tasks and self.gpu_request == "gpus-per-task":
-            problem = "--gpu-request gpus-per-task gives all tasks as many GPUs, one at least"
-        elif 0 < gpus < tasks and tasks % gpus:
-            problem = "not as many tasks on each GPU"
-        if gpus and problem:
-            raise OptionError(
-                f"--tasks-per-node {tasks}",
-                f" against --gpus-per-node {gpus}: {problem}. Use one task per GPU (the default).",
-            )
-        wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
-        unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
-        if len(wanted) > self.job_nodes:
-            more = f" and --spare-nodes for {self.spare_nodes} more" if self.spare_nodes else ""
-            raise OptionError(
-                f"--nodelist {self.nodelist}",
-                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}{more}: Slurm gives "
-                f"a job every host of its list. Use --nodes {len(wanted) - self.spare_nodes} or a "
-                "shorter list.",
-            )
-        if self.spare_nodes and len(wanted) == self.nodes:
-            raise OptionError(
-                f"--spare-nodes {self.spare_nodes}",
-                f" against --nodelist {self.nodelist}, which names all {self.nodes} nodes of "
-                "--nodes: a spare would be another one. Name the spares too, fewer hosts, or none.",
-            )
-        both = next((host for host in unwanted if host in wanted), None)
-        if both:
-            raise OptionError(
-                f"--nodelist {self.nodelist}",
-                f" and --exclude {self.exclude} both name {both}.",
-                code="CD0103",
-            )
-
-    @property
-    def job_nodes(self) -> int:
-        """Return the number of nodes to ask Slurm for: those of the tasks, and the spares."""
-        return self.nodes + self.spare_nodes
-
-    @property
-    def num_tasks(self) -> int:
-        """Return the number of ranks of the whole job, torch's world size."""
-        return self.nodes * self.tasks_per_node
 
 
 @dataclass(frozen=True)
@@ -227,6 +92,9 @@ class JobSpec:
     )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
+    resumable: bool | None = None
+    """Whether a start is known to go on from what the one before has saved, as the training does;
+    None of a COMMAND, which shows it by beginning a Loop. Defaults hang on it."""
     allow_launcher: bool = option(
         False,
         "Take a COMMAND that is a launcher itself (torchrun, accelerate launch, mpirun, srun "
@@ -374,12 +242,13 @@ class JobSpec:
         group=table.INTERRUPTED,
         negatable=True,
     )
-    silence: float = option(
-        30.0,
+    silence: float | None = option(
+        None,
         "Minutes for which no rank of a COMMAND prints anything, until the stacks of all go to "
         "the job's log, once; 0 is never.",
         table.NUMBER,
         "MINUTES",
+        shown="30.0",
         group=table.INTERRUPTED,
     )
     end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
@@ -432,31 +301,12 @@ class JobSpec:
                 " against --no-requeue: the second forbids what the first asks for. Leave one of "
                 "them out. [CD0103]",
             )
-        if self.requeue is None and (self.train or self.restart_on_failure):
-            object.__setattr__(self, "requeue", True)
-        limit = forms.limit_seconds(self.resources.time)
-        if self.signal is None:  # Slurm looks at limits twice a minute
-            lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
-            usual = f"B:USR1@{max(lead, 1)}" if self.train else ""
-            object.__setattr__(self, "signal", usual)
-        if limit and self.signal_lead >= limit:
-            raise OptionError(
-                f"--signal {self.signal}",
-                f" against --time {self.resources.time}: it would come at once, for the limit is "
-                f"{limit} s. Use a lead that is shorter. [CD0103]",
-            )
-        run_dir = forms.text("--output-root", self.run_dir)
-        rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()
-        if rewritten or not Path(run_dir).is_absolute():
-            raise OptionError(
-                "--output-root",
-                f": the run directory {run_dir!r} must be an absolute path without '%', backslash "
-                "and outer blanks, which Slurm replaces or takes out in log paths.",
-            )
-        for word in self.command:
-            forms.text("COMMAND", word)
-        if self.command and not self.command[0]:
-            raise RequestError("COMMAND is empty; give a program to run after '--'. [CD0306]")
+        self._check_kind()
+        for name, value in self._usual().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self._check_signal()
+        self._check_places()
         if self.after:
             self._check_after()
         if self.resources.spare_nodes:
@@ -470,12 +320,65 @@ class JobSpec:
                 f" against --gpus-per-node {gpus}: more tasks than GPUs. Use one task per GPU (the "
                 f"default). To have ranks share a GPU: {self.sharing}.",
             )
+        self._check_notify()
+        if self.sweep:
+            self._check_sweep()
+
+    def _usual(self) -> dict[str, object]:
+        """Return the defaults that hang on the rest of the request, by their fields."""
+        of_kind = True if self.train else None
+        resumable = of_kind if self.resumable is None else self.resumable
+        limit = forms.limit_seconds(self.resources.time)  # Slurm looks at limits twice a minute
+        lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
+        return {
+            "resumable": of_kind,
+            "requeue": True if resumable or self.restart_on_failure else None,
+            "signal": f"B:USR1@{max(lead, 1)}" if resumable else "",
+            "silence": 0.0 if resumable else _SILENCE_MINUTES,
+        }
+
+    def _check_kind(self) -> None:
+        """Refuse a COMMAND or a training that cannot start, and options of the other one."""
+        for word in self.command:
+            forms.text("COMMAND", word)
+        if self.command and not self.command[0]:
+            raise RequestError("COMMAND is empty; give a program to run after '--'. [CD0306]")
+        if self.end_silent and self.silence == 0:
+            raise OptionError(
+                "--end-silent",
+                " against --silence 0, by which no silence counts. [CD0103]",
+            )
+        if not self.train:
+            return
         for name, why in _OF_COMMANDS.items():
-            if self.train and getattr(self, name) != self._default(name):
+            if getattr(self, name):
                 raise OptionError(
                     f"--{name.replace('_', '-')}",
                     f" is for a COMMAND: {why}. [CD0103]",
                 )
+        self.train.check_ranks(self.resources)
+
+    def _check_signal(self) -> None:
+        limit = forms.limit_seconds(self.resources.time)
+        if limit and self.signal_lead >= limit:
+            raise OptionError(
+                f"--signal {self.signal}",
+                f" against --time {self.resources.time}: it would come at once, for the limit is "
+                f"{limit} s. Use a lead that is shorter. [CD0103]",
+            )
+
+    def _check_places(self) -> None:
+        """Refuse a directory that Slurm would write otherwise in the paths of logs."""
+        run_dir = forms.text("--output-root", self.run_dir)
+        rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()
+        if rewritten or not Path(run_dir).is_absolute():
+            raise OptionError(
+                "--output-root",
+                f": the run directory {run_dir!r} must be an absolute path without '%', backslash "
+                "and outer blanks, which Slurm replaces or takes out in log paths.",
+            )
+
+    def _check_notify(self) -> None:
         if self.notify and not self.notify[0]:
             raise OptionError("--notify", ": its first word is empty; give a program to run.")
         if self.notify and self.launcher == "submitit":
@@ -484,15 +387,6 @@ class JobSpec:
                 " against --launcher submitit, whose job does not end by our verdict. Use "
                 "--launcher sbatch. [CD0305]",
             )
-        if self.end_silent and not self.silence:
-            raise OptionError(
-                "--end-silent",
-                " against --silence 0, by which no silence counts. [CD0103]",
-            )
-        if self.train:
-            self._check_ranks(self.train)
-        if self.sweep:
-            self._check_sweep()
 
     def _check_sweep(self) -> None:
         """Refuse names that cannot be swept, and a launcher that cannot sweep."""
@@ -565,39 +459,6 @@ class JobSpec:
     def index(self) -> int:
         """Return the index of this run in its sweep, also in its job array. Only with a point."""
         return int(self.run_name.rpartition("-")[2])
-
-    @classmethod
-    def _default(cls, name: str) -> object:
-        return cls.__dataclass_fields__[name].default
-
-    def _check_ranks(self, train: TrainConfig) -> None:
-        """Refuse ranks that the training cannot use."""
-        if train.strategy != "ddp" and self.world_size > 1:
-            other = f"--nodes {self.resources.nodes}"
-            if self.resources.nodes == 1:
-                other = f"--tasks-per-node {self.resources.tasks_per_node}"
-            raise OptionError(
-                "--strategy",
-                f" {train.strategy} trains in one process on one node, against {other}. "
-                "Use --strategy ddp, or a single task. [CD0103]",
-            )
-        if train.strategy == "single" and self.resources.gpus_per_node > 1:
-            raise OptionError(
-                "--strategy",
-                f" single uses one GPU, against --gpus-per-node "
-                f"{self.resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
-                "--strategy ddp. [CD0105]",
-            )
-        if train.cuda_graph == "on" and train.backend == "gloo" and self.world_size > 1:
-            raise OptionError(
-                "--cuda-graph",
-                f" on with {self.layout}: what --backend gloo exchanges goes through the hosts, "
-                "which a graph cannot hold. Use --backend nccl, or --cuda-graph off. [CD0808]",
-            )
-        if train.profile and int(train.profile) >= self.world_size:
-            raise OptionError(
-                "--profile", f" {train.profile}: there is no such rank; {self.layout}, from 0."
-            )
 
     def _check_after(self) -> None:
         """Refuse runs to wait for where a start cannot look at them, or that Slurm cannot add."""
@@ -774,34 +635,6 @@ class JobSpec:
                 "apptainer or podman. [CD1004]"
             )
 
-    def refuse_launcher(self) -> None:
-        """Refuse a launcher in every task: its ranks would know only those of their own task.
-
-        A new request is checked; the record of a run that is queued is read without it. Raises
-        RequestError with the line to type.
-        """
-        if not self.command or self.allow_launcher:
-            return
-        from clusterddp.request import nested_launcher  # not needed for a training
-
-        nested = nested_launcher.find(self.command)
-        if nested is None:
-            return
-        line = "clusterddp submit -- "
-        ours = self.launcher != "submitit" and self.template == DEFAULT_TEMPLATE
-        if ours and nested.name in nested_launcher.AGENTS:
-            line = "clusterddp submit --template torchrun -- "
-        line += shlex.join(nested.instead or ("python", "train.py"))
-        note = ""
-        if nested.adds_local_rank:
-            note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
-        raise RequestError(
-            f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-            f"already ({self.layout}), so each would train a copy by itself. With your other "
-            f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
-            f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
-        )
-
     @property
     def world_size(self) -> int:
         """Return the number of ranks, as torch calls it."""
@@ -820,62 +653,16 @@ class JobSpec:
         return f"{'--backend gloo, or ' if self.train else ''}--env {SHARING}"
 
     @property
+    def layout(self) -> str:
+        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        return self.resources.layout
+
+    @property
     def says_cpus(self) -> bool:
         """Return whether it says how many CPUs a rank has: by a number, or as all of its node's."""
         directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
         by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
         return by_option or not directives.isdisjoint(dict(self.sbatch))
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """Return what a person should know of a sound request before it waits in the queue."""
-        gpus, tasks = self.resources.gpus_per_node, self.resources.tasks_per_node
-        remarks = [
-            f"{word} stays as it is in the COMMAND, as there is no --sweep of this name"
-            for word in unswept(self.command, self.sweep.names)
-        ]
-        if gpus and self.train and self.train.device == "cpu":
-            remarks.append(f"--device cpu leaves the {gpus} GPUs of each node idle")
-        elif gpus > tasks and self.train and self.train.strategy == "ddp":
-            remarks.append(
-                f"{gpus - tasks} of the {gpus} GPUs of each node lie idle, as a rank computes on "
-                f"one: leave --tasks-per-node {tasks} out, or ask for fewer"
-            )
-        elif 0 < gpus < tasks:
-            remarks.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
-        if self.launcher == "local":
-            if self.preflight not in (None, NO_PREFLIGHT):
-                remarks.append(f"--preflight {self.preflight} checks nothing here: one machine")
-            return tuple(remarks)
-        if self.command and self.preflight == FULL_PREFLIGHT:
-            remarks.append(
-                "--preflight full is quick for a COMMAND: what it adds is measured inside "
-                "clusterddp's own training"
-            )
-        if gpus and not (self.says_cpus or "cpus-per-task" in self.omit_directives):
-            rank = "GPU rank" if self.train else "task"
-            gets = f"each {rank} gets one CPU, unless the partition has a DefCpuPerGPU"
-            if "torchrun" in self.template:  # whose agents ask for their ranks' CPUs
-                gets = "each rank gets one CPU, whatever DefCpuPerGPU the partition has"
-            remarks.append(
-                f"{gets}. That is too few for a GPU's steps, NCCL, reading and checkpoints: type "
-                "--cpus-per-task 4, say, or set cpus-per-task in site.cfg"
-            )
-        wanted = self._wants_gpus()
-        if wanted and not gpus:
-            remarks.append(
-                f"{wanted} needs GPUs, and the request names none: type --gpus-per-node N, unless "
-                "the partition gives them without"
-            )
-        return tuple(remarks)
-
-    def _wants_gpus(self) -> str:
-        """Return the option with which nothing but GPUs will do, if there is one."""
-        if self.train is None:
-            return ""
-        of_gpus = {"device": "cuda", "backend": "nccl", "precision": "tf32", "cuda_graph": "on"}
-        chosen = [name for name, value in of_gpus.items() if getattr(self.train, name) == value]
-        return f"--{chosen[0].replace('_', '-')} {of_gpus[chosen[0]]}" if chosen else ""
 
     @property
     def comment(self) -> str:
@@ -918,75 +705,35 @@ class JobSpec:
         """Return the seconds between Slurm's signal and the time limit; 0 without a signal."""
         return int((self.signal or "").rpartition("@")[2] or 0)
 
-    @property
-    def layout(self) -> str:
-        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
-        spares = self.resources.spare_nodes
-        counts = (
-            (self.resources.nodes, "node"),
-            (self.resources.tasks_per_node, "task"),
-            (self.world_size, "rank"),
-        )
-        nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
-        more = f", and {spares} spare node{'s' if spares != 1 else ''}" if spares else ""
-        return f"{nodes} x {tasks} = {ranks}{more}"
-
-    @property
-    def _has_usual_batch_python(self) -> bool:
-        """Return whether `python` starts the batch script as well; in an image it may be none."""
-        in_image = self.launch_prefix or self.container_image
-        return self.batch_python == self.python and not in_image
+    def is_usual(self, name: str) -> bool:
+        """Return whether a field whose default hangs on the rest of the request has it."""
+        return bool(getattr(self, name) == self._usual()[name])
 
     def to_json(self) -> str:
         """Return the record that a run keeps of its request; no value passed by name is in it."""
-        fields = {"format": SPEC_FORMAT, **dataclasses.asdict(self)}
-        if not self.allow_launcher:  # 0.1.0, as in a container, reads no record that names it
-            del fields["allow_launcher"]
-        since = ("arm_stacks", "bad_node_hours", "preflight", "notify", "after")
-        for name in (*_OF_COMMANDS, *since):  # nor do those before them
-            if getattr(self, name) == self._default(name):
-                del fields[name]
-        if self.train and self.train.numa_binding == "none":
-            del fields["train"]["numa_binding"]
-        if self.train and not self.train.log_every:  # which is a number there
-            del fields["train"]["log_every"]
-        for name in ("sweep", "point"):  # nor those before sweeps
-            if not getattr(self, name):
-                del fields[name]
-        if self._has_usual_batch_python:
-            del fields["batch_python"]
-        if not self.container_image:  # nor do those before containers
-            for name in _CONTAINER:
-                del fields[name]
-        lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return "\n".join(record.lines(self._asked())) + "\n"
 
     def to_script(self) -> list[str]:
-        """Return the lines with which a script says what was asked: the record without defaults.
+        """Return the lines with which a script says what was asked.
 
         The run's directory is the one that the script names to `clusterddp batch`.
         """
-        asked = {"format": SPEC_FORMAT, "train": None, **_asked(self), "python": self.python}
+        asked = self._asked()
         del asked["run_dir"]
-        asked["batch_python"] = self.batch_python
-        if self._has_usual_batch_python:
-            del asked["batch_python"]
-        lines = [_REQUEST]
-        for part in json.JSONEncoder().iterencode(asked):
-            if part.startswith(", ") and len(lines[-1]) > _REQUEST_COLUMNS:
-                lines[-1] += ","
-                lines.append(f"{_REQUEST}{part[2:]}")
-            else:
-                lines[-1] += part
-        return lines
+        return record.to_script(asked)
+
+    def _asked(self) -> dict[str, object]:
+        """Return the fields that are not defaults; the Python of the tasks in any case."""
+        asked = {**record.asked(self), "python": self.python, "batch_python": self.batch_python}
+        unsaid = [name for name, usual in self._usual().items() if getattr(self, name) == usual]
+        if self.batch_python == self.python and not (self.launch_prefix or self.container_image):
+            unsaid.append("batch_python")
+        return {name: value for name, value in asked.items() if name not in unsaid}
 
     @classmethod
     def from_script(cls, script: str, run_dir: str) -> "JobSpec":
         """Read the lines of `to_script`; raises RequestError as `from_json` does."""
-        behind = itertools.dropwhile(lambda line: not line.startswith(_REQUEST), script.split("\n"))
-        asked = itertools.takewhile(lambda line: line.startswith(_REQUEST), behind)
-        text = " ".join(line.removeprefix(_REQUEST) for line in asked)
-        return cls.from_json(text, f"the script's {_REQUEST.strip()}", run_dir)
+        return cls.from_json(record.of_script(script), "the script's #REQUEST", run_dir)
 
     @classmethod
     def from_json(
@@ -997,27 +744,19 @@ class JobSpec:
         name: of the record, for messages. run_dir: the run's directory, where it names none.
         """
         try:
-            fields = json.loads(content)
-            if fields.pop("format") != SPEC_FORMAT:
-                raise RequestError(
-                    f"{name} was written by a newer clusterddp; update this one. [CD0506]"
-                )
-            if "batch_python" not in fields:  # as in records of 0.1.0
-                in_image = fields.get("launch_prefix") or fields.get("container_image")
-                fields["batch_python"] = sys.executable if in_image else fields["python"]
+            fields = record.read(content, name)
+            fields.setdefault("batch_python", fields["python"])
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
-            resources = Resources(**fields.pop("resources"))
-            sweep = fields.pop("sweep", {})
-            fields["sweep"] = Sweep.of(**sweep)
-            train = fields.pop("train")
-            config = None if train is None else TrainConfig(**train)
-            for field, value in fields.items():
-                if isinstance(value, list):
-                    fields[field] = tuple(tuple(v) if isinstance(v, list) else v for v in value)
-            return cls(resources=resources, train=config, **fields)
+            for part, kind in _PARTS.items():
+                if fields.get(part) is not None:
+                    fields[part] = kind(**fields[part])
+            return cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RequestError(f"{name} is no record of a run: {error}. [CD0505]") from None
+
+
+_PARTS = {"resources": Resources, "train": TrainConfig, "sweep": Sweep}
 
 
 def submission_comment(run_name: str) -> str:

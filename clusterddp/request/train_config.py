@@ -9,6 +9,7 @@ from clusterddp.errors import OptionError
 from clusterddp.request import options as table
 from clusterddp.request.options import COUNT, NUMBER, POSITIVE, SHARE, Choice, decisive, option
 from clusterddp.request.recipes import RECIPES, SUMMARIES
+from clusterddp.request.resources import Resources
 from clusterddp.slurm.forms import LINE, PATH, Form
 
 # Names that each package's registry defines: a test compares the two.
@@ -201,6 +202,36 @@ class TrainConfig:
             if first in typed and second in typed:
                 names = f"{first} against {second}".replace("=", " ")
                 raise OptionError(names, f": {why}. Leave one of them out. [CD0103]")
+
+    def check_ranks(self, resources: Resources) -> None:
+        """Refuse ranks that the training cannot use; raises OptionError."""
+        if self.strategy != "ddp" and resources.num_tasks > 1:
+            other = f"--nodes {resources.nodes}"
+            if resources.nodes == 1:
+                other = f"--tasks-per-node {resources.tasks_per_node}"
+            raise OptionError(
+                "--strategy",
+                f" {self.strategy} trains in one process on one node, against {other}. "
+                "Use --strategy ddp, or a single task. [CD0103]",
+            )
+        if self.strategy == "single" and resources.gpus_per_node > 1:
+            raise OptionError(
+                "--strategy",
+                f" single uses one GPU, against --gpus-per-node "
+                f"{resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
+                "--strategy ddp. [CD0105]",
+            )
+        if self.cuda_graph == "on" and self.backend == "gloo" and resources.num_tasks > 1:
+            raise OptionError(
+                "--cuda-graph",
+                f" on with {resources.layout}: what --backend gloo exchanges goes through the "
+                "hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off.",
+                code="CD0808",
+            )
+        if self.profile and int(self.profile) >= resources.num_tasks:
+            raise OptionError(
+                "--profile", f" {self.profile}: there is no such rank; {resources.layout}, from 0."
+            )
 
     @property
     def own_functions(self) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from clusterddp import files, log
 from clusterddp.errors import OptionError, SlurmError, coded
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.run import events, hardware
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure

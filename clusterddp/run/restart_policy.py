@@ -63,7 +63,7 @@ class Policy:
     @classmethod
     def of(cls, spec: JobSpec) -> "Policy":
         """Return what a request allows."""
-        undecided = bool(spec.command) and spec.requeue is None
+        undecided = spec.requeue is None
         return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure, undecided)
 
 
@@ -217,8 +217,8 @@ def gained(attempt: Attempt) -> int | None:
     record = attempt.read_record()
     if not record:
         spec = attempt.run.read_spec()
-        runs_a_command = spec is not None and spec.train is None
-        return None if runs_a_command and not attempt.run.resolved.exists() else 0
+        uncounted = spec is not None and not spec.resumable
+        return None if uncounted and not attempt.run.resolved.exists() else 0
     # The next attempt takes the files over, and says from which of them it started.
     after = Attempt(attempt.run, attempt.number + 1).read_record()
     newest = newest_checkpoint(attempt.checkpoints)

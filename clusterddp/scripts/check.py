@@ -11,7 +11,7 @@ from types import MappingProxyType
 from clusterddp.errors import RequestError
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.findings import Finding, Rules
-from clusterddp.scripts.job import Job
+from clusterddp.scripts.job_script import JobScript
 from clusterddp.scripts.python_file import PythonFile, Started
 from clusterddp.scripts.python_rules import PYTHON_RULES
 from clusterddp.scripts.sbatch_rules import SBATCH_RULES
@@ -63,12 +63,12 @@ def check_texts(texts: dict[str, str]) -> list[Finding]:
     return sorted(findings, key=lambda each: (list(texts).index(each.file), each.line))
 
 
-def _read(texts: Mapping[str, str]) -> tuple[dict[str, Job], dict[str, PythonFile]]:
+def _read(texts: Mapping[str, str]) -> tuple[dict[str, JobScript], dict[str, PythonFile]]:
     """Read sbatch files and Python by name; each script knows the steps that start it."""
     scripts = {name: _python(name, text) for name, text in texts.items() if is_python(name, text)}
     named = Counter(Path(name).name for name in scripts)  # two of one name are not told apart
     by_name = {Path(n).name: each for n, each in scripts.items() if named[Path(n).name] == 1}
-    jobs = {name: Job(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
+    jobs = {name: JobScript(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
     for job in jobs.values():
         job.python = by_name
         for run in job.in_tasks:

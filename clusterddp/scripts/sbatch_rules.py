@@ -13,7 +13,7 @@ from clusterddp.request import nested_launcher
 from clusterddp.request.nested_launcher import START_PYTHON
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.findings import Found, Rules
-from clusterddp.scripts.job import Job, Run, in_loop
+from clusterddp.scripts.job_script import JobScript, Run, in_loop
 from clusterddp.scripts.sbatch_file import Directive, Step
 from clusterddp.scripts.shell import Command, Expansion, Script, is_known, on_one_line, typed
 
@@ -67,7 +67,7 @@ _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
     "torchrun or accelerate in as many tasks a node as there are GPUs",
     source=f"{_TORCHRUN}: one agent a node",
 )
-def launcher_per_rank(job: Job) -> Iterator[Found]:
+def launcher_per_rank(job: JobScript) -> Iterator[Found]:
     for run in job.in_tasks:
         assert run.step
         tasks = job.step_tasks_per_node(run.step)
@@ -95,7 +95,7 @@ def launcher_per_rank(job: Job) -> Iterator[Found]:
     "torchrun on several nodes without --nnodes",
     source=f"{_TORCHRUN}: --nnodes is 1 where it is not given",
 )
-def agents_apart(job: Job) -> Iterator[Found]:
+def agents_apart(job: JobScript) -> Iterator[Found]:
     for run in job.in_tasks:
         if run.starts != "torchrun" or not run.launcher or run.launcher.command != run.texts:
             continue
@@ -123,7 +123,7 @@ def agents_apart(job: Job) -> Iterator[Found]:
     "mp.spawn in several tasks of a node",
     source="torch.multiprocessing's documentation, spawn; seen: all but one end with EADDRINUSE",
 )
-def spawn_per_task(job: Job) -> Iterator[Found]:
+def spawn_per_task(job: JobScript) -> Iterator[Found]:
     for run in job.in_tasks:
         assert run.step
         script, named = job.python_of(run)
@@ -144,7 +144,7 @@ def spawn_per_task(job: Job) -> Iterator[Found]:
             )
 
 
-def _one_task_a_node(job: Job, step: Step) -> str:
+def _one_task_a_node(job: JobScript, step: Step) -> str:
     """Return a step's line with one task a node; without --ntasks srun would keep the job's."""
     nodes = job.step_nodes(step) or '"$SLURM_JOB_NUM_NODES"'
     source = on_one_line(step.command.source)
@@ -153,7 +153,7 @@ def _one_task_a_node(job: Job, step: Step) -> str:
     return _in_line(job, step.command, re.sub(r"\bsrun\b", counts, source, count=1))
 
 
-def _in_line(job: Job, command: Command, instead: str) -> str:
+def _in_line(job: JobScript, command: Command, instead: str) -> str:
     """Return the line of a command with another in its place; what stands around it stays."""
     line, source = job.line(command.line), on_one_line(command.source)
     if source in line:
@@ -166,7 +166,7 @@ def _in_line(job: Job, command: Command, instead: str) -> str:
     "a launcher, or the training, without srun on a job of several nodes or tasks",
     source=f"{_SBATCH}: the batch script runs once, on the first node",
 )
-def srun_missing(job: Job) -> Iterator[Found]:
+def srun_missing(job: JobScript) -> Iterator[Found]:
     if any(run.trains for run in job.in_tasks):
         return
     for run in job.in_batch:
@@ -192,7 +192,7 @@ def _is_elsewhere(run: Run) -> bool:
     return bool({"mpirun", "mpiexec", "ssh", "pdsh", "clush"}.intersection(run.texts))
 
 
-def _srun(run: Run, line: str, job: Job) -> str:
+def _srun(run: Run, line: str, job: JobScript) -> str:
     several = run.starts in START_PYTHON and (job.tasks_per_node or 1) > 1
     counts = f"--ntasks={job.nodes} --ntasks-per-node=1 " if several else ""
     return f"srun {counts}{line}"
@@ -203,7 +203,7 @@ def _srun(run: Run, line: str, job: Job) -> str:
     "Python under srun that meets by env://, where nobody sets RANK, WORLD_SIZE, MASTER_ADDR",
     source=f"{_ENV}; seen: srun sets none of them",
 )
-def no_rank_variables(job: Job) -> Iterator[Found]:
+def no_rank_variables(job: JobScript) -> Iterator[Found]:
     names = set(re.findall(r"\w+", job.typed))
     for run in job.in_tasks:
         script, named = job.python_of(run)
@@ -226,7 +226,7 @@ def no_rank_variables(job: Job) -> Iterator[Found]:
         )
 
 
-def _with_variables(job: Job, run: Run, missing: list[str]) -> str:
+def _with_variables(job: JobScript, run: Run, missing: list[str]) -> str:
     """Return a step's line whose tasks have the variables of their ranks."""
     assert run.step
     values = {"MASTER_ADDR": _FIRST_NODE, "MASTER_PORT": _JOB_PORT}
@@ -244,7 +244,7 @@ def _with_variables(job: Job, run: Run, missing: list[str]) -> str:
     "`srun … &` at the end of the script without wait",
     source=f"{_SBATCH}: the job ends with the script; seen: the step is ended, or never starts",
 )
-def step_not_waited_for(job: Job) -> Iterator[Found]:
+def step_not_waited_for(job: JobScript) -> Iterator[Found]:
     commands = job.file.script.commands
     if any("wait" in re.split(r"\W+", command.source) for command in commands):
         return
@@ -274,7 +274,7 @@ def step_not_waited_for(job: Job) -> Iterator[Found]:
     "`$SLURM_PROCID`, `$SLURM_NODEID`, `$SLURM_LOCALID` or `hostname` expanded by the batch shell",
     source=f"{_SRUN}, output environment variables; seen: the batch script has 0 in all three",
 )
-def batch_shell_rank(job: Job) -> Iterator[Found]:
+def batch_shell_rank(job: JobScript) -> Iterator[Found]:
     reported: set[tuple[int, str]] = set()
     for run in job.in_tasks:
         assert run.step
@@ -309,7 +309,7 @@ def batch_shell_rank(job: Job) -> Iterator[Found]:
     yield from _exported_ranks(job)
 
 
-def _one_rank_for_all(job: Job, run: Run) -> Iterator[Found]:
+def _one_rank_for_all(job: JobScript, run: Run) -> Iterator[Found]:
     """Find a node rank that is a plain number, in a step of several nodes."""
     assert run.step
     for name in ("node-rank", "machine-rank"):
@@ -329,7 +329,7 @@ def _program_at(run: Run) -> int:
     return run.launcher.last if run.launcher and run.launcher.command == run.texts else 10_000
 
 
-def _exported_ranks(job: Job) -> Iterator[Found]:
+def _exported_ranks(job: JobScript) -> Iterator[Found]:
     """Find `export RANK=$SLURM_PROCID` in the batch script, which every task gets as 0."""
     ranks: dict[str, int] = {}
     for run in job.in_batch:
@@ -365,7 +365,7 @@ def _reads_ranks(run: Run, name: str) -> bool:
     return run.trains or any(text.endswith((".sh", ".bash")) for text in run.texts)
 
 
-def _left_to_task(job: Job, run: Run, expansion: Expansion) -> str:
+def _left_to_task(job: JobScript, run: Run, expansion: Expansion) -> str:
     """Return the line that leaves an expansion to each task."""
     assert run.step
     line = job.line(expansion.line)
@@ -378,7 +378,7 @@ def _left_to_task(job: Job, run: Run, expansion: Expansion) -> str:
 
 
 def _in_task_shell(
-    job: Job, step: Step, before: str = "", left: str = "", of_rank: str = ""
+    job: JobScript, step: Step, before: str = "", left: str = "", of_rank: str = ""
 ) -> str:
     """Return a step's line whose tasks start a shell, which runs the program.
 
@@ -414,7 +414,7 @@ def _in_double_quotes(part: re.Match[str]) -> str:
     "a fixed MASTER_PORT on nodes that may be shared",
     source=f"{_ENV}; {_SBATCH}, --exclusive",
 )
-def fixed_port(job: Job) -> Iterator[Found]:
+def fixed_port(job: JobScript) -> Iterator[Found]:
     if job.has_whole_nodes or not job.asks_for_gpus:
         return
     if not any(run.trains for run in job.runs):
@@ -449,7 +449,7 @@ def _is_port(text: str) -> bool:
     "MASTER_ADDR, or the rendezvous, taken on each task: each node names itself",
     source=f"{_ENV}: the address of rank 0, the same for all",
 )
-def address_per_task(job: Job) -> Iterator[Found]:
+def address_per_task(job: JobScript) -> Iterator[Found]:
     for run in job.in_tasks:
         assert run.step
         nodes = job.step_nodes(run.step)
@@ -494,7 +494,7 @@ def _is_own_name(expansion: Expansion) -> bool:
     "SLURM_LAUNCH_NODE_IPADDR as the address of rank 0",
     source=f"{_SRUN}: where srun ran; seen: unset in the batch script",
 )
-def launch_node(job: Job) -> Iterator[Found]:
+def launch_node(job: JobScript) -> Iterator[Found]:
     for run in job.runs:
         values = [*run.texts, *(each.text for each in run.command.assignments)]
         for expansion in {e for text in values for e in run.script.expanded(text)}:
@@ -517,7 +517,7 @@ def launch_node(job: Job) -> Iterator[Found]:
     "a static master address that is not the first node's",
     source=f"{_ENV}; {_TORCHRUN}; {_SBATCH}, SLURM_SUBMIT_HOST",
 )
-def rendezvous_host(job: Job) -> Iterator[Found]:
+def rendezvous_host(job: JobScript) -> Iterator[Found]:
     used: set[int] = set()
     for run in job.runs:
         nodes = job.step_nodes(run.step) if run.step else job.nodes
@@ -534,7 +534,7 @@ def rendezvous_host(job: Job) -> Iterator[Found]:
 
 
 def _wrong_hosts(
-    job: Job, run: Run, text: str, nodes: int | None, static: bool
+    job: JobScript, run: Run, text: str, nodes: int | None, static: bool
 ) -> Iterator[tuple[int, str, bool, str]]:
     """Yield what is wrong with an address: the line if known, the host, whether sure, why."""
     host = text.rpartition(":")[0] if re.search(r":\d+$", text) else text
@@ -557,7 +557,7 @@ def _wrong_hosts(
             yield line, typed_as, True, why
 
 
-def _is_not_first(job: Job, expansion: Expansion) -> bool:
+def _is_not_first(job: JobScript, expansion: Expansion) -> bool:
     """Return whether it is one of the job's nodes, and not the first."""
     if element := re.fullmatch(r"\$\{(\w+)\[(?!0\])[-\w]+\]\}", expansion.source):
         array = job.file.script.variables.get(element[1], "")
@@ -571,7 +571,7 @@ def _lists_nodes(expansion: Expansion) -> bool:
     return bool(words & {"hostnames", "hostname"})
 
 
-def _typed_in(job: Job, line: int, host: str) -> int:
+def _typed_in(job: JobScript, line: int, host: str) -> int:
     """Return the line in which a host is typed: this one, or that of a variable."""
     if host in job.line(line):
         return line
@@ -587,7 +587,7 @@ def _typed_in(job: Job, line: int, host: str) -> int:
     "`--signal` without `B:` under a shell that traps it, `B:` without a trap, no handler at all",
     source=f"{_SBATCH}, --signal; seen: without B: the batch shell gets nothing",
 )
-def signal_to_steps(job: Job) -> Iterator[Found]:
+def signal_to_steps(job: JobScript) -> Iterator[Found]:
     directive = job.file.directive("signal")
     if not directive or not directive.value:
         return
@@ -629,7 +629,7 @@ def signal_to_steps(job: Job) -> Iterator[Found]:
         yield from _foreground(job, name, is_sure=to_batch)
 
 
-def _sources(job: Job) -> bool:
+def _sources(job: JobScript) -> bool:
     """Return whether another file, which may set a trap, is read by the batch shell."""
     known = ("activate", "conda.sh", "bashrc", "profile", "mamba.sh")
     return any(
@@ -652,17 +652,17 @@ def _trapped(command: Command) -> set[str]:
     return {_NUMBERS.get(name, name) for name in names}
 
 
-def _execs(job: Job) -> bool:
+def _execs(job: JobScript) -> bool:
     """Return whether the batch shell becomes another program, which gets the signal then."""
     return any(command.texts[:1] == ("exec",) for command in job.file.script.commands)
 
 
-def _no_handler(job: Job) -> bool:
+def _no_handler(job: JobScript) -> bool:
     scripts = [script for run in job.in_tasks if (script := job.python_of(run)[0])]
     return bool(scripts) and not any(each.handles_signals for each in scripts)
 
 
-def _foreground(job: Job, name: str, *, is_sure: bool) -> Iterator[Found]:
+def _foreground(job: JobScript, name: str, *, is_sure: bool) -> Iterator[Found]:
     """Find a training in the foreground, which keeps bash from running its trap."""
     for command in dict.fromkeys(_started(run) for run in job.runs if run.trains):
         if command.background or command.piped or "function" in command.inside or _execs(job):
@@ -689,7 +689,7 @@ def _waited_for(command: Command) -> str:
     "cpus-per-task not handed to srun, which does not take it from the job since 22.05",
     source="Slurm's changes: 22.05 took it away, 23.11 brought it back",
 )
-def cpus_for_srun(job: Job) -> Iterator[Found]:
+def cpus_for_srun(job: JobScript) -> Iterator[Found]:
     if not (job.cpus_per_task or 0) > 1 or "SRUN_CPUS_PER_TASK" in job.file.script.exported:
         return
     for run in job.in_tasks:
@@ -711,7 +711,7 @@ def cpus_for_srun(job: Job) -> Iterator[Found]:
         return
 
 
-def _with_cpus(job: Job, step: Step) -> str:
+def _with_cpus(job: JobScript, step: Step) -> str:
     """Return the step's line with the job's CPUs; ahead of it where srun is in a variable."""
     source = on_one_line(step.command.source)
     option = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
@@ -732,7 +732,7 @@ def _takes_options(step: Step) -> bool:
     "ntasks that is not nodes x ntasks-per-node",
     source=f"{_SBATCH}, --ntasks-per-node: a maximum beside --ntasks; seen: more is refused",
 )
-def ntasks_product(job: Job) -> Iterator[Found]:
+def ntasks_product(job: JobScript) -> Iterator[Found]:
     directive = job.file.directive("ntasks")
     per_node = job.number(job.file.value("ntasks-per-node"))
     nodes = job.number(job.file.value("nodes"))
@@ -762,7 +762,7 @@ def _with_directive(directive: Directive, option: str) -> str:
     "gpus-per-task without ntasks",
     source=f"{_SBATCH}, --gpus-per-task: needs an explicit task count; seen: refused",
 )
-def gpus_per_task_count(job: Job) -> Iterator[Found]:
+def gpus_per_task_count(job: JobScript) -> Iterator[Found]:
     directive = job.file.directive("gpus-per-task")
     counts = ("ntasks", "gpus", "ntasks-per-node", "ntasks-per-gpu")
     if not directive or job.file.value(*counts) is not None:
@@ -780,7 +780,7 @@ def gpus_per_task_count(job: Job) -> Iterator[Found]:
     "`--gpu-bind=closest` (or `single`) hides GPUs from the tasks",
     source=f"{_SRUN}, --gpu-bind; NCCL's documentation, GPU to GPU communication",
 )
-def gpu_bind_closest(job: Job) -> Iterator[Found]:
+def gpu_bind_closest(job: JobScript) -> Iterator[Found]:
     if _has_amd(job):
         return
     options = [each for each in job.file.directives if each.is_read]
@@ -800,7 +800,7 @@ def gpu_bind_closest(job: Job) -> Iterator[Found]:
             yield Found(option.line, False, why, right)
 
 
-def _has_amd(job: Job) -> bool:
+def _has_amd(job: JobScript) -> bool:
     """Return whether the GPUs are AMD's, of which a task's nearest is its own and others' too."""
     for run in job.runs:
         names = [each.name for each in run.command.assignments]
@@ -816,7 +816,7 @@ def _has_amd(job: Job) -> bool:
     "LOCAL_RANK as the number of a GPU, where each task sees its own GPU alone",
     source=f"{_SRUN}, --gpus-per-task; seen: each task has one device, number 0",
 )
-def local_rank_isolated(job: Job) -> Iterator[Found]:
+def local_rank_isolated(job: JobScript) -> Iterator[Found]:
     for run in job.in_tasks:
         assert run.step
         step, tasks = run.step, job.step_tasks_per_node(run.step)
@@ -847,7 +847,7 @@ def local_rank_isolated(job: Job) -> Iterator[Found]:
                 yield Found(run.line, bool(tasks), why, "# no CUDA_VISIBLE_DEVICES")
 
 
-def _gpus_per_node(job: Job, step: Step) -> str:
+def _gpus_per_node(job: JobScript, step: Step) -> str:
     gpus = job.gpus_per_node or job.step_tasks_per_node(step) or "N"
     return f"#SBATCH --gpus-per-node={gpus}  # in place of --gpus-per-task"
 
@@ -857,7 +857,7 @@ def _gpus_per_node(job: Job, step: Step) -> str:
     "more tasks on a node than GPUs, where each task takes the GPU of its local rank",
     source=f"{_SBATCH}, --gpus-per-node, --gres; torch.cuda.set_device's documentation",
 )
-def more_tasks_than_gpus(job: Job) -> Iterator[Found]:
+def more_tasks_than_gpus(job: JobScript) -> Iterator[Found]:
     for run in job.in_tasks:
         assert run.step
         script, named = job.python_of(run)
@@ -875,7 +875,7 @@ def more_tasks_than_gpus(job: Job) -> Iterator[Found]:
             )
 
 
-def _with_tasks(job: Job, step: Step, each: int) -> tuple[int, str]:
+def _with_tasks(job: JobScript, step: Step, each: int) -> tuple[int, str]:
     """Return the line that says how many tasks a node has, and it with as many as given."""
     of_step = [option for option in step.options if option.name in ("ntasks", "ntasks-per-node")]
     total, per_node = job.file.directive("ntasks"), job.file.directive("ntasks-per-node")
@@ -893,7 +893,7 @@ def _with_tasks(job: Job, step: Step, each: int) -> tuple[int, str]:
     "lines that end as those of DOS do",
     source="sbatch's source, contains_dos_linebreak; seen: refused",
 )
-def dos_line_ends(job: Job) -> Iterator[Found]:
+def dos_line_ends(job: JobScript) -> Iterator[Found]:
     for line in job.file.dos_lines[:1]:
         count = len(job.file.dos_lines)
         more = f" and in {count - 1} more" if count > 1 else ""
@@ -911,7 +911,7 @@ def dos_line_ends(job: Job) -> Iterator[Found]:
     "a name of an option that sbatch does not have, next to one that it has",
     source=f"{_SBATCH}; seen: refused",
 )
-def unknown_option(job: Job) -> Iterator[Found]:
+def unknown_option(job: JobScript) -> Iterator[Found]:
     for directive in job.file.directives:
         near = sbatch_file.nearest_name(directive.name) if directive.is_read else ""
         if near:
@@ -929,7 +929,7 @@ def unknown_option(job: Job) -> Iterator[Found]:
     "a directive below the first command",
     source=f"{_SBATCH}: directives after the first line that is no comment are not read",
 )
-def directive_below_command(job: Job) -> Iterator[Found]:
+def directive_below_command(job: JobScript) -> Iterator[Found]:
     read = {(each.name, each.value) for each in job.file.directives if each.is_read}
     below = [each for each in job.file.directives if not each.is_read]
     lines = {each.line: each.text for each in below if (each.name, each.value) not in read}
@@ -948,7 +948,7 @@ def directive_below_command(job: Job) -> Iterator[Found]:
     "`--export=NONE`: what the script sets does not reach the tasks",
     source=f"{_SBATCH}, --export, SLURM_EXPORT_ENV; seen: the tasks have none of it",
 )
-def export_none(job: Job) -> Iterator[Found]:
+def export_none(job: JobScript) -> Iterator[Found]:
     directive = job.file.directive("export")
     kept = job.file.script.variables.get("SLURM_EXPORT_ENV", "")
     unset = any(
@@ -984,7 +984,7 @@ def _sets_up(script: Script) -> bool:
     "a log that a requeue overwrites",
     source=f"{_SBATCH}, --open-mode; slurm.conf(5), JobFileAppend",
 )
-def log_overwritten(job: Job) -> Iterator[Found]:
+def log_overwritten(job: JobScript) -> Iterator[Found]:
     directive = job.file.directive("requeue")
     if job.file.value("no-requeue") is not None or job.file.value("open-mode") == "append":
         return
@@ -1008,7 +1008,7 @@ def _requeues(run: Run) -> bool:
     "an array element requeued by the wrong id",
     source="scontrol(1), requeue; seen: the last element's SLURM_JOB_ID is the array's",
 )
-def array_requeue(job: Job) -> Iterator[Found]:
+def array_requeue(job: JobScript) -> Iterator[Found]:
     if job.file.value("array") is None:
         return
     right = "scontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"

@@ -426,8 +426,27 @@ class _Reader:
                 condition = False
             if declaring and _exports(words[:1]) and len(made) == 1:
                 self.script.exported.add(made[0].text)
+        command = self.command(start, words, assignments, redirects)
+        if words and words[0].text not in _DECLARE:
+            self.script.variables.update(
+                {each.name: before[each.name] for each in assignments if each.name in before}
+            )
+            for each in assignments:  # of this command alone: `A=1 srun …`
+                if each.name not in before:
+                    self.script.variables.pop(each.name, None)
+        if declares and (words or assignments or redirects):
+            self.keep(command, bodies)
+
+    def command(
+        self,
+        start: int,
+        words: Sequence[Word],
+        assignments: Sequence[Assignment],
+        redirects: Sequence[Redirect],
+    ) -> Command:
+        """Return the command that was read from `start` up to here."""
         ending = match[0] if (match := _OPERATOR.match(self.text, self.at)) else ""
-        command = Command(
+        return Command(
             words=tuple(words),
             assignments=tuple(assignments),
             redirects=tuple(redirects),
@@ -439,15 +458,6 @@ class _Reader:
             piped=ending in ("|", "|&"),
             start=start,
         )
-        if words and words[0].text not in _DECLARE:
-            self.script.variables.update(
-                {each.name: before[each.name] for each in assignments if each.name in before}
-            )
-            for each in assignments:  # of this command alone: `A=1 srun …`
-                if each.name not in before:
-                    self.script.variables.pop(each.name, None)
-        if declares and (words or assignments or redirects):
-            self.keep(command, bodies)
 
     def keep(self, command: Command, bodies: list[int | None]) -> None:
         if any(number is not None for number in bodies):

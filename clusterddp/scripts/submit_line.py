@@ -17,12 +17,29 @@ from clusterddp.request import nested_launcher
 from clusterddp.request.nested_launcher import NestedLauncher
 from clusterddp.request.options import REPLACED
 from clusterddp.request.spec import DIRECTIVES
-from clusterddp.scripts import layout, shell, training
-from clusterddp.scripts.sbatch_file import Directive, Option, SbatchFile, arguments
+from clusterddp.scripts import shell
+from clusterddp.scripts.job_script import (
+    DERIVED,
+    DIRECTIVES_OF_GPUS,
+    DIRECTIVES_OF_LAYOUT,
+    MPI,
+    TRAINS,
+    JobScript,
+)
+from clusterddp.scripts.sbatch_file import (
+    SAYS,
+    Directive,
+    Option,
+    SbatchFile,
+    Statement,
+    arguments,
+    needed,
+    one_line,
+    references,
+    statements,
+)
 from clusterddp.scripts.sbatch_file import options as read_options
 from clusterddp.scripts.shell import Assignment, Command, Word, is_known, said
-from clusterddp.scripts.statements import SAYS, Statement, needed, one_line, references, statements
-from clusterddp.scripts.training import DERIVED
 from clusterddp.slurm import forms
 
 _COLUMNS = 90
@@ -160,7 +177,8 @@ class _Translation:
     def __init__(self, file: SbatchFile) -> None:
         self.line = SubmitLine()
         self.file = file = self.with_those_below(file)
-        self.training = training.find(file)
+        self.job = JobScript(file)
+        self.training = self.job.training
         self.where = self.training.command.line
         self.statements = list(statements(file))
         own = [s for s in self.statements if s.first <= self.where <= s.last]
@@ -183,7 +201,7 @@ class _Translation:
 
     def made(self) -> SubmitLine:
         line = self.line
-        for name, value in layout.read(self.file, self.training, line.note).options:
+        for name, value in self.job.layout(line.note).options:
             line.add(name, value)
         self.directives()
         self.step()
@@ -235,7 +253,7 @@ class _Translation:
             elif directive.name == "mail-type":  # Slurm adds them up
                 events = [d.value or "" for d in self.file.directives if d.name == "mail-type"]
                 self.directive(replace(directive, value=",".join(events)))
-            elif directive.name not in layout.DIRECTIVES:
+            elif directive.name not in DIRECTIVES_OF_LAYOUT:
                 self.directive(directive)
 
     def directive(self, directive: Directive) -> None:
@@ -300,8 +318,8 @@ class _Translation:
             return
         for option in step.options:
             name, value, source = option.name, option.value, self.shown(option.source)
-            is_jobs_own = name in layout.DIRECTIVES_OF_GPUS and (
-                value == file.value(name) or file.value(*layout.DIRECTIVES_OF_GPUS) is None
+            is_jobs_own = name in DIRECTIVES_OF_GPUS and (
+                value == file.value(name) or file.value(*DIRECTIVES_OF_GPUS) is None
             )
             if name in _OF_STEP or is_jobs_own:
                 continue
@@ -334,7 +352,7 @@ class _Translation:
             ours = frozenset(_OPTIONS_OF_ACCELERATE.split())
         elif name not in nested_launcher.AGENTS:
             ours = frozenset(_OPTIONS_OF_MPI.split())
-        options = list(layout.options_of(launcher))
+        options = list(launcher.options)
         for option, value in options:
             dashes = "--" if len(option) > 1 else "-"
             source = f"{dashes}{option} {self.shown(value)}".strip()
@@ -343,7 +361,7 @@ class _Translation:
             elif option == "max-restarts" and re.fullmatch("[1-9][0-9]*", value):
                 line.add("template", "torchrun")
                 line.add("restart-in-job", value)
-            elif option == "x" and name in layout.MPI:
+            elif option == "x" and name in MPI:
                 variable, equals, text = value.partition("=")
                 self.variable(variable, text if equals else None, self.where, source)
             elif option not in ours:
@@ -737,14 +755,14 @@ class _Translation:
             if program not in {"", ":", "true", *_TESTS} and not self.is_ours(command):
                 option = "--teardown" if is_behind else "--setup"
                 why = f"not carried over from beside the command that trains: add it by {option}"
-                if training.score(self.file, command)[0] >= training.TRAINS:
+                if self.job.score(command) >= TRAINS:
                     why = "a run has one step that trains: submit it apart"
                 self.line.note(command.line, said(command), why)
 
     def note_training(self, statement: Statement) -> None:
         """Note a second training: a run has one."""
         for command in statement.commands:
-            if training.score(self.file, command)[0] >= training.TRAINS:
+            if self.job.score(command) >= TRAINS:
                 option = "--setup" if command.line < self.where else "--teardown"
                 why = f"a run has one step that trains, so this became {option}: submit it apart"
                 self.line.note(command.line, said(command), why)

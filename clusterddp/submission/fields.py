@@ -10,7 +10,8 @@ from typing import Any
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
 from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
-from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.slurm import forms
@@ -75,6 +76,15 @@ def request_of(
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
     return JobSpec(**fields)
+
+
+def check_new(spec: JobSpec) -> None:
+    """Check what the record of a request is read without; raises RequestError."""
+    if spec.command:
+        from clusterddp.submission.programs import refuse_launcher  # not needed for a training
+
+        refuse_launcher(spec)
+    spec.check_points()
 
 
 def interpreter(name: str) -> str:

@@ -16,6 +16,7 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.submission.fields import (
     CONTAINER,
     IMAGES_PYTHON,
+    check_new,
     container_fields,
     folder_of_template,
     made_up_name,
@@ -84,8 +85,7 @@ def request(
             container=container_fields(container),
             template=name,
         )
-        spec.refuse_launcher()
-        spec.check_points()
+        check_new(spec)
     return spec
 
 

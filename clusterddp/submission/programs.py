@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
 from clusterddp.launchers import SHIPPED, load
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
 """Begin of sbatch's directives by which a job can find other files than there are here now."""
@@ -30,6 +30,35 @@ if sys.version_info < (3, 10):
 """
 _IMPORT_SECONDS = 60.0
 """Patience with an import of torch, which takes long on a cold shared file system."""
+
+
+def refuse_launcher(spec: JobSpec) -> None:
+    """Refuse a launcher in every task: its ranks would know only those of their own task.
+
+    A new request is checked; the record of a run that is queued is read without it. Raises
+    RequestError with the line to type.
+    """
+    if not spec.command or spec.allow_launcher:
+        return
+    from clusterddp.request import nested_launcher  # not needed for a training
+
+    nested = nested_launcher.find(spec.command)
+    if nested is None:
+        return
+    line = "clusterddp submit -- "
+    ours = spec.launcher != "submitit" and spec.template == DEFAULT_TEMPLATE
+    if ours and nested.name in nested_launcher.AGENTS:
+        line = "clusterddp submit --template torchrun -- "
+    line += shlex.join(nested.instead or ("python", "train.py"))
+    note = ""
+    if nested.adds_local_rank:
+        note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
+    raise RequestError(
+        f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
+        f"already ({spec.layout}), so each would train a copy by itspec. With your other "
+        f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
+        f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
+    )
 
 
 def check_command(

@@ -16,7 +16,9 @@ from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
 from clusterddp.launchers import notice_job
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.remarks import remarks
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
@@ -30,7 +32,7 @@ from clusterddp.status.status import RunStatus, run_status, submission_folder
 from clusterddp.submission import bundle, code_renewal, outlook, snapshot
 from clusterddp.submission.claim import Claim, claimed
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
-from clusterddp.submission.programs import check_command, check_pythons
+from clusterddp.submission.programs import check_command, check_pythons, refuse_launcher
 from clusterddp.submission.submit import ask_for_partitions, naming_the_job
 from clusterddp.version import of_script
 
@@ -135,13 +137,13 @@ def resubmit(
         else:
             _check_done(run, before, after, run_status(run, {}), terms)
         check_changes(run, before, after, terms)
-        for remark in after.remarks:
-            if remark not in before.remarks:
+        for remark in remarks(after):
+            if remark not in remarks(before):
                 log.warning(coded(remark, "CD0112"))
         script = script_for(run, before, after, terms)
         own_code = run.code_folder if run.code.is_dir() and not terms.new_code else None
         if after.command != before.command:
-            after.refuse_launcher()
+            refuse_launcher(after)
             check_command(after, script, folder=own_code, force=terms.force)
         source = _source(run, after, terms)
         if claim is None:

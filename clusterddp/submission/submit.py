@@ -17,6 +17,7 @@ from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
+from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
@@ -75,7 +76,7 @@ def submit(
         for train in spec.trainings:
             make_sure(train, spec)
     if not inputs_are_sure:
-        for remark in spec.remarks:
+        for remark in remarks(spec):
             warning(coded(remark, "CD0112"))
     if question:
         outlook.check_partitions(spec, question.answer(), force=force)

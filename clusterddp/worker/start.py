@@ -27,7 +27,8 @@ from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerE
 from clusterddp.files import write_atomically
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.options import is_reference
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt

@@ -32,7 +32,8 @@ from clusterddp.processes.processors import AMD_DEVICE, has_nvidia_driver
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events, logs

@@ -17,7 +17,7 @@ import pytest
 from clusterddp.batch import controller, step_watch
 from clusterddp.launchers import sbatch
 from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT, master_port
-from clusterddp.request.spec import Resources
+from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, preflight
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import PreflightRecord

@@ -17,7 +17,7 @@ from clusterddp.batch import spares
 from clusterddp.batch.controller import Controller, Script
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.reporting.paid import account
-from clusterddp.request.spec import Resources
+from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, events, outcome, preflight
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import PreflightRecord

@@ -13,7 +13,8 @@ import pytest
 
 from clusterddp.batch import finish
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.batch.attempts import finish_attempt

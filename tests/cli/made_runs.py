@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.events import Failure

@@ -23,7 +23,8 @@ from clusterddp.errors import RequestError
 from clusterddp.files import load
 from clusterddp.processes.processors import described
 from clusterddp.reporting import plots
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Report
 from clusterddp.status.state import DONE

@@ -12,7 +12,8 @@ import pytest
 from clusterddp.doctor import examine, machine_checks
 from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
 from clusterddp.doctor.machine_checks import dataset, file_system_type, output_folder, python
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from tests.waiting import has_gone
 

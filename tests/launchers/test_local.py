@@ -18,7 +18,7 @@ from clusterddp.errors import RequestError
 from clusterddp.files import read_json
 from clusterddp.launchers import local, srun
 from clusterddp.launchers.local import Limit, job_environment
-from clusterddp.request.spec import Resources
+from clusterddp.request.resources import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir

@@ -15,7 +15,8 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.launchers import sbatch
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from tests.hostile import CARRIED, REFUSED
 from tests.request.test_spec import spec

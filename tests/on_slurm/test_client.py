@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import HELD

@@ -9,7 +9,8 @@ import pytest
 
 from clusterddp.files import write_record
 from clusterddp.reporting.paid import account
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.records import AttemptRecord, GpuUse, LastWord, Paid, Spent

@@ -7,7 +7,9 @@ import pytest
 
 from clusterddp.errors import RequestError
 from clusterddp.request.nested_launcher import LauncherInScript, find, in_script
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
+from clusterddp.submission.programs import refuse_launcher
 from tests.hostile import CARRIED, REFUSED
 
 # (the command as it is typed, the launcher, the command without it)
@@ -140,11 +142,11 @@ def test_a_request_for_a_launcher_is_refused_with_the_line_to_type(
         )  # fmt: skip
 
     with pytest.raises(RequestError) as caught:
-        spec().refuse_launcher()
+        refuse_launcher(spec())
     assert line in str(caught.value)
     assert "2 nodes x 1 task = 2 ranks" in str(caught.value)
     assert "--allow-launcher" in str(caught.value)
-    spec(allow_launcher=True).refuse_launcher()
+    refuse_launcher(spec(allow_launcher=True))
     assert JobSpec.from_json(spec().to_json()) == spec()  # what is queued can be read
 
 

@@ -4,14 +4,15 @@ import dataclasses
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.remarks import remarks
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import Interval, TrainConfig, changes
 from tests.hostile import CARRIED, REFUSED
@@ -201,16 +202,37 @@ def test_the_record_of_a_request_reads_back_the_same() -> None:
     assert JobSpec.from_json(command.to_json()) == command
 
 
-def test_the_record_of_a_request_has_no_field_that_older_versions_do_not_know() -> None:
+def test_the_record_of_a_request_is_its_text_in_the_script_and_names_no_default() -> None:
     for fields in ({}, {"requeue": "expedite"}, {"command": ("true",)}):
-        record = json.loads(spec(**fields).to_json())
-        assert record.keys() == FIELDS_OF_0_1_0 | {"format"}
-        # A step count of 0 is none to them.
-        assert {"numa_binding", "log_every"}.isdisjoint(record["train"] or {})
+        asked = spec(**fields)
+        record = json.loads(asked.to_json())
+        in_script = " ".join(line.removeprefix("#REQUEST ") for line in asked.to_script())
+        assert json.loads(in_script) == {k: v for k, v in record.items() if k != "run_dir"}
+        own = {"train"} if asked.train else set()
+        assert record.keys() == {"format", "run_name", "run_dir", "resources", "python"} | own | (
+            fields.keys()
+        )
     meant = spec(command=("torchrun", "train.py"), allow_launcher=True, batch_python="python3")
     assert JobSpec.from_json(meant.to_json()) == meant
-    bound = spec(train=TrainConfig(numa_binding="node"))
-    assert JobSpec.from_json(bound.to_json()) == bound
+
+
+@pytest.mark.parametrize(
+    ("asked", "requeue", "signal", "silence"),
+    [
+        ({}, True, "B:USR1@120", 0),
+        ({"command": ("true",)}, None, "", 30),
+        ({"command": ("true",), "restart_on_failure": 1}, True, "", 30),
+        ({"command": ("true",), "resumable": True}, True, "B:USR1@120", 0),
+    ],
+)
+def test_defaults_hang_on_whether_the_run_is_resumable(
+    asked: dict[str, Any], requeue: bool | None, signal: str, silence: float
+) -> None:
+    made = spec(**asked)
+    assert (made.requeue, made.signal, made.silence) == (requeue, signal, silence)
+    assert JobSpec.from_json(made.to_json()) == made
+    typed = dataclasses.replace(made, signal="USR2@9", requeue=False, restart_on_failure=0)
+    assert JobSpec.from_json(typed.to_json()) == typed
 
 
 IMAGE = {"container_image": "/img/torch.sif"}
@@ -345,17 +367,9 @@ def test_full_checks_are_quick_ones_for_a_command_and_that_is_said() -> None:
     command = {"command": ("a",), "resources": Resources(nodes=2)}
     asking = spec(preflight="full", **command)
     assert asking.node_checks == "quick"
-    assert [remark for remark in asking.remarks if "full is quick for a COMMAND" in remark]
-    assert spec(preflight="quick", **command).remarks == ()
-    assert spec(preflight="full").remarks == ()
-
-
-FIELDS_OF_0_1_0 = {
-    "run_name", "run_dir", "resources", "python", "train", "command", "job_name", "launcher",
-    "template", "sbatch", "omit_directives", "srun_args", "environment", "pass_environment",
-    "export", "setup", "teardown", "modules", "network_interface", "launch_prefix", "requeue",
-    "max_requeues", "restart_on_failure", "restart_in_job", "snapshot", "signal",
-}  # fmt: skip
+    assert [remark for remark in remarks(asking) if "full is quick for a COMMAND" in remark]
+    assert remarks(spec(preflight="quick", **command)) == ()
+    assert remarks(spec(preflight="full")) == ()
 
 
 @pytest.mark.parametrize(
@@ -494,7 +508,7 @@ CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
 
 
 @pytest.mark.parametrize(
-    ("resources", "fields", "remarks"),
+    ("resources", "fields", "words"),
     [
         ({}, {}, []),
         ({"gpus_per_node": 4, "cpus_per_task": 8}, {}, []),
@@ -555,12 +569,12 @@ CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
     ],
 )
 def test_what_a_sound_request_wastes_is_said(
-    resources: dict[str, Any], fields: dict[str, Any], remarks: list[str]
+    resources: dict[str, Any], fields: dict[str, Any], words: list[str]
 ) -> None:
-    said = spec(resources=Resources(**resources), **fields).remarks
-    assert len(said) == len(remarks), said
-    for line, words in zip(said, remarks, strict=True):
-        assert line.startswith(words)
+    said = remarks(spec(resources=Resources(**resources), **fields))
+    assert len(said) == len(words), said
+    for line, begin in zip(said, words, strict=True):
+        assert line.startswith(begin)
 
 
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
@@ -593,14 +607,9 @@ def test_one_task_may_drive_all_gpus_of_its_node() -> None:
 @pytest.mark.parametrize(
     "image", [{"launch_prefix": ("apptainer", "exec", "i.sif")}, {"container_image": "i.sif"}]
 )
-def test_a_record_without_the_batch_scripts_interpreter_names_none_of_an_image(
+def test_the_interpreter_of_the_batch_script_is_recorded_with_an_image(
     image: dict[str, Any],
 ) -> None:
-    """Records of 0.1.0 name one interpreter, that of the tasks, which may be in an image alone."""
-    asked = spec(python="/opt/conda/bin/python", batch_python=sys.executable, **image)
-    record = json.loads(asked.to_json())
-    del record["batch_python"]
-    assert JobSpec.from_json(json.dumps(record)) == asked
     same = spec(python="/same/python", batch_python="/same/python", **image)
     assert JobSpec.from_json(same.to_json()) == same
     assert JobSpec.from_script("\n".join(same.to_script()), same.run_dir) == same

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.remarks import remarks
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points, train_at
 from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
@@ -139,9 +141,9 @@ def test_a_file_that_holds_no_points_is_refused(
 
 def test_a_place_of_a_value_that_no_sweep_has_is_remarked() -> None:
     words = ("train", "{lr}", "--x={seed}", "{}", "a{lr}", "{1}", '{"a": 1}')
-    alone = JobSpec("s", "/jobs/s", Resources(), command=words).remarks
+    alone = remarks(JobSpec("s", "/jobs/s", Resources(), command=words))
     assert [remark.split()[0] for remark in alone] == ["{lr}", "--x={seed}"]
-    [of_other] = command(*words, sweep=parse(["lr=1,2"])).remarks
+    [of_other] = remarks(command(*words, sweep=parse(["lr=1,2"])))
     assert (
         of_other == "--x={seed} stays as it is in the COMMAND, as there is no --sweep of this name"
     )

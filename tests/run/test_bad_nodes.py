@@ -15,7 +15,7 @@ import pytest
 
 from clusterddp.batch import finish, spares
 from clusterddp.errors import RequestError
-from clusterddp.request.spec import Resources
+from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, hardware
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.bad_nodes import BadNode, Trial

@@ -8,7 +8,8 @@ import pytest
 
 from clusterddp import patience
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir

@@ -14,7 +14,8 @@ from clusterddp.errors import RequestError, SlurmError
 from clusterddp.files import write_record
 from clusterddp.processes.stacks import Frame, Program, Thread
 from clusterddp.processes.table import start_ticks
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import restart_policy
 from clusterddp.run.attempt import Attempt, begin, publish

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import DataError, RequestError
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission.inputs import make_sure

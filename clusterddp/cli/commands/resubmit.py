@@ -25,7 +25,8 @@ from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
-from clusterddp.request.spec import REQUEST, JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import REQUEST, JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.run_dir import SweepDir
@@ -303,7 +304,7 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     fields |= _of_command(ctx, given, before, fields["resources"])
     if fields.get("signal") == "none":
         fields["signal"] = ""
-    elif "signal" not in given and dataclasses.replace(before, signal=None) == before:
+    elif "signal" not in given and before.is_usual("signal"):
         fields["signal"] = None  # the default follows the time limit
     settings = [row.parameter for row in _TRAINED if row.name != "allow-changed"]
     flags = typed_flags(ctx, settings)

@@ -14,6 +14,7 @@ from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_optio
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
+from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.submission.fields import made_up_name
 
@@ -123,7 +124,7 @@ def command(
             )
     if dry_run:
         _check_files(ctx, spec, script)
-        for remark in spec.remarks:
+        for remark in remarks(spec):
             click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
         if spec.after:
             from clusterddp.status import chain

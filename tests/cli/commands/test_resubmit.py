@@ -14,7 +14,8 @@ import pytest
 
 from clusterddp.cli.commands import resubmit
 from clusterddp.launchers import sbatch
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt

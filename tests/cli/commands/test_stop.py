@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from clusterddp import patience
-from clusterddp.request.spec import JobSpec, Resources
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt, begin, latest, publish
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir

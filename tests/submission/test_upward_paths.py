@@ -2,8 +2,8 @@
 
 import pytest
 
-from clusterddp.scripts.leaving import levels_up, upward_paths
 from clusterddp.scripts.python_file import PythonFile
+from clusterddp.submission.outside import levels_up, upward_paths
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""The `Resources` that Slurm is asked for, in its names and forms, checked when they are built."""
+
+from dataclasses import dataclass
+
+from clusterddp.errors import OptionError
+from clusterddp.request.options import COUNT, WHOLE, Choice, check_fields, option
+from clusterddp.slurm import forms
+from clusterddp.slurm.forms import LINE
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
+
+    nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
+    spare_nodes: int = option(
+        0, "Further nodes of the job, idle until one takes the place of a lost one.", WHOLE
+    )
+    gpus_per_node: int = option(
+        0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
+    )
+    gpu_type: str = ""
+    gpu_request: str = option(
+        "gpus-per-node",
+        "Directive that asks for the GPUs; sites differ.",
+        Choice(("gpus-per-node", "gres", "gpus-per-task")),
+    )
+    tasks_per_node: int = option(
+        0, "Ranks on each node.", COUNT, "--ntasks-per-node", shown="one per GPU, or one"
+    )
+    cpus_per_task: int | None = option(
+        None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
+    )
+    mem: str = option(
+        "",
+        "Memory of each node: 64G, 4000 (megabytes), or 0 for all of it.",
+        forms.MEMORY,
+        "--mem SBATCH_MEM_PER_NODE SIZE",
+        shown="the site's",
+    )
+    time: str = option(
+        "",
+        "Time limit: 90 (minutes), 02:30:00 or 1-12 (days-hours).",
+        forms.TIME_LIMIT,
+        "--time -t SBATCH_TIMELIMIT LIMIT",
+        shown="the partition's",
+    )
+    partition: str = option(
+        "",
+        "Partition, or several with commas.",
+        forms.PARTITIONS,
+        "--partition -p SBATCH_PARTITION",
+        shown="the site's",
+    )
+    account: str = option(
+        "",
+        "Account to charge.",
+        forms.ACCOUNT,
+        "--account -A SBATCH_ACCOUNT NAME",
+        shown="your usual one",
+    )
+    qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
+    constraint: str = option(
+        "", "Features of the nodes.", forms.CONSTRAINT, "--constraint -C SBATCH_CONSTRAINT FEATURES"
+    )
+    reservation: str = option(
+        "", "Reservation to use.", forms.RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
+    )
+    nodelist: str = option(
+        "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
+    )
+    exclude: str = option("", "Hosts that must not be in the job.", LINE, "--exclude -x HOSTS")
+    dependency: str = option(
+        "", "Jobs to wait for, such as afterok:1234.", forms.DEPENDENCY, "--dependency -d LIST"
+    )
+    exclusive: bool = option(
+        False, "Share no node with other jobs.", names="--exclusive SBATCH_EXCLUSIVE"
+    )
+    mail_type: str = option(
+        "", "Events to mail about, such as END,FAIL.", forms.MAIL_EVENTS, "--mail-type EVENTS"
+    )
+    mail_user: str = option("", "Address to mail to.", forms.MAIL_USER, "--mail-user ADDRESS")
+
+    def __post_init__(self) -> None:
+        if self.tasks_per_node == 0:
+            object.__setattr__(self, "tasks_per_node", self.gpus_per_node or 1)
+        check_fields(self)
+        self._check_gpus()
+        self._check_hosts()
+
+    def _check_gpus(self) -> None:
+        """Refuse ranks that cannot share the GPUs of a node evenly."""
+        gpus, tasks = self.gpus_per_node, self.tasks_per_node
+        problem = ""
+        if gpus % tasks and self.gpu_request == "gpus-per-task":
+            problem = "--gpu-request gpus-per-task gives all tasks as many GPUs, one at least"
+        elif 0 < gpus < tasks and tasks % gpus:
+            problem = "not as many tasks on each GPU"
+        if gpus and problem:
+            raise OptionError(
+                f"--tasks-per-node {tasks}",
+                f" against --gpus-per-node {gpus}: {problem}. Use one task per GPU (the default).",
+            )
+
+    def _check_hosts(self) -> None:
+        """Refuse hosts that cannot all be in the job."""
+        wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
+        unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
+        if len(wanted) > self.job_nodes:
+            more = f" and --spare-nodes for {self.spare_nodes} more" if self.spare_nodes else ""
+            raise OptionError(
+                f"--nodelist {self.nodelist}",
+                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}{more}: Slurm gives "
+                f"a job every host of its list. Use --nodes {len(wanted) - self.spare_nodes} or a "
+                "shorter list.",
+            )
+        if self.spare_nodes and len(wanted) == self.nodes:
+            raise OptionError(
+                f"--spare-nodes {self.spare_nodes}",
+                f" against --nodelist {self.nodelist}, which names all {self.nodes} nodes of "
+                "--nodes: a spare would be another one. Name the spares too, fewer hosts, or none.",
+            )
+        both = next((host for host in unwanted if host in wanted), None)
+        if both:
+            raise OptionError(
+                f"--nodelist {self.nodelist}",
+                f" and --exclude {self.exclude} both name {both}.",
+                code="CD0103",
+            )
+
+    @property
+    def job_nodes(self) -> int:
+        """Return the number of nodes to ask Slurm for: those of the tasks, and the spares."""
+        return self.nodes + self.spare_nodes
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of ranks of the whole job, torch's world size."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def layout(self) -> str:
+        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        spares = self.spare_nodes
+        counts = (
+            (self.nodes, "node"),
+            (self.tasks_per_node, "task"),
+            (self.num_tasks, "rank"),
+        )
+        nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
+        more = f", and {spares} spare node{'s' if spares != 1 else ''}" if spares else ""
+        return f"{nodes} x {tasks} = {ranks}{more}"
