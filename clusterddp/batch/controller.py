@@ -25,6 +25,8 @@ from typing import ParamSpec
 
 from clusterddp import files, formatting, log, version
 from clusterddp.batch import finish, silence, spares, step_watch
+from clusterddp.batch.begin import ANOTHER_ATTEMPT_SECONDS, begin_attempt
+from clusterddp.batch.job import JobStart
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_PAUSED,
@@ -328,13 +330,10 @@ class Controller:
             idle = [node for node in self._allocation.left if node not in self._nodes]
         self._attempt = None
         try:
-            self._attempt = finish.begin(
-                self._run,
-                self._job_id,
-                self._restart,
-                nodelist,
+            self._attempt = begin_attempt(
+                JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.train.rendezvous_timeout if spec.train else finish.ANOTHER_ATTEMPT_SECONDS,
+                spec.train.rendezvous_timeout if spec.train else ANOTHER_ATTEMPT_SECONDS,
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,
@@ -382,7 +381,7 @@ class Controller:
             return nodes
 
         policy = Policy.of(self._spec)
-        nodes = finish.resume_in_job(attempt, code, self._job_id, self._restart, policy, choose)
+        nodes = finish.resume_in_job(self._start_of_job, attempt, code, policy, choose)
         if not nodes:
             return False
         self._nodes, self._starts = list(nodes), self._starts + 1
@@ -429,6 +428,10 @@ class Controller:
                 f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
             )
 
+    @property
+    def _start_of_job(self) -> JobStart:
+        return JobStart(self._run, self._job_id, self._restart)
+
     def _said(self) -> list[events.Event]:
         """Return what this start of the job has recorded of an attempt already."""
         this = (self._job_id, self._restart)
@@ -448,7 +451,7 @@ class Controller:
             )
             return EXIT_NO_RUN
         policy = Policy.of(self._spec)
-        return finish.finish(attempt, code, self._job_id, self._restart, policy)
+        return finish.finish(self._start_of_job, attempt, code, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
         """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
@@ -645,7 +648,7 @@ class Controller:
         number = self._attempt.number if self._attempt else None
         with contextlib.suppress(OSError):
             events.add(
-                self._run.events, events.StopAsked, job_id=self._job_id, attempt=number, by=by
+                self._run.events, events.StopAsked(job_id=self._job_id, attempt=number, by=by)
             )
             if self._attempt:
                 self._attempt.ask_to_stop("stop")

@@ -123,19 +123,17 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     if points and run != points[0]:
         events.add(
             run.events,
-            events.Submitted,
-            job_id=job_id,
-            launcher="sbatch",
-            folder=folder,
-            indices=tuple(indices),
+            events.Submitted(
+                job_id=job_id, launcher="sbatch", folder=folder, indices=tuple(indices)
+            ),
         )
     jobs = dict(zip(points or [run], names or [job_id], strict=True))
     for each, name in jobs.items():
         # Those of a sweep are not synced one by one: the sweep's own line tells of all.
         add = events.add if len(names) < 2 else events.note
-        add(each.events, events.Submitted, job_id=name, launcher="sbatch", folder=folder)
+        add(each.events, events.Submitted(job_id=name, launcher="sbatch", folder=folder))
         if choice.nodes:
-            events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
+            events.add(each.events, events.NodesLeftOut(job_id=name, nodes=choice.nodes))
     if awaited:
         chain.record(run, jobs, awaited)
         if words := chain.describe(awaited):

@@ -19,7 +19,8 @@ from clusterddp.reporting.paid import account
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import records
-from clusterddp.run.attempt import Attempt, attempts, summaries
+from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.history import History
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RUNNING
@@ -79,19 +80,6 @@ class Evaluation:
             if label != predicted and count > 0
         ]
         return sorted(mistakes, key=lambda each: (-each.count, each.label, each.predicted))
-
-
-@dataclass(frozen=True)
-class AttemptReport(records.AttemptSummary):
-    """One attempt of a run; values are None where it did not begin to train."""
-
-    why: str = ""
-    """Details of the cause: the rank that failed first, the signal."""
-
-    @property
-    def ended(self) -> str:
-        """Cause and details: `stopped: interrupt`."""
-        return ": ".join(filter(None, (self.cause, self.why)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ class RunReport:
     starts: int = 0
     steps_done_twice: int = 0
     seconds_lost: float = 0.0
-    attempts: list[AttemptReport] = field(default_factory=list)
+    attempts: list[records.AttemptSummary] = field(default_factory=list)
     paid: records.Paid | None = None
     confusions: list[Confusion] = field(default_factory=list)
     """Most common mistakes on the test set, the most common first."""
@@ -184,8 +172,9 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     """Gather the account of a run, whose state is `status`, from all its records."""
     spec = run.read_spec()
     known: list[Attempt] = []
+    history = History(run, ())
     with contextlib.suppress(OSError):
-        known = attempts(run)
+        known, history = attempts(run), History.read(run)
     final = latest_report(run, known[-1].number if known else None)
     points = read_points(run.metrics)
     report = final or records.Report()
@@ -198,7 +187,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     step = first_known(report.steps, last.step if points else None)
     evaluation = _evaluation(run, step)
     ranks = _ranks(report, points, known)
-    starts = _starts(report.attempts or (summaries(run) if known else ()), known)
+    starts = _starts(report.attempts or (history.summaries() if known else ()), known)
     if starts and not starts[-1].cause:
         starts[-1] = replace(starts[-1], cause=status.state)
     account = RunReport(
@@ -244,7 +233,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         steps_done_twice=sum(start.steps_done_twice for start in starts),
         seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
         attempts=starts,
-        paid=_paid(run, spec, status),
+        paid=_paid(history, spec, status),
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
         settings=changed_settings(train) if train else {},
         warnings=list(settled.warnings),
@@ -254,10 +243,10 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     return Gathered(run, account, points, evaluation, spec)
 
 
-def _paid(run: RunDir, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
+def _paid(history: History, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
     until = time.time() if status.state == RUNNING else None
     with contextlib.suppress(OSError):
-        return account(run, spec, until=until)
+        return account(history, spec, until=until)
     return None
 
 
@@ -351,16 +340,16 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
 
 def _starts(
     summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]
-) -> list[AttemptReport]:
+) -> list[records.AttemptSummary]:
     """List the starts of a run, the latest last; `known`: what has a directory of its own."""
-    starts = {each.attempt: AttemptReport(**vars(each)) for each in summed_up}
+    starts = {each.attempt: each for each in summed_up}
     for attempt in known:
-        start = starts.get(attempt.number) or AttemptReport(attempt.number)
+        start = starts.get(attempt.number) or records.AttemptSummary(attempt.number)
         starts[attempt.number] = _explained(start, attempt)
     return [starts[number] for number in sorted(starts)]
 
 
-def _explained(start: AttemptReport, attempt: Attempt) -> AttemptReport:
+def _explained(start: records.AttemptSummary, attempt: Attempt) -> records.AttemptSummary:
     """Add the cause that the attempt itself recorded, where it explains more."""
     if start.cause not in ("", "killed", "failed", "stopped"):
         return start

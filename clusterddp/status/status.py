@@ -21,7 +21,8 @@ from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, latest
-from clusterddp.run.events import Ended, Failure, Started
+from clusterddp.run.events import Cause, Ended, Failure, Started
+from clusterddp.run.history import gained
 from clusterddp.run.outcome import HUNG, first_failure, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -342,7 +343,7 @@ def _ignores_stop(submission: Submission | None, now: float) -> bool:
 def _resumes(run: RunDir) -> bool:
     """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
     attempt = _latest_attempt(run)
-    return attempt is None or restart_policy.gained(attempt) is not None
+    return attempt is None or gained(attempt, run.read_spec()) is not None
 
 
 def _is_rehearsed(run: RunDir) -> bool:
@@ -577,7 +578,7 @@ def _code(state: str, submission: Submission, failure: Failure | None, job: JobS
         return ""
     # Of a job that is back in the queue, what the attempt before came to is another thing.
     end = None if submission.put_back else submission.end
-    if state == CANCELLED and not (end and end.cause == restart_policy.NOT_DUE):
+    if state == CANCELLED and not (end and end.cause == Cause.NOT_DUE):
         return end_codes.OF_RUN[state]
     if state == STOPPED and submission.requeue_error:
         return end_codes.NOT_RESUMED
@@ -630,7 +631,7 @@ def _next_command(
     if state == FAILED and not submission.start.time and job and job.reason == NOT_LAUNCHED:
         return f"scontrol show job {submission.job_id}"
     again = run.resubmission
-    if submission.end and submission.end.cause == restart_policy.NOT_DUE and state == CANCELLED:
+    if submission.end and submission.end.cause == Cause.NOT_DUE and state == CANCELLED:
         return again
     if submission.put_back and state in (CANCELLED, FAILED):
         return again

@@ -431,9 +431,9 @@ def _submit(
         changes = (*_differences(before, after), *new)
         latest = attempts.latest(run) if terms.from_scratch else None
         if latest:
-            events.add(run.events, events.Resubmitted, changes=changes, from_scratch=latest.number)
+            events.add(run.events, events.Resubmitted(changes=changes, from_scratch=latest.number))
         else:
-            events.add(run.events, events.Resubmitted, changes=changes)
+            events.add(run.events, events.Resubmitted(changes=changes))
         submission = launchers.load(after.launcher).submit(after, script, run)
         notice_job.submit(after, run, submission.job_id)
     chain.rejoin(run)

@@ -214,6 +214,6 @@ def _note(run: RunDir, terms: Terms) -> None:
     """Record that a person submits a point again, ahead of what its job records."""
     latest = attempts.latest(run) if terms.from_scratch else None
     if latest:
-        events.add(run.events, events.Resubmitted, from_scratch=latest.number)
+        events.add(run.events, events.Resubmitted(from_scratch=latest.number))
     else:
-        events.add(run.events, events.Resubmitted)
+        events.add(run.events, events.Resubmitted())

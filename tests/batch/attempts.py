@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from clusterddp import log
-from clusterddp.batch import finish
+from clusterddp.batch.begin import begin_attempt as begin
+from clusterddp.batch.finish import finish
+from clusterddp.batch.job import JobStart
 from clusterddp.errors import ClusterDDPError, coded
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import print_to_job_log
@@ -21,21 +23,24 @@ def begin_attempt(
     restart: int = 0,
     nodelist: str = "h[01-02]",
     max_requeues: int = 20,
+    patience: float = 0.0,
+    needed: int = 0,
 ) -> Outcome:
     """Exit code and lines of a start of the job; `out` is the attempt's number, if one began."""
     number = ""
 
-    def begin() -> int:
+    def start() -> int:
         nonlocal number
         try:
-            made = finish.begin(run, job_id, restart, nodelist, max_requeues, 0.0, lambda _: [])
+            job = JobStart(run, job_id, restart, nodelist)
+            made = begin(job, max_requeues, patience, lambda _: [], needed=needed)
         except ClusterDDPError as error:
             log.info(coded(error))
             return error.exit_code
         number = f"{made.number}"
         return 0
 
-    got = logged(workplace, begin)
+    got = logged(workplace, start)
     return Outcome(got.code, number, got.out)
 
 
@@ -44,8 +49,8 @@ def finish_attempt(
 ) -> Outcome:
     """Exit code of the job and lines of its log; `policy` is the request's."""
     allowed = {"requeue": False, "max_requeues": 20, "restart_on_failure": 0, **policy}
-    attempt = Attempt(run, number)
-    return logged(workplace, lambda: finish.finish(attempt, srun_code, "17", 0, Policy(**allowed)))
+    job, attempt = JobStart(run, "17"), Attempt(run, number)
+    return logged(workplace, lambda: finish(job, attempt, srun_code, Policy(**allowed)))
 
 
 def logged(workplace: Workplace, call: Callable[[], int]) -> Outcome:

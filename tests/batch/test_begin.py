@@ -26,14 +26,15 @@ BEGIN = """
 import sys
 from pathlib import Path
 from clusterddp import log
-from clusterddp.batch import finish
+from clusterddp.batch.begin import begin_attempt
+from clusterddp.batch.job import JobStart
 from clusterddp.errors import ClusterDDPError
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
 
 with log.to(print_to_job_log):
     try:
-        finish.begin(RunDir(Path("one")), "7", 0, "", 0, 0.0, lambda run: [])
+        begin_attempt(JobStart(RunDir(Path("one")), "7"), 0, 0.0, lambda run: [])
     except ClusterDDPError as error:
         log.info(str(error))
         sys.exit(error.exit_code)

@@ -20,6 +20,7 @@ from clusterddp.reporting.paid import account
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, events, outcome, preflight
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.history import History
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client
@@ -425,9 +426,9 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number in (1, 2, 3):
         Attempt(run, number).path.mkdir(parents=True)
-    paid = account(run, spec(resources=Resources(nodes=2, spare_nodes=2)))
+    paid = account(History.read(run), spec(resources=Resources(nodes=2, spare_nodes=2)))
     assert paid is not None and (paid.idle, paid.node_hours) == (2.0, 2 * 2.5 + 2.0)
-    without = account(run, spec(resources=Resources(nodes=2)))
+    without = account(History.read(run), spec(resources=Resources(nodes=2)))
     assert without is not None and without.idle is None
 
 

@@ -33,15 +33,16 @@ FINISH = """
 import sys
 from pathlib import Path
 from clusterddp import log
-from clusterddp.batch import finish
+from clusterddp.batch.finish import finish
+from clusterddp.batch.job import JobStart
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 
-attempt = Attempt(RunDir(Path(sys.argv[1])), 1)
+run = RunDir(Path(sys.argv[1]))
 with log.to(print_to_job_log):
-    code = finish.finish(attempt, int(sys.argv[2]), "17", 0, Policy(False, 0, 0))
+    code = finish(JobStart(run, "17"), Attempt(run, 1), int(sys.argv[2]), Policy(False, 0, 0))
 sys.exit(code)
 """
 PAUSED: dict[str, Any] = {"cause": "stopped", "reason": "signal", "step": 40}

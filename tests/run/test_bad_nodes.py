@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
+from clusterddp.batch import begin as beginning
 from clusterddp.batch import finish, spares
+from clusterddp.batch.job import JobStart
 from clusterddp.errors import RequestError
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, hardware
 from clusterddp.run.attempt import Attempt, NotStarted
-from clusterddp.run.bad_nodes import BadNode, Trial
+from clusterddp.run.bad_nodes import BadNode
 from clusterddp.run.events import Failure
+from clusterddp.run.history import History, PastAttempt
 from clusterddp.run.records import SlowRank, TaskError
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
@@ -384,10 +387,10 @@ LAUNCH = ("RuntimeError: CUDA error: unspecified launch failure", 1)
 BOOM = ("ValueError: boom", 1)
 
 
-def trial(hosts: str, reached: int | None, failure: tuple[str, int] | None = None) -> Trial:
+def trial(hosts: str, reached: int | None, failure: tuple[str, int] | None = None) -> PastAttempt:
     names = hosts.split()
     made = Failure(3, names[-1], failure[0], "logs/rank-3.log", failure[1]) if failure else None
-    return Trial(names, made, reached)
+    return PastAttempt(0, gained=reached, nodes=names, failure=made)
 
 
 @pytest.mark.parametrize("how", [SEGV, LAUNCH])
@@ -418,14 +421,14 @@ def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
     ids=["once", "nowhere else", "no further", "no other host", "not in a row", "two nodes",
          "program", "program once", "no steps", "none"],
 )  # fmt: skip
-def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
+def test_what_may_be_the_programs_blames_nobody(trials: list[PastAttempt]) -> None:
     assert bad_nodes.failed_again(trials) == ""
 
 
-def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
+def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> PastAttempt:
     """An attempt on hosts; of each slow rank: its host, and when it kept up again."""
     ranks = [SlowRank(n, host, 0.4, until=until[0] if until else None) for n, host, *until in named]
-    return Trial(hosts.split(), slow=ranks)
+    return PastAttempt(0, nodes=hosts.split(), slow=ranks)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +442,9 @@ def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
         ([slow("a b c", (5, "c")), slow("a b c", (5, "b"), (2, "b"), (3, "b"))], "b"),
     ],
 )
-def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], host: str) -> None:
+def test_a_node_that_is_slow_with_several_ranks_is_blamed(
+    trials: list[PastAttempt], host: str
+) -> None:
     [(blamed, reason)] = bad_nodes.straggling(trials).items()
     assert blamed == host
     assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
@@ -467,7 +472,7 @@ def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], h
         [slow("a b c", (2, ""), (3, ""))],
     ],
 )
-def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[Trial]) -> None:
+def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[PastAttempt]) -> None:
     assert bad_nodes.straggling(trials) == {}
 
 
@@ -584,11 +589,11 @@ def test_a_cleared_or_expired_node_is_bad_no_more_though_the_run_has_blamed_it(
     attempt = run_in(tmp_path)
     bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
     bad_nodes.clear(tmp_path, ["h02"])
-    assert list(bad_nodes.read_for(attempt.run)) == ["h03"]
+    assert list(bad_nodes.read_for(History.read(attempt.run))) == ["h03"]
     later = time.time() + DAY + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    assert bad_nodes.read_for(attempt.run) == {}
-    assert bad_nodes.known_to(attempt.run) == {"h02", "h03"}
+    assert bad_nodes.read_for(History.read(attempt.run)) == {}
+    assert bad_nodes.known_to(History.read(attempt.run)) == {"h02", "h03"}
 
 
 def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
@@ -655,7 +660,7 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
         return ["h01", *spare] if spare else []
 
     policy = Policy(requeue=False, max_requeues=20, restart_on_failure=1)
-    nodes = finish.resume_in_job(Attempt(run, 1), 1, "17", 0, policy, choose)
+    nodes = finish.resume_in_job(JobStart(run, "17"), Attempt(run, 1), 1, policy, choose)
     assert known == ["h02"]
     assert list(nodes) == (["h01", *spare] if spare else [])
     if not spare:
@@ -683,7 +688,8 @@ def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
     """Begin an attempt on two nodes; returns what it says."""
     place.monkeypatch.setenv("SLURM_JOB_ID", "17")
     try:
-        finish.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
+        job = JobStart(run, "17", 0, "h[01-02]")
+        beginning.begin_attempt(job, 20, 1.0, lambda _: (), needed=needed)
     except NotStarted as error:
         return str(error)
     return "begun"
