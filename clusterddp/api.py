@@ -26,9 +26,10 @@ from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.status import end_codes, follow, stacks
 from clusterddp.status import stop as stopping
+from clusterddp.status.find import DEFAULT_ROOT
 from clusterddp.status.stacks import RankStacks
 from clusterddp.status.state import latest_submission
-from clusterddp.status.status import DEFAULT_ROOT, RunStatus, statuses
+from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.stop import Cancellation, Stop
 from clusterddp.submission import keywords
 from clusterddp.submission import resubmit as resubmission

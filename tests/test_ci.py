@@ -17,4 +17,5 @@ def test_ci_runs_the_readme_s_test_command_with_no_mnist_at_hand() -> None:
     assert lines[first] == f"step {command}"
     assert {"unset CLUSTERDDP_TEST_MNIST", "export CLUSTERDDP_REQUIRE_SLURM=1"} <= {*lines[:first]}
     others = lines[first].replace("'not slow'", "'slow and not alone and not release'")
-    assert (lines[second], lines[third]) == (others, "step python -m pytest -m alone")
+    alone = 'step python -m pytest -m alone "${files[@]}"'
+    assert (lines[second], lines[third]) == (others, alone)

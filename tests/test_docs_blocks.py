@@ -26,6 +26,7 @@ from clusterddp.cli.main import cli
 from clusterddp.request.options import read_site
 from clusterddp.request.spec import OPTIONS
 from clusterddp.scripts import sbatch_file
+from tests import forked
 from tests.cli.made_runs import Workplace, ended, submitted, workplace
 from tests.test_docs_commands import commands_of
 from tests.waiting import PATIENCE
@@ -246,7 +247,7 @@ def test_python_compiles_and_what_it_imports_of_us_is_there(block: Block) -> Non
 def test_the_lines_of_the_sweeps_page_record_a_metric(tmp_path: Path) -> None:
     [block] = [b for b in of_language("python") if b.page == "docs/sweeps.md"]
     script = f"import torch\nmodel, accuracy = torch.nn.Linear(1, 1), 0.875\n{block.text}"
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=PATIENCE)
+    forked.run("-c", script, cwd=tmp_path).check_returncode()
     [metrics] = tmp_path.glob("jobs/*/metrics.jsonl")
     assert json.loads(metrics.read_text().splitlines()[-1])["accuracy"] == 0.875
 

@@ -165,8 +165,9 @@ def test_a_script_goes_on_without_clusterddp_as_its_page_says(folder: Path) -> N
     assert "epoch 3: loss 0." in out and "clusterddp" not in out
 
 
+@pytest.mark.slow  # tests/test_loop.py shows it of loops of its own
 @pytest.mark.parametrize(
-    "script", ["resumable", pytest.param("resumable_fsdp", marks=pytest.mark.slow)]
+    "script", ["resumable", pytest.param("resumable_fsdp", marks=pytest.mark.release)]
 )
 def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     folder: Path, script: str

@@ -38,9 +38,9 @@ from clusterddp.slurm.forms import LOOP_VARIABLE
 from clusterddp.status import stacks
 from clusterddp.status.status import run_status
 from clusterddp.training import stop
+from tests import forked
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.training.ranks import run_ranks
-from tests.waiting import dying_with_us
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -1035,9 +1035,8 @@ while loop.steps < 5:
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    if loop.steps == 2 and "wait" in sys.argv:
-        print("ready", flush=True)
-        sys.stdin.readline()
+    if loop.steps == 2 and "asked" in sys.argv:
+        signal.raise_signal(signal.SIGTERM)
     loop.step()
 print([p.tolist() for p in model.parameters()])
 """
@@ -1047,24 +1046,14 @@ def test_a_plain_process_saves_and_exits_with_75(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(_SCRIPT)
 
-    def begin(folder: Path, *words: str) -> "subprocess.Popen[str]":
-        folder.mkdir(exist_ok=True)
-        return subprocess.Popen(
-            [sys.executable, script, *words], cwd=folder, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads of ours at the fork
-        )  # fmt: skip
-
-    process = begin(tmp_path / "stopped", "wait")
-    assert process.stdout and process.stdin
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate("\n")
-    assert (process.returncode, out) == (75, ""), err
-    assert "clusterddp: saved step 3 and leaving at step 3: SIGTERM\n" in err
-    ends = [begin(tmp_path / name).communicate() for name in ("stopped", "undisturbed")]
-    assert "resumes from step 3" in ends[0][1]
-    assert ends[0][0] == ends[1][0] and ends[0][0], ends
+    for name in ("stopped", "undisturbed"):
+        (tmp_path / name).mkdir()
+    asked = forked.run(script, "asked", cwd=tmp_path / "stopped")
+    assert (asked.returncode, asked.stdout) == (75, ""), asked.stderr
+    assert "clusterddp: saved step 3 and leaving at step 3: SIGTERM\n" in asked.stderr
+    again, whole = (forked.run(script, cwd=tmp_path / name) for name in ("stopped", "undisturbed"))
+    assert "resumes from step 3" in again.stderr
+    assert again.stdout == whole.stdout and again.stdout, (again, whole)
 
 
 def test_it_needs_torch_alone(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _take(ctx: click.Context, text: str) -> None:
     if text.endswith(SUFFIX):
         where, values, command = text, *_read(ctx, Path(text))
     else:
-        from clusterddp.status.status import find_run
+        from clusterddp.status.find import find_run
 
         spec = find_run(Path(ctx.params["output_root"]), text).load_spec()
         where, values, command = f"the request of {text}", values_of(spec), spec.command

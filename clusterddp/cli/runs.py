@@ -15,14 +15,9 @@ from clusterddp.cli.options import Completed
 from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.status.state import DONE, FAILED, STOPPED
-from clusterddp.status.status import (
-    DEFAULT_ROOT,
-    RunStatus,
-    statuses,
-    submission_folder,
-)
-from clusterddp.status.sweeps import find_sweeps, means_several, select_each
+from clusterddp.status.find import DEFAULT_ROOT, find_sweeps, means_several, select_each
+from clusterddp.status.state import RunState
+from clusterddp.status.status import RunStatus, statuses, submission_folder
 
 if TYPE_CHECKING:
     from clusterddp.status.stop import Cancellation, Send, Stop
@@ -150,14 +145,14 @@ def follow(
                 err=True,
             )
         return errors.EXIT_INTERRUPTED
-    if status.state == FAILED and status.failed_rank != 0:
+    if status.state == RunState.FAILED and status.failed_rank != 0:
         # The job log ends with the last words of the rank that failed.
         latest = sys.maxsize if status.attempt is None else status.attempt
         last = of_attempt(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]
         if last:
             click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
     log.info(f"{run.name}: {how_it_ended(status)}")
-    codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
+    codes = {RunState.DONE: errors.EXIT_DONE, RunState.STOPPED: errors.EXIT_PAUSED}
     return codes.get(status.state, errors.EXIT_FAILED)
 
 

@@ -205,9 +205,9 @@ def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
     code = errors.EXIT_DONE
     try:
         from clusterddp.status.follow import how_it_ended, wait_for_end
-        from clusterddp.status.state import DONE, STOPPED
+        from clusterddp.status.state import RunState
 
-        codes = {DONE: errors.EXIT_DONE, STOPPED: errors.EXIT_PAUSED}
+        codes = {RunState.DONE: errors.EXIT_DONE, RunState.STOPPED: errors.EXIT_PAUSED}
         for run in runs:
             status = wait_for_end(run)
             log.info(f"{run.name}: {how_it_ended(status)}")

@@ -30,7 +30,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.follow import wait_for_end
-from clusterddp.status.state import CREATED, DONE, FAILED
+from clusterddp.status.state import RunState
 from clusterddp.status.status import run_status
 from clusterddp.submission import submit
 
@@ -286,8 +286,9 @@ def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
         result = results.trial(row, run, run_status(run, {}))
     if code and under_way.requests:
         return Trial(row, run.name, results.INTERRUPTED)
-    if code and result.state in (CREATED, DONE):  # before its start, or after its recorded end
-        return Trial(row, run.name, FAILED, results.last_words(run) or f"exit code {code}")
+    # Before its start, or after its recorded end.
+    if code and result.state in (RunState.CREATED, RunState.DONE):
+        return Trial(row, run.name, RunState.FAILED, results.last_words(run) or f"exit code {code}")
     return result
 
 
@@ -388,7 +389,7 @@ def _submit(
             if not before:
                 raise
             why = f"not submitted: {error}".partition("\n")[0]
-            refused[spec.run_name] = Trial(row, state=FAILED, why=why)
+            refused[spec.run_name] = Trial(row, state=RunState.FAILED, why=why)
         else:
             before = submission.job_id
     return refused

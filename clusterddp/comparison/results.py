@@ -16,8 +16,9 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.status.state import DONE, FAILED
-from clusterddp.status.status import RunStatus, find_run, latest_report, statuses
+from clusterddp.status.find import find_run
+from clusterddp.status.state import RunState
+from clusterddp.status.status import RunStatus, latest_report, statuses
 
 NOT_RUN = "not run"
 INTERRUPTED = "interrupted"
@@ -177,8 +178,8 @@ def scaling(lines: Sequence[RowSummary], title: str) -> Scaling:
 
 
 def _medians(row: Row, trials: Sequence[Trial]) -> RowSummary:
-    done = [trial for trial in trials if trial.state == DONE]
-    short = next((trial for trial in trials if trial.state != DONE), None)
+    done = [trial for trial in trials if trial.state == RunState.DONE]
+    short = next((trial for trial in trials if trial.state != RunState.DONE), None)
     why = short.why if short else ""
     if short and done:
         why = f"{len(trials) - len(done)} of {len(trials)}{': ' if why else ''}{why}"
@@ -195,7 +196,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> RowSummary:
         ranks=row.ranks,
         devices=row.devices,
         nodes=row.nodes,
-        state=short.state if short else DONE,
+        state=short.state if short else RunState.DONE,
         why=why,
         runs=tuple(trial.run for trial in trials if trial.run),
         images_per_second_each=tuple(known["images_per_second"]),
@@ -235,11 +236,13 @@ def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
 
 def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:
     """Read the result of a run."""
-    if status.state == DONE:
+    if status.state == RunState.DONE:
         report = latest_report(run, status.attempt)
         if row.strategy == "dp" and report and report.device == "cpu":
-            return Trial(row, run.name, FAILED, "it saw no GPU, and the CPU has no DataParallel")
-        return Trial(row, run.name, DONE, report=report)
+            return Trial(
+                row, run.name, RunState.FAILED, "it saw no GPU, and the CPU has no DataParallel"
+            )
+        return Trial(row, run.name, RunState.DONE, report=report)
     if status.exit_code == EXIT_INTERRUPTED:
         return Trial(row, run.name, INTERRUPTED)
     return Trial(row, run.name, status.state, _why(run, status))
@@ -276,7 +279,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
 
     hardware: the processors, where they are known; the runs do not report them.
     """
-    reports = [trial.report for trial in trials if trial.state == DONE and trial.report]
+    reports = [trial.report for trial in trials if trial.state == RunState.DONE and trial.report]
     measured = [line for line in lines if line.images_per_second is not None]
     base = next((line for line in measured if line.baseline), None)
     if not reports or base is None:
@@ -336,7 +339,7 @@ def _unlike(trials: Sequence[Trial]) -> list[str]:
     for name, remedy in (("precision", "one --precision"), ("cuda_graph", "--cuda-graph off")):
         of_rows: dict[object, list[str]] = {}
         for trial in trials:
-            value = getattr(trial.report, name, "") if trial.state == DONE else ""
+            value = getattr(trial.report, name, "") if trial.state == RunState.DONE else ""
             if value not in ("", None):
                 of_rows.setdefault(_IN_WORDS.get(value, value), []).append(label(trial.row))
         if len(of_rows) > 1:
@@ -377,7 +380,7 @@ def _cells(line: RowSummary) -> list[str]:
         formatting.percent(line.accuracy),
         formatting.memory(line.peak_memory_bytes),
     ]
-    return cells if line.state == DONE else [*cells, _state(line)]
+    return cells if line.state == RunState.DONE else [*cells, _state(line)]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.history import History
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status.state import RUNNING
+from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, first_known, latest_report
 
 _LARGEST_SIDE = 512
@@ -91,7 +91,7 @@ class RunReport:
     """
 
     name: str
-    state: str
+    state: RunState
     """State in `clusterddp status`: queued, running, done, failed, and so on."""
     detail: str
     first_failure: str
@@ -244,7 +244,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
 
 
 def _paid(history: History, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
-    until = time.time() if status.state == RUNNING else None
+    until = time.time() if status.state == RunState.RUNNING else None
     with contextlib.suppress(OSError):
         return account(history, spec, until=until)
     return None

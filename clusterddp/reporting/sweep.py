@@ -18,7 +18,7 @@ from clusterddp import files, formatting
 from clusterddp.errors import OptionError
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.status.state import DONE, ENDED
+from clusterddp.status.state import ENDED, RunState
 from clusterddp.status.status import judge_all
 from clusterddp.status.sweeps import sweep_status
 
@@ -49,7 +49,7 @@ class PointResult:
     """Result of one point's run."""
 
     run: str
-    state: str
+    state: RunState
     point: Mapping[str, str]
     figures: Mapping[str, float]
     """Latest value of each metric. `accuracy` is of the test set, `train_accuracy` of training."""
@@ -95,7 +95,7 @@ class SweepReport:
 
     sweep: str
     state: str
-    counts: Mapping[str, int]
+    counts: Mapping[RunState, int]
     """Points in each state."""
     names: tuple[str, ...]
     """Names in which the rows differ."""
@@ -210,7 +210,7 @@ def order_of(report: SweepReport) -> str:
         return "no point has recorded a metric yet"
     if not report.by:
         way = ": a script of your own does with a Loop (docs/resumable.md)"
-        return f"no point has recorded a metric{way if DONE in report.counts else ''}"
+        return f"no point has recorded a metric{way if RunState.DONE in report.counts else ''}"
     order = f"{label(report.by)}, {'lowest' if report.lowest_first else 'highest'} first"
     if not report.over:
         return order

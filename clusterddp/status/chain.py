@@ -18,7 +18,7 @@ from pathlib import Path
 from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
-from clusterddp.request.spec import ANY, CONDITIONS, OK, JobSpec
+from clusterddp.request.spec import ANY, CONDITIONS, FAILED, OK, JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import NotStarted
 from clusterddp.run.events import Cause
@@ -26,19 +26,10 @@ from clusterddp.run.history import causes_of, withdrawn
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import HELD, State
-from clusterddp.status.state import (
-    CANCELLED,
-    CREATED,
-    DONE,
-    FAILED,
-    QUEUED,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
-    latest_submission,
-)
-from clusterddp.status.status import RunStatus, find_run, job_ids, statuses
-from clusterddp.status.sweeps import find_sweep, most_telling, summary
+from clusterddp.status.find import find_run, find_sweep, job_ids
+from clusterddp.status.state import ACTIVE, RunState, latest_submission
+from clusterddp.status.status import RunStatus, statuses
+from clusterddp.status.sweeps import most_telling, summary
 
 _MOST_FOLLOWED = 1000
 """Runs and sweeps whose own waits are looked at for a circle."""
@@ -98,7 +89,8 @@ class Awaited:
         else:
             [status] = known
             state, detail = status.state, status.detail
-            if state in (RUNNING, CANCELLED):  # the latter's own wait, perhaps: too far from here
+            # Of one that was cancelled it may be its own wait: too far from here.
+            if state in (RunState.RUNNING, RunState.CANCELLED):
                 detail = ""
         jobs = tuple(dict.fromkeys(filter(None, waits)))
         return cls(run, condition, judge_all(condition, known), state, detail, jobs)
@@ -127,18 +119,20 @@ def judge_all(condition: str, known: Sequence[RunStatus]) -> Due:
 def judge(condition: str, status: RunStatus) -> Due:
     """Judge whether an awaited run has come to the end that was asked for."""
     state = status.state
-    if state in (QUEUED, RUNNING):
+    if state in ACTIVE:
         return Due.WAITS
-    if state == UNKNOWN and not status.is_forgotten:
+    if state == RunState.UNKNOWN and not status.is_forgotten:
         return Due.UNKNOWN
-    if state == CREATED:
+    if state == RunState.CREATED:
         return Due.HELD
     if condition == ANY:
         return Due.MET
-    if state == STOPPED:
+    if state == RunState.STOPPED:
         return Due.HELD
-    ended = FAILED if state == UNKNOWN else state  # nobody recorded its end: it was killed
-    return Due.MET if ended == (DONE if condition == OK else FAILED) else Due.NEVER
+    # Where nobody recorded its end, it was killed.
+    ended_well = state == RunState.DONE
+    has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
+    return Due.MET if (ended_well if condition == OK else has_failed) else Due.NEVER
 
 
 def find(output_root: Path, text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from clusterddp.run.events import Cause, Failure
 from clusterddp.run.records import Outcome
 from clusterddp.slurm.states import State
-from clusterddp.status.state import CANCELLED, STOPPED, UNKNOWN
+from clusterddp.status.state import RunState
 
 OF_CAUSE: dict[str, str] = {
     Cause.SUPERSEDED: "CD1201",
@@ -35,7 +35,7 @@ OF_STATE = {
     State.BOOT_FAIL: "CD1202",
 }
 """Codes of a job of which Slurm alone says that it failed."""
-OF_RUN = {CANCELLED: "CD1203", STOPPED: "CD1208", UNKNOWN: "CD0509"}
+OF_RUN = {RunState.CANCELLED: "CD1203", RunState.STOPPED: "CD1208", RunState.UNKNOWN: "CD0509"}
 """Codes of a run that has recorded no end, by its state."""
 NO_SAVING = "CD1220"
 """A command died of the signal that asks it to save."""

@@ -16,17 +16,7 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
-from clusterddp.status.state import (
-    CREATED,
-    DONE,
-    FAILED,
-    QUEUED,
-    RUNNING,
-    UNKNOWN,
-    Submission,
-    jobs_to_ask,
-    latest_submission,
-)
+from clusterddp.status.state import RunState, Submission, jobs_to_ask, latest_submission
 from clusterddp.status.status import RunStatus, run_status
 
 FORGOTTEN_ANSWERS = 3
@@ -122,7 +112,7 @@ def wait_for_end(
 def how_it_ended(status: RunStatus) -> str:
     """Describe the outcome in a line, with its code and, after a failure, what to type next."""
     why = status.why()
-    if status.state == DONE:
+    if status.state == RunState.DONE:
         figures = formatting.known(
             ("{}", why),
             ("test accuracy {}", formatting.percent(status.accuracy)),
@@ -136,7 +126,7 @@ def how_it_ended(status: RunStatus) -> str:
 def default_log(run: RunDir, status: RunStatus) -> Path:
     """Return the log that tells most: the job's after a failure, otherwise rank 0's."""
     ended_before_its_ranks = status.has_ended and not run.rank_log(0).is_file()
-    if (status.state == FAILED or ended_before_its_ranks) and run.job_log.is_file():
+    if (status.state == RunState.FAILED or ended_before_its_ranks) and run.job_log.is_file():
         return run.job_log
     return run.rank_log(0)
 
@@ -234,7 +224,7 @@ class _Watch:
         run = self._run
         is_started = run.attempts.is_dir() and not run.events.exists()
         was_there = self._job_id is not None or is_started or not run.path.is_dir()
-        return status.state == CREATED and was_there
+        return status.state == RunState.CREATED and was_there
 
     def _without_records(self, status: RunStatus) -> RunStatus:
         path = shlex.quote(str(self._run.path))
@@ -244,7 +234,9 @@ class _Watch:
             why, code = f"its folder {path} is gone: removed or renamed", "CD0512"
         again = f"squeue -j {self._job_id}" if (self._job_id or "").isdecimal() else ""
         why += f"; its job {self._job_id} may go on" if again else ""
-        return dataclasses.replace(status, state=UNKNOWN, detail=why, code=code, next_command=again)
+        return dataclasses.replace(
+            status, state=RunState.UNKNOWN, detail=why, code=code, next_command=again
+        )
 
     def _judge(self, status: RunStatus, slurm_is_asked: bool, answered: bool) -> None:
         """Take an end that the run itself recorded as final; another must be seen twice.
@@ -258,7 +250,7 @@ class _Watch:
             return
         assert self._submission is not None
         job = self._states[self._submission.job_id]
-        forgotten = status.state == UNKNOWN and not job.problem
+        forgotten = status.state == RunState.UNKNOWN and not job.problem
         if not (status.has_ended or forgotten):
             self._answers, self._ended_at = [], 0.0
             return
@@ -277,15 +269,19 @@ class _Watch:
     def _log_state(self, status: RunStatus) -> None:
         # Slurm can say RUNNING before the script has written on which hosts.
         shown = (status.state, f"{status.detail} {status.job_id} {status.attempt} {status.hosts}")
-        if shown == self._logged or status.state not in (CREATED, QUEUED, RUNNING):
+        if shown == self._logged or status.state not in (
+            RunState.CREATED,
+            RunState.QUEUED,
+            RunState.RUNNING,
+        ):
             return
         if status.state != self._logged[0]:
             self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
         self._logged = shown
         job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
         where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""
-        text = status.state + (job if status.state == QUEUED else where)
-        if status.state == RUNNING and status.restarts:
+        text = status.state + (job if status.state == RunState.QUEUED else where)
+        if status.state == RunState.RUNNING and status.restarts:
             text += f", attempt {status.attempt or status.restarts + 1}"
         self._log(f"{text}: {status.detail}" if status.detail else text)
 

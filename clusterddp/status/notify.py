@@ -27,7 +27,7 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import JobState, State
-from clusterddp.status.state import CANCELLED, QUEUED, RUNNING, UNKNOWN
+from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, run_status, statuses, submission_folder
 from clusterddp.status.sweeps import SweepStatus, has_failed, sweep_status
 
@@ -184,11 +184,11 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     if isinstance(run, SweepDir):
         reasons = {index: s.why(in_short=True) for index, s in enumerate(known) if has_failed(s)}
         status = sweep_status(run, [s.state for s in known], reasons)
-    jobs = [s.array_element or s.job_id for s in known if s.state in (QUEUED, RUNNING)]
+    jobs = [s.array_element or s.job_id for s in known if s.state in ACTIVE]
     if isinstance(run, SweepDir):
         jobs = [job.partition("_")[0] for job in jobs]
     ended = [each.has_ended or each.is_forgotten for each in known]
-    is_unanswered = any(s.state == UNKNOWN and not s.is_forgotten for s in known)
+    is_unanswered = any(s.state == RunState.UNKNOWN and not s.is_forgotten for s in known)
     settles = patience.NOTICE_UNANSWERED if is_unanswered else patience.NOTICE_SETTLES
     return status, -1.0 if all(ended) else settles, ":".join(dict.fromkeys(jobs))
 
@@ -197,7 +197,10 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
     """Record in the runs what Slurm alone knows: it forgets a cancelled job within minutes."""
     for run, status in zip(runs, known, strict=True):
         forgotten = {status.job_id: JobState(State.UNKNOWN)}
-        if status.state == CANCELLED and run_status(run, forgotten).state != CANCELLED:
+        if (
+            status.state == RunState.CANCELLED
+            and run_status(run, forgotten).state != RunState.CANCELLED
+        ):
             try:
                 events.add(run.events, events.CancelAsked(job_id=status.job_id))
             except OSError as error:

@@ -29,7 +29,7 @@ from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import submission_environment
-from clusterddp.status.state import CREATED, QUEUED, RUNNING, UNKNOWN, latest_submission
+from clusterddp.status.state import RunState, latest_submission
 
 if TYPE_CHECKING:
     from clusterddp.status.status import RunStatus
@@ -64,10 +64,10 @@ def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[Ra
 
     Raises RequestError where it does not run or has no such rank, and what `gather` does.
     """
-    if status.state not in (RUNNING, UNKNOWN):
+    if status.state not in (RunState.RUNNING, RunState.UNKNOWN):
         detail = f" ({status.detail})" if status.detail else ""
         hint = f"'clusterddp logs {run.shown}' shows what its ranks printed."
-        if status.state in (CREATED, QUEUED):
+        if status.state in (RunState.CREATED, RunState.QUEUED):
             hint = "Look again once it runs."
         raise RequestError(
             f"{run.name} does not run: it is {status.state}{detail}. {hint} [CD0507]"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.formatting import moment, signal_name
@@ -31,19 +32,27 @@ from clusterddp.run.history import causes_of
 from clusterddp.run.records import Report
 from clusterddp.slurm.states import HELD, JobState, State
 
-CREATED = "created"
-"""Run directory without a submission."""
-QUEUED = "queued"
-RUNNING = "running"
-DONE = "done"
-FAILED = "failed"
-CANCELLED = "cancelled"
-STOPPED = "stopped"
-"""Resumable from its last checkpoint, but not by itself."""
-UNKNOWN = "unknown"
-"""Job without a recorded end, of which Slurm cannot say or no longer knows."""
 
-STATES = (CREATED, QUEUED, RUNNING, DONE, FAILED, CANCELLED, STOPPED, UNKNOWN)
+class RunState(str, Enum):
+    """State of a run, in the word that is printed and recorded."""
+
+    CREATED = "created"
+    """Its directory is there, and nothing was submitted."""
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    STOPPED = "stopped"
+    """Resumable from its last checkpoint, but not by itself."""
+    UNKNOWN = "unknown"
+    """Its job has recorded no end, and Slurm cannot say or no longer knows it."""
+
+    __str__ = str.__str__
+
+
+CREATED, QUEUED, RUNNING, DONE, FAILED, CANCELLED, STOPPED, UNKNOWN = RunState
+ACTIVE = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 
 SETTLE_SECONDS = 60.0
@@ -252,7 +261,7 @@ def judge(
     job: JobState | None,
     alive: bool | None,
     now: float,
-) -> tuple[str, str]:
+) -> tuple[RunState, str]:
     """Judge the state of a run and the reason for it, with the trouble its end had with the disk.
 
     report: None without one.
@@ -296,7 +305,7 @@ def judge(
 
 def _judge_ended(
     submission: Submission, end: Ended, job: JobState, alive: bool | None, now: float
-) -> tuple[str, str]:
+) -> tuple[RunState, str]:
     cause, why = end.cause, end.why
     if cause == Cause.DONE or (not cause and end.exit_code == 0):
         return DONE, ""
@@ -334,7 +343,7 @@ def _judge_ended(
     return STOPPED, text
 
 
-def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[str, str]:
+def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[RunState, str]:
     """Judge a job that was put back into the queue, or submitted in another one's place."""
     verb = "resumes" if submission.resumes else "starts again"
     cause, end = submission.put_back, submission.end
@@ -365,7 +374,7 @@ def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[
 
 def _judge_undecided(
     submission: Submission, cause: str, end: str, job: JobState, alive: bool | None
-) -> tuple[str, str]:
+) -> tuple[RunState, str]:
     """Judge a job whose end is recorded, and that it is to resume, but not that it was put back."""
     after = f"after {_AFTER.get(cause, cause)}"
     if submission.is_local and alive:
@@ -381,7 +390,7 @@ def _judge_undecided(
     return state, f"{end}; its script ended before it had put the job back"
 
 
-def _judge_code(code: int | None, job: JobState) -> tuple[str, str]:
+def _judge_code(code: int | None, job: JobState) -> tuple[RunState, str]:
     """Judge from the exit code alone, as of a script that came to no verdict of its own."""
     if job.state is State.CANCELLED:
         return CANCELLED, "by scancel"
@@ -400,7 +409,7 @@ def _judge_code(code: int | None, job: JobState) -> tuple[str, str]:
     return FAILED, f"exit code {code}"
 
 
-def _judge_local(submission: Submission, alive: bool | None) -> tuple[str, str]:
+def _judge_local(submission: Submission, alive: bool | None) -> tuple[RunState, str]:
     if alive:
         if not submission.start.time:
             return QUEUED, "its processes are starting"
@@ -416,7 +425,7 @@ def _judge_local(submission: Submission, alive: bool | None) -> tuple[str, str]:
 
 def _judge_forgotten(
     submission: Submission, report: Report | None, job: JobState
-) -> tuple[str, str]:
+) -> tuple[RunState, str]:
     finished = "; its report.json is there, so the training itself finished" if report else ""
     if submission.cancelled and not submission.start.time:
         return CANCELLED, "before it started"  # whether Slurm answers or not

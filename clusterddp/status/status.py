@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from clusterddp import files, formatting, log
-from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
+from clusterddp import files, formatting
+from clusterddp.errors import EXIT_INTERRUPTED, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, latest
@@ -32,26 +30,20 @@ from clusterddp.run.records import (
     Report,
     Silence,
 )
-from clusterddp.run.run_dir import RunDir, SweepDir, elsewhere, find_runs, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.client import query, slurmd_timeout
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import end_codes
 from clusterddp.status.progress import progress
 from clusterddp.status.state import (
-    CANCELLED,
-    CREATED,
-    DONE,
+    ACTIVE,
     ENDED,
-    FAILED,
     HELD_BACK,
     NEVER_STARTS,
     NO_START,
     NOT_LAUNCHED,
-    QUEUED,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
+    RunState,
     Submission,
     jobs_to_ask,
     judge,
@@ -75,7 +67,7 @@ class RunStatus:
 
     name: str
     """Name of the run, of its directory too."""
-    state: str
+    state: RunState
     """created, queued, running, done, failed, cancelled, stopped or unknown."""
     detail: str = ""
     """Reason for the state: what it waits for, how it failed."""
@@ -189,21 +181,12 @@ def run_status(
     history = events.read(run.events)
     submission = latest_submission(history)
     state, detail, job, report = _judge(run, submission, slurm_states, now)
-    waits = _waits(run, submission, job) if submission and state == QUEUED else None
-    if waits:
-        detail = f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
+    waits = _waits(history, submission, job) if submission and state == RunState.QUEUED else None
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
     is_suspended = job is not None and job.state is State.SUSPENDED
-    is_stuck = state == RUNNING and not is_suspended and _ignores_stop(submission, now)
-    if is_stuck:
-        detail += (
-            " more than a minute ago, and still at work: 'clusterddp stacks "
-            f"{run.shown}' shows where its ranks are, 'clusterddp cancel {run.shown}' ends it now"
-        )
-    if state == RUNNING and (at := _latest_attempt(run)):
-        detail = ", ".join(filter(None, (detail, _hang(at))))
+    is_stuck = state == RunState.RUNNING and not is_suspended and _ignores_stop(submission, now)
     figures, lines = report or Report(), _last_lines(run.metrics)
     latest = _summed_up(lines)
     done = progress(_latest_attempt(run), lines)
@@ -215,15 +198,11 @@ def run_status(
     return RunStatus(
         name=run.name,
         state=state,
-        detail=detail,
+        detail=_explained(run, state, detail, waits, is_stuck=is_stuck),
         job_id=known.job_id,
         array_element=started.array_element or (job.element if job else ""),
         launcher=known.launcher,
-        nodes=spec.resources.nodes if spec else None,
-        spare_nodes=spec.resources.spare_nodes if spec else None,
-        tasks_per_node=spec.resources.tasks_per_node if spec else None,
-        world_size=spec.world_size if spec else None,
-        layout=spec.layout if spec else "",
+        **_asked_for(spec),
         hosts=hosts_of(started.nodelist),
         preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
@@ -236,12 +215,12 @@ def run_status(
         step=first_known(figures.steps, done.step),
         steps_planned=first_known(figures.steps, done.planned),
         percent_done=100.0 if figures.steps else done.percent,
-        seconds_left=done.seconds_left if state == RUNNING else None,
+        seconds_left=done.seconds_left if state == RunState.RUNNING else None,
         expected_start=_expected_start(state, job, waits),
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
-        left_out=_left_out(run, state, known.job_id),
+        left_out=_left_out(run, history, state, known.job_id),
         warnings=[*figures.warnings, *([ended.remark] if ended and ended.remark else [])],
         created_time=_created(run),
         submitted_time=known.submitted,
@@ -258,13 +237,13 @@ def run_status(
             run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck
         ),
         failed_rank=failure.rank if failure else None,
-        is_forgotten=state == UNKNOWN and _is_forgotten(submission, job),
+        is_forgotten=state == RunState.UNKNOWN and _is_forgotten(submission, job),
     )
 
 
 def _judge(
     run: RunDir, submission: Submission | None, slurm_states: Mapping[str, JobState], now: float
-) -> tuple[str, str, JobState | None, Report | None]:
+) -> tuple[RunState, str, JobState | None, Report | None]:
     """Return a run's state and the reason for it, and what they were judged from."""
     job = slurm_states.get(submission.job_id) if submission else None
     if job and is_another_runs(run, job):
@@ -277,26 +256,54 @@ def _judge(
     if submission and may_start and not _resumes(run):
         submission = dataclasses.replace(submission, resumes=False)
     state, detail = judge(submission, report, job, alive, now)
-    if state == RUNNING and submission and job and job.state is State.RUNNING:
+    if state == RunState.RUNNING and submission and job and job.state is State.RUNNING:
         state, detail = _lost(run, submission, now) or (state, detail)
-    if state == CREATED and run.array_index:  # by the script itself
+    if state == RunState.CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
-    elif state == CREATED and _is_rehearsed(run):
+    elif state == RunState.CREATED and _is_rehearsed(run):
         detail = "its turn in the rehearsal, which runs one point after the other, has not come"
         if lost_turn(run):
-            state, detail = CANCELLED, "ahead of its turn in the rehearsal"
+            state, detail = RunState.CANCELLED, "ahead of its turn in the rehearsal"
     return state, detail, job, report
 
 
-def _needs_cancel(state: str, job: JobState | None) -> bool:
+def _explained(
+    run: RunDir, state: RunState, detail: str, waits: events.Waits | None, *, is_stuck: bool
+) -> str:
+    """Add to the reason for a state what the run's other records say of it."""
+    if waits:
+        return f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
+    if is_stuck:
+        detail += (
+            " more than a minute ago, and still at work: 'clusterddp stacks "
+            f"{run.shown}' shows where its ranks are, 'clusterddp cancel {run.shown}' ends it now"
+        )
+    if state == RunState.RUNNING and (at := _latest_attempt(run)):
+        return ", ".join(filter(None, (detail, _hang(at))))
+    return detail
+
+
+def _asked_for(spec: JobSpec | None) -> dict[str, Any]:
+    """Return the fields on what was asked for."""
+    if spec is None:
+        return {}
+    asked = spec.resources
+    return {
+        **{name: getattr(asked, name) for name in ("nodes", "spare_nodes", "tasks_per_node")},
+        "world_size": spec.world_size,
+        "layout": spec.layout,
+    }
+
+
+def _needs_cancel(state: RunState, job: JobState | None) -> bool:
     """Return whether the job never starts, or runs without its script: a person has to end it."""
     if job is None:
         return False
-    never_starts = state == QUEUED and job.reason in NEVER_STARTS
-    return never_starts or (state == UNKNOWN and job.state is State.RUNNING)
+    never_starts = state == RunState.QUEUED and job.reason in NEVER_STARTS
+    return never_starts or (state == RunState.UNKNOWN and job.state is State.RUNNING)
 
 
-def _lost(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | None:
+def _lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, str] | None:
     """Return the state of a run whose batch controller was lost, and the reason; None of others.
 
     Slurm shows a job as running whose script was lost with all of its host's processes, where its
@@ -311,7 +318,7 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[str, str] | 
     silent = now - changed
     if silent < _LOST_SECONDS or silent < slurmd_timeout() + _LOST_SECONDS:
         return None
-    return UNKNOWN, (
+    return RunState.UNKNOWN, (
         f"lost: its batch script has shown no life for {formatting.duration(silent)}, though Slurm "
         f"says that job {submission.job_id} runs. End that with 'clusterddp cancel {run.shown}', "
         f"then resume with '{run.resubmission}'"
@@ -372,23 +379,32 @@ def _cleaned(history: Sequence[events.Event]) -> str:
     return "; ".join(words)
 
 
-def _waits(run: RunDir, submission: Submission, job: JobState | None) -> events.Waits | None:
+def _waits(
+    history: Sequence[events.Event], submission: Submission, job: JobState | None
+) -> events.Waits | None:
     """Find what the job waits for, unless Slurm holds it back for another reason by now."""
     if submission.start.time or (job and job.reason not in HELD_BACK):
         return None
-    history = events.read(run.events)
     waits = [event for event in history if isinstance(event, events.Waits)]
     return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)
 
 
-def _expected_start(state: str, job: JobState | None, waits: events.Waits | None) -> float | None:
+def _expected_start(
+    state: RunState, job: JobState | None, waits: events.Waits | None
+) -> float | None:
     """Return Slurm's estimate; none for what is held or waits for another run."""
-    return job.start if state == QUEUED and job and not (waits or job.reason in NO_START) else None
+    return (
+        job.start
+        if state == RunState.QUEUED and job and not (waits or job.reason in NO_START)
+        else None
+    )
 
 
-def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
+def _left_out(
+    run: RunDir, history: Sequence[events.Event], state: RunState, job_id: str
+) -> Mapping[str, str]:
     """Return the bad nodes that the job leaves out, or a new job in the place of one that ended."""
-    if state == DONE:
+    if state == RunState.DONE:
         return {}
     try:
         bad = bad_nodes.read(run.path.parent)
@@ -396,11 +412,8 @@ def _left_out(run: RunDir, state: str, job_id: str) -> Mapping[str, str]:
         bad = None
     if bad is not None and state in ENDED:
         return {host: node.reason for host, node in bad.items()}
-    of_job = [
-        event
-        for event in events.read(run.events)
-        if isinstance(event, events.NodesLeftOut) and event.job_id == job_id
-    ]
+    left_out = [event for event in history if isinstance(event, events.NodesLeftOut)]
+    of_job = [event for event in left_out if event.job_id == job_id]
     if not of_job:
         return {}
     recorded = of_job[-1].nodes
@@ -467,13 +480,13 @@ def _preflight(run: RunDir, attempt: int | None) -> str:
 
 
 def _failure(
-    run: RunDir, state: str, submission: Submission | None, by_hand: Attempt | None
+    run: RunDir, state: RunState, submission: Submission | None, by_hand: Attempt | None
 ) -> Failure | None:
     """Find the rank that failed first in a run that has failed.
 
     Ranks of a cancelled run were told to end: whichever did so first is no culprit.
     """
-    if state != FAILED:
+    if state != RunState.FAILED:
         return None
     if submission is None:
         return _failure_by_hand(by_hand) if by_hand else None
@@ -505,22 +518,25 @@ def _by_hand(attempt: Attempt | None) -> Submission:
     return Submission(record.job_id, "", start=Started(time=record.began), attempt=number)
 
 
-def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[str, str]:
+def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[RunState, str]:
     """Judge from the attempt's own records alone: much else may go on in the job."""
     how = "its ranks were started by hand"
     last_word = attempt.read_last_word()
     if last_word:
-        if last_word.cause == DONE:
-            return DONE, how
-        return STOPPED, f"{how}, and have saved at step {last_word.step} ({last_word.reason})"
+        if last_word.cause == RunState.DONE:
+            return RunState.DONE, how
+        return (
+            RunState.STOPPED,
+            f"{how}, and have saved at step {last_word.step} ({last_word.reason})",
+        )
     if _failure_by_hand(attempt):
-        return FAILED, how
+        return RunState.FAILED, how
     with contextlib.suppress(OSError):
         if attempt.is_alive():
-            return RUNNING, how
+            return RunState.RUNNING, how
     if report:
-        return DONE, how
-    return UNKNOWN, f"{how}, show no sign of life and recorded no end"
+        return RunState.DONE, how
+    return RunState.UNKNOWN, f"{how}, show no sign of life and recorded no end"
 
 
 def _failure_by_hand(attempt: Attempt) -> Failure | None:
@@ -559,55 +575,57 @@ def _created(run: RunDir) -> float | None:
         return None
 
 
-def _elapsed(submission: Submission, state: str, now: float) -> float | None:
+def _elapsed(submission: Submission, state: RunState, now: float) -> float | None:
     """Return the seconds from the latest start to the end, or to now; none in the queue."""
     started, end = submission.start.time, submission.end
-    if started is None or state == QUEUED or (end is None and state != RUNNING):
+    if started is None or state == RunState.QUEUED or (end is None and state != RunState.RUNNING):
         return None
     until = (end.time or 0.0) if end else now
     return round(max(until - started, 0.0), 3)
 
 
-def _code(state: str, submission: Submission, failure: Failure | None, job: JobState | None) -> str:
+def _code(
+    state: RunState, submission: Submission, failure: Failure | None, job: JobState | None
+) -> str:
     """Return the code of a run's end, or of why it never starts; empty where neither is known."""
-    if state == QUEUED:
+    if state == RunState.QUEUED:
         return end_codes.NEVER_STARTS if job and job.reason in NEVER_STARTS else ""
-    if state == UNKNOWN:  # whatever the last attempt came to
+    if state == RunState.UNKNOWN:  # whatever the last attempt came to
         return end_codes.OF_RUN[state]
-    if state not in ENDED or state == DONE:
+    if state not in ENDED or state == RunState.DONE:
         return ""
     # Of a job that is back in the queue, what the attempt before came to is another thing.
     end = None if submission.put_back else submission.end
-    if state == CANCELLED and not (end and end.cause == Cause.NOT_DUE):
+    if state == RunState.CANCELLED and not (end and end.cause == Cause.NOT_DUE):
         return end_codes.OF_RUN[state]
-    if state == STOPPED and submission.requeue_error:
+    if state == RunState.STOPPED and submission.requeue_error:
         return end_codes.NOT_RESUMED
     if end and (code := end.code or end_codes.OF_CAUSE.get(end.cause, "")):
         return code
     says_why = job and job.state in end_codes.OF_STATE.keys() - {State.FAILED}
     if failure and not says_why:
         return end_codes.of_failure(failure)
-    if state != FAILED:
+    if state != RunState.FAILED:
         return end_codes.OF_RUN[state]
     if job is None or (job.state is State.FAILED and submission.start.time):
         return end_codes.UNEXPLAINED
     return end_codes.OF_STATE.get(job.state, end_codes.UNEXPLAINED)
 
 
-def _exit_code(state: str, submission: Submission | None, job: JobState | None) -> int | None:
+def _exit_code(state: RunState, submission: Submission | None, job: JobState | None) -> int | None:
     if submission is None or state not in ENDED:
         return None
     if submission.end and submission.end.exit_code is not None:
         return submission.end.exit_code
     # Slurm's 0 of what never ran is no code, and neither is its 0:53 of what it could not start.
-    is_none = state == CANCELLED or (job is not None and job.reason == NOT_LAUNCHED)
+    is_none = state == RunState.CANCELLED or (job is not None and job.reason == NOT_LAUNCHED)
     has_run = submission.start.time or not is_none
     return job.exit_code if job and has_run else None
 
 
 def _next_command(
     run: RunDir,
-    state: str,
+    state: RunState,
     failure: Failure | None,
     submission: Submission | None,
     has_checkpoint: bool,
@@ -616,44 +634,50 @@ def _next_command(
     is_stuck: bool,
 ) -> str:
     """Return the command to type next; is_stuck: the ranks have not left as they were asked to."""
-    if state == CREATED:
+    if state == RunState.CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.shown}"
         if run.sweep:  # whose script starts all points
             return run.resubmission
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
-        return f"clusterddp report {run.shown}" if state == DONE else ""
+        return f"clusterddp report {run.shown}" if state == RunState.DONE else ""
     if is_stuck:
         return f"clusterddp stacks {run.shown}"
     if _needs_cancel(state, job):
         return f"clusterddp cancel {run.shown}"
-    if state == FAILED and not submission.start.time and job and job.reason == NOT_LAUNCHED:
+    if (
+        state == RunState.FAILED
+        and not submission.start.time
+        and job
+        and job.reason == NOT_LAUNCHED
+    ):
         return f"scontrol show job {submission.job_id}"
     again = run.resubmission
-    if submission.end and submission.end.cause == Cause.NOT_DUE and state == CANCELLED:
-        return again
-    if submission.put_back and state in (CANCELLED, FAILED):
-        return again
-    if state == STOPPED or (state == CANCELLED and has_checkpoint):
-        return again
+    # One that was cancelled before it started has nothing to read; here it was in no queue.
     logs = run.rank_log(0), run.job_log
-    is_silent = state in (CANCELLED, DONE) and not any(path.exists() for path in logs)
-    if state == CANCELLED and is_silent:
-        # It never started: there is nothing to read. One on this workstation was in no queue.
-        return "" if submission.is_local else again
-    if state in (QUEUED, RUNNING) or (state == UNKNOWN and job and job.problem):
+    is_silent = not any(path.exists() for path in logs)
+    if state == RunState.CANCELLED:
+        was_due = not (submission.end and submission.end.cause == Cause.NOT_DUE)
+        if submission.put_back or has_checkpoint or not was_due:
+            return again
+        if is_silent:
+            return "" if submission.is_local else again
+    if state == RunState.STOPPED or (submission.put_back and state == RunState.FAILED):
+        return again
+    if state in ACTIVE or (state == RunState.UNKNOWN and job and job.problem):
         return f"clusterddp logs -f {run.shown}"
     # Without a verdict of the script on its attempt there is little to read.
     end = submission.end or Ended()
     judged = end.cause and end.why in ("", restart_policy.NO_RESTART)
-    if state in (FAILED, UNKNOWN) and has_checkpoint and not judged:
+    has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
+    if has_failed and has_checkpoint and not judged:
         return again
     if failure:
         return f"clusterddp logs --rank {failure.rank} {run.shown}"
-    if state in (FAILED, UNKNOWN):
+    if has_failed:
         return f"clusterddp logs --job {run.shown}"
-    if state == DONE and submission.is_local and is_silent:
+    if state == RunState.DONE and submission.is_local and is_silent:
         return f"clusterddp report {run.shown}"  # a terminal has what it printed
     return f"clusterddp logs {run.shown}"
 
@@ -661,67 +685,6 @@ def _next_command(
 def first_known(*values: T | None) -> T | None:
     """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
-
-
-DEFAULT_ROOT = "jobs"
-"""Usual output root, below the current folder."""
-
-
-def find_run(root: Path, text: str | None) -> RunDir:
-    """Find the run of a name, job id or directory; the latest when `text` is None.
-
-    One that is not below the root is looked for in the person's other output roots. Raises
-    RequestError when there is none, or a job id that belongs to several.
-    """
-    runs = find_runs(root)
-    if text is None:
-        if not runs:
-            raise RequestError(
-                f"there is no run below {root}. Start one with 'clusterddp submit', or name the "
-                "folder that holds your runs with --output-root. [CD0501]"
-            )
-        return runs[-1]
-    for run in runs:
-        if run.name == text:
-            return run
-    if "/" in text and _is_run(text):
-        return RunDir(Path(text))
-    if SweepDir(root / text).is_sweep:
-        raise RequestError(
-            f"{text} is a sweep, and this is about one run: name a point of it, such as "
-            f"{text}-0. [CD0502]"
-        )
-    holders = [run for run in runs if text in job_ids(run)]
-    if len(holders) == 1:
-        return holders[0]
-    if holders:
-        names = ", ".join(run.name for run in holders)
-        raise RequestError(
-            f"the job id {text} belongs to several runs: {names}. Name one of them. [CD0502]"
-        )
-    others = elsewhere(RunDir, root, text, lambda run: text in job_ids(run))
-    if len(others) == 1:
-        log.info(f"{text} is {others[0].path}")
-        return others[0]
-    if others:
-        paths = ", ".join(str(run.path) for run in others)
-        raise RequestError(
-            f"there is no run {text!r} below {root}, and elsewhere are several: {paths}. Name one "
-            "by its directory. [CD0502]"
-        )
-    hint = _hint(runs, text)
-    if text and _is_run(text):
-        hint = f" The run in the folder of that name is {'./' + text!r}."
-    raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
-
-
-def is_run_of(root: Path, text: str) -> bool:
-    """Return whether a text is the name or a job id of a run below this output root."""
-    return _is_run(str(root / text)) or any(text in job_ids(run) for run in find_runs(root))
-
-
-def _is_run(text: str) -> bool:
-    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- also of a name that is too long
 
 
 def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:
@@ -732,12 +695,12 @@ def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -
     return statuses_and_states(runs, (), known)[0]
 
 
-def states_of(points: Sequence[RunDir]) -> list[str]:
+def states_of(points: Sequence[RunDir]) -> list[RunState]:
     """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
     return statuses_and_states((), points)[1]
 
 
-def judge_all(points: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
+def judge_all(points: Sequence[RunDir]) -> list[tuple[RunState, Report | None]]:
     """Return states as `states_of` does, each with the report of the run's latest attempt."""
     submissions = [latest_submission(events.read(point.events)) for point in points]
     jobs, now = query(jobs_to_ask(submissions)), time.time()
@@ -747,7 +710,7 @@ def judge_all(points: Sequence[RunDir]) -> list[tuple[str, Report | None]]:
 
 def statuses_and_states(
     runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
-) -> tuple[list[RunStatus], list[str]]:
+) -> tuple[list[RunStatus], list[RunState]]:
     """Return the statuses of runs and the states of points, as the two above do in one look."""
     submissions = [latest_submission(events.read(run.events)) for run in (*runs, *points)]
     jobs, now = query(jobs_to_ask(submissions), known=known), time.time()
@@ -757,28 +720,3 @@ def statuses_and_states(
     of_points = zip(points, submissions[len(runs) :], strict=True)
     states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
     return [run_status(run, jobs, now) for run in runs], states
-
-
-def job_ids(run: RunDir) -> set[str]:
-    """Return a run's job ids: of its submissions, or of the job whose shell started its ranks.
-
-    Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.
-    """
-    recorded = events.read(run.events)
-    if not recorded:
-        with contextlib.suppress(OSError):  # a run that cannot be read hides no other
-            record = (attempt := latest(run)) and attempt.read_record()
-            recorded = [events.Event(job_id=record.job_id)] if record else []
-    elements = [event.array_element for event in recorded if event.array_element]
-    arrays = [name.partition("_")[0] for name in elements]
-    return {event.job_id for event in recorded if event.job_id} | {*elements, *arrays}
-
-
-def _hint(runs: Sequence[RunDir], text: str) -> str:
-    names = [run.name for run in runs]
-    near = difflib.get_close_matches(text, names, n=3) or [n for n in names if text in n][-3:]
-    if near:
-        return f" Did you mean {', '.join(near)}?"
-    if names:
-        return f" The latest are {', '.join(names[-3:])}; 'clusterddp jobs' lists them all."
-    return " There are no runs there; --output-root names the folder that holds them."

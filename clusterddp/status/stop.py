@@ -16,16 +16,7 @@ from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
-from clusterddp.status.state import (
-    CREATED,
-    ENDED,
-    QUEUED,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
-    Submission,
-    latest_submission,
-)
+from clusterddp.status.state import ENDED, RunState, Submission, latest_submission
 from clusterddp.status.status import RunStatus, run_status, statuses
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
@@ -73,7 +64,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
         )
     submission = latest_submission(events.read(run.events))
-    attempt = latest(run) if submission is None and status.state == RUNNING else None
+    attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
     if attempt:  # its ranks were started by hand
         try:
             attempt.ask_to_stop("stop")
@@ -83,14 +74,14 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             ) from None
         message = f"{run.name}: asked attempt {attempt.number} to save and leave"
         return Stop(run.name, status.job_id, True, False, message)
-    if submission is None or status.state == CREATED:
+    if submission is None or status.state == RunState.CREATED:
         message = f"{run.name} was never submitted: there is nothing to stop"
         return Stop(run.name, "", False, False, message)
     again = run.resubmission
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
         return Stop(run.name, submission.job_id, False, False, message)
-    if status.state == QUEUED:
+    if status.state == RunState.QUEUED:
         result = cancel(run, status, send)
         where = "waits in the queue, where nothing trains"
         if submission.is_local:
@@ -109,7 +100,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
             f"'clusterddp cancel {run.shown}', or make room there. [CD0504]"
         ) from None
-    doubt = f" ({status.detail})" if status.state == UNKNOWN else ""
+    doubt = f" ({status.detail})" if status.state == RunState.UNKNOWN else ""
     return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
 
 
@@ -123,7 +114,7 @@ def act_together(
     by one, the end of one would start the next.
     """
     results: dict[Path, _Result | ClusterDDPError] = {}
-    waiting = [each for each in runs if each[1].state == QUEUED and _element(each[1])]
+    waiting = [each for each in runs if each[1].state == RunState.QUEUED and _element(each[1])]
     for group in (waiting, [each for each in runs if each not in waiting]):
         arrays: dict[str, dict[str, RunDir]] = {}
         for run, status in group:
@@ -172,7 +163,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     if awaits_turn(run):
         return _give_turn_up(run, send)
     submission = latest_submission(events.read(run.events))
-    if submission is None and status.state == RUNNING:
+    if submission is None and status.state == RunState.RUNNING:
         message = (
             f"{run.name}: its ranks were started by hand: end them where they were started, or use "
             f"'clusterddp stop {run.shown}'"
@@ -181,7 +172,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
         return Cancellation(run.name, submission.job_id if submission else "", False, message)
-    if submission is None or status.state == CREATED:
+    if submission is None or status.state == RunState.CREATED:
         message = f"{run.name} was never submitted: there is nothing to cancel"
         return Cancellation(run.name, "", False, message)
     if status.is_forgotten:
@@ -266,7 +257,7 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
             now = statuses([run])[0]
             if not now.has_ended:
                 raise
-            if now.state != STOPPED:
+            if now.state != RunState.STOPPED:
                 return f"it has ended meanwhile: {now.state}; it is not started again"
         dies = "" if has_loop else "; without a handler for it the command dies of it, as failed"
         return (

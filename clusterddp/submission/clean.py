@@ -24,7 +24,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status import notify
-from clusterddp.status.state import CANCELLED, DONE, FAILED, QUEUED, RUNNING, UNKNOWN
+from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.sweeps import most_telling
 from clusterddp.submission.claim import claimed
@@ -70,7 +70,7 @@ class Cleaning:
     """Things to remove of one run, or of what a sweep's points share, or that were removed."""
 
     run: RunDir
-    state: str
+    state: RunState
     items: tuple[Item, ...] = ()
     kept_because: str = ""
     """Reason for which nothing of it is removed; empty where something is, or nothing was found."""
@@ -147,10 +147,10 @@ def _latest(run: RunDir) -> list[attempts.Attempt | None]:
 
 def why_kept(run: RunDir, status: RunStatus) -> str:
     """Say why a run may go on, for which it is not cleaned unasked; empty where it has ended."""
-    if status.state == DONE:
+    if status.state == RunState.DONE:
         return ""
-    if status.state not in (FAILED, CANCELLED):
-        return status.state if status.state in (QUEUED, RUNNING) else f"{status.state}, can go on"
+    if status.state not in (RunState.FAILED, RunState.CANCELLED):
+        return status.state if status.state in ACTIVE else f"{status.state}, can go on"
     if status.checkpoint_step is not None:
         return f"{status.state}, can go on from step {status.checkpoint_step}"
     spec = run.read_spec()
@@ -213,7 +213,7 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
             return Cleaning(sweep, state, kept_because="not old enough")
         found = [*_bundles(sweep, keep_current=False), *_code(sweep)]
     except (ClusterDDPError, OSError) as error:
-        return Cleaning(sweep, UNKNOWN, kept_because=f"it cannot be read: {error}")
+        return Cleaning(sweep, RunState.UNKNOWN, kept_because=f"it cannot be read: {error}")
     return Cleaning(sweep, state, tuple(_counted(sweep, found)))
 
 
@@ -243,7 +243,7 @@ def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> I
     kept = {newest, *(valid[:1] or of_best)}
     latest = attempts.latest(run)
     for each in known:
-        is_at_work = status.state in (QUEUED, RUNNING) and each.attempt == latest
+        is_at_work = status.state in ACTIVE and each.attempt == latest
         if each.path in kept or is_at_work or each.path.resolve() in resumed:
             continue
         shards = catalog.shards_of(each.path)

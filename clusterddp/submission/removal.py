@@ -11,21 +11,12 @@ from pathlib import Path
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
-from clusterddp.status.state import (
-    CANCELLED,
-    CREATED,
-    DONE,
-    FAILED,
-    QUEUED,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
-)
+from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.stop import awaits_turn
 from clusterddp.submission.claim import claimed
 
-_OVER = (CREATED, DONE, FAILED, STOPPED, CANCELLED)
+_OVER = (RunState.CREATED, RunState.DONE, RunState.FAILED, RunState.STOPPED, RunState.CANCELLED)
 
 
 class NotRemoved(ClusterDDPError):
@@ -107,9 +98,9 @@ def _check(run: RunDir, status: RunStatus | None, named: Collection[Path] | None
             raise RequestError(f"{run.name} keeps what its points {', '.join(left)} use. [CD0508]")
         return
     if status and not _is_over(run, status):
-        how = "is not known to be over" if status.state == UNKNOWN else f"is {status.state}"
-        may_run = status.state in (CREATED, QUEUED, RUNNING)  # a point whose turn is to come
-        end = f" End it first: clusterddp cancel {run.shown}" * may_run
+        is_unknown = status.state == RunState.UNKNOWN
+        how = "is not known to be over" if is_unknown else f"is {status.state}"
+        end = "" if is_unknown else f" End it first: clusterddp cancel {run.shown}"
         raise RequestError(f"{run.name} {how}, and is not removed.{end} [CD0508]")
     users = find_runs(run.path.parent) if named is not None else []
     users = [each for each in users if each.path.resolve() not in (named or ())]
@@ -131,7 +122,7 @@ def _is_over(run: RunDir, status: RunStatus) -> bool:
     spec = run.read_spec()
     if status.is_forgotten and spec and spec.run_name != run.name:
         return False  # it was moved, and Slurm may know its job by the name that it had
-    if status.state == CREATED and awaits_turn(run):
+    if status.state == RunState.CREATED and awaits_turn(run):
         return False
     if status.state in _OVER or status.is_forgotten:
         return True

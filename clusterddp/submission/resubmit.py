@@ -27,7 +27,7 @@ from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import chain
-from clusterddp.status.state import DONE, QUEUED, RUNNING, UNKNOWN, jobs_to_ask, latest_submission
+from clusterddp.status.state import ACTIVE, RunState, jobs_to_ask, latest_submission
 from clusterddp.status.status import RunStatus, run_status, submission_folder
 from clusterddp.submission import bundle, code_renewal, outlook, snapshot
 from clusterddp.submission.claim import Claim, claimed
@@ -288,7 +288,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> 
     status = run_status(run, states)
     job = states.get(status.job_id, JobState(State.UNKNOWN))
     detail = f" ({status.detail})" if status.detail else ""
-    if status.state in (QUEUED, RUNNING):
+    if status.state in ACTIVE:
         name = formatting.job(status.job_id, status.launcher)
         raise RequestError(
             f"{run.name} is {status.state}{detail} as {name}: one run cannot train "
@@ -296,7 +296,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> 
             f"with 'clusterddp stop {run.shown}'. [CD0508]"
         )
     _check_done(run, before, after, status, terms)
-    if status.state != UNKNOWN or submission is None:
+    if status.state != RunState.UNKNOWN or submission is None:
         return
     if submission.is_local:
         latest = attempts.latest(run)
@@ -321,7 +321,7 @@ def _check_done(
     run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus, terms: Terms
 ) -> None:
     """Refuse a run that is done and has nothing left to do."""
-    if status.state != DONE or _has_more(run, before, after):
+    if status.state != RunState.DONE or _has_more(run, before, after):
         return
     if not before.train:
         if terms.although_done:

@@ -17,7 +17,7 @@ from clusterddp.run import bad_nodes, events
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm.site import array_limits
 from clusterddp.status import chain
-from clusterddp.status.state import UNKNOWN
+from clusterddp.status.state import RunState
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, outlook, points
@@ -118,7 +118,7 @@ def resubmit_sweep(
 def _to_repeat(sweep: SweepDir) -> list[int]:
     """Return the indices of the points that have not ended well. Raises RequestError for none."""
     known = statuses(sweep.elements)
-    unsure = next((s for s in known if s.state == UNKNOWN and not s.is_forgotten), None)
+    unsure = next((s for s in known if s.state == RunState.UNKNOWN and not s.is_forgotten), None)
     if unsure:
         raise RequestError(
             f"whether {unsure.name} still waits or runs is not known: {unsure.detail}. Try again "

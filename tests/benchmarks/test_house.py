@@ -1,8 +1,8 @@
-"""What `python -m benchmarks.house` counts, on a small checkout written for it."""
+"""What `python -m benchmarks.house` counts, on a small checkout written for it, and holds."""
 
 from pathlib import Path
 
-from benchmarks import house
+from benchmarks import house, source, walks
 
 _FILES = {
     "__init__.py": "from typing import Any\n",
@@ -28,7 +28,7 @@ def test_a_checkout_is_measured(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "pyproject.toml").write_text(_CONTRACT)
-    figures = house.measured(tmp_path)
+    figures = source.measured(tmp_path)
     assert figures["longest chain"] == "top > low"
     assert figures["imports upwards"] == [
         "clusterddp.low.floor > clusterddp.ground",
@@ -45,5 +45,38 @@ def test_a_checkout_is_measured(tmp_path: Path) -> None:
 
 def test_a_circle_counts_with_each_of_its_names() -> None:
     edges = [("a", "b"), ("b", "c"), ("c", "b"), ("c", "d"), ("a", "d")]
-    assert house.circles(edges) == [["b", "c"]]
-    assert house.longest_chain(edges) == ["a", "b", "c", "d"]
+    assert source.circles(edges) == [["b", "c"]]
+    assert source.longest_chain(edges) == ["a", "b", "c", "d"]
+
+
+def test_a_question_is_counted_once_a_line_and_not_among_a_persons_own_scripts(
+    tmp_path: Path,
+) -> None:
+    text = """
+if spec.train or not spec.train: ...
+value = 1 if self.spec.command else 2
+first = spec.command[0]
+known = run.spec.train is None
+if train: ...
+shown = [each for each in runs if each.trains and each.name]
+"""
+    for name in ("run/one.py", "scripts/two.py"):
+        path = tmp_path / "clusterddp" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    lines = [f"clusterddp/run/one.py:{line}" for line in (2, 3, 5, 7)]
+    assert list(source.kind_asked(tmp_path)) == lines
+
+
+def test_a_figure_above_its_limit_and_one_of_nothing_are_named() -> None:
+    labels = {row.label for row in house.HELD}
+    assert {f"files entered by {walk}" for walk in walks.WALKS} < labels
+    at_limit: dict[str, object] = {row.label: row.limit for row in house.HELD}
+    assert list(house.broken(at_limit)) == []
+    above = at_limit | {"modules": 10_000, "functions above 60 lines": ["a.b 61"] * 99}
+    named = [line for line in house.broken(above) if not line.startswith(" ")]
+    assert [line.partition(":")[0] for line in named] == ["modules", "functions above 60 lines"]
+    assert list(house.broken(at_limit | {"files entered by rank 0": []})) == [
+        "files entered by rank 0: nothing was measured"
+    ]
+    assert list(house.broken(at_limit | {"functions above 60 lines": []})) == []

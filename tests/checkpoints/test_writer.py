@@ -1,7 +1,6 @@
 import errno
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -30,6 +29,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import DAMAGE, make
+from tests.forked import CONTEXT
 from tests.hostile import CARRIED, REFUSED
 from tests.training import ranks
 
@@ -619,9 +619,6 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
     assert (got.returncode, got.stdout) == (0, "left\n"), got.stderr
 
 
-_CONTEXT = multiprocessing.get_context("forkserver")  # what `ranks` makes it import is there
-
-
 def _save_without_end(run: Path, first: int, announce: int) -> None:
     """Tells of every step that is verified, in a line each."""
     torch.set_num_threads(1)
@@ -645,9 +642,7 @@ def test_killed_at_any_moment_of_a_save_a_whole_one_is_left(place: Place, tmp_pa
     chance = random.Random(0)
     announced = leftovers = 0
     for _ in range(20):
-        process = _CONTEXT.Process(
-            target=_child, args=(place.attempt.run.path, announced + 3, fifo)
-        )
+        process = CONTEXT.Process(target=_child, args=(place.attempt.run.path, announced + 3, fifo))
         process.start()
         with fifo.open() as lines:
             first = lines.readline()

@@ -27,7 +27,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Report
-from clusterddp.status.state import DONE
+from clusterddp.status.state import RunState
 
 ALL = ("single", "dp", "ddp")
 CPUS = Hosts(gpus=0, on_gpus=False)
@@ -145,7 +145,7 @@ def trial(row: Row, rate: float, **more: Any) -> Trial:
         "hosts": ["h01"], "device": "cpu", "precision": "bf16", "versions": {"torch": "2.9"},
         **more,
     }  # fmt: skip
-    return Trial(row, f"a-{row.name}", DONE, report=load(Report, report))
+    return Trial(row, f"a-{row.name}", RunState.DONE, report=load(Report, report))
 
 
 SINGLE, DP, DDP = plan(CONFIG, ALL, [4], Hosts(gpus=4, on_gpus=True))

@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from clusterddp.errors import DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.worker import start
+from tests import forked
 
 TAKES = """
 import json, sys
@@ -54,10 +54,7 @@ def test_the_copy_is_what_torchvision_reads(
 
 def test_another_process_maps_it_and_nobody_can_change_it(held: Held) -> None:
     pixels, labels = held.tensors(train=True)
-    done = subprocess.run(
-        [sys.executable, "-c", TAKES, json.dumps(asdict(offer_of(held)))],
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+    done = forked.run("-c", TAKES, json.dumps(asdict(offer_of(held))))
     assert done.stdout == f"{int(pixels.sum())} {int(labels.sum())} {tuple(pixels.shape)}\n"
     assert held.handle is not None
     with pytest.raises(PermissionError):

@@ -23,7 +23,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.worker.workstation import free_port
 from tests.distributed.meetings import env
 from tests.distributed.test_heartbeat import posting
-from tests.training.ranks import _CONTEXT as CONTEXT
+from tests.forked import CONTEXT
 from tests.waiting import PATIENCE, wait_for
 
 # A rank whose processor is given to other tests is not to look like one that hangs.

@@ -271,7 +271,11 @@ FIRST = (
 TRIED = [
     pytest.param(
         name, launcher,
-        marks=[] if name in FIRST and launcher == "ddp" else pytest.mark.slow,
+        marks=(
+            [] if name in FIRST and launcher == "ddp"
+            else [pytest.mark.slow] if name in FIRST or launcher == way.launchers[0]
+            else [pytest.mark.slow, pytest.mark.release]
+        ),
         id=f"{name}-{launcher}",
     )
     for name, way in WAYS.items()

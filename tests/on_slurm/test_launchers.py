@@ -62,14 +62,13 @@ def weights(run: Path, world_size: int = 4) -> str:
     return str(report["weights_sha256"])
 
 
+@pytest.mark.slow  # cli/commands/test_train.py shows it of ranks by hand and torchrun
 @pytest.mark.timeout(600)  # five trainings in a row
 @pytest.mark.parametrize(
     ("tasks_per_node", "bucket_cap_mb"),
     [
         pytest.param(1, "25", id="one bucket"),
-        pytest.param(
-            2, "0.01", id="several buckets", marks=[pytest.mark.slow, pytest.mark.release]
-        ),
+        pytest.param(2, "0.01", id="several buckets", marks=pytest.mark.release),
     ],
 )
 def test_one_request_trains_to_the_same_weights_under_every_launcher(

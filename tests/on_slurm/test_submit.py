@@ -8,7 +8,9 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from clusterddp.cli.main import cli
 from clusterddp.files import read_json_lines
 from clusterddp.ranks.dist_env import master_port
 from tests.hostile import CARRIED
@@ -134,14 +136,17 @@ EITHER_LAUNCHER = pytest.mark.parametrize(
 )
 
 
-def test_slurm_reads_directives_as_they_were_typed(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_slurm_reads_directives_as_they_were_typed(
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for value in CARRIED:
-        job = submit(
-            cluster, tmp_path, "--sbatch", "hold",
-            f"--job-name={value or 'x'}", "--sbatch", f"comment={value}", "--json", "--", "true",
-        )  # fmt: skip
+        argv = ["submit", "--dry-run", f"--job-name={value or 'x'}", "--sbatch", "hold"]
+        rendered = CliRunner().invoke(cli, [*argv, "--sbatch", f"comment={value}", "--", "true"])
+        assert rendered.exit_code == 0, rendered.stderr
+        job = cluster.run(["sbatch", "--parsable"], input=rendered.stdout, cwd=tmp_path)
         assert job.returncode == 0, job.stderr
-        shown = cluster.run(["scontrol", "show", "job", json.loads(job.stdout)["job_id"]]).stdout
+        shown = cluster.run(["scontrol", "show", "job", job.stdout.strip()]).stdout
         lines = shown.split("\n")
         assert [line.strip() for line in lines if line.strip().startswith("Comment=")] == [
             f"Comment={value}".strip()

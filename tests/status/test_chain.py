@@ -16,7 +16,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm.states import HELD, JobState, State
 from clusterddp.status import chain
 from clusterddp.status.chain import Awaited, Due
-from clusterddp.status.state import STATES
+from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, run_status
 
 DUE = {
@@ -40,7 +40,7 @@ def awaited(name: str, state: str, condition: str = "ok", **more: Any) -> Awaite
 
 @pytest.mark.parametrize("state", DUE)
 def test_each_state_meets_a_condition_or_not(state: str) -> None:
-    assert {*DUE} - {"forgotten"} == {*STATES}
+    assert {*DUE} - {"forgotten"} == {*RunState}
     gone = {"is_forgotten": True} if state == "forgotten" else {}
     shown = "unknown" if gone else state
     judged = [awaited("a", shown, how, **gone).due.value for how in ("ok", "any", "failed")]

@@ -1,15 +1,13 @@
 """Runs a function as several gloo ranks, each a process of its own, and returns their results."""
 
-import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# Imported once by the server from which the ranks are forked: seconds for every test otherwise.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torchvision", "clusterddp.training.loop"])
+from tests.forked import CONTEXT
+
 PATIENCE = 120
 
 
@@ -18,8 +16,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     with tempfile.TemporaryDirectory() as folder:
         readers, processes = [], []
         for rank in range(world_size):
-            reader, writer = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
+            reader, writer = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(
                 target=_rank,
                 args=(writer, f"{folder}/store", function, (rank, world_size, *arguments)),
             )

@@ -14,7 +14,7 @@ from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CheckpointError, coded
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status.status import find_run
+from clusterddp.status.find import find_run
 
 _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 

@@ -20,7 +20,7 @@ from clusterddp.cli.runs import (
     echo_json,
 )
 from clusterddp.run.run_dir import find_runs
-from clusterddp.status.sweeps import find_sweep, find_sweeps, select_each
+from clusterddp.status.find import find_sweep, find_sweeps, select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
 
 _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")

@@ -24,8 +24,8 @@ from clusterddp.request.options import Choice
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.slurm import forms
-from clusterddp.status.state import DONE
-from clusterddp.status.status import DEFAULT_ROOT
+from clusterddp.status.find import DEFAULT_ROOT
+from clusterddp.status.state import RunState
 from clusterddp.submission.inputs import find_own_functions, make_sure
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
@@ -173,7 +173,7 @@ def command(
     except plan.Interrupted as interrupted:
         _print_interrupted(name, root, interrupted)
         return EXIT_INTERRUPTED
-    failed = any(trial.state != DONE for trial in trials)
+    failed = any(trial.state != RunState.DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
     if plot is None and plots.can_draw():
         plot = f"{root}/{name}.png"

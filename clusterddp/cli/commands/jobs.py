@@ -15,9 +15,10 @@ from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CODE_AT_END
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.slurm.states import JobState
-from clusterddp.status.state import STATES
+from clusterddp.status.find import grouped, select_each
+from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses_and_states
-from clusterddp.status.sweeps import SweepStatus, grouped, select_each, sweep_status
+from clusterddp.status.sweeps import SweepStatus, sweep_status
 
 _HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -36,7 +37,7 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 )
 @click.option(
     "--state",
-    type=click.Choice(STATES),
+    type=click.Choice([state.value for state in RunState]),
     multiple=True,
     help="The runs in this state alone; repeatable.",
 )

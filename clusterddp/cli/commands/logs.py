@@ -10,9 +10,9 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow
 from clusterddp.errors import RequestError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status.find import find_run, select
 from clusterddp.status.follow import LogPrinter, check_logs, default_log
-from clusterddp.status.status import find_run, statuses
-from clusterddp.status.sweeps import select
+from clusterddp.status.status import statuses
 
 
 @click.command(name="logs", cls=SettingsCommand)

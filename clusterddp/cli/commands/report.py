@@ -17,8 +17,8 @@ from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.reporting.sweep import SweepReport, as_csv, gather_sweep, order_of, table_of
 from clusterddp.run.run_dir import SweepDir
-from clusterddp.status.status import find_run, statuses
-from clusterddp.status.sweeps import find_sweep, is_pattern, latest_sweep, select_each
+from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select_each
+from clusterddp.status.status import statuses
 
 _WIDTH = len("straggler") + 2
 _MOST_ATTEMPTS = 8

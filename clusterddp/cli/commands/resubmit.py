@@ -31,8 +31,9 @@ from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.slurm import forms
-from clusterddp.status.status import find_run, statuses
-from clusterddp.status.sweeps import find_sweep, has_failed, is_pattern, select
+from clusterddp.status.find import find_run, find_sweep, is_pattern, select
+from clusterddp.status.status import statuses
+from clusterddp.status.sweeps import has_failed
 from clusterddp.submission.fields import (
     CONTAINER,
     IMAGES_PYTHON,

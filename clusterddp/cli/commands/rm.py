@@ -10,7 +10,7 @@ import click
 from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, agrees, echo_failures
-from clusterddp.status.sweeps import find_sweep, select_each
+from clusterddp.status.find import find_sweep, select_each
 from clusterddp.submission.removal import plan, remove
 
 

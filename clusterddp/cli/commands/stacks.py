@@ -12,7 +12,8 @@ from clusterddp.errors import EXIT_DONE, EXIT_FAILED
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
-from clusterddp.status.status import find_run, statuses
+from clusterddp.status.find import find_run
+from clusterddp.status.status import statuses
 
 
 @click.command(name="stacks", cls=SettingsCommand)

@@ -10,9 +10,10 @@ from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.run.run_dir import SweepDir, where_output_lies
-from clusterddp.status.state import DONE, STOPPED
-from clusterddp.status.status import RunStatus, find_run, statuses
-from clusterddp.status.sweeps import find_sweep, is_pattern, latest_sweep, select, sweep_status
+from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select
+from clusterddp.status.state import RunState
+from clusterddp.status.status import RunStatus, statuses
+from clusterddp.status.sweeps import sweep_status
 
 _WIDTH = len("checkpoint") + 2
 _MOST_REASONS = 5
@@ -73,7 +74,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         ("sweep", status.name),
         ("state", f"{status.state}: {status.summary}"),
         ("job", ", ".join(status.job_ids)),
-        ("points", f"{status.counts.get(DONE, 0)} of {len(status.points)} done{throttle}"),
+        ("points", f"{status.counts.get(RunState.DONE, 0)} of {len(status.points)} done{throttle}"),
         ("submitted", formatting.moment(status.submitted_time)),
         ("files", f"{status.directory}-INDEX"),
         ("next", status.next_command),
@@ -106,7 +107,7 @@ def describe(status: RunStatus) -> str:
         ("state", f"{status.state}: {status.detail}" if status.detail else status.state),
         ("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")),
         ("code", f"{status.code}: clusterddp explain {status.code}" if status.code else ""),
-        ("exit code", str(status.exit_code or "") if status.state != STOPPED else ""),
+        ("exit code", str(status.exit_code or "") if status.state != RunState.STOPPED else ""),
         ("process" if status.launcher == "local" else "job", f"{job}{launcher}" if job else ""),
         ("attempt", _attempt(status)),
         ("asked", status.layout),

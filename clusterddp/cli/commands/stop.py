@@ -10,7 +10,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status.state import FAILED, UNKNOWN
+from clusterddp.status.state import RunState
 from clusterddp.status.stop import Stop, stop
 
 
@@ -47,7 +47,7 @@ def _wait(runs: Sequence[RunDir]) -> int:
         for run in runs:
             status = wait_for_end(run)
             log.info(f"{run.name}: {how_it_ended(status)}")
-            if status.state in (FAILED, UNKNOWN):
+            if status.state in (RunState.FAILED, RunState.UNKNOWN):
                 code = EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -23,11 +23,10 @@ from clusterddp.status.status import run_status
 from clusterddp.worker.workstation import free_port
 from tests.cli.made_runs import Workplace, workplace
 from tests.event_lines import read_events
-from tests.waiting import dying_with_us, has_gone, wait_for
+from tests.waiting import PATIENCE, dying_with_us, has_gone, wait_for
 
 __all__ = ["workplace"]
 
-PATIENCE = 90
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
 ASKING_MODEL = """
 import os, sys
@@ -99,7 +98,7 @@ def debug(synthetic_dir: Path, tmp_path: Path) -> Iterator[Any]:
 LONG = ("--epochs=5000", "--log-every=20")
 
 
-def wait_until(process: "subprocess.Popen[str]", shown: str = "images/s") -> None:
+def wait_until(process: "subprocess.Popen[str]", shown: str = "images/s") -> str:
     assert process.stdout
     text = ""
     while shown not in text:
@@ -108,6 +107,7 @@ def wait_until(process: "subprocess.Popen[str]", shown: str = "images/s") -> Non
         chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer
         assert chunk, process.stderr and process.stderr.read()
         text += chunk.decode()
+    return text
 
 
 def rank_pids(run: RunDir) -> list[int]:
@@ -124,11 +124,17 @@ def events_of(run: Path, event: str) -> list[dict[str, Any]]:
     return [each for each in read_events(RunDir(run)) if each["event"] == event]
 
 
-def test_one_process_is_this_very_process_with_its_input(debug: Any) -> None:
-    process = debug("--max-steps=2", program=("-c", ASKING_MODEL))
+@pytest.mark.slow  # a person at a breakpoint, below, is in this very process, too
+def test_one_process_is_this_very_process_with_its_input_whatever_job_is_around(debug: Any) -> None:
+    job = {
+        "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "8",
+        "RANK": "3", "WORLD_SIZE": "8",
+    }  # fmt: skip
+    process = debug("--max-steps=2", program=("-c", ASKING_MODEL), env=job)
     out, err = process.communicate("the loss\n", timeout=PATIENCE)
     assert process.returncode == 0, err
     assert f"in process {process.pid} asked for the loss" in out
+    assert "rank 0 of 1" in out
     assert "done: test accuracy" in out
 
 
@@ -236,28 +242,6 @@ def test_q_at_a_breakpoint_is_no_failure_and_no_bar_shares_the_prompts_line(
     assert (status.state, status.first_failure) == ("stopped", "")
 
 
-@pytest.mark.slow
-def test_ranks_of_a_surrounding_job_do_not_matter(debug: Any) -> None:
-    job = {
-        "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "8",
-        "RANK": "3", "WORLD_SIZE": "8",
-    }  # fmt: skip
-    process = debug("--max-steps=1", env=job)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    assert "rank 0 of 1" in out
-
-
-def test_several_processes_train_together_and_each_has_its_log(debug: Any, tmp_path: Path) -> None:
-    process = debug("--procs=2", "--max-steps=3", env={"SLURM_STEP_ID": "0", "RANK": "3"})
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    run = RunDir(tmp_path / "run")
-    assert json.loads(run.report.read_text())["world_size"] == 2
-    assert run.rank_log(0).read_text() == out
-    assert "rank 1 of 2" in run.rank_log(1).read_text() and "rank 1 of 2" not in out
-
-
 @pytest.mark.parametrize(
     ("procs", "method", "number", "code", "reason"),
     [
@@ -276,15 +260,16 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
     procs: int, method: str, number: int, code: int, reason: str, debug: Any, tmp_path: Path
 ) -> None:
     chosen = [f"--start-method={method}"] if method else []
-    process = debug(f"--procs={procs}", *chosen, *LONG)
-    wait_until(process)
+    process = debug(f"--procs={procs}", *chosen, *LONG, env={"SLURM_STEP_ID": "0", "RANK": "3"})
+    out = wait_until(process)
     run = tmp_path / "run"
     pids = rank_pids(RunDir(run)) if procs > 1 else []
     if method == "forkserver":
         os.killpg(process.pid, number)  # as a terminal that closes: to all of the session
     else:
         process.send_signal(number)
-    out, err = process.communicate(timeout=PATIENCE)
+    more, err = process.communicate(timeout=PATIENCE)
+    out += more
     assert process.returncode == code, err
     end = end_of(run)
     assert (end["cause"], end["reason"]) == ("stopped", reason)
@@ -293,6 +278,10 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
     assert (run / "checkpoints" / name_of(end["step"])).exists()
     assert all(has_gone(pid) for pid in pids)
     assert [event["exit_code"] for event in events_of(run, "ended")] == [code]
+    if procs > 1:  # each has its log
+        logs = [RunDir(run).rank_log(rank).read_text() for rank in (0, 1)]
+        assert logs[0] == out
+        assert "rank 1 of 2" in logs[1] and "rank 1 of 2" not in out
 
     (said,) = [line for line in err.splitlines() if "resume with: " in line]
     argv = shlex.split(said.partition("resume with: ")[2])
@@ -302,6 +291,7 @@ def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
     assert again.returncode == 0, again.stderr
     assert f"resuming from {run}/attempts/0002/checkpoints/{name_of(end['step'])}" in again.stdout
     assert f"rank 0 of {procs}" in again.stdout
+    assert json.loads((run / "report.json").read_text())["world_size"] == procs
     assert "done: test accuracy" in again.stdout
     dividers = [log.read_text().count("--- attempt 2, job ") for log in run.glob("logs/*.log")]
     assert dividers == [1] * (procs if procs > 1 else 0)
@@ -409,11 +399,9 @@ def test_before_the_ranks_have_met_a_request_ends_them(
     assert all(has_gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("method", ["exec", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_a_rank_that_dies_ends_the_others_and_is_named(
-    method: str, debug: Any, tmp_path: Path
-) -> None:
-    process = debug("--procs=2", f"--start-method={method}", *LONG)
+@pytest.mark.slow  # launchers/test_local.py has it of ranks that are programs of their own
+def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Path) -> None:
+    process = debug("--procs=2", "--start-method=forkserver", *LONG)
     wait_until(process)
     os.kill(rank_pids(RunDir(tmp_path / "run"))[1], signal.SIGKILL)
     _, err = process.communicate(timeout=PATIENCE)
@@ -422,14 +410,13 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(
     assert named in err
 
 
-def test_a_wrong_request_starts_nothing(debug: Any, tmp_path: Path) -> None:
+def test_a_wrong_request_starts_nothing(workplace: Workplace) -> None:
+    run = workplace.folder / "run"
     for argv in (
         ["--procs=0"], ["--start-method=clone"], ["--epochs=-1"], ["--run-name=x"], ["--run-dir="],
     ):  # fmt: skip
-        process = debug(*argv)
-        _, err = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 2, err
-        assert not (tmp_path / "run").exists()
+        assert workplace.invoke("debug", "--dataset=synthetic", f"--run-dir={run}", *argv).code == 2
+        assert not run.exists()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", "-a", "x" * 101])

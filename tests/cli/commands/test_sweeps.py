@@ -19,7 +19,8 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status import chain, follow, notify
-from clusterddp.status.sweeps import find_sweep, find_sweeps, sweep_status
+from clusterddp.status.find import find_sweep, find_sweeps
+from clusterddp.status.sweeps import sweep_status
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 
 __all__ = ["workplace"]

@@ -1,0 +1,194 @@
+"""Finds runs and sweeps: by name, job id, directory or pattern, in an output root or elsewhere."""
+
+import contextlib
+import difflib
+import fnmatch
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from clusterddp import log
+from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.run import events
+from clusterddp.run.attempt import latest
+from clusterddp.run.run_dir import RunDir, SweepDir, directories, elsewhere, find_runs
+
+_PATTERN = frozenset("*?[")
+DEFAULT_ROOT = "jobs"
+"""Usual output root, below the current folder."""
+
+
+def find_run(root: Path, text: str | None) -> RunDir:
+    """Find the run of a name, job id or directory; the latest when `text` is None.
+
+    One that is not below the root is looked for in the person's other output roots. Raises
+    RequestError when there is none, or a job id that belongs to several.
+    """
+    runs = find_runs(root)
+    if text is None:
+        if not runs:
+            raise RequestError(
+                f"there is no run below {root}. Start one with 'clusterddp submit', or name the "
+                "folder that holds your runs with --output-root. [CD0501]"
+            )
+        return runs[-1]
+    for run in runs:
+        if run.name == text:
+            return run
+    if "/" in text and _is_run(text):
+        return RunDir(Path(text))
+    if SweepDir(root / text).is_sweep:
+        raise RequestError(
+            f"{text} is a sweep, and this is about one run: name a point of it, such as "
+            f"{text}-0. [CD0502]"
+        )
+    holders = [run for run in runs if text in job_ids(run)]
+    if len(holders) == 1:
+        return holders[0]
+    if holders:
+        names = ", ".join(run.name for run in holders)
+        raise RequestError(
+            f"the job id {text} belongs to several runs: {names}. Name one of them. [CD0502]"
+        )
+    others = elsewhere(RunDir, root, text, lambda run: text in job_ids(run))
+    if len(others) == 1:
+        log.info(f"{text} is {others[0].path}")
+        return others[0]
+    if others:
+        paths = ", ".join(str(run.path) for run in others)
+        raise RequestError(
+            f"there is no run {text!r} below {root}, and elsewhere are several: {paths}. Name one "
+            "by its directory. [CD0502]"
+        )
+    hint = _hint(runs, text)
+    if text and _is_run(text):
+        hint = f" The run in the folder of that name is {'./' + text!r}."
+    raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
+
+
+def is_run_of(root: Path, text: str) -> bool:
+    """Return whether a text is the name or a job id of a run below this output root."""
+    return _is_run(str(root / text)) or any(text in job_ids(run) for run in find_runs(root))
+
+
+def _is_run(text: str) -> bool:
+    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- also of a name that is too long
+
+
+def job_ids(run: RunDir) -> set[str]:
+    """Return a run's job ids: of its submissions, or of the job whose shell started its ranks.
+
+    Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.
+    """
+    recorded = events.read(run.events)
+    if not recorded:
+        with contextlib.suppress(OSError):  # a run that cannot be read hides no other
+            record = (attempt := latest(run)) and attempt.read_record()
+            recorded = [events.Event(job_id=record.job_id)] if record else []
+    elements = [event.array_element for event in recorded if event.array_element]
+    arrays = [name.partition("_")[0] for name in elements]
+    return {event.job_id for event in recorded if event.job_id} | {*elements, *arrays}
+
+
+def find_sweeps(output_root: Path) -> list[SweepDir]:
+    """List the sweeps below an output root that this user can read, the latest last.
+
+    Raises RequestError where it cannot be read.
+    """
+    return directories(SweepDir, output_root)
+
+
+def find_sweep(output_root: Path, text: str) -> SweepDir | None:
+    """Find the sweep of a name, directory or array's job id; None where there is none.
+
+    One that is not below the root is looked for in the person's other output roots. Raises
+    RequestError where the output root cannot be read.
+    """
+    for path in (output_root / text, Path(text)):
+        if (path.parent == output_root or "/" in text) and SweepDir(path).is_sweep:
+            return SweepDir(path)
+    if text.isdecimal():
+        sweeps = reversed(find_sweeps(output_root))
+        if found := next((sweep for sweep in sweeps if text in arrays_of(sweep)), None):
+            return found
+    others = elsewhere(SweepDir, output_root, text, lambda sweep: text in arrays_of(sweep))
+    if len(others) != 1 or is_run_of(output_root, text):
+        return None
+    log.info(f"{text} is {others[0].path}")
+    return others[0]
+
+
+def select(root: Path, text: str) -> list[RunDir]:
+    """Return the runs that a text means: one, the points of a sweep, or those that a pattern fits.
+
+    A sweep is named as a run is; the id of one of its arrays means the points of that. Raises
+    RequestError where there is none.
+    """
+    sweep = find_sweep(root, text)
+    if sweep and text.isdecimal() and sweep.name != text:
+        history = events.read(sweep.events)
+        arrays = (e for e in history if isinstance(e, events.Submitted) and e.job_id == text)
+        return [sweep.element(index) for array in arrays for index in array.indices]
+    if sweep:
+        return sweep.elements
+    if not is_pattern(text):
+        return [find_run(root, text)]
+    found = [run for run in find_runs(root) if fnmatch.fnmatchcase(run.name, text)]
+    if not found:
+        raise RequestError(f"no run below {root} has a name that fits {text!r}. [CD0501]")
+    return found
+
+
+def means_several(root: Path, text: str) -> bool:
+    """Return whether a text may mean several runs: a sweep, or a pattern."""
+    return is_pattern(text) or find_sweep(root, text) is not None
+
+
+def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:
+    """Return the runs that the texts mean, each once, and the errors for the other texts."""
+    runs: dict[Path, RunDir] = {}
+    wrong: list[ClusterDDPError] = []
+    for text in texts:
+        try:
+            runs |= {run.path: run for run in select(root, text)}
+        except RequestError as error:
+            wrong.append(error)
+    return list(runs.values()), wrong
+
+
+def grouped(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
+    """Return the runs of an output root with each sweep in the place of its points.
+
+    One whose request is damaged hides none of them.
+    """
+    sweeps = [sweep for sweep in find_sweeps(root) if sweep.read_spec()]
+    points = {run.path for sweep in sweeps for run in sweep.elements}
+    others = [*(run for run in runs if run.path not in points), *sweeps]
+    return sorted(others, key=lambda run: (run.spec.stat().st_mtime, run.name))
+
+
+def latest_sweep(root: Path) -> SweepDir | None:
+    """Return the sweep of which the latest run is a point; None where that is a run of its own."""
+    runs = find_runs(root)
+    return runs[-1].sweep if runs else None
+
+
+def arrays_of(sweep: SweepDir) -> list[str]:
+    """Return the job arrays that were submitted for a sweep, the latest last."""
+    history = events.read(sweep.events)
+    return [e.job_id for e in history if isinstance(e, events.Submitted) and e.job_id]
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a text means several runs, as `lr-*` does."""
+    return not _PATTERN.isdisjoint(text)
+
+
+def _hint(runs: Sequence[RunDir], text: str) -> str:
+    names = [run.name for run in runs]
+    near = difflib.get_close_matches(text, names, n=3) or [n for n in names if text in n][-3:]
+    if near:
+        return f" Did you mean {', '.join(near)}?"
+    if names:
+        return f" The latest are {', '.join(names[-3:])}; 'clusterddp jobs' lists them all."
+    return " There are no runs there; --output-root names the folder that holds them."
