@@ -49,7 +49,7 @@ class JobStart:
         """
         path = self.run.events
         try:
-            events.add(path, event if event.job_id else replace(event, job_id=self.id)())
+            events.add(path, event if event.job_id else replace(event, job_id=self.id))
         except OSError as error:
             line = f"cannot record {event.kind!r} in {path}: {error.strerror}. [CD0518]"
             print_to_job_log(f"clusterddp: {line}", err=True)
