@@ -554,7 +554,7 @@ def test_status_report_and_plots_read_what_it_writes(tmp_path: Path) -> None:
     assert status.checkpoint_step == 6 and newest_checkpoint(run.checkpoints)
     report = gather(run, status)
     assert [point.step for point in report.points] == [2, 4, 6, 6]
-    assert report.report.images_per_second and report.report.command[1:] == sys.argv
+    assert report.report.figures.images_per_second and report.report.command[1:] == sys.argv
     [entry] = catalog.listing(run)
     assert (entry.step, entry.problem, entry.is_next) == (6, "", True)
 

@@ -8,24 +8,22 @@ until it names this attempt's nonce, and only numbers and short texts after that
 import contextlib
 import errno
 import functools
+import json
+import math
 import selectors
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import TypeVar
 
 from clusterddp.preflight import verdict
-from clusterddp.preflight.measurements import (
-    Lines,
-    LoadMeasurements,
-    NodeMeasurements,
-    Pair,
-    load,
-)
-from clusterddp.preflight.verdict import Node
+from clusterddp.preflight.verdict import LoadMeasurements, Node, NodeMeasurements, Pair
 from clusterddp.slurm import srun_lines
+
+T = TypeVar("T")
 
 FIRST_SECONDS = 60.0
 """Time for the first node to answer: Slurm may hold a step back."""
@@ -36,11 +34,36 @@ UNREACHED = 69
 _END_SECONDS = 3.0
 """Time for srun to end by itself; a probe that is stopped keeps it waiting."""
 _MOST_CONNECTIONS = 4096
+_MOST_BYTES = 64 << 10
+"""Longest line that is read; those to the probes grow with the nodes, and have no bound."""
 _OF_TASKS = {
     *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
     *("SLURM_TRES_BIND", "SLURM_TRES_PER_TASK"),
 }
 """Variables that give srun's tasks their shares of a node's GPUs: a probe has all of them."""
+
+
+class Lines:
+    """A socket over which objects pass, one line of JSON each."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.socket = stream
+        self._begun = b""
+
+    def send(self, content: Mapping[str, object]) -> None:
+        """Send an object. Raises OSError."""
+        self.socket.sendall(json.dumps(content).encode() + b"\n")
+
+    def take(self, most: int = _MOST_BYTES) -> Iterator[dict[str, object]] | None:
+        """Return the objects that have come whole; None at the end. Raises OSError.
+
+        most: bytes of a line beyond which the sender is no node of ours, and at its end.
+        """
+        heard = self.socket.recv(1 << 16)
+        lines, _, self._begun = (self._begun + heard).rpartition(b"\n")
+        if not heard or len(self._begun) > most:
+            return None
+        return (content for line in lines.split(b"\n") if (content := _parse(line)) is not None)
 
 
 @dataclass
@@ -408,3 +431,26 @@ def started(
             except subprocess.TimeoutExpired:
                 srun.kill()
                 srun.wait()
+
+
+def load(kind: type[T], content: object) -> T:
+    """Build a record of plain fields from parsed JSON; what is not of its type has its default."""
+    values = {}
+    known = content if isinstance(content, Mapping) else {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        value, wanted = known.get(each.name), type(each.default)
+        if wanted is float and type(value) is int and abs(value) < 1 << 60:
+            value = float(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            continue
+        if type(value) is wanted:
+            values[each.name] = value[:200] if isinstance(value, str) else value
+    return kind(**values)
+
+
+def _parse(line: bytes) -> dict[str, object] | None:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.preflight.collector import listen
-from clusterddp.preflight.measurements import Lines, LoadMeasurements, NodeMeasurements, Pair
+from clusterddp.preflight.collector import Lines, listen
+from clusterddp.preflight.verdict import LoadMeasurements, NodeMeasurements, Pair
 
 LIFE_SECONDS = 240
 TRANSFER_BYTES = 4 << 20

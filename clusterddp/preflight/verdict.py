@@ -1,16 +1,18 @@
-"""Judges the nodes of a job by what they have measured: each against the others, and by floors.
+"""Judges the nodes of a job by what they, or their ranks, have measured.
 
-Pure. A false blame costs a good node, a miss costs what it cost before: so a comparison blames only
-what stands far apart, a link only where it is slow with two others which are quick between
-themselves, and a check that most of the nodes fail blames none of them.
+Each is held against the others, and by floors. Pure. A false blame costs a good node, a miss costs
+what it cost before: so a comparison blames only what stands far apart, a link only where it is slow
+with two others which are quick between themselves, and a check that most of the nodes fail blames
+none of them. A wrong product is never in doubt. Products are compared between GPUs of one name,
+all-reduces between ranks of one local rank, which have the same place in their nodes.
 """
 
 import dataclasses
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from clusterddp.preflight.measurements import LoadMeasurements, NodeMeasurements, Pair
+from functools import partial
 
 LEAST_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
@@ -32,8 +34,89 @@ NO_ANSWER = "no answer"
 """Beginning of what is known of a node that has not answered at all."""
 _SLOWNESS = {"foreign work", "link speed", "slow transfers"}
 """Checks by comparison: with a node that fails these alone a training is slow, and no more."""
+_OF_A_MOMENT = {
+    *("foreign work", "not reached", "slow transfers", "slow products", "slow all-reduces")
+}
+"""Checks by comparison that a moment's load can make a node fail."""
 _MOST_REMARKS = 10
 _FEW = 5
+SLOW_PRODUCT = 3.0
+"""Times slower than the others' median that a rank multiplies, and its node fails."""
+QUICK_BETWEEN_GPUS = 5e9
+"""Bytes per second between GPUs over NCCL from which on an all-reduce is not slow."""
+
+
+@dataclass(frozen=True)
+class NodeMeasurements:
+    """Measurements of a node by itself; a number below 0 is not known."""
+
+    gpus_granted: int = 0
+    gpus_seen: int = -1
+    """GPUs that NVML reaches; -1 without NVML."""
+    gpu_fault: str = ""
+    """GPU that has fallen off, or that counts errors or is slowed down."""
+    memory: float = -1.0
+    """Bytes that can be had: available ones, within the limits of its control groups."""
+    memory_asked: float = -1.0
+    """Bytes that the job has asked for on the node."""
+    disk: str = ""
+    """Folder of the local disk."""
+    disk_free: float = -1.0
+    disk_fault: str = ""
+    """Error with which a small file could not be written there."""
+    shm_free: float = -1.0
+    """Bytes free in /dev/shm."""
+    shm_fault: str = ""
+    clock: float = 0.0
+    """Seconds by which its clock is ahead of the batch host's."""
+    round_trip: float = -1.0
+    """Seconds to the batch host and back, the least of some."""
+
+
+@dataclass(frozen=True)
+class LoadMeasurements:
+    """Measurements of a node at the same time as the others."""
+
+    spin: float = -1.0
+    """Seconds that a fixed loop took."""
+    interface: str = ""
+    """Network interface that leads to the others."""
+    link_state: str = ""
+    """Its state, as in /sys/class/net/NAME/operstate."""
+    link_speed: float = -1.0
+    """Its speed in Mbit/s, as there."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Exchange of a node with another one, to which it connects."""
+
+    to: int = -1
+    """The other's number."""
+    sent: float = -1.0
+    """Bytes per second to the other; below 0 where none arrived."""
+    received: float = -1.0
+    error: str = ""
+    """Reason for which there was no connection."""
+
+
+@dataclass(frozen=True)
+class RankMeasurements:
+    """Measurements of a rank inside a training's own process."""
+
+    rank: int
+    local_rank: int
+    host: str
+    device: str = "cpu"
+    """`cuda:1` or `cpu`."""
+    model: str = ""
+    """Name of its GPU; only those of one name are compared."""
+    fault: str = ""
+    """Fault in a matrix product whose result is known."""
+    speed: float = -1.0
+    """Floating-point operations per second in such products; below 0 where unknown."""
+    pairs: Mapping[int, float] = field(default_factory=dict)
+    """Bytes per second in all-reduces with one rank of another node each, by its rank."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +144,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Flow:
+class _Flow:
     """Transfer from one node to another, or a connection."""
 
     source: str
@@ -72,55 +155,72 @@ class Flow:
 
 def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
     """Judge the nodes; silent: those that have not answered, each with what is known of it."""
-    blames = Blames(len(nodes) + len(silent))
-    comparisons = False
-    blames.add(_silent(nodes, silent), "no answer")
+    found = {"no answer": _silent(nodes, silent)}
     for what, check in _CHECKS.items():
-        blames.add({node.host: why for node in nodes if (why := check(node, nodes))}, what)
-    for what, blamed in (
-        ("foreign work", _loaded(nodes)),
-        ("not reached", _unreached(nodes)),
-        ("slow transfers", _slow(nodes)),
-    ):
-        comparisons = blames.add(blamed, what) or comparisons
-    return blames.verdict([*_unexplained(nodes, blames.failed)], comparisons)
+        found[what] = {node.host: why for node in nodes if (why := check(node, nodes))}
+    found |= {
+        "foreign work": _loaded(nodes),
+        "not reached": _unreached(nodes),
+        "slow transfers": _slow(nodes),
+    }
+    return _verdict(len(nodes) + len(silent), found, partial(_unexplained, nodes))
 
 
-class Blames:
-    """Nodes that fail checks, and what it was; a check that most of them fail blames none."""
+def judge_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Verdict:
+    """Judge the nodes by all their ranks' measurements; nccl: that is what they exchange by."""
+    flows = [*_all_reduces(ranks, QUICK_BETWEEN_GPUS if nccl else QUICK_BYTES_PER_SECOND)]
+    found = {
+        "wrong products": _wrong(ranks),
+        "slow products": _slow_products(ranks),
+        "slow all-reduces": _slow_all_reduces(ranks, flows),
+    }
+    hosts = {each.host for each in ranks}
+    return _verdict(len(hosts), found, partial(_unexplained_all_reduces, flows))
 
-    def __init__(self, total: int) -> None:
-        """total: nodes that are judged."""
-        self.failed: dict[str, list[str]] = {}
-        self._total, self._remarks = total, list[str]()
-        self._unfit: set[str] = set()
 
-    def add(self, found: Mapping[str, str], what: str) -> bool:
-        """Blame nodes for failing a check; returns whether it blames any.
+def _verdict(
+    total: int,
+    found: Mapping[str, Mapping[str, str]],
+    unexplained: Callable[[Collection[str]], Iterator[str]],
+) -> Verdict:
+    """Blame nodes for the checks that they fail; one that most of them fail blames none.
 
-        found: what was measured, by the node's name. what: the check.
-        """
-        if 2 * len(found) > self._total > 1:
-            first, reason = next(iter(found.items()))
-            self._remarks.append(
-                f"{len(found)} of {self._total} nodes: {what}, so no one of them is blamed "
+    total: nodes that are judged. found: what each check has measured, by the node's name.
+    unexplained: yields the pairs that stand apart where none of the blamed nodes takes part.
+    """
+    failed: dict[str, list[str]] = {}
+    unfit, remarks, comparisons = set[str](), list[str](), False
+    for what, reasons in found.items():
+        if 2 * len(reasons) > total > 1:
+            first, reason = next(iter(reasons.items()))
+            remarks.append(
+                f"{len(reasons)} of {total} nodes: {what}, so no one of them is blamed "
                 f"({first}: {reason})"
             )
-            return False
-        for host, reason in found.items():
-            self.failed.setdefault(host, []).append(reason)
-        if what not in _SLOWNESS:
-            self._unfit |= found.keys()
-        return bool(found)
+            continue
+        for host, reason in reasons.items():
+            failed.setdefault(host, []).append(reason)
+        unfit |= set() if what in _SLOWNESS else reasons.keys()
+        comparisons = comparisons or (bool(reasons) and what in _OF_A_MOMENT)
+    pairs = [*unexplained(failed)]
+    remarks += pairs[:_MOST_REMARKS]
+    if len(pairs) > _MOST_REMARKS:
+        remarks.append(f"{len(pairs) - _MOST_REMARKS} more pairs are like that")
+    named = {host: "; ".join(reasons) for host, reasons in failed.items()}
+    slow = tuple(host for host in failed if host not in unfit)
+    return Verdict(named, tuple(remarks), comparisons, slow)
 
-    def verdict(self, unexplained: Sequence[str], comparisons: bool) -> Verdict:
-        """Sum up; unexplained: pairs that stand apart where neither node is blamed."""
-        remarks = [*self._remarks, *unexplained[:_MOST_REMARKS]]
-        if len(unexplained) > _MOST_REMARKS:
-            remarks.append(f"{len(unexplained) - _MOST_REMARKS} more pairs are like that")
-        failed = {host: "; ".join(reasons) for host, reasons in self.failed.items()}
-        slow = tuple(host for host in failed if host not in self._unfit)
-        return Verdict(failed, tuple(remarks), comparisons, slow)
+
+def better_of_rank(former: RankMeasurements, latter: RankMeasurements) -> RankMeasurements:
+    """Return of two measurements of a rank the better figures; a wrong product stays wrong."""
+    return dataclasses.replace(
+        latter,
+        fault=former.fault or latter.fault,
+        speed=max(former.speed, latter.speed),
+        pairs={
+            other: max(rate, former.pairs.get(other, -1.0)) for other, rate in latter.pairs.items()
+        },
+    )
 
 
 def better(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, Pair]:
@@ -171,6 +271,49 @@ def table(
     none = ("-",) * (len(rows[0]) - 2)
     rows += [(host, *none, "silent") for host in silent]
     return rows
+
+
+def rank_table(
+    ranks: Sequence[RankMeasurements], failed: Mapping[str, str]
+) -> list[tuple[str, ...]]:
+    """Return the rows of a table, a node each, the head first; of its ranks the slowest counts."""
+    rows: list[tuple[str, ...]] = [("node", "ranks", "on", "product", "speed", "pairs", "")]
+    for host in dict.fromkeys(each.host for each in ranks):
+        own = [each for each in ranks if each.host == host]
+        wrong = [str(each.rank) for each in own if each.fault]
+        pairs = [statistics.median(each.pairs.values()) for each in own if each.pairs]
+        rows.append(
+            (
+                host,
+                f"{own[0].rank}-{own[-1].rank}" if len(own) > 1 else str(own[0].rank),
+                own[0].model or own[0].device,
+                f"wrong on rank {', '.join(wrong)}" if wrong else "right",
+                _speed(min(each.speed for each in own)),
+                shown_rate(min(pairs, default=-1.0)),
+                "failed" if host in failed else "",
+            )
+        )
+    return rows
+
+
+def schedule(places: Sequence[tuple[str, int]]) -> list[dict[int, int]]:
+    """Pair ranks of different nodes, in rounds in which each rank has one partner at most.
+
+    places: host and local rank of each rank. Partners have the same local rank. Of N nodes each
+    meets about log2 N others, two at least where there are three nodes, by the circle method of
+    tournaments. Returns the partner of each rank by round; both ways.
+    """
+    by_local_rank: dict[int, list[int]] = {}
+    for rank, (_, local_rank) in enumerate(places):
+        by_local_rank.setdefault(local_rank, []).append(rank)
+    rounds: list[dict[int, int]] = []
+    for ranks in by_local_rank.values():
+        for number, pairs in enumerate(_circle(ranks)):
+            if number == len(rounds):
+                rounds.append({})
+            for one, other in pairs:
+                rounds[number] |= {one: other, other: one}
+    return rounds
 
 
 def _silent(nodes: Sequence[Node], silent: Mapping[str, str]) -> Mapping[str, str]:
@@ -260,7 +403,7 @@ def _loaded(nodes: Sequence[Node]) -> dict[str, str]:
 
 def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
     flows = [
-        Flow(node.host, other, 0.0, not pair.error)
+        _Flow(node.host, other, 0.0, not pair.error)
         for node in nodes
         for other, pair in node.pairs.items()
     ]
@@ -270,7 +413,7 @@ def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
         host: f"cannot reach {count} other nodes ({words})"
         if outwards
         else f"{count} other nodes cannot connect to it ({words})"
-        for host, (outwards, count, _) in culprits(flows)
+        for host, (outwards, count, _) in _culprits(flows)
     }
 
 
@@ -280,11 +423,11 @@ def _slow(nodes: Sequence[Node]) -> dict[str, str]:
     return {
         host: f"{'sends' if outwards else 'receives'} at most {shown_rate(rate)} with {count} "
         f"other nodes, where {shown_rate(usual)} is usual"
-        for host, (outwards, count, rate) in culprits(flows)
+        for host, (outwards, count, rate) in _culprits(flows)
     }
 
 
-def culprits(flows: Sequence[Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
+def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
     """Yield the nodes of which every flow in one direction is bad, with two others at least.
 
     Of these others two at least have good flows elsewhere, so that it is not theirs. With each:
@@ -307,7 +450,7 @@ def culprits(flows: Sequence[Flow]) -> Iterator[tuple[str, tuple[bool, int, floa
                 break
 
 
-def _flows(nodes: Sequence[Node]) -> list[Flow]:
+def _flows(nodes: Sequence[Node]) -> list[_Flow]:
     """Return all transfers, each from its sender's side."""
     rates = [
         (source, target, rate)
@@ -321,7 +464,7 @@ def _flows(nodes: Sequence[Node]) -> list[Flow]:
     ]
     usual = _usual([rate for *_, rate in rates], nodes)
     floor = min(SLOW_SHARE * usual, QUICK_BYTES_PER_SECOND)
-    return [Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
+    return [_Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
 
 
 def _usual(rates: Sequence[float], nodes: Sequence[Node]) -> float:
@@ -334,7 +477,7 @@ def _usual(rates: Sequence[float], nodes: Sequence[Node]) -> float:
     return sorted(rates)[int(share * len(rates))] if rates else 0.0
 
 
-def _unexplained(nodes: Sequence[Node], failed: Mapping[str, object]) -> Iterator[str]:
+def _unexplained(nodes: Sequence[Node], failed: Collection[str]) -> Iterator[str]:
     """Name pairs that are slow or have no connection, where neither node is blamed."""
     for node in nodes:
         for other, pair in node.pairs.items():
@@ -367,3 +510,104 @@ def _bytes(count: float) -> str:
 def shown_rate(bytes_per_second: float) -> str:
     """Format a rate, `1,582.6 MB/s`; one below 0 is not known."""
     return "-" if bytes_per_second < 0 else f"{bytes_per_second / 1e6:,.1f} MB/s"
+
+
+def _circle(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the pairs of each round: one stands still, the others turn around it."""
+    count = len(ranks)
+    if count < 2:
+        return
+    ring: list[int | None] = [*ranks, *([None] if count % 2 else [])]
+    most = max(math.ceil(math.log2(count)), 3 if count % 2 else 1)
+    for _ in range(min(most, len(ring) - 1)):
+        half = len(ring) // 2
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        yield [(one, other) for one, other in pairs if one is not None and other is not None]
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+
+
+def _wrong(ranks: Sequence[RankMeasurements]) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    for each in ranks:
+        if each.fault:
+            where = f"rank {each.rank} on {_processor(each)}"
+            found.setdefault(each.host, []).append(f"{where} multiplies wrongly: {each.fault}")
+    return {host: "; ".join(reasons) for host, reasons in found.items()}
+
+
+def _slow_products(ranks: Sequence[RankMeasurements]) -> dict[str, str]:
+    """Return nodes with a rank that multiplies slowly, against others' nodes or, alone, its own."""
+    is_alone = len({each.host for each in ranks}) == 1
+    found: dict[str, list[str]] = {}
+    for each in ranks:
+        others = [
+            other.speed
+            for other in ranks
+            if other is not each
+            and (is_alone or other.host != each.host)
+            and other.model == each.model
+            and other.speed >= 0
+        ]
+        if each.speed >= 0 and others and SLOW_PRODUCT * each.speed < statistics.median(others):
+            usual = _speed(statistics.median(others))
+            found.setdefault(each.host, []).append(
+                f"rank {each.rank} on {_processor(each)} multiplies at {_speed(each.speed)}, "
+                f"where {usual} is usual"
+            )
+    return {host: "; ".join(reasons) for host, reasons in found.items()}
+
+
+def _all_reduces(ranks: Sequence[RankMeasurements], quick: float) -> Iterator[tuple[int, _Flow]]:
+    """Yield all-reduces, once from each end, each with its local rank."""
+    for local_rank, own in _by_local_rank(ranks).items():
+        floor = min(SLOW_SHARE * _usual_all_reduce(own), quick)
+        for each in own:
+            for other, rate in each.pairs.items():
+                yield local_rank, _Flow(each.host, ranks[other].host, rate, rate >= floor)
+
+
+def _by_local_rank(ranks: Sequence[RankMeasurements]) -> dict[int, list[RankMeasurements]]:
+    groups: dict[int, list[RankMeasurements]] = {}
+    for each in ranks:
+        groups.setdefault(each.local_rank, []).append(each)
+    return groups
+
+
+def _usual_all_reduce(ranks: Sequence[RankMeasurements]) -> float:
+    """Return the median of the ranks' best: of three nodes one slow one is in most of the pairs."""
+    return statistics.median([max(each.pairs.values()) for each in ranks if each.pairs] or [0.0])
+
+
+def _slow_all_reduces(
+    ranks: Sequence[RankMeasurements], flows: Sequence[tuple[int, _Flow]]
+) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    groups = _by_local_rank(ranks)
+    for local_rank, own in groups.items():
+        usual = shown_rate(_usual_all_reduce(own))
+        which = f" (local rank {local_rank})" if len(groups) > 1 else ""
+        of_group = [flow for each, flow in flows if each == local_rank]
+        for host, (_, count, rate) in _culprits(of_group):
+            found.setdefault(host, []).append(
+                f"all-reduces with {count} other nodes{which} reach {shown_rate(rate)} at most, "
+                f"where {usual} is usual"
+            )
+    return {host: "; ".join(reasons) for host, reasons in found.items()}
+
+
+def _unexplained_all_reduces(
+    flows: Sequence[tuple[int, _Flow]], failed: Collection[str]
+) -> Iterator[str]:
+    """Name pairs that are slow, where neither node is blamed; once each."""
+    for _, flow in flows:
+        ends = {flow.source, flow.target}
+        if not flow.is_good and flow.source < flow.target and not ends & {*failed}:
+            yield f"{flow.source} and {flow.target} alone all-reduce at {shown_rate(flow.rate)}"
+
+
+def _processor(rank: RankMeasurements) -> str:
+    return f"{rank.device} ({rank.model})" if rank.model else rank.device
+
+
+def _speed(operations: float) -> str:
+    return "-" if operations < 0 else f"{operations / 1e9:,.1f} GFLOP/s"

@@ -5,8 +5,9 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from clusterddp import files, formatting, log
 from clusterddp.preflight import collector, verdict
@@ -64,21 +65,33 @@ def check(
     else:
         rows = verdict.table(collection.nodes, collection.silent, judged)
         print_to_job_log(formatting.clean(formatting.table(rows)))
-        passed = formatting.count(
-            len({n.host for n in collection.nodes} - {*judged.failed}), "node"
-        )
-        summary = f"{passed} passed in {took:.1f} s"
-        if judged.failed:
-            summary = f"failed: {', '.join(judged.failed)}; {summary}"
+        summary = summed_up((node.host for node in collection.nodes), judged.failed, took)
         record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
-    log_record(record)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
-    content = {"format": _FORMAT, **vars(record), "silent": collection.silent, "nodes": measured}
-    try:
-        files.write_record(attempt.preflight, content)
-    except OSError as error:
-        log.warning(f"cannot write {attempt.preflight}: {error.strerror} [CD0518]")
+    conclude(record, attempt.preflight, {"silent": collection.silent, "nodes": measured})
     return record
+
+
+def summed_up(hosts: Iterable[str], failed: Mapping[str, str], took: float) -> str:
+    """Sum up checks of these hosts that took so many seconds."""
+    summary = f"{formatting.count(len({*hosts} - {*failed}), 'node')} passed in {took:.1f} s"
+    return f"failed: {', '.join(failed)}; {summary}" if failed else summary
+
+
+def conclude(
+    record: PreflightRecord,
+    path: Path,
+    measured: Mapping[str, object],
+    write: Callable[[Path, object], None] = files.write_record,
+) -> bool:
+    """Log and record how the checks went; returns whether it could be recorded."""
+    log_record(record)
+    try:
+        write(path, {"format": _FORMAT, **vars(record), **measured})
+    except OSError as error:
+        log.warning(f"cannot write {path}: {error.strerror} [CD0518]")
+        return False
+    return True
 
 
 def _either(first: Callable[[], bool], second: Callable[[], bool]) -> bool:

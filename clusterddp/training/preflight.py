@@ -16,9 +16,8 @@ from torch import Tensor
 from clusterddp import formatting, log
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.preflight import rank_verdict
-from clusterddp.preflight.measurements import RankMeasurements
-from clusterddp.preflight.verdict import Verdict, shown_rate
+from clusterddp.preflight import verdict
+from clusterddp.preflight.verdict import RankMeasurements, Verdict, shown_rate
 from clusterddp.run import bad_nodes, preflight
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import PreflightRecord
@@ -28,7 +27,6 @@ T = TypeVar("T")
 
 FAILED = "preflight"
 """Reason for which the ranks leave where a node fails."""
-_FORMAT = 1
 _CPU_SIZE, _GPU_SIZE = 512, 4096
 """Rows and columns of the matrices."""
 _SPANS, _SPAN_SECONDS = 3, 0.08
@@ -82,13 +80,13 @@ class _Checks:
 
     def run(self) -> bool:
         places = self._gather((self._own.host, self._own.local_rank))
-        self._rounds = rank_verdict.schedule(places)
+        self._rounds = verdict.schedule(places)
         ranks = self._measure()
-        judged = rank_verdict.judge(ranks, nccl=self._nccl)
+        judged = verdict.judge_ranks(ranks, nccl=self._nccl)
         if self._agree(judged.comparisons):  # it may have been a moment's load
             again = self._measure()
-            ranks = [rank_verdict.better(*both) for both in zip(ranks, again, strict=True)]
-            judged = rank_verdict.judge(ranks, nccl=self._nccl)
+            ranks = [verdict.better_of_rank(*both) for both in zip(ranks, again, strict=True)]
+            judged = verdict.judge_ranks(ranks, nccl=self._nccl)
         whole = self._all_reduce_together() if len(ranks) > 1 else None
         return not self._agree(self._own.rank == 0 and self._conclude(ranks, judged, whole))
 
@@ -207,31 +205,16 @@ class _Checks:
             remarks = (*remarks, f"known as bad, and used all the same: {named}")
             failed = {}
         took = round(time.monotonic() - self._began, 3)
-        passed = len({each.host for each in ranks} - {*failed})
-        summary = f"{formatting.count(passed, 'node')} passed in {took:.1f} s"
-        if failed:
-            summary = f"failed: {', '.join(failed)}; {summary}"
+        summary = preflight.summed_up((each.host for each in ranks), failed, took)
         if whole is not None:
             size = f"{self._most >> 20} MiB"
             summary += f"; all {len(ranks)} ranks reduce up to {size} at {shown_rate(whole)}"
-        table = formatting.table(rank_verdict.table(ranks, judged.failed))
+        table = formatting.table(verdict.rank_table(ranks, judged.failed))
         log.info(f"full preflight:\n{formatting.clean(table)}")
         record = PreflightRecord(summary, took, failed, remarks)
-        preflight.log_record(record)
-        content = {
-            "format": _FORMAT,
-            **vars(record),
-            "all_reduce": whole,
-            "ranks": [dataclasses.asdict(each) for each in ranks],
-        }
-        try:
-            self._attempt.write_last_word(self._attempt.full_preflight, content)
-        except OSError as error:
-            log.warning(
-                f"{self._attempt.full_preflight} cannot be written: {error.strerror} [CD0518]"
-            )
-            return False
-        return bool(failed)
+        measured = {"all_reduce": whole, "ranks": [dataclasses.asdict(each) for each in ranks]}
+        place, write = self._attempt.full_preflight, self._attempt.write_last_word
+        return preflight.conclude(record, place, measured, write) and bool(failed)
 
     def _known_as_bad(self) -> set[str]:
         try:

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import pytest
 
 from clusterddp.preflight import collector, probe, verdict
-from clusterddp.preflight.collector import Collection
-from clusterddp.preflight.measurements import LoadMeasurements, NodeMeasurements, load
+from clusterddp.preflight.collector import Collection, load
+from clusterddp.preflight.verdict import LoadMeasurements, NodeMeasurements
 from tests.hostile import CARRIED
 from tests.waiting import PATIENCE
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from clusterddp.preflight import verdict
-from clusterddp.preflight.measurements import LoadMeasurements, NodeMeasurements, Pair
-from clusterddp.preflight.verdict import Node, judge
+from clusterddp.preflight.verdict import LoadMeasurements, Node, NodeMeasurements, Pair, judge
 
 GIB = 2.0**30
 GOOD = NodeMeasurements(memory=60 * GIB, disk="/tmp", disk_free=9 * GIB, shm_free=9 * GIB)
