@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from clusterddp.distributed import exchange
 from clusterddp.errors import TrainingError
@@ -172,8 +171,7 @@ def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]
 class Poll:
     """Exchange of the ranks' wishes at steps that they all know."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._next = 0
         self._stride = 1
         self._last: tuple[int, float] | None = None
@@ -192,9 +190,8 @@ class Poll:
         if self._last and step > self._last[0]:
             self.step_seconds = (now - self._last[1]) / (step - self._last[0])
         wanted = int(POLL_SECONDS / self.step_seconds) if self.step_seconds else _UNKNOWN
-        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=self._device)
-        if dist.is_initialized():  # else it is a rank alone
-            exchange.largest(answer)
+        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=exchange.device())
+        exchange.largest(answer)
         *answers, slowest = answer.tolist()
         self.pace = -slowest
         # Careful at first: a step that is slow to begin with is soon faster, and the other way.
