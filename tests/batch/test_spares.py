@@ -170,7 +170,7 @@ def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
     monkeypatch.setattr(preflight, "check", lambda *_: record)
     assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
     assert list(spares.bad(attempt.run)) == ["h02"]
-    assert bad_nodes.blamed(attempt) == (set() if starts else {"h02"})
+    assert blamed_in(attempt) == (set() if starts else {"h02"})
 
 
 def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
@@ -205,7 +205,7 @@ def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
     monkeypatch.setattr(own, "_step", lambda *_: 0)
     assert [own._start(attempt, []) for _ in range(2)] == [0, 0]
     assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
-    assert (list(spares.bad(attempt.run)), bad_nodes.blamed(attempt)) == (["h03"], set())
+    assert (list(spares.bad(attempt.run)), blamed_in(attempt)) == (["h03"], set())
     assert own._allocation and own._allocation.choose(spares.bad(attempt.run)) == ["h01", "h02"]
 
 
@@ -311,7 +311,7 @@ def test_an_idle_spare_is_asked_now_and_then_and_lost_once(attempt: Attempt, ask
 
 def test_the_loss_of_an_idle_spare_is_no_part_of_an_attempt(attempt: Attempt) -> None:
     spares.blame(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
-    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
+    assert (blamed_in(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
 
 
 def test_a_slurmd_whose_kernel_answers_is_asked_more_often(attempt: Attempt, asked: Nodes) -> None:
@@ -380,10 +380,10 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
-    assert (bad_nodes.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
+    assert (blamed_in(attempt), spares.bad(attempt.run)) == (set(), {})
     spares.blame(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
-    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
-    assert bad_nodes.blamed(Attempt(attempt.run, 2)) == set()
+    assert (blamed_in(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
+    assert blamed_in(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]
     assert event.by == bad_nodes.BY_LOSS
 
@@ -459,3 +459,7 @@ def test_a_lost_node_that_slurm_does_not_take_back_yet_is_offered_again(
     wait_for(lambda: len(asked) == 3, "the third offer")
     assert asked[-1] == ["h01", "h03"]
     assert logged == []
+
+
+def blamed_in(attempt: Attempt) -> set[str]:
+    return History.read(attempt.run).blamed(attempt.number)
