@@ -754,14 +754,14 @@ def _script() -> str:
 def _run_of(folder: str | os.PathLike[str] | None) -> RunDir:
     """Return the folder of a loop outside of a run."""
     script = Path(_script()).stem
-    name = script if RUN_NAME.fullmatch(script) else "loop"
+    name = script if re.fullmatch(RUN_NAME, script) else "loop"
     return RunDir(Path(folder or Path(DEFAULT_FOLDER, name)).absolute())
 
 
 def _new_attempt(run: RunDir, world_size: int, hosts: list[str]) -> Attempt:
     """Make an attempt outside of a run, where the commands find it too."""
     run.make(run.attempts)
-    if not run.spec.exists() and RUN_NAME.fullmatch(run.name):
+    if not run.spec.exists() and re.fullmatch(RUN_NAME, run.name):
         nodes = 1 if world_size % len(hosts) else len(hosts)
         resources = Resources(nodes=nodes, tasks_per_node=world_size // nodes)
         with suppress(RequestError):  # a path or an argument that no script could carry

@@ -34,15 +34,15 @@ if TYPE_CHECKING:  # a dry run reads no run
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
-_HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
-_QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
+_HANDED_OVER = r"(?m)^[^#\n]*\blaunch\s"
+_QUOTED = r"(?m)^\s*#.*|'[^']*'"
 """Text that bash leaves as it is: words in single quotes, and comments."""
-_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
-_OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
-_EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
+_EXCLUDE = r"(?m)^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)"
+_OF_TASKS = r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b"
+_EARLIER = r"\$\{?(attempt|attempt_dir|python|decides)\b"
 _POINT = "point"
 """Variable of the script with the flags of our training's point."""
-_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
+_PLAIN = r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+"
 
 
 def render(
@@ -102,7 +102,7 @@ def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"]
     exclude: Sequence[str] = ()
     if choice.nodes:
         try:
-            lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
+            lists = [text.strip("\"'") for text in re.findall(_EXCLUDE, script)]
             own = [host for text in lists for host in forms.expand_nodelist(text)]
             exclude = [*dict.fromkeys([*own, *choice.nodes])]
         except RequestError as error:  # a file of names, say, which sbatch takes as well
@@ -259,7 +259,7 @@ def directive(name: str, value: str | None) -> str:
             f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
             f"{forms.LONGEST_DIRECTIVE_BYTES}. [CD0107]"
         )
-    if _PLAIN.fullmatch(value):
+    if re.fullmatch(_PLAIN, value):
         return f"--{name}={value}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'--{name}="{escaped}"'
@@ -451,7 +451,7 @@ def _check_own(tree: nodes.Template, path: str) -> None:
     if Path(path).parent == shipped_folder():
         return
     for text in tree.find_all(nodes.TemplateData):
-        if earlier := _EARLIER.search(text.data):
+        if earlier := re.search(_EARLIER, text.data):
             raise RequestError(
                 f"template {path}, line {text.lineno} or below: {earlier[0]} is none of the "
                 "script's variables any more; tasks find the attempt's number in "
@@ -463,8 +463,8 @@ def _check_own(tree: nodes.Template, path: str) -> None:
         keeps = any(isinstance(node, nodes.Name) and node.name == "super" for node in calls)
         if block.name != "launch":
             continue
-        where, code = f"template {path}, line {block.lineno}", _QUOTED.sub("", words)
-        if not keeps and not _HANDED_OVER.search(code):
+        where, code = f"template {path}, line {block.lineno}", re.sub(_QUOTED, "", words)
+        if not keeps and not re.search(_HANDED_OVER, code):
             raise RequestError(
                 f"{where}: no line is handed over to the run's controller, so the tasks would "
                 "run outside the attempt. Begin the line that starts them with 'launch': "
@@ -475,7 +475,7 @@ def _check_own(tree: nodes.Template, path: str) -> None:
                 f"{where}: only the first line that begins with 'launch' would run, as the job "
                 "ends with it. Start other steps ahead of it, with srun alone. [CD0303]"
             )
-        if early := _OF_TASKS.search(code):
+        if early := re.search(_OF_TASKS, code):
             raise RequestError(
                 f"{where}: {early[0]} is set for what stands behind 'launch', and not in the "
                 "script. Use it in single quotes, as in launch srun bash -c '…'. [CD0303]"

@@ -44,13 +44,13 @@ SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")
 EXPEDITE = "expedite"
 """Word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
 _CLUSTER = "cluster:"
-_GPU_GRES = re.compile(r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?")
+_GPU_GRES = r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?"
 _NO_REQUEUE = "SBATCH_NO_REQUEUE"
 
 NEEDED_DIRECTIVES = ("nodes", "ntasks", "output")
 """Directives that a run cannot do without."""
 
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_REFERENCE = r"(?a)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 _LOGS = "--output-root DIR: logs lie in the run's folder"
 REPLACED = {
@@ -122,7 +122,7 @@ class Choice:
 
 def is_reference(value: str) -> bool:
     """Return whether a value names a user function: `package.module:function`."""
-    return _REFERENCE.fullmatch(value) is not None
+    return re.fullmatch(_REFERENCE, value) is not None
 
 
 COUNT = Number("a positive whole number", least=1)
@@ -276,7 +276,7 @@ class Settings:
             values["requeue"] = EXPEDITE if values["requeue"].lower() == EXPEDITE else "yes"
         if _NO_REQUEUE in environ:
             values["requeue"], sources["requeue"] = "no", _NO_REQUEUE
-        gpus = _GPU_GRES.fullmatch(environ.get("SBATCH_GRES", ""))
+        gpus = re.fullmatch(_GPU_GRES, environ.get("SBATCH_GRES", ""))
         if gpus:
             kind = f"{gpus['type']}:" if gpus["type"] else ""
             values.setdefault("gpus-per-node", f"{kind}{gpus['count'] or 1}")
@@ -387,7 +387,7 @@ def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
         if name in environ
     }
     gres = directives.get("gres")
-    if gres and _GPU_GRES.fullmatch(gres):
+    if gres and re.fullmatch(_GPU_GRES, gres):
         del directives["gres"]
     elif gres and "gpu" in gres:
         raise RequestError(

@@ -5,6 +5,7 @@ and forms; a field that is an option carries its row of the table.
 """
 
 import dataclasses
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -605,7 +606,7 @@ class JobSpec:
 
     def _check_environment(self) -> None:
         for name in (*dict(self.environment), *self.pass_environment):
-            if not forms.VARIABLE.fullmatch(forms.text("--env", name)):
+            if not re.fullmatch(forms.VARIABLE, forms.text("--env", name)):
                 raise OptionError(
                     "--env",
                     f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME to pass "

@@ -3,6 +3,7 @@ every rank obtains its two sets.
 """
 
 import dataclasses
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ def _check_data(
 
 def _record_request(run: RunDir, config: TrainConfig, terms: Agreement) -> None:
     """Record a request for ranks that nobody submitted, so that all commands know the run."""
-    if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
+    if run.spec.exists() or not re.fullmatch(forms.RUN_NAME, run.name):
         return
     nodes = 1 if terms.world_size % len(terms.hosts) else len(terms.hosts)
     resources = Resources(nodes=nodes, tasks_per_node=terms.world_size // nodes)
