@@ -91,7 +91,7 @@ BARE_DIRECTIVES = {"no-kill", "overcommit", "spread-job", "use-min-nodes"}
 """Directives among them that take no value."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Number:
     """A range of numbers, from `least` to below `below`."""
 
@@ -105,7 +105,7 @@ class Number:
             raise OptionError(option, f": {value!r} is not {self.noun}. [CD0102]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Choice:
     """A set of names; with `or_function` also a user function, `package.module:function`."""
 
@@ -133,7 +133,7 @@ HOURS = Number("a number above 0 and below a million", least=math.ulp(0.0), belo
 SHARE = Number("a number from 0 to below 1", below=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Option:
     """One option of a request or of the training."""
 
@@ -191,6 +191,23 @@ class Option:
         return next(named, None)
 
 
+class Record:
+    """A part of a request, which compares and shows itself by its fields.
+
+    Methods that `dataclass` generates would take each start some milliseconds.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
 def option(
     default: T,
     help: str,
@@ -246,7 +263,7 @@ def check_fields(record: object) -> None:
             row["form"].check(flag, item)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Settings:
     """Values of options by name, each with its source: a section of site.cfg or a variable."""
 
@@ -276,7 +293,8 @@ class Settings:
             values["requeue"] = EXPEDITE if values["requeue"].lower() == EXPEDITE else "yes"
         if _NO_REQUEUE in environ:
             values["requeue"], sources["requeue"] = "no", _NO_REQUEUE
-        gpus = re.fullmatch(_GPU_GRES, environ.get("SBATCH_GRES", ""))
+        gres = environ.get("SBATCH_GRES")
+        gpus = re.fullmatch(_GPU_GRES, gres) if gres else None
         if gpus:
             kind = f"{gpus['type']}:" if gpus["type"] else ""
             values.setdefault("gpus-per-node", f"{kind}{gpus['count'] or 1}")

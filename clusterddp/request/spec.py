@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request import record
-from clusterddp.request.options import EXPEDITE, WHOLE, Choice, option
+from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
 from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import (
     NO_SWEEP,
@@ -66,8 +66,8 @@ _SILENCE_MINUTES = 30.0
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
-@dataclass(frozen=True)
-class JobSpec:
+@dataclass(frozen=True, eq=False, repr=False)
+class JobSpec(Record):
     """Request for one run: its resources, its script, and what each task runs.
 
     Exactly one of `train` and `command` is set.
@@ -765,7 +765,7 @@ def submission_comment(run_name: str) -> str:
     return f"clusterddp:{run_name}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Terms:
     """Options of a submission that are no fields of its request."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import OptionError
+from clusterddp.request.options import Record
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -45,8 +46,8 @@ _KEPT = {
 """Options of the training that a sweep cannot vary, and why."""
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep(Record):
     """Points of a sweep, in the order of their indices; empty for a request of one run.
 
     Points are only ever appended: an index stands for one point for good.

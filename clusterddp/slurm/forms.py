@@ -66,7 +66,7 @@ SECRET = r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$
 """Part of a variable's name that says that its value is secret."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Form:
     """The form of a text: a pattern, its name in messages, and valid examples."""
 
