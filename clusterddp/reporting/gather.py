@@ -9,7 +9,7 @@ import base64
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +27,11 @@ from clusterddp.status.status import RunStatus, first_known, latest_report
 
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20
+_OF_STATUS = (
+    *("name", "state", "detail", "first_failure", "directory", "job_id", "launcher", "preflight"),
+)
+_NOT_PRINTED = ("steps", "epochs", "resumed_from", "attempt", "saving", "restart")
+"""Of report.json's fields: under other names here, or of its latest attempt alone."""
 
 
 @dataclass(frozen=True)
@@ -96,76 +101,35 @@ class AttemptReport(records.AttemptSummary):
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run, as `clusterddp report --json` prints it; None where nothing is known.
+    """One run, as `clusterddp report --json` prints it; None where nothing is known."""
 
-    Figures are those of report.json. Without one, as of a run that is still running or has failed,
-    they are the latest in metrics.jsonl, and `complete` is false.
-    """
-
-    name: str
-    state: RunState
-    """State in `clusterddp status`: queued, running, done, failed, and so on."""
-    detail: str
-    first_failure: str
-    directory: str
-    job_id: str
-    launcher: str
+    status: RunStatus
+    figures: records.Report
+    """Those of report.json. Without one, as of a run that is still running or has failed, the
+    latest in metrics.jsonl, and `complete` is false."""
     complete: bool
     command: list[str] = field(default_factory=list)
     """Command of a run that has no training of clusterddp."""
-    model: str = ""
-    dataset: str = ""
-    strategy: str = ""
-    parameters: int | None = None
-    train_images: int | None = None
-    test_images: int | None = None
-    accuracy: float | None = None
-    """Share on the test set, from 0 to 1."""
-    loss: float | None = None
     train_loss: float | None = None
     """Latest value in metrics.jsonl."""
-    step: int | None = None
-    epoch: int | None = None
-    train_seconds: float | None = None
-    """Time of the training steps of all attempts."""
-    total_seconds: float | None = None
-    """Time of the latest attempt from its start to its end."""
-    capture_seconds: float | None = None
-    """Time of the latest attempt before its first step."""
-    images_per_second: float | None = None
-    """Speed of all ranks together."""
-    world_size: int | None = None
-    num_nodes: int | None = None
-    hosts: list[str] = field(default_factory=list)
     where: list[str] = field(default_factory=list)
     """Devices of the ranks: `ranks 0-1 on h01: cpu`."""
-    preflight: str = ""
-    """Line on the checks of the nodes ahead of the latest attempt's tasks; empty without them."""
-    device: str = ""
-    precision: str = ""
-    backend: str = ""
-    threads: int | None = None
-    """Compute threads of each rank."""
-    cuda_graph: bool = False
-    versions: dict[str, str] = field(default_factory=dict)
-    peak_memory_bytes: int | None = None
-    """Largest of any rank: allocated by torch on a GPU, resident on a CPU."""
-    ranks: list[records.RankReport] = field(default_factory=list)
     stragglers: list[Straggler] = field(default_factory=list)
     """Slow ranks, the slowest first."""
-    starts: int = 0
-    steps_done_twice: int = 0
-    seconds_lost: float = 0.0
     attempts: list[AttemptReport] = field(default_factory=list)
-    paid: records.Paid | None = None
     confusions: list[Confusion] = field(default_factory=list)
     """Most common mistakes on the test set, the most common first."""
     settings: dict[str, object] = field(default_factory=dict)
     """Fields of the training's configuration that differ from the defaults."""
-    warnings: list[str] = field(default_factory=list)
-    weights_sha256: str = ""
-    finished: float | None = None
-    """Time of the end, in seconds since the epoch."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what --json prints, on one level."""
+        own = asdict(self)
+        status, figures = own.pop("status"), own.pop("figures")
+        figures |= {"step": figures["steps"], "epoch": figures["epochs"]}
+        of_status = {name: status[name] for name in _OF_STATUS}
+        left = {name: figures[name] for name in figures if name not in (*_OF_STATUS, *_NOT_PRINTED)}
+        return {**of_status, **left, **own}
 
 
 @dataclass(frozen=True)
@@ -188,70 +152,76 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         known = attempts(run)
     final = latest_report(run, known[-1].number if known else None)
     points = read_points(run.metrics)
-    report = final or records.Report()
     resolved = files.read(records.Agreement, run.resolved) or records.Agreement(precision="")
-    settled = report if report != records.Report() else resolved
-    train = spec.train if spec else None
-    last = points[-1] if points else records.MetricsLine()
-    trained = next((point for point in reversed(points) if not point.tested), records.MetricsLine())
-    tested = next((point for point in reversed(points) if point.tested), records.MetricsLine())
-    step = first_known(report.steps, last.step if points else None)
-    evaluation = _evaluation(run, step)
+    report = final or records.Report()
     ranks = _ranks(report, points, known)
     starts = _starts(report.attempts or (summaries(run) if known else ()), known)
     if starts and not starts[-1].cause:
         starts[-1] = replace(starts[-1], cause=status.state)
+    figures = _figures(report, points, resolved, status, spec.train if spec else None)
+    figures = replace(
+        figures,
+        ranks=tuple(ranks),
+        starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
+        steps_done_twice=sum(start.steps_done_twice for start in starts),
+        seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
+        paid=_paid(run, spec, status),
+    )
+    evaluation = _evaluation(run, figures.steps)
     account = RunReport(
-        name=status.name,
-        state=status.state,
-        detail=status.detail,
-        first_failure=status.first_failure,
-        directory=str(run.path.absolute()),
-        job_id=status.job_id,
-        launcher=status.launcher,
+        replace(status, directory=str(run.path.absolute())),
+        figures,
         complete=final is not None,
         command=list(spec.command) if spec else [],
+        train_loss=_latest(points, tested=False).loss,
+        where=list(resolved.where),
+        stragglers=stragglers(ranks),
+        attempts=starts,
+        confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
+        settings=changed_settings(spec.train) if spec and spec.train else {},
+    )
+    return Gathered(run, account, points, evaluation, spec)
+
+
+def _figures(
+    report: records.Report,
+    points: list[records.MetricsLine],
+    resolved: records.Agreement,
+    status: RunStatus,
+    train: TrainConfig | None,
+) -> records.Report:
+    """Fill in what report.json lacks from the metrics, the ranks' agreement and the request."""
+    settled = report if report != records.Report() else resolved
+    last = points[-1] if points else records.MetricsLine()
+    trained, tested = _latest(points, tested=False), _latest(points, tested=True)
+    return replace(
+        report,
         model=report.model or (train.model if train else ""),
         dataset=report.dataset or (train.dataset if train else ""),
         strategy=report.strategy or (train.strategy if train else ""),
-        parameters=report.parameters,
-        train_images=report.train_images,
-        test_images=report.test_images,
         accuracy=first_known(report.accuracy, tested.accuracy),
         loss=first_known(report.loss, tested.loss),
-        train_loss=trained.loss,
-        step=step,
-        epoch=first_known(report.epochs, last.epoch),
+        steps=first_known(report.steps, last.step if points else None),
+        epochs=first_known(report.epochs, last.epoch),
         train_seconds=first_known(report.train_seconds, last.seconds),
-        total_seconds=report.total_seconds,
-        capture_seconds=report.capture_seconds,
         images_per_second=first_known(report.images_per_second, trained.images_per_second),
         world_size=settled.world_size or status.world_size,
         num_nodes=report.num_nodes or status.nodes,
-        hosts=list(dict.fromkeys(settled.hosts)) or status.hosts,
-        where=list(resolved.where),
-        preflight=status.preflight,
+        hosts=tuple(dict.fromkeys(settled.hosts)) or tuple(status.hosts),
         device=report.device or resolved.kind,
         precision=settled.precision,
         backend=settled.backend,
         threads=settled.threads or None,
         cuda_graph=settled.cuda_graph,
         versions={name: text for name, text in (report.versions or {}).items() if text},
-        peak_memory_bytes=report.peak_memory_bytes,
-        ranks=ranks,
-        stragglers=stragglers(ranks),
-        starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
-        steps_done_twice=sum(start.steps_done_twice for start in starts),
-        seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
-        attempts=starts,
-        paid=_paid(run, spec, status),
-        confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
-        settings=changed_settings(train) if train else {},
-        warnings=list(settled.warnings),
-        weights_sha256=report.weights_sha256,
-        finished=report.finished,
+        warnings=settled.warnings,
     )
-    return Gathered(run, account, points, evaluation, spec)
+
+
+def _latest(points: Sequence[records.MetricsLine], *, tested: bool) -> records.MetricsLine:
+    """Return the latest line of the training, or of an evaluation."""
+    of_kind = (point for point in reversed(points) if point.tested == tested)
+    return next(of_kind, records.MetricsLine())
 
 
 def _paid(run: RunDir, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:

@@ -89,7 +89,7 @@ def _render(template: str, **values: object) -> str:
 
 def _run(gathered: Gathered) -> dict[str, object]:
     """Collect what the page shows of one run besides its report."""
-    ranks = gathered.report.ranks
+    ranks = gathered.report.figures.ranks
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
     return {
         "report": gathered.report,

@@ -157,7 +157,7 @@ def pace(gathered: Gathered) -> Drawing | None:
         return None
     points = _thinned([point for point in points if len(point.rank_images_per_second) == size])
     slow = [straggler.rank for straggler in gathered.report.stragglers if straggler.rank < size]
-    hosts = {rank.rank: rank.host for rank in gathered.report.ranks}
+    hosts = {rank.rank: rank.host for rank in gathered.report.figures.ranks}
 
     def line(rank: int, colour: str, *, strong: bool = False, faint: bool = False) -> Line:
         rates = [(point.step, point.rank_images_per_second[rank]) for point in points]
@@ -190,9 +190,12 @@ def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
     """Group the runs that are done by configuration: the groups of two world sizes or more."""
     groups: dict[object, list[RunReport]] = {}
     for report in reports:
-        if report.complete and report.world_size and report.images_per_second:
+        figures = report.figures
+        if report.complete and figures.world_size and figures.images_per_second:
             groups.setdefault(_same(report), []).append(report)
-    several = [group for group in groups.values() if len({each.world_size for each in group}) > 1]
+    several = [
+        group for group in groups.values() if len({each.figures.world_size for each in group}) > 1
+    ]
     return [_compared(group) for group in several]
 
 
@@ -341,7 +344,7 @@ def _of_runs(
             shown = (bool(trained), colour, "training"), (bool(tested), tests, "test set")
             legend = [(colour, name) for is_drawn, colour, name in shown if is_drawn]
         elif known and not alone:
-            legend.append((colour, each.report.name))
+            legend.append((colour, each.report.status.name))
         marks += _marks(each, MUTED if alone else colour)
     if not lines:
         return None
@@ -429,7 +432,7 @@ def _middle(points: Sequence[MetricsLine]) -> Line:
 def _slowest(gathered: Gathered, size: int) -> list[int]:
     known = [
         (rank.images_per_second, rank.rank)
-        for rank in gathered.report.ranks
+        for rank in gathered.report.figures.ranks
         if rank.rank < size and rank.images_per_second is not None
     ]
     return [min(known)[1]] if known else []
@@ -439,18 +442,23 @@ def _same(report: RunReport) -> object:
     """Key of the runs that can be compared; the strategy may differ, as one rank needs none."""
     names = [name for name in sorted(report.settings) if not _WITHOUT_EFFECT.fullmatch(name)]
     settings = [(name, report.settings[name]) for name in names]
-    threads = report.threads if report.device == "cpu" else None
-    machine = (report.device, report.precision, threads)
-    return report.model, report.dataset, machine, repr(settings)
+    figures = report.figures
+    threads = figures.threads if figures.device == "cpu" else None
+    machine = (figures.device, figures.precision, threads)
+    return figures.model, figures.dataset, machine, repr(settings)
 
 
 def _compared(group: Sequence[RunReport]) -> Scaling:
-    sizes = [Size(each.name, each.world_size or 1, each.images_per_second or 0.0) for each in group]
+    sizes = [
+        Size(each.status.name, each.figures.world_size or 1, each.figures.images_per_second or 0.0)
+        for each in group
+    ]
     sizes.sort(key=lambda size: size.world_size)
     fewest = [size for size in sizes if size.world_size == sizes[0].world_size]
     of_one = median(size.images_per_second / size.world_size for size in fewest)
-    machine = ", ".join(filter(None, (group[0].device, group[0].precision)))
-    return Scaling(" on ".join(filter(None, (group[0].model, machine))), sizes, of_one)
+    first = group[0].figures
+    machine = ", ".join(filter(None, (first.device, first.precision)))
+    return Scaling(" on ".join(filter(None, (first.model, machine))), sizes, of_one)
 
 
 def _scaling_figure(scaling: Scaling, height: float) -> "Figure":

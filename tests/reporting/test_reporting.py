@@ -1,6 +1,5 @@
 """What a report concludes from a run's records: stragglers, paces, comparisons."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ from clusterddp.reporting.gather import (
     stragglers,
 )
 from clusterddp.reporting.plots import scalings
-from clusterddp.run.records import EvaluationRecord, RankReport
+from clusterddp.run.records import EvaluationRecord, RankReport, Report
+from clusterddp.status.state import RunState
+from clusterddp.status.status import RunStatus
 from tests.hostile import CARRIED, REFUSED
 
 
@@ -62,12 +63,10 @@ def test_mistakes_are_told_the_most_common_first() -> None:
 
 
 def run(name: str, world_size: int, rate: float, **fields: Any) -> RunReport:
-    made = RunReport(
-        name=name, state="done", detail="", first_failure="", directory="", job_id="",
-        launcher="", complete=True, model="convnet", dataset="mnist", device="cuda",
-        precision="bf16", world_size=world_size, images_per_second=rate,
-    )  # fmt: skip
-    return dataclasses.replace(made, **fields)
+    usual = {"model": "convnet", "dataset": "mnist", "device": "cuda", "precision": "bf16"}
+    own = {each: fields.pop(each) for each in ("settings", "complete") if each in fields}
+    figures = Report(world_size=world_size, images_per_second=rate, **(usual | fields))
+    return RunReport(RunStatus(name, RunState.DONE), figures, **({"complete": True} | own))
 
 
 def test_runs_of_one_configuration_are_compared_by_their_ranks() -> None:
@@ -89,8 +88,8 @@ def test_runs_of_one_configuration_are_compared_by_their_ranks() -> None:
 
 
 def test_on_cpus_runs_with_other_threads_are_no_comparison() -> None:
-    ranks = [run("one", 1, 10.0, threads=2), run("two", 2, 10.0, threads=1)]
-    assert scalings([dataclasses.replace(one, device="cpu") for one in ranks]) == []
+    one = run("one", 1, 10.0, threads=2, device="cpu")
+    assert scalings([one, run("two", 2, 10.0, threads=1, device="cpu")]) == []
 
 
 @pytest.mark.parametrize(

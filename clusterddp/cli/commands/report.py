@@ -1,6 +1,5 @@
 """`clusterddp report`: what runs achieved, as an account, a table, JSON or a page of HTML."""
 
-import dataclasses
 import os
 import shlex
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.reporting.sweep import SweepReport, as_csv, gather_sweep, order_of, table_of
+from clusterddp.run.records import Report
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select_each
 from clusterddp.status.status import statuses
@@ -108,7 +108,7 @@ def command(
         main.go_on()  # matplotlib is no small thing
         _write("--html", html, page(gathered))
     elif as_json:
-        echo_json([dataclasses.asdict(run.report) for run in gathered])
+        echo_json([run.report.as_dict() for run in gathered])
     elif len(gathered) == 1:
         click.echo(describe(gathered[0].report))
     else:
@@ -146,28 +146,30 @@ def _show_sweep(report: SweepReport, *, as_json: bool, html: str | None, csv: st
 
 def describe(report: RunReport) -> str:
     """The account of one run as lines of `label  value`; what is not known is left out."""
-    memory = formatting.memory(report.peak_memory_bytes)
+    figures = report.figures
+    versions = figures.versions or {}
+    memory = formatting.memory(figures.peak_memory_bytes)
     lines = [
-        ("run", report.name),
-        ("state", ": ".join(filter(None, (report.state, report.detail)))),
-        ("failure", report.first_failure),
+        ("run", report.status.name),
+        ("state", ": ".join(filter(None, (report.status.state, report.status.detail)))),
+        ("failure", report.status.first_failure),
         ("command", shlex.join(report.command)),
         ("result", _result(report)),
-        ("training", _training(report)),
-        ("ranks", _ranks(report)),
-        ("nodes", report.preflight and f"preflight: {report.preflight}"),
-        ("with", _machinery(report)),
+        ("training", _training(figures)),
+        ("ranks", _ranks(figures)),
+        ("nodes", report.status.preflight and f"preflight: {report.status.preflight}"),
+        ("with", _machinery(figures)),
         ("memory", formatting.known(("peak of any rank {}", memory))),
-        ("model", _model(report)),
+        ("model", _model(figures)),
         ("settings", _settings(report)),
-        ("versions", ", ".join(f"{name} {value}" for name, value in report.versions.items())),
+        ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
         *_attempts(report),
-        ("paid", _paid(report)),
+        ("paid", _paid(figures)),
         *_slow_ranks(report),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
         ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
-        *(("warning", text) for text in report.warnings),
-        ("files", report.directory),
+        *(("warning", text) for text in figures.warnings),
+        ("files", report.status.directory),
     ]
     return "\n".join(
         f"{label:<{_WIDTH}}{formatting.line(value)}" for label, value in lines if value
@@ -175,57 +177,59 @@ def describe(report: RunReport) -> str:
 
 
 def _result(report: RunReport) -> str:
+    figures = report.figures
     return formatting.known(
-        ("test accuracy {:.2%}", report.accuracy),
-        ("test loss {:.4f}", report.loss),
+        ("test accuracy {:.2%}", figures.accuracy),
+        ("test loss {:.4f}", figures.loss),
         ("training loss {:.4f}", None if report.complete else report.train_loss),
-        ("step {:,}" if report.complete else "at step {:,}", report.step),
-        ("epoch {}", report.epoch),
+        ("step {:,}" if report.complete else "at step {:,}", figures.steps),
+        ("epoch {}", figures.epochs),
     )
 
 
-def _training(report: RunReport) -> str:
+def _training(figures: Report) -> str:
     return formatting.known(
-        ("{}", formatting.duration(report.train_seconds)),
-        ("{} images/s", formatting.rate(report.images_per_second)),
-        ("the latest attempt took {} in all", formatting.duration(report.total_seconds)),
+        ("{}", formatting.duration(figures.train_seconds)),
+        ("{} images/s", formatting.rate(figures.images_per_second)),
+        ("the latest attempt took {} in all", formatting.duration(figures.total_seconds)),
     )
 
 
-def _ranks(report: RunReport) -> str:
-    if report.world_size is None:
+def _ranks(figures: Report) -> str:
+    if figures.world_size is None:
         return ""
-    hosts = f" on {formatting.some(report.hosts, _MOST_HOSTS)}" if report.hosts else ""
-    return f"{formatting.count(report.world_size, 'rank')}{hosts}"
+    hosts = f" on {formatting.some(figures.hosts, _MOST_HOSTS)}" if figures.hosts else ""
+    return f"{formatting.count(figures.world_size, 'rank')}{hosts}"
 
 
-def _machinery(report: RunReport) -> str:
-    parts = [report.device, report.precision, report.backend, report.strategy]
-    if report.threads is not None:
-        parts.append(f"{formatting.count(report.threads, 'thread')} a rank")
-    if report.cuda_graph:
+def _machinery(figures: Report) -> str:
+    parts = [figures.device, figures.precision, figures.backend, figures.strategy]
+    if figures.threads is not None:
+        parts.append(f"{formatting.count(figures.threads, 'thread')} a rank")
+    if figures.cuda_graph:
         parts.append("CUDA graph")
     return ", ".join(filter(None, parts))
 
 
-def _model(report: RunReport) -> str:
+def _model(figures: Report) -> str:
     images = ""
-    if report.train_images is not None and report.test_images is not None:
-        images = f"{report.train_images:,} training and {report.test_images:,} test images"
+    if figures.train_images is not None and figures.test_images is not None:
+        images = f"{figures.train_images:,} training and {figures.test_images:,} test images"
     return formatting.known(
-        ("{}", report.model),
-        ("{:,} parameters", report.parameters),
-        ("{}", report.dataset),
+        ("{}", figures.model),
+        ("{:,} parameters", figures.parameters),
+        ("{}", figures.dataset),
         ("{}", images),
     )
 
 
 def _attempts(report: RunReport) -> list[tuple[str, str]]:
     """A line for them all, and one for each of the latest; none for a single one."""
-    if report.starts < 2:
+    figures = report.figures
+    if (figures.starts or 0) < 2:
         return []
-    shown = f"{report.starts}, {formatting.count(report.steps_done_twice, 'step')} done twice"
-    lines = [("attempts", f"{shown}, {formatting.duration(report.seconds_lost)} lost")]
+    shown = f"{figures.starts}, {formatting.count(figures.steps_done_twice, 'step')} done twice"
+    lines = [("attempts", f"{shown}, {formatting.duration(figures.seconds_lost)} lost")]
     if len(report.attempts) > _MOST_ATTEMPTS:
         lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
     for attempt in report.attempts[-_MOST_ATTEMPTS:]:
@@ -236,9 +240,9 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
     return lines
 
 
-def _paid(report: RunReport) -> str:
+def _paid(figures: Report) -> str:
     """Format the whole in hours, and its parts as shares of it."""
-    paid = report.paid
+    paid = figures.paid
     if paid is None:
         return ""
     whole = formatting.known(
@@ -286,17 +290,18 @@ def _settings(report: RunReport) -> str:
 
 
 def _row(report: RunReport) -> tuple[str, ...]:
+    figures = report.figures
     cells = (
-        report.name,
-        report.state,
-        report.model or "-",
-        str(report.world_size or "-"),
-        str(report.num_nodes or "-"),
-        formatting.percent(report.accuracy),
-        "-" if report.train_seconds is None else f"{report.train_seconds:,.1f}",
-        formatting.rate(report.images_per_second),
-        formatting.memory(report.peak_memory_bytes),
-        str(report.starts),
+        report.status.name,
+        report.status.state,
+        figures.model or "-",
+        str(figures.world_size or "-"),
+        str(figures.num_nodes or "-"),
+        formatting.percent(figures.accuracy),
+        "-" if figures.train_seconds is None else f"{figures.train_seconds:,.1f}",
+        formatting.rate(figures.images_per_second),
+        formatting.memory(figures.peak_memory_bytes),
+        str(figures.starts),
     )
     return tuple(formatting.line(cell) for cell in cells)
 
