@@ -17,8 +17,6 @@ from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
 """Begin of sbatch's directives by which a job can find other files than there are here now."""
-_BRING_PROGRAMS = ("apptainer", "singularity", "uv")
-"""Programs that start another one out of an image or an environment."""
 _INTERPRETERS = {".py": "python", ".sh": "bash"}
 """Interpreters of scripts, by how their names end."""
 _SHELLS = ("bash", "sh")
@@ -55,7 +53,7 @@ def refuse_launcher(spec: JobSpec) -> None:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
         f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-        f"already ({spec.layout}), so each would train a copy by itspec. With your other "
+        f"already ({spec.layout}), so each would train a copy by itself. With your other "
         f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
         f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
     )
@@ -139,7 +137,7 @@ def _has_other_path(spec: JobSpec) -> bool:
     from clusterddp.request import nested_launcher
 
     before = spec.command[: nested_launcher.program_index(spec.command)]
-    brings = any(PurePath(word).name in _BRING_PROGRAMS for word in before)
+    brings = any(PurePath(word).name in nested_launcher.BRING_PROGRAMS for word in before)
     sets = any(word.startswith("PATH=") for word in before) or "PATH" in dict(spec.environment)
     return brings or sets or spec.export == "NONE" or "get-user-env" in dict(spec.sbatch)
 
@@ -231,6 +229,8 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
     for option, python in given.items():
         if python != sys.executable:
             _check_interpreter(option, python, spec)
+    if spec.export == "NONE":
+        _try_without_environment(spec.batch_python)
     if not imports:
         return
     if "--python" not in given:
@@ -249,10 +249,7 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
 
 def check_notified(spec: JobSpec) -> None:
     """Warn of a program of --notify that is not here; it starts in the current folder."""
-    may_be_brought = spec.modules or spec.setup
-    if not spec.notify or (may_be_brought and "/" not in spec.notify[0]):
-        return
-    if shutil.which(spec.notify[0], path=dict(spec.environment).get("PATH")) is None:
+    if spec.notify and shutil.which(spec.notify[0]) is None:
         typed = shlex.quote(spec.notify[0])
         where = f"in {Path.cwd()}, where it starts" if "/" in typed else "on the PATH"
         log.warning(
@@ -265,7 +262,8 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
     typed, here = shlex.quote(python), os.path.exists(python)  # noqa: PTH110 -- as above
     if "/" not in python:
         here = shutil.which(python) is not None
-        if not here and not spec.modules and not spec.setup:
+        brought = option == "--python" and (spec.modules or spec.setup)
+        if not here and not brought:
             log.warning(
                 f"{option} {typed} is not on the PATH of this machine: the nodes need it [CD0317]"
             )
@@ -283,6 +281,29 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
         )
     if not here:
         log.warning(f"{option} {typed} is not on this machine: the nodes need it [CD0317]")
+
+
+def _try_without_environment(python: str) -> None:
+    """Refuse an interpreter of the batch script that starts only with variables of this shell.
+
+    It runs ahead of the modules and the set-up lines.
+    """
+    import subprocess
+
+    try:
+        answer = subprocess.run(
+            [python, "-c", ""], env={}, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except OSError:
+        return  # it may be on the nodes
+    if answer.returncode:
+        last = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise OptionError(
+            "--batch-python",
+            f" {shlex.quote(python)} does not start without your shell's variables, which "
+            f"--export NONE leaves out: {last}. Name one that does, of Python 3.10 or later, such "
+            "as /usr/bin/python3. [CD0310]",
+        )
 
 
 def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None:
