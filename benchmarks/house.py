@@ -30,15 +30,15 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 37_000, 31_500),
+    Row("code lines", 37_100, 31_500),
     Row("modules", 219, 185),
     Row("files of the largest package", 18, 16),
     Row("functions above 60 lines", 18, 0),
     Row(f"{_ENTERED}a submission", 34, 24),
     Row(f"{_ENTERED}the batch process", 30, 22),
-    Row(f"{_ENTERED}rank 0", 48, 42),
-    Row(f"{_ENTERED}another rank", 45, 36),
-    Row(f"{_ENTERED}a COMMAND's task", 21, 16),
+    Row(f"{_ENTERED}rank 0", 49, 42),
+    Row(f"{_ENTERED}another rank", 46, 36),
+    Row(f"{_ENTERED}a COMMAND's task", 24, 16),
     Row("places that ask for a run's kind", 86, 20),
     Row("lines of tests", 60_000, 50_000),
     Row("lines of the rendered script", 46, 27),

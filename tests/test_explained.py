@@ -1,6 +1,7 @@
 """Codes of messages: none is forgotten, each has its page, and docs/errors.md is made of these."""
 
 import ast
+import functools
 import pickle
 import re
 from collections.abc import Iterator
@@ -16,9 +17,13 @@ from clusterddp.status import end_codes
 
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"\bCD\d{4}\b")
-SOURCES = {
-    path: ast.parse(path.read_text()) for path in sorted((ROOT / "clusterddp").rglob("*.py"))
-}
+
+
+@functools.cache
+def sources() -> dict[Path, ast.Module]:
+    """The package's modules; read when a test asks, as seconds would be lost at each collection."""
+    paths = sorted((ROOT / "clusterddp").rglob("*.py"))
+    return {path: ast.parse(path.read_text()) for path in paths}
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
@@ -58,7 +63,7 @@ def test_the_end_of_a_message_is_its_code() -> None:
 def family() -> dict[str, str]:
     """The classes of our errors, also those of single modules, and their codes."""
     known = {"ClusterDDPError": errors.ClusterDDPError.code}
-    classes = [n for tree in SOURCES.values() for n in tree.body if isinstance(n, ast.ClassDef)]
+    classes = [n for tree in sources().values() for n in tree.body if isinstance(n, ast.ClassDef)]
     for _ in range(4):  # as deep as the classes derive
         for each in classes:
             bases = [base.id for base in each.bases if isinstance(base, ast.Name)]
@@ -77,7 +82,7 @@ def family() -> dict[str, str]:
 def test_every_error_and_warning_has_a_code() -> None:
     classes, forgotten = family(), []
     assert classes["RequeueRefused"] == "CD0406" and not classes["RequestError"]
-    for path, tree in SOURCES.items():
+    for path, tree in sources().items():
         for name, call in calls(tree):
             is_warning = ast.unparse(call.func) in ("log.warning", "warning")
             if not is_warning and (name not in classes or classes[name]):
@@ -107,7 +112,7 @@ def test_every_cause_of_an_end_has_a_code() -> None:
 def test_every_code_has_its_page_and_every_page_its_code() -> None:
     used = {
         code
-        for path, tree in SOURCES.items()
+        for path, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for code in CODE.findall(node.value)

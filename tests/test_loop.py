@@ -1,5 +1,6 @@
 """A loop of one's own: stopped anywhere it ends in the weights of one that was not."""
 
+import os
 import random
 import re
 import resource
@@ -16,23 +17,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from clusterddp import checkpoints
 from clusterddp import loop as loop_module
-from clusterddp.checkpoints import catalog
+from clusterddp.checkpoints import catalog, state
 from clusterddp.distributed.agreement import Poll
+from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import CheckpointError, RequestError, TrainingError
-from clusterddp.files import read_json_lines
+from clusterddp.files import read, read_json_lines
 from clusterddp.loop import Loop
 from clusterddp.reporting.gather import gather
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 from clusterddp.run import loop_variables
 from clusterddp.run.attempt import Attempt, attempts, begin
-from clusterddp.run.records import SignOfLife
+from clusterddp.run.outcome import HUNG
+from clusterddp.run.records import HungRanks, SignOfLife
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.forms import LOOP_VARIABLE
 from clusterddp.status import stacks
@@ -41,6 +45,7 @@ from clusterddp.training import stop
 from tests import forked
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.training.ranks import run_ranks
+from tests.waiting import wait_for
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -224,7 +229,7 @@ def test_generators_of_the_loader_itself_go_on_as_well(tmp_path: Path, stop_at: 
 def test_without_random_states_the_generators_are_left_alone(tmp_path: Path) -> None:
     left(Training(tmp_path, random_states=False), stops_at(2))
     content = torch.load(tmp_path / "checkpoints/step-00000002.pt", weights_only=True)
-    assert content["loop"]["random_states"] == [None]
+    assert content["random_states"] == [None]
     Training(tmp_path, random_states=False).loop.close()
     resumed = torch.get_rng_state()
     Training(tmp_path / "another").loop.close()
@@ -342,7 +347,7 @@ def test_it_leaves_with_the_step_that_it_has_saved(
             signal.raise_signal(number)
 
     assert left(training, at_second) == code
-    assert f"saved step 2 and leaving at step 2: {reason}" in logged
+    assert f"stopped at step 2 ({reason}); start the run again to resume from there" in logged
     last_word = training.loop.attempt.read_last_word()
     assert last_word and (last_word.cause, last_word.reason) == ("stopped", reason)
     assert (last_word.step, last_word.saved) == (2, 2)
@@ -350,7 +355,7 @@ def test_it_leaves_with_the_step_that_it_has_saved(
 
 def test_it_leaves_before_the_limit_that_it_knows_of(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    assert left(training, lambda step: step == 2 and training.loop._deadline.set(0.1)) == 75
+    assert left(training, lambda step: step == 2 and training.loop._core.deadline.set(0.1)) == 75
     last_word = training.loop.attempt.read_last_word()
     assert last_word and (last_word.reason, last_word.saved) == ("time limit", 2)
 
@@ -381,7 +386,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
 
 def test_a_loop_that_cannot_save_its_end_says_so(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    with no_room(), pytest.raises(CheckpointError, match=r"the loop is done, but .*too large"):
+    with no_room(), pytest.raises(CheckpointError, match=r"the training is done, but .*too large"):
         training.run()
     training.loop.close()
 
@@ -500,9 +505,11 @@ def test_what_rank_0_refuses_keeps_its_code(
     loop.finish()
     loop.close()
     assert refused(other=nn.Linear(1, 1)) == (CheckpointError, "CD0703")
-    parsed = loop_module._parsed
-    of_two = lambda *read: {**parsed(*read), "world_size": 2}  # noqa: E731
-    monkeypatch.setattr(loop_module, "_parsed", of_two)
+    load = state.load
+    of_shards = lambda *path, **how: {  # noqa: E731
+        **load(*path, **how), "loop": {**load(*path)["loop"], "sharded": ["model"]},
+    }  # fmt: skip
+    monkeypatch.setattr(state, "load", of_shards)
     assert refused() == (CheckpointError, "CD0709")
     monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
     assert refused(folder=None) == (TrainingError, "CD0512")
@@ -567,8 +574,10 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
     log_every: int,
     printed: list[int],
 ) -> None:
-    clock = types.SimpleNamespace(monotonic=lambda: 1000.0, time=time.time)
-    monkeypatch.setattr("clusterddp.loop.time", clock)
+    clock = types.SimpleNamespace(
+        monotonic=lambda: 1000.0, time=time.time, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr("clusterddp.training.metrics.time", clock)
 
     def step_takes_4_s(step: int) -> None:
         clock.monotonic = lambda: 1000.0 + 4 * step
@@ -601,7 +610,7 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     training.loop.close()
     sign = training.loop.attempt.read_sign_of_life()
     assert sign == SignOfLife(step=5, saved=4, spent=sign.spent, planned=6)
-    assert sign.spent and sign.spent.first_step and sign.spent.waiting is None
+    assert sign.spent and sign.spent.first_step and sign.spent.waiting == 0
     Training(run.path, log_every=1).run()
     steps = [line["step"] for line in read_json_lines(run.metrics)]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -703,7 +712,7 @@ def test_a_signal_that_comes_too_late_is_warned_of(
     in_run_of(1, tmp_path / "run", monkeypatch)
     loop = Loop(model=nn.Linear(1, 1), save_every="1step")
     loop.step()
-    assert loop._saver and loop._saver.wait()
+    assert loop._core.saver and loop._core.saver.wait()
     loop.step()
     loop.close()
     assert any("Slurm's signal comes 5 s ahead" in line for line in logged)
@@ -780,7 +789,7 @@ def rank_trains(
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
     loop = Loop(folder=folder, model=model, optimizer=optimizer, save_every="3steps")
-    loop._poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
     code = None
     try:
         for epoch in loop.epochs(epochs):
@@ -832,7 +841,7 @@ def rank_trains_deep(
     model = DistributedDataParallel(module, bucket_cap_mb=0.01, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loop = Loop(folder=folder, model=model, optimizer=optimizer)
-    loop._poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
     code, batches = None, [torch.randn(8, 32, generator=_seeded(n, rank)) for n in range(8)]
     try:
         for _ in loop.epochs(1):
@@ -898,7 +907,7 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> 
     """On all ranks at the end of the loop; and in the last word of one that leaves."""
     said = run_ranks(2, rank_fails, tmp_path / "end", 0, "sharded._digests", True)
     assert said[0] == said[1]
-    assert re.search(r"the loop is done, but .*0012\.pt was not written: .*Stale", said[0][1])
+    assert re.search(r"the training is done, but .*0012\.pt was not written: .*Stale", said[0][1])
     assert not list((tmp_path / "end/checkpoints").iterdir())
     left = run_ranks(2, rank_fails, tmp_path / "left", 4, "sharded._digests", True)
     assert left == [(75, "")] * 2
@@ -907,14 +916,10 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> 
     assert "Stale file handle" in last_word.trouble
 
 
-@pytest.mark.parametrize(
-    "sharded",
-    [pytest.param(True, marks=trains_sharded), pytest.param(False, marks=pytest.mark.slow)],
-    ids=["fsdp2", "ddp"],
-)
-def test_what_one_rank_cannot_read_ends_all(tmp_path: Path, sharded: bool) -> None:
-    run_ranks(2, rank_trains, tmp_path, 4, sharded)
-    said = run_ranks(2, rank_fails, tmp_path, 0, "catalog.read", sharded)
+@trains_sharded
+def test_what_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    run_ranks(2, rank_trains, tmp_path, 4, True)
+    said = run_ranks(2, rank_fails, tmp_path, 0, "sharded.check", True)
     assert said[0] == said[1]
     assert re.search("^rank 1 on .*Stale file handle", said[0][1])
 
@@ -954,7 +959,7 @@ def rank_counts(rank: int, world_size: int, folder: Path) -> int:
         for _ in loop.batches(range(2 + rank)):
             loop.step()
             if loop.steps == 2:
-                saved = loop._saved_step
+                saved = loop._core.saved_step
                 break
     loop.close()
     return saved
@@ -964,23 +969,131 @@ def test_loaders_of_different_lengths_save_at_one_step(tmp_path: Path) -> None:
     assert run_ranks(2, rank_counts, tmp_path) == [2, 2]
 
 
-def rank_begins(rank: int, world_size: int, folder: Path) -> str:
+def rank_sees(rank: int, world_size: int, folder: Path, stop_at: int) -> tuple[Any, list[int]]:
+    """Exit code, and the samples of this rank in an epoch that each rank's share is dealt out."""
+    data = torch.utils.data.TensorDataset(torch.arange(60.0))
+    sampler = DistributedSampler(data, seed=3)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    loop = Loop(folder=folder, model=nn.Linear(1, 1))
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    seen, code = [], None
     try:
-        rank_trains(rank, world_size, folder, 0, sharded=False)
-    except CheckpointError as error:
+        for _ in loop.epochs(1):
+            for [samples] in loop.batches(loader):
+                seen += [int(sample) for sample in samples]
+                if loop.steps + 1 == stop_at:
+                    stop.requested.note("signal")
+                loop.step()
+    except SystemExit as leaving:
+        code = leaving.code
+    loop.close()
+    return code, seen
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_at_another_number_of_ranks_no_sample_of_the_epoch_is_left_out(
+    tmp_path: Path, ranks: int
+) -> None:
+    """Those of less than one batch of all ranks are trained twice, as the page says."""
+    order = list(DistributedSampler(range(60), 1, 0, seed=3))  # type: ignore[arg-type]
+    before = run_ranks(2, rank_sees, tmp_path, 4)
+    first = [sample for _, seen in before for sample in seen]
+    assert [code for code, _ in before] == [75, 75]
+    assert sorted(first) == sorted(order[:32])
+    after = run_ranks(ranks, rank_sees, tmp_path, 0)
+    second = {sample for _, seen in after for sample in seen}
+    assert {*first, *second} == set(order)
+    assert second & set(first) == set(order[24:32] if ranks == 3 else [])
+
+
+def rank_reads(rank: int, world_size: int, folder: Path, stop_at: int) -> str:
+    """What is said to batches that nobody deals out."""
+    loop = Loop(folder=folder, model=nn.Linear(1, 1))
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    try:
+        for _ in loop.epochs(1):
+            for _ in loop.batches(range(9)):
+                if loop.steps + 1 == stop_at:
+                    stop.requested.note("signal")
+                loop.step()
+    except (SystemExit, CheckpointError) as error:
         return str(error)
+    finally:
+        loop.close()
     return ""
 
 
-@pytest.mark.slow
-def test_a_plain_checkpoint_of_another_number_of_ranks_is_refused_on_every_rank(
+def test_in_an_epoch_that_nobody_deals_out_another_number_of_ranks_is_refused(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, rank_trains, tmp_path, 4, False)
-    said = run_ranks(3, rank_begins, tmp_path)
-    assert len(set(said)) == 1
-    assert "step-00000004.pt is of 2 ranks, and this world has 3" in said[0]
-    assert "Start 2 ranks again" in said[0]
+    run_ranks(2, rank_reads, tmp_path, 4)
+    [said] = run_ranks(1, rank_reads, tmp_path, 0)
+    assert "is of 2 ranks, and this world has 1" in said and "start 2 ranks again" in said
+
+
+def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str], Any, bool]:
+    """The phases in which its own code finds this rank, what it has waited, and its paces."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    loop = Loop(folder=folder, model=model)
+    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    phases = []
+
+    def note() -> None:
+        phases.append(Phase(loop._core.progress.place.phase).name)
+
+    for _ in loop.epochs(1):
+        note()
+        for inputs in loop.batches([torch.ones(2, 4)] * 3):
+            note()
+            model(inputs).sum().backward()
+            note()
+            loop.step()
+            note()
+    waiting, rates = loop._core.spent().waiting, loop._pace.rates
+    loop.close()
+    return phases, waiting, len(rates) == world_size and all(rate > 0 for rate in rates)
+
+
+def test_the_watchdog_counts_between_a_batch_and_its_step_alone(tmp_path: Path) -> None:
+    """And what each rank waits for others is known, of which its pace follows."""
+    for phases, waiting, has_rates in run_ranks(2, rank_is_watched, tmp_path):
+        assert phases == ["OWN", *["FORWARD", "BACKWARD", "OWN"] * 3]
+        assert waiting is not None and has_rates
+
+
+def rank_hangs(rank: int, world_size: int, path: Path) -> HungRanks | None:
+    """What the run's record says, which rank 1 waits for in its forward pass."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if rank == 0:
+        (path / "port").write_text(str(store.port))
+    else:
+        wait_for((path / "port").exists, "rank 0's store")
+        store = dist.TCPStore("127.0.0.1", int((path / "port").read_text()))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    loop_module._WATCHDOG_SECONDS = 1.0
+    os.environ[LOOP_VARIABLE] = f":{path}"
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    loop, said = Loop(model=model), None
+    for _ in loop.epochs(1):
+        for inputs in loop.batches([torch.ones(2, 4)] * 3):
+            if rank == 1 and loop.steps == 2:  # after DDP has arranged its buckets
+                hung = loop.attempt.outcomes / HUNG
+                wait_for(hung.exists, "the record of the rank that hangs")
+                said = read(HungRanks, hung)
+            model(inputs).sum().backward()
+            loop.step()
+    loop.close()
+    return said
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_in_the_runs_record_until_it_goes_on(tmp_path: Path) -> None:
+    attempt = begin(RunDir(tmp_path / "run"))
+    _, said = run_ranks(2, rank_hangs, attempt.path)
+    assert said == HungRanks((1,), "in the forward pass of step 3, while others are exchanging "
+                             "the gradients of step 3")  # fmt: skip
+    assert read(HungRanks, attempt.outcomes / HUNG) == HungRanks()
 
 
 def rank_loads(rank: int, world_size: int, folder: Path) -> tuple[int, int, list[list[float]]]:
@@ -1050,7 +1163,7 @@ def test_a_plain_process_saves_and_exits_with_75(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     asked = forked.run(script, "asked", cwd=tmp_path / "stopped")
     assert (asked.returncode, asked.stdout) == (75, ""), asked.stderr
-    assert "clusterddp: saved step 3 and leaving at step 3: SIGTERM\n" in asked.stderr
+    assert "clusterddp: stopped at step 3 (SIGTERM); start the run again" in asked.stderr
     again, whole = (forked.run(script, cwd=tmp_path / name) for name in ("stopped", "undisturbed"))
     assert "resumes from step 3" in again.stderr
     assert again.stdout == whole.stdout and again.stdout, (again, whole)

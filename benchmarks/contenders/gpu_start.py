@@ -94,6 +94,8 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
     import torch
 
     from clusterddp.checkpoints import state
+    from clusterddp.distributed import exchange
+    from clusterddp.training import replay
     from clusterddp.training.device import peak_bytes
 
     device, learner = training.device, training.learner
@@ -108,10 +110,11 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
     steps = time.perf_counter() - began
     began = time.perf_counter()
     for number in range(_ASKS):
-        training.poll.ask(number, [0, 0])
+        training.core.poll.ask(number, [0, 0])
     asking = time.perf_counter() - began
     began = time.perf_counter()
-    learner.collect(state.gather_random_states(device))
+    random_states = exchange.gather(replay.random_state(()), on_first=True)
+    state.collect(learner.states, training.position, world_size=1, random_states=random_states)
     copying = time.perf_counter() - began
     return {
         "host_seconds": host / _REPLAYS,

@@ -14,8 +14,8 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.formatting import duration
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import printed
-from clusterddp.run.outcome import note_hung
-from clusterddp.run.records import Silence
+from clusterddp.run.outcome import HUNG, note_hung
+from clusterddp.run.records import HungRanks, Silence
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
 
@@ -78,7 +78,14 @@ def watch(
 def _blame(
     attempt: Attempt, rank_stacks: list[RankStacks], world_size: int, seconds: float
 ) -> None:
-    """Record which ranks are elsewhere than most, or none where that is not sure."""
+    """Record which ranks are elsewhere than most, or none where that is not sure.
+
+    Where the watchdog of a loop has named some, these are.
+    """
+    named = files.read(HungRanks, attempt.outcomes / HUNG)
+    if named and named.ranks:
+        note_hung(attempt.outcomes, named.ranks, named.reason, ended=True)
+        return
     ranks, where = _elsewhere(rank_stacks, world_size)
     reason = f"no rank printed anything for {duration(seconds)}"
     if ranks:

@@ -32,9 +32,8 @@ from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
-FORMAT = 3
-"""Version of what a checkpoint holds; 2, up to 0.1.1, packed the random states into bytes."""
-_READABLE = (2, FORMAT)
+FORMAT = 4
+"""Version of what a checkpoint holds."""
 BEST = "best.json"
 _NAME = re.compile(r"step-(\d{8,})\.pt", re.ASCII)
 # torch.save writes a zip archive: its first bytes, and the first of its last 22.
@@ -402,6 +401,18 @@ def read(path: Path, *, shards: bool = True) -> bytes:
     file of its folder: the run does not keep the target of a symbolic link, and reading a FIFO
     would wait for its writer.
     """
+    data = _bytes_of(path)
+    sums = _sums_of(path)
+    fits = "".join(sums[:1]).split()[:1] == [hashlib.sha256(data).hexdigest()]
+    _check_content(path, data, fits)
+    if shards:
+        for line in sums[1:]:
+            _verify_shard(path, *line.split("  ", 1))
+    return data
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Return a checkpoint's bytes; raises UnusableError where there are none of a regular file."""
     if path.is_symlink():
         reason = "a link" if path.exists() else "a dangling link"
         raise UnusableError(
@@ -417,9 +428,14 @@ def read(path: Path, *, shards: bool = True) -> bytes:
         raise UnusableError(reason, f"the checkpoint {path} {reason}.") from None
     if not data:
         raise UnusableError("empty", f"the checkpoint {path} is empty.")
+    return data
+
+
+def _sums_of(path: Path) -> list[str]:
+    """Return the lines of a checkpoint's checksum; raises UnusableError where there are none."""
     checksum = checksum_of(path)
     try:
-        sums = read_file(checksum).decode(errors="replace").splitlines()
+        return read_file(checksum).decode(errors="replace").splitlines()
     except FileNotFoundError:
         raise UnusableError(
             "no checksum",
@@ -429,7 +445,13 @@ def read(path: Path, *, shards: bool = True) -> bytes:
     except OSError as error:
         reason = f"cannot be verified: {checksum.name}: {error.strerror}"
         raise UnusableError(reason, f"the checkpoint {path} {reason}.") from None
-    fits = "".join(sums[:1]).split()[:1] == [hashlib.sha256(data).hexdigest()]
+
+
+def _check_content(path: Path, data: bytes, fits: bool) -> None:
+    """Raise UnusableError for another program's file, damaged bytes, or another format.
+
+    fits: whether their SHA-256 is the recorded one.
+    """
     if not data.startswith(_HEAD) or (fits and _MARK not in data):
         raise UnusableError(
             "foreign",
@@ -449,17 +471,12 @@ def read(path: Path, *, shards: bool = True) -> bytes:
             f"the checkpoint {path} is damaged, and was when its SHA-256 was taken: it names no "
             "format. Resume from an older checkpoint of the run.",
         )
-    if written not in _READABLE:
+    if written != FORMAT:
         raise UnusableError(
             f"format {written}",
             f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
-            f"formats {_READABLE[0]} to {FORMAT}. Resume with the clusterddp that wrote "
-            "it. [CD0704]",
+            f"format {FORMAT}. Resume with the clusterddp that wrote it. [CD0704]",
         )
-    if shards:
-        for line in sums[1:]:
-            _verify_shard(path, *line.split("  ", 1))
-    return data
 
 
 _verified: dict[tuple[int, ...], str] = {}

@@ -34,6 +34,19 @@ def is_sharded(module: object) -> bool:
     )
 
 
+def part(objects: Objects) -> dict[str, Any]:
+    """Return the sharded modules and the optimizers, where there is a sharded module."""
+    if not any(map(is_sharded, objects.values())):
+        return {}
+    found = {
+        name: each for name, each in objects.items() if isinstance(each, (Optimizer, nn.Module))
+    }
+    for each in found.values():
+        if isinstance(each, Optimizer):
+            owner(each, found)
+    return found
+
+
 def save(path: Path, objects: Objects) -> tuple[dict[str, str], str]:
     """Save the state of all ranks beside the checkpoint `path`, which is written after it.
 

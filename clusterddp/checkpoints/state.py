@@ -1,86 +1,41 @@
-"""Collects, loads and restores the state of a training: the content of a checkpoint.
+"""Content of a checkpoint: the place in a training, the states of what it trains, random states.
 
 A checkpoint is a plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]`
-is the bare module's state dict, and needs nothing of clusterddp. `files` reads the files, and
+is the bare module's state dict, and needs nothing of clusterddp. `catalog` reads the files, and
 `writer` writes them.
 """
 
 import hashlib
 import io
 import pickle
-import platform
-import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import FORMAT, Best
 from clusterddp.checkpoints.tensors import copied
-from clusterddp.data import mnist as data
-from clusterddp.errors import CheckpointError, PeerError
-from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.records import Agreement
+from clusterddp.distributed import exchange
+from clusterddp.errors import CheckpointError
 from clusterddp.version import __version__
 
-States = dict[str, Tensor]
-"""Random generators' states by name: of one rank, or a row a rank."""
-
-
-class _BestContent(TypedDict):
-    """A `Best`."""
-
-    accuracy: float
-    step: int
-
-
-class Content(TypedDict):
-    """Content of a checkpoint: plain values and tensors, for torch.load with `weights_only`.
-
-    Older ones lack `scaler` and `precision`.
-    """
-
-    format: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, object]
-    step: int
-    epoch: int
-    step_in_epoch: int
-    samples: int
-    seconds: float
-    images: int
-    best: _BestContent | None
-    random_states: States | Tensor | None
-    """Result of `gather_random_states`; a tensor in older checkpoints."""
-    scaler: dict[str, object]
-    """State of fp16's loss scale; empty at other precisions."""
-    precision: str
-    world_size: int
-    global_batch_size: int
-    data_sha256: str
-    config: dict[str, object]
-    versions: dict[str, str]
-
-
+Content = Mapping[str, Any]
+"""Content of a checkpoint: what `collect` says, plain values and tensors."""
 # Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError)
 
 
-# How clusterddp up to 0.1.1 packed the states of a rank, before the bytes of torch's two: their
-# lengths, Python's 625 integers and numpy's 625, each with whether half of a Gaussian pair waits.
-_PACKED = np.dtype(
-    {
-        "names": ["layout", "torch", "cuda", "python", "python_gauss", "numpy", "numpy_gauss"],
-        "formats": ["<u4", "<u4", "<u4", "626<u4", "<f8", "626<u4", "<f8"],
-    }
-)
+class Stateful(Protocol):
+    """Anything whose state can be saved, such as a module or an optimizer."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
 
 
 @dataclass
@@ -92,12 +47,18 @@ class Position:
     epoch: int = 0
     """The epoch that is being trained, from 0."""
     step_in_epoch: int = 0
+    """Batches of this epoch that each rank has trained."""
     samples: int = 0
     """Images of this epoch that all ranks together have seen."""
     seconds: float = 0.0
     """Time in training steps since the start of the run, without evaluation and saving."""
     images: int = 0
     """Images that all ranks together have seen since the start of the run."""
+
+    @classmethod
+    def of(cls, content: Content) -> "Position":
+        """Return the position at which a checkpoint was saved."""
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})
 
     @property
     def epoch_shown(self) -> int:
@@ -117,94 +78,66 @@ class Position:
         self.step_in_epoch = self.samples = 0
 
 
-@dataclass(frozen=True)
-class Restored:
-    """Content of a checkpoint besides weights and optimizer state."""
-
-    position: Position
-    best: Best | None
-    random_states: States | Tensor | None
-    """Result of `gather_random_states`; a tensor in older checkpoints."""
-    scaler: dict[str, object]
-    """State of fp16's loss scale; empty at other precisions."""
-
-
 def collect(
-    config: TrainConfig,
-    agreed: Agreement,
-    model: nn.Module,
-    optimizer: Optimizer,
+    states: Mapping[str, Stateful],
     position: Position,
-    best: Best | None,
-    random_states: States | None,
-    scaler: dict[str, object],
+    *,
+    world_size: int,
+    random_states: list[Any],
+    best: Best | None = None,
+    **more: object,
 ) -> Content:
     """Collect the content of a checkpoint, every tensor a copy on the CPU, so training can go on.
 
-    model: the bare module, not its DDP wrapper.
-    scaler: state of fp16's loss scale.
+    It has the fields of `Position`; the states by their names: of a module the bare one's, without
+    DDP's wrapper; `random_states`, one a rank; and `more`, plain values of whoever trains.
     """
-    content = {
-        "format": FORMAT,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+    head = {
+        "format": FORMAT,  # first, where `catalog` looks for it
         **asdict(position),
         "best": asdict(best) if best else None,
+        "world_size": world_size,
+        "versions": {"clusterddp": __version__, "torch": torch.__version__.split("+")[0]},
         "random_states": random_states,
-        "scaler": scaler,
-        "precision": agreed.precision,
-        "world_size": agreed.world_size,
-        "global_batch_size": agreed.global_batch_size,
-        "data_sha256": agreed.data_sha256,
-        "config": asdict(config),
-        "versions": {
-            "clusterddp": __version__,
-            "torch": torch.__version__.split("+")[0],
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
     }
-    return cast(Content, {name: copied(value) for name, value in content.items()})
+    kept = {name: each.state_dict() for name, each in states.items()}
+    return {**head, **copied({**more, **kept})}
 
 
-def load(path: Path) -> Content:
+def load(path: Path, *, shards: bool = True) -> Content:
     """Load the content of a checkpoint, its tensors on the CPU.
 
     Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
     """
-    return _parsed(path, catalog.read(path))
+    return _parsed(path, catalog.read(path, shards=shards))
 
 
-def load_together(path: Path, device: torch.device) -> Content:
+def load_together(path: Path) -> Content:
     """Load a checkpoint on every rank; rank 0 alone reads the file and broadcasts its bytes.
 
-    Collective over the default process group; `device` is this rank's. Raises CheckpointError as
-    `load` does, and on the other ranks PeerError where rank 0 could not read it.
+    Collective over the default process group, where there is one; shards are left out. Raises
+    CheckpointError as `load` does, on all ranks where rank 0 cannot read it.
     """
-    first = dist.get_rank() == 0
-    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    data, failure = b"", None
-    if first:
+    rank, world_size = exchange.world()
+    if world_size == 1:
+        return load(path, shards=False)
+    data, problem = b"", ("", "")
+    if rank == 0:
         try:
-            data = catalog.read(path)
+            data = catalog.read(path, shards=False)
         except CheckpointError as error:
-            failure = error
-    size = torch.tensor([-1 if failure else len(data)], dtype=torch.int64, device=on)
-    dist.broadcast(size, src=0)
-    if failure:
-        raise failure
-    if int(size) < 0:
-        raise PeerError(f"rank 0 could not read the checkpoint {path}. Its log says why.")
-    return _parsed(path, _broadcast(data, int(size), on))
+            problem = str(error), error.code
+    [(length, (message, code)), *_] = exchange.gather((len(data), problem))
+    if message:
+        raise CheckpointError(message, code=code)
+    return _parsed(path, _broadcast(data, length))
 
 
-def _broadcast(data: bytes, size: int, on: torch.device) -> bytes:
+def _broadcast(data: bytes, size: int) -> bytes:
     """Give rank 0's bytes to all; what they travel in is freed before they are parsed."""
-    whole = torch.empty(size, dtype=torch.uint8)
-    if data:
-        whole.numpy()[:] = np.frombuffer(data, np.uint8)
+    whole = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
     for piece in torch.split(whole, _PIECE_BYTES):
-        sent = piece.to(on)
+        sent = piece.to(exchange.device())
         dist.broadcast(sent, src=0)
         piece.copy_(sent)
     return data or whole.numpy().tobytes()
@@ -212,150 +145,23 @@ def _broadcast(data: bytes, size: int, on: torch.device) -> bytes:
 
 def _parsed(path: Path, data: bytes) -> Content:
     try:
-        content = dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-        content["config"]
-        return cast(Content, content)
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error} [CD0704]") from None
 
 
-def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256: str = "") -> None:
-    """Raise CheckpointError for the checkpoint of another model, dataset or optimizer.
+def restore(path: Path, states: Mapping[str, Stateful], content: Content) -> None:
+    """Restore states from a checkpoint; raises CheckpointError where they do not fit.
 
-    data_sha256: fingerprint of this run's training set; empty where it is not known.
-    """
-    for name in ("model", "dataset", "optimizer"):
-        theirs, ours = content["config"].get(name), getattr(config, name)
-        if theirs != ours:
-            raise CheckpointError(
-                f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
-                f"{ours}. Use --{name} {theirs}, or start without --resume. [CD0703]"
-            )
-    theirs = content["data_sha256"]
-    if theirs and data_sha256 and theirs != data_sha256:
-        raise CheckpointError(
-            f"the dataset has changed since the checkpoint {path}: it was trained on images with "
-            f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
-            "Name the folder with the former ones (--data-dir), or start a new run."
-            f"{data.rendered_by(config.dataset, config.data_dir)} [CD0608]"
-        )
-
-
-def restore(
-    path: Path, config: TrainConfig, model: nn.Module, optimizer: Optimizer, content: Content
-) -> Restored:
-    """Restore weights and optimizer state from a checkpoint, and return the rest of it.
-
-    model: the bare module, not its DDP wrapper.
     path: where the content was loaded from, for messages.
-
-    Raises CheckpointError when the checkpoint does not fit.
     """
-    try:
-        check_fits(path, content, config)
-        model.load_state_dict(content["model"])
-        optimizer.load_state_dict(content["optimizer"])
-        return Restored(
-            position=Position(
-                step=content["step"],
-                epoch=content["epoch"],
-                step_in_epoch=content["step_in_epoch"],
-                samples=content["samples"],
-                seconds=content["seconds"],
-                images=content["images"],
-            ),
-            best=Best(**content["best"]) if content["best"] else None,
-            random_states=content["random_states"],
-            scaler=content.get("scaler") or {},
-        )
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} does not fit the model {config.model}: {error} [CD0703]"
-        ) from None
-
-
-def gather_random_states(device: torch.device) -> States | None:
-    """Return the states of all ranks on rank 0, a row a rank; None on the others.
-
-    Collective over the default process group: every rank calls it.
-    """
-    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    gathered, first, world_size = {}, dist.get_rank() == 0, dist.get_world_size()
-    for name, state in random_states(device).items():
-        sent = state.to(on)
-        rows = [torch.empty_like(sent) for _ in range(world_size)] if first else None
-        dist.gather(sent, rows, dst=0)
-        if rows:
-            gathered[name] = torch.stack(rows).cpu()
-    return gathered or None
-
-
-def random_states(device: torch.device) -> States:
-    """Return the states of this rank's generators, each of one length on all ranks of a kind.
-
-    torch, cuda: bytes, the latter on a GPU alone. python, numpy: the Mersenne Twister's integers,
-    numpy's position, whether half of a Gaussian pair waits, and it, all as float64; numpy's is
-    left out where its generator is another.
-    """
-    _, integers, waiting = random.getstate()
-    python = [*integers, waiting is not None, waiting or 0.0]
-    states = {"torch": torch.get_rng_state(), "python": torch.tensor(python, dtype=torch.float64)}
-    kind = np.random.get_state(legacy=False)
-    if isinstance(kind, dict) and kind["bit_generator"] == "MT19937":
-        twister = kind["state"]
-        numpy = [*twister["key"].tolist(), twister["pos"], kind["has_gauss"], kind["gauss"]]
-        states["numpy"] = torch.tensor(numpy, dtype=torch.float64)
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def restore_random_states(
-    states: States | Tensor | None, rank: int, world: int, device: torch.device
-) -> None:
-    """Give a rank's generators back what was gathered of as many ranks as `world`.
-
-    Without states, or with those of another number of ranks, they stay as they are; so does a
-    device's generator with states of another kind of device. A tensor holds the rows of an older
-    checkpoint. Raises CheckpointError for damaged states and for those of another generator.
-    """
-    if states is None or len(states if isinstance(states, Tensor) else states["torch"]) != world:
-        return
-    try:
-        if isinstance(states, Tensor):
-            states_of_rank = _unpacked(states[rank])
-        else:
-            # Clones: torch reads the state of its generator from the start of the storage.
-            states_of_rank = {name: rows[rank].clone() for name, rows in states.items()}
-        *integers, waits, waiting = states_of_rank["python"].tolist()
-        twister = tuple(map(int, integers))
-        torch.set_rng_state(states_of_rank["torch"])
-        if device.type == "cuda" and "cuda" in states_of_rank:
-            torch.cuda.set_rng_state(states_of_rank["cuda"], device)
-        random.setstate((3, twister, waiting if waits else None))
-        if "numpy" in states_of_rank:
-            *integers, position, has_gauss, gauss = states_of_rank["numpy"].tolist()
-            key = np.array(integers, dtype=np.uint32)
-            np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
-    except (LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(
-            f"the random states of the checkpoint cannot be restored: {error}. "
-            "Resume with the versions that wrote it. [CD0704]"
-        ) from None
-
-
-def _unpacked(row: Tensor) -> States:
-    """Decode the bytes of one rank in an older checkpoint."""
-    data = row.numpy().tobytes()
-    packed = np.frombuffer(data, _PACKED, 1)[0]
-    if packed["layout"] != 1 or len(data) != _PACKED.itemsize + packed["torch"] + packed["cuda"]:
-        raise ValueError(f"layout {packed['layout']}, {len(data)} bytes")
-    middle = _PACKED.itemsize + int(packed["torch"])
-    states = {"torch": row[_PACKED.itemsize : middle].clone(), "cuda": row[middle:].clone()}
-    for name in ("python", "numpy"):
-        numbers = [*packed[name].tolist(), float(packed[f"{name}_gauss"])]
-        states[name] = torch.tensor(numbers, dtype=torch.float64)
-    return {name: state for name, state in states.items() if state.any()}
+    for name, each in states.items():
+        try:
+            each.load_state_dict(content[name])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint {path} does not fit the {name} of this training: {error} [CD0703]"
+            ) from None
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -101,11 +101,9 @@ def echo_dry_run(
 
     indices: of the points of a sweep.
     """
-    beside: list[str] = []
-    if spec.launcher == "sbatch":
-        from clusterddp.launchers import sbatch  # and jinja2
+    from clusterddp.submission.submit import options_beside
 
-        beside = sbatch.options_beside(spec, script, indices)
+    beside = options_beside(spec, script, indices)
     if as_json:
         click.echo(json.dumps({**fields, "sbatch_options": beside, "script": script}))
         return

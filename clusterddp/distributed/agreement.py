@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from clusterddp.distributed import exchange
 from clusterddp.errors import TrainingError
@@ -29,11 +28,6 @@ that are marked `gpu` have passed on one."""
 POLL_SECONDS = 0.5
 _MOST_STEPS = 1000
 _UNKNOWN = 10**9  # steps: more than any processor does in POLL_SECONDS
-_NO_LONGER_TF32 = (
-    "fp32 is exact now: this run began when convolutions in fp32 rounded to TF32 on its GPUs, so "
-    "its results change by rounding from here on, and its steps may be slower. --precision tf32 "
-    "--allow-changed continues in TF32"
-)
 
 
 @dataclass(frozen=True)
@@ -132,8 +126,6 @@ def decide(
         precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
     check_precision(config, precision, hellos)
     warnings = [f"{hello.host}: {hello.warning}" for hello in hellos if hello.warning] + shared
-    if recorded and recorded.kind == kind and _loses_tf32(recorded, precision, hellos):
-        warnings.append(_NO_LONGER_TF32)
     if backend == "auto":
         # A rank alone exchanges nothing: it needs no NCCL, which takes its time to start.
         backend = "nccl" if kind == "cuda" and len(hellos) > 1 else "gloo"
@@ -148,7 +140,6 @@ def decide(
         threads=threads,
         world_size=len(hellos),
         precision=precision,
-        exact_fp32=True,
         cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend, recorded),
         hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
         where=_where(hellos),
@@ -177,17 +168,10 @@ def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]
         )
 
 
-def _loses_tf32(recorded: Agreement, precision: str, hellos: Sequence[Hello]) -> bool:
-    """Return whether the run's fp32 was rounded to TF32 before, by a clusterddp that let it be."""
-    had_tf32 = any(hello.bf16 for hello in hellos if hello.kind == "cuda")  # both since Ampere
-    return had_tf32 and "fp32" == precision == recorded.precision and not recorded.exact_fp32
-
-
 class Poll:
     """Exchange of the ranks' wishes at steps that they all know."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._next = 0
         self._stride = 1
         self._last: tuple[int, float] | None = None
@@ -206,9 +190,8 @@ class Poll:
         if self._last and step > self._last[0]:
             self.step_seconds = (now - self._last[1]) / (step - self._last[0])
         wanted = int(POLL_SECONDS / self.step_seconds) if self.step_seconds else _UNKNOWN
-        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=self._device)
-        if dist.is_initialized():  # else it is a rank alone
-            exchange.largest(answer)
+        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=exchange.device())
+        exchange.largest(answer)
         *answers, slowest = answer.tolist()
         self.pace = -slowest
         # Careful at first: a step that is slow to begin with is soon faster, and the other way.

@@ -41,6 +41,7 @@ class Phase(IntEnum):
     COUNT = 7, "adding up the evaluation after step {}"
     SAVE = 8, "saving after step {}"
     DONE = 9, "done after step {}"
+    OWN = 10, "in code of its own after step {}"
 
 
 class Place(NamedTuple):
@@ -166,6 +167,17 @@ class Signs:
             for rank, (_, at, grown) in self._numbers.items()
             if self._looked_at - at >= self._quiet
         }
+
+
+def address_of_group() -> tuple[str, int] | None:
+    """Return where the default process group's store listens; None where it is of another kind."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
 def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store:

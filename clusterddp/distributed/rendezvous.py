@@ -273,11 +273,7 @@ class Identity:
 
     def prove(self, key: str, text: str) -> str:
         """Give the proof of what is written under a key; empty without a nonce."""
-        if not self.nonce:
-            return ""
-        scope = json.dumps([self.run, self.round, key, text])
-        secret = self.nonce.encode(errors="surrogateescape")
-        return hmac.new(secret, scope.encode(), hashlib.sha256).hexdigest()
+        return self._digest(key, text) if self.nonce else ""
 
     def publish(self, store: Store) -> None:
         """Publish it, as rank 0 of this start."""
@@ -308,9 +304,11 @@ class Identity:
         """Key under which rank 0 publishes it."""
         return f"{PREFIX}/{self.round}/identity"
 
-    def _digest(self, purpose: str) -> str:
-        scope = json.dumps([purpose, self.run, self.round, self.nonce])
-        return hashlib.sha256(scope.encode()).hexdigest()
+    def _digest(self, *words: str) -> str:
+        """Return the HMAC of what this start is and of some words, by the nonce, if it has one."""
+        scope = json.dumps([self.run, self.round, *words])
+        secret = self.nonce.encode(errors="surrogateescape")
+        return hmac.new(secret, scope.encode(), hashlib.sha256).hexdigest()
 
 
 class RunStore(PrefixStore):

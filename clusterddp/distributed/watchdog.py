@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from clusterddp import log
 from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Signs
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.run.outcome import note_hung
 
 # A rank that posted nothing for so many beats does not answer.
 _BEATS_OF_SILENCE = 4
@@ -69,6 +71,10 @@ class Watchdog:
     many seconds without such a sign the stacks are wanted; 0 for never. `leave` takes, once, why
     this rank cannot go on: nothing has moved for `leave_seconds` and a rank is suspected, or one
     that others wait for has left.
+
+    In code of a rank's own (`Phase.OWN`), of which nothing is known, no time counts, and nobody
+    hangs who waits for a rank there. A training that has such code (`has_own_code`) prints stacks
+    only once a rank is suspected.
     """
 
     def __init__(
@@ -84,10 +90,12 @@ class Watchdog:
         beat: Callable[[float], None] = lambda _: None,
         leave: Callable[[str], None] | None = None,
         leave_seconds: float = 0.0,
+        has_own_code: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._note, self._show_life = note, beat
         self._leave, self._leave_seconds = leave, leave_seconds
+        self._has_own_code, self._has_printed = has_own_code, False
         self._env, self._progress, self._clock = env, progress, clock
         self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat, 1.0)
@@ -120,6 +128,8 @@ class Watchdog:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
+        if self._logged and self._progress.state[0] != self._marks:
+            self._resume()  # it has gone on since the last look: nobody hangs
         if self._board:
             self._board.stop()
         self._show_life(0)
@@ -140,7 +150,8 @@ class Watchdog:
             self._give_up(board.failure)
         if board and board.unconnected and not self._said_unconnected:
             self._say_unconnected(board.unconnected)
-        if self._progress.state[0] != self._marks:
+        is_own = self._progress.place.phase == Phase.OWN
+        if self._progress.state[0] != self._marks or is_own:
             self._resume()
         elif self._still_seconds >= self._silent_seconds:
             self._stall()
@@ -156,6 +167,7 @@ class Watchdog:
         logged, still = self._logged, self._still_seconds
         self._marks, self._moved_at = self._progress.state[0], self._now
         self._logged, self._signs, self.suspect, self._deserted = None, None, "", False
+        self._has_printed = False
         if self._board:
             self._board.wanted, self._board.suspect = range(0), ""
         if logged:
@@ -165,7 +177,8 @@ class Watchdog:
     def _stall(self) -> None:
         if self._signs is None:
             self._look_at(range(min(self._env.rank, _POSSIBLE_SPEAKERS)))
-            self._print_stacks()
+            if not self._has_own_code:
+                self._print_stacks()
         board, place = self._board, self._progress.place.words()
         if board is None or self._unreachable or not board.rounds:
             others = "" if self._env.world_size == 1 else "; nothing is known of the other ranks"
@@ -175,6 +188,9 @@ class Watchdog:
         else:
             self._compare(board)
         self.suspect = self.suspect or self._unreachable
+        if self._has_own_code and not self._has_printed and (self.suspect or self._logged):
+            self._has_printed = True
+            self._print_stacks()
         waited = self._deserted or self._still_seconds >= self._leave_seconds
         if self._leave and self.suspect and waited:
             leave, self._leave = self._leave, None
@@ -208,11 +224,12 @@ class Watchdog:
             for rank, seconds in signs.silent(self._now, self._still_seconds).items()
             if rank not in gone and rank != env.rank
         }
+        own = [each for each in look.postings.values() if each.place.phase == Phase.OWN]
         if any(rank < env.rank and rank not in silent and rank not in gone for rank in signs.ranks):
             self.suspect = look.suspect  # that rank speaks
         elif len(signs.ranks) < env.world_size:
             self._look_at(range(env.world_size))
-        else:
+        elif silent or all(each.left for each in own):
             self._log_verdict(judge(look.postings, silent, env.world_size, self._silent_seconds))
             board.suspect = self.suspect
 
@@ -272,6 +289,22 @@ class Watchdog:
             self._note(verdict)
 
 
+def noting(folder: Path) -> Callable[[Verdict | None], None]:
+    """Return what records in a folder of outcomes which rank hangs, and that none does any more.
+
+    How an attempt has ended then names it before those that gave up waiting.
+    """
+
+    def note(verdict: Verdict | None) -> None:
+        if verdict and verdict.kind == "alone":
+            return  # a rank that sees no other
+        hang = verdict if verdict and verdict.reason else None
+        with suppress(OSError):
+            note_hung(folder, hang.ranks if hang else (), hang.reason if hang else "")
+
+    return note
+
+
 def judge(
     postings: Mapping[int, Posting],
     silent: Mapping[int, float],
@@ -287,7 +320,7 @@ def judge(
         # Before those that left: they may have done so for the want of this one.
         return _silence(postings, silent)
     gone = [rank for rank, posting in postings.items() if posting.left]
-    if left := [rank for rank in gone if postings[rank].place.phase < Phase.DONE]:
+    if left := [rank for rank in gone if postings[rank].place.phase != Phase.DONE]:
         place = postings[min(left)].place
         return Verdict(
             "left",

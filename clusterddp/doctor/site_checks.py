@@ -66,15 +66,9 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     names = _in_order(known, spec.resources.partition)
     forecasts = {name: forecast(_one_node(spec, known[name])) for name in names[:MOST_PARTITIONS]}
     with_gpus = min((n for n in names if known[n].gpus), key=lambda n: bool(closed[n]), default="")
-    types = sorted(filter(None, known[with_gpus].gpus)) if with_gpus else []
-    asked_type = spec.resources.gpu_type or "".join(types[:1])
-    kinds = dict.fromkeys(("", asked_type)) if with_gpus else ()
-    gpu_forms = {
-        (form, kind): forecast(_one_node(spec, known[with_gpus], form, kind))
-        for kind in kinds
-        for form in _FORMS
-    }
-    outcomes = {form: _outcome(asked) for form, asked in gpu_forms.items()}
+    gpu_forms = _with_one_gpu(spec, known[with_gpus]) if with_gpus else {}
+    asked_forms = {form: forecast(resources) for form, resources in gpu_forms.items()}
+    outcomes = {form: _outcome(asked) for form, asked in asked_forms.items()}
     tried = {name: _outcome(asked) for name, asked in forecasts.items()}
     # A job of one GPU may be refused for the form alone.
     if taken := next(filter(lambda outcome: outcome[0], outcomes.values()), None):
@@ -143,6 +137,14 @@ def _one_node(
         gpu_type=kind,
         gpu_request=form or spec.resources.gpu_request,
     )
+
+
+def _with_one_gpu(spec: JobSpec, partition: Partition) -> dict[tuple[str, str], Resources]:
+    """Return the requests for one GPU of a partition, by the directive and the type they name."""
+    types = sorted(filter(None, partition.gpus))
+    kinds = dict.fromkeys(("", spec.resources.gpu_type or "".join(types[:1])))
+    forms_and_kinds = [(form, kind) for kind in kinds for form in _FORMS]
+    return {each: _one_node(spec, partition, *each) for each in forms_and_kinds}
 
 
 def _outcome(asked: "Future[tuple[bool, str]]") -> tuple[bool, str]:

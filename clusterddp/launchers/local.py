@@ -269,12 +269,14 @@ def job_environment(
     )
     if "cpus-per-task" in directives:
         environ["SLURM_CPUS_PER_TASK"] = str(cpus)
-    per_task = int(directives.get("gpus-per-task", "0").rpartition(":")[2])
-    gres = re.findall(r"(?:^|,)gpu(?::[^:,]*)?:(\d+)", directives.get("gres", ""))
+    per_task, per_node = (
+        forms.gpu_count(name, directives.get(name, "0"))[1]
+        for name in ("gpus-per-task", "gpus-per-node")
+    )
     per_node = (
         per_task * tasks_per_node
-        or int(directives.get("gpus-per-node", "0").rpartition(":")[2])
-        or sum(map(int, gres))
+        or per_node
+        or forms.gpus_of(directives.get("gres", "")).get("", 0)
     )
     if per_node:
         environ["SLURM_GPUS_ON_NODE"] = str(per_node)

@@ -19,7 +19,6 @@ import jinja2
 from jinja2 import nodes
 from jinja2.bccache import Bucket
 
-from clusterddp import log
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob
 from clusterddp.request import sweep
@@ -82,82 +81,39 @@ def render(
 prepare = render
 
 
-def submit(spec: JobSpec, script: str, run: "RunDir", points: Sequence["RunDir"] = ()) -> SentJob:
-    """Queue the script, and record its job id in the run.
-
-    points: those of a sweep that are submitted, as one job array of the sweep's script; `run` is
-    then the sweep. A run that is a point is submitted as such, where the script is the sweep's.
-    """
-    from clusterddp.run import bad_nodes, events
-    from clusterddp.slurm.client import check_expedite, sbatch
-    from clusterddp.status import chain  # these four: not needed for a dry run
+def submit(
+    spec: JobSpec,
+    script: str,
+    run: "RunDir",  # noqa: ARG001 -- its records are the caller's
+    *,
+    exclude: Sequence[str] = (),
+    dependency: str = "",
+    array: str = "",
+) -> SentJob:
+    """Queue the script; what is given beside it takes the place of its lines."""
+    from clusterddp.slurm import client  # not needed for a dry run
 
     if spec.requeue == EXPEDITE:
-        check_expedite(os.environ)
-    awaited = chain.look(spec) if spec.after else []
-    chain.check(awaited, spec)
-    dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
-    choice = bad_nodes.choose_for_submission(spec)
-    # The argument takes the place of a line that the person may have edited.
-    exclude: Sequence[str] = ()
-    if choice.nodes:
-        try:
-            lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
-            own = [host for text in lists for host in forms.expand_nodelist(text)]
-            exclude = [*dict.fromkeys([*own, *choice.nodes])]
-        except RequestError as error:  # a file of names, say, which sbatch takes as well
-            log.warning(f"no bad node is left out: {error} [CD1303]")
-            choice = bad_nodes.Choice()
-    if spec.point and sweep.is_array(script):
-        points = [run]
-    indices = [int(point.name.rpartition("-")[2]) for point in points]
-    array = array_of(indices, spec.sweep.max_parallel)
-    job_id = sbatch(
-        script,
-        os.environ,
-        comment=spec.comment,
-        exclude=exclude,
-        dependency=dependency,
-        array=array,
-    )
-    folder, names = str(Path.cwd()), [f"{job_id}_{index}" for index in indices]
-    if points and run != points[0]:
-        events.add(
-            run.events,
-            events.Submitted,
-            job_id=job_id,
-            launcher="sbatch",
-            folder=folder,
-            indices=tuple(indices),
+        client.check_expedite(os.environ)
+    return SentJob(
+        client.sbatch(
+            script,
+            os.environ,
+            comment=spec.comment,
+            exclude=exclude,
+            dependency=dependency,
+            array=array,
         )
-    jobs = dict(zip(points or [run], names or [job_id], strict=True))
-    for each, name in jobs.items():
-        # Those of a sweep are not synced one by one: the sweep's own line tells of all.
-        add = events.add if len(names) < 2 else events.note
-        add(each.events, events.Submitted, job_id=name, launcher="sbatch", folder=folder)
-        if choice.nodes:
-            events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
-    if awaited:
-        chain.record(run, jobs, awaited)
-        if words := chain.describe(awaited):
-            log.info(f"{spec.run_name} {words}")
-    return SentJob(names[0] if points == [run] else job_id)
+    )
 
 
-def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> list[str]:
-    """Return the options that `submit` gives beside a script, but for the bad nodes it leaves out.
+def excluded(script: str) -> list[str]:
+    """Return the hosts that lines of a script leave out. Raises RequestError for no list of them.
 
-    indices: of the points that are submitted, of a sweep.
+    An argument of sbatch takes the place of a line, which the person may have edited.
     """
-    from clusterddp.slurm.client import sbatch_options
-    from clusterddp.status import chain
-
-    if spec.point and sweep.is_array(script):
-        indices = [spec.index]
-    awaited = chain.look(spec) if spec.after else []
-    dependency = chain.dependency(awaited, [spec.resources.dependency]) if awaited else ""
-    array = array_of(indices, spec.sweep.max_parallel)
-    return sbatch_options(spec.comment, dependency=dependency, array=array)
+    lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
+    return [host for text in lists for host in forms.expand_nodelist(text)]
 
 
 def shipped_folder() -> Path:

@@ -7,7 +7,7 @@ starts nothing. Exporting the result is left to the caller.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
@@ -118,6 +118,24 @@ class DistEnv:
         if _VARIABLE.fullmatch(source):
             return f"{source}={value}"
         return f"{name}={value} ({source})" if source else f"{name}={value}"
+
+
+def of_hosts(rank: int, hosts: Sequence[str], master_addr: str, master_port: int) -> DistEnv:
+    """Return the place of a rank of a process group that is there, by the host of each rank."""
+    names = tuple(dict.fromkeys(hosts))
+    own = hosts[rank]
+    return DistEnv(
+        rank=rank,
+        local_rank=list(hosts[:rank]).count(own),
+        node_rank=names.index(own),
+        world_size=len(hosts),
+        local_world_size=list(hosts).count(own),
+        num_nodes=len(names),
+        master_addr=master_addr,
+        master_port=master_port,
+        hostnames=names,
+        origin="torch",
+    )
 
 
 def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 0) -> int:

@@ -51,6 +51,8 @@ _WRAPPERS = {
 """Programs that become, or start, the one behind their options: the options whose value is the next
 word, and how many words of their own stand between the options and the program."""
 
+BRING_PROGRAMS = frozenset({"apptainer", "singularity", "uv"})
+"""Those of them that start a program out of an image or an environment."""
 SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 _BEFORE_A_COMMAND = re.compile(
     r"[A-Za-z_]\w*\+?=|(!|\{|do|elif|else|if|then|until|while)\Z"

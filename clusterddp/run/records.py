@@ -347,8 +347,6 @@ class Agreement:
     """Number of ranks."""
     precision: str = "fp32"
     """`fp32`, `tf32`, `bf16` or `fp16`."""
-    exact_fp32: bool = False
-    """True where `fp32` is without TF32; until 0.1.1 GPUs convolved in it."""
     cuda_graph: bool = False
     """True where the step is captured into a graph."""
     hosts: tuple[str, ...] = ()

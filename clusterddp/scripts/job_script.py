@@ -18,7 +18,6 @@ from clusterddp.scripts.python_file import PythonFile
 from clusterddp.scripts.sbatch_file import SbatchFile, Step
 from clusterddp.scripts.shell import Assignment, Command, Expansion, Script, Word, is_known, said
 from clusterddp.slurm import forms
-from clusterddp.slurm.partitions import gpus_of
 
 _BEHIND_A_LOOP = frozenset({"for", "while", "until", "function"})
 TRAINS = 3
@@ -42,7 +41,6 @@ DIRECTIVES_OF_LAYOUT = frozenset(
 MPI = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "orterun", "prterun"})
 _ALL_GPUS = re.compile(r"SLURM_GPUS_ON_NODE|SLURM_GPUS_PER_NODE|nvidia-smi")
 _OF_NODES = re.compile(r"SLURM_NNODES|SLURM_JOB_NUM_NODES")
-_BARE_GPU = re.compile(r"(?:^|(?<=,))gpu(?::[A-Za-z][\w.-]*)?(?=,|$)")
 
 Note = Callable[[int, str, str], None]
 """Takes a line of the file, what is typed there, and a remark on it."""
@@ -197,9 +195,8 @@ class JobScript:
     def gpus_per_node(self) -> int | None:
         if (value := _gpus(self.file.value("gpus-per-node"))) is not None:
             return value
-        gres = [each for each in (self.file.value("gres") or "").split(",") if each[:3] == "gpu"]
-        if gres:
-            return _gpus(",".join(each.removeprefix("gpu").lstrip(":") or "1" for each in gres))
+        if "gpu" in (gres := self.file.value("gres") or ""):
+            return forms.gpus_of(gres, bare=1).get("")
         if self.gpus_per_task and self.tasks_per_node:
             return self.gpus_per_task * self.tasks_per_node
         gpus = _gpus(self.file.value("gpus"))
@@ -675,7 +672,7 @@ class _LayoutReader:
                 why = f"not carried over beside --{name}: a task sees all GPUs of its node"
                 self.note(each.line, each.source, why)
             if name == "gres":
-                found = gpus_of(_BARE_GPU.sub(r"\g<0>:1", value.replace("gres:", "")))
+                found = forms.gpus_of(value.replace("gres:", ""), bare=1)
                 if found:
                     return next((kind for kind in found if kind), ""), found[""], name
                 if re.search(r"(?:^|[,:])gpu\b", value):

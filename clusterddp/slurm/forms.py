@@ -27,6 +27,7 @@ LONGEST_DIRECTIVE_BYTES = 8000
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 # A type can begin with a digit: MIG devices are of types such as 3g.40gb.
 _GPUS = re.compile(r"(?:(?P<type>[A-Za-z0-9][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
+_GPU_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d{1,9}))?(?=[(,]|$)")
 
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -199,6 +200,23 @@ def gpu_count(option: str, value: str) -> tuple[str, int]:
     if gpus["type"] and not int(gpus["count"]):
         raise OptionError(option, f" {value}: none of a type cannot be asked for; type 0, or N.")
     return gpus["type"] or "", int(gpus["count"])
+
+
+def gpus_of(gres: str, *, bare: int = 0) -> dict[str, int]:
+    """Return GPUs by their type, and all of them by an empty one.
+
+    gres: such as `gpu:a100:4(S:0-1),gpu:v100:2,nvme:1`, as sinfo and the option --gres have it.
+    bare: number that `gpu` and `gpu:TYPE` stand for, 1 in a request.
+    """
+    gpus: dict[str, int] = {}
+    for match in _GPU_GRES.finditer(gres):
+        kind = match["type"] or ""
+        count = int(match["count"] or 0)
+        if match["count"] is None:
+            count = bare if re.fullmatch(r"(?:[A-Za-z][\w.-]*)?", kind, re.ASCII) else 0
+        for each in {kind, ""} if count or match["count"] else ():
+            gpus[each] = gpus.get(each, 0) + count
+    return gpus
 
 
 def words(option: str, value: str) -> tuple[str, ...]:

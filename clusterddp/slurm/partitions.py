@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.client import ask
-from clusterddp.slurm.forms import time_seconds
+from clusterddp.slurm.forms import gpus_of, time_seconds
 
 PATIENCE_SECONDS = 1.0
 """Time that a submission has for the answer, from the moment of the question."""
@@ -25,7 +25,6 @@ _NOT_GIVEN = (
 )
 _MARKS_NOT_GIVEN = ("!", "%", "$", "@", "^")
 _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
-_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??:(?P<count>\d{1,9})(?=[(,]|$)")
 
 
 @dataclass(frozen=True)
@@ -153,16 +152,3 @@ def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) 
 def features_of(constraint: str) -> frozenset[str]:
     """Return all features that a constraint names, whatever joins them: a node with all fits."""
     return frozenset(word for word in _FEATURE.findall(constraint) if not word.isdecimal())
-
-
-def gpus_of(gres: str) -> dict[str, int]:
-    """Return a node's GPUs by their type, and all of them by an empty one.
-
-    gres: such as `gpu:a100:4(S:0-1),gpu:v100:2,nvme:1`, as sinfo and the option --gres have it.
-    """
-    gpus: dict[str, int] = {}
-    for match in _GRES.finditer(gres):
-        count = int(match["count"])
-        for kind in {match["type"] or "", ""}:
-            gpus[kind] = gpus.get(kind, 0) + count
-    return gpus

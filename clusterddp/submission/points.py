@@ -63,7 +63,12 @@ def refuse_existing(
             )
 
 
-def note_rehearsal(sweep: SweepDir, indices: Sequence[int]) -> None:
+def index_of(point: RunDir) -> int:
+    """Return the index of a point, by its name."""
+    return int(point.name.rpartition("-")[2])
+
+
+def note_rehearsal(sweep: RunDir, indices: Sequence[int]) -> None:
     """Record that points will run on this machine, one after the other. Raises OSError."""
     events.add(
         sweep.events,

@@ -17,8 +17,6 @@ from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
 """Begin of sbatch's directives by which a job can find other files than there are here now."""
-_BRING_PROGRAMS = ("apptainer", "singularity", "uv")
-"""Programs that start another one out of an image or an environment."""
 _INTERPRETERS = {".py": "python", ".sh": "bash"}
 """Interpreters of scripts, by how their names end."""
 _SHELLS = ("bash", "sh")
@@ -139,7 +137,7 @@ def _has_other_path(spec: JobSpec) -> bool:
     from clusterddp.request import nested_launcher
 
     before = spec.command[: nested_launcher.program_index(spec.command)]
-    brings = any(PurePath(word).name in _BRING_PROGRAMS for word in before)
+    brings = any(PurePath(word).name in nested_launcher.BRING_PROGRAMS for word in before)
     sets = any(word.startswith("PATH=") for word in before) or "PATH" in dict(spec.environment)
     return brings or sets or spec.export == "NONE" or "get-user-env" in dict(spec.sbatch)
 

@@ -1,7 +1,8 @@
-"""Submits a run once more, in its own directory, to resume from its newest checkpoint.
+"""Submits a run once more, or points of a sweep, to resume from their newest checkpoints.
 
-The recorded request may be changed in what leaves the run's weights alone, or as the person allows.
-Refused submissions leave the run's records as they were.
+A run is a sweep of one: its job has one element, itself. The recorded request may be changed in
+what leaves the weights alone, or as the person allows. Refused submissions leave the records as
+they were.
 """
 
 import contextlib
@@ -15,25 +16,26 @@ from pathlib import Path
 from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
-from clusterddp.launchers import notice_job
 from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import is_array, shown
+from clusterddp.request.sweep import NO_SWEEP, Sweep, is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.run_dir import RunDir, checkpoint_step, newest_checkpoint
+from clusterddp.run.run_dir import RunDir, SweepDir, checkpoint_step, newest_checkpoint
 from clusterddp.slurm.client import query
+from clusterddp.slurm.site import array_limits
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import chain
 from clusterddp.status.state import ACTIVE, RunState, jobs_to_ask, latest_submission
-from clusterddp.status.status import RunStatus, run_status, submission_folder
-from clusterddp.submission import bundle, code_renewal, outlook, snapshot
+from clusterddp.status.status import RunStatus, run_status, statuses, submission_folder
+from clusterddp.status.sweeps import has_failed
+from clusterddp.submission import bundle, code_renewal, outlook, points, snapshot
 from clusterddp.submission.claim import Claim, claimed
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
-from clusterddp.submission.programs import check_command, check_pythons, refuse_launcher
-from clusterddp.submission.submit import ask_for_partitions, naming_the_job
+from clusterddp.submission.programs import check_pythons, refuse_launcher
+from clusterddp.submission.submit import ask_for_partitions, check_commands, naming_the_job, send
 from clusterddp.version import of_script
 
 CHANGEABLE = (
@@ -46,7 +48,7 @@ CHANGEABLE = (
 OF_COMMAND = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
 """Fields that it may change for a COMMAND: what decides the weights there is the person's own."""
 _MOST_CHANGES = 20
-_TOGETHER_SECONDS = 2.0
+_MOST_COMMANDS = 20
 _EITHER = (
     "Name its folder with --template-dir, edit the script and resubmit without options, or add "
     "--allow-changed to have it rendered anew."
@@ -73,6 +75,8 @@ class Terms:
     """Folder of the person's templates, where the run was submitted with one."""
     snapshot_limit_mb: float | None = None
     """Most megabytes of a new copy of the code; None is 50, or twice the former copy."""
+    more: Sweep = NO_SWEEP
+    """Points that are added to a sweep, and submitted in place of those that it has."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,10 @@ class Resubmission:
     """The bytes that are sent."""
     source: Path | None
     """Checkpoint from which the run resumes; None where it begins at another one or at step 0."""
-    submission: launchers.SentJob | None
-    """None in a dry run."""
+    indices: tuple[int, ...] = ()
+    """Points that are submitted, of a sweep."""
+    submission: launchers.SentJob | None = None
+    """None in a dry run; without a job id of a sweep's rehearsal, which runs the points in turn."""
 
     @property
     def job_id(self) -> str:
@@ -106,17 +112,24 @@ class Resubmission:
 def resubmit(
     run: RunDir, change: Callable[[JobSpec], JobSpec], terms: Terms, *, dry_run: bool = False
 ) -> Resubmission:
-    """Submit a run once more, from the folder of its first submission.
+    """Submit a run once more, or points of a sweep, from the folder of the first submission.
 
-    change: makes the new request from the recorded one; an equal one sends the script as it stands,
-    unless an earlier version rendered it.
-    dry_run: check the request and render the script; touch nothing.
+    run: of a `SweepDir` those points are submitted that have not ended well, or further ones
+    (`Terms.more`); those that are done, queued or running are left alone. change: makes the new
+    request from the recorded one; an equal one sends the script as it stands. dry_run: check the
+    request and render the script; touch nothing.
 
     Raises RequestError where nothing was submitted; SlurmError where the job may be queued.
     """
-    run = RunDir(run.path.absolute())
+    run = dataclasses.replace(run, path=run.path.absolute())
     if terms.template_folder:  # before the folder changes
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
+    if terms.new_code and isinstance(run, SweepDir):
+        raise RequestError(
+            f"--code new: the points of {run.name} share one copy of the code, which those that "
+            "are done were trained with, and further ones use it, too. Submit these as a new "
+            "sweep. [CD0313]"
+        )
     with contextlib.ExitStack() as stack:
         claim = None if dry_run else stack.enter_context(claimed(run))
         if claim:
@@ -124,40 +137,29 @@ def resubmit(
         before = run.load_spec()
         stack.enter_context(submission_folder_of(run))
         _check_directory(run, before)
-        if terms.from_scratch and before.train is None:
-            raise RequestError(
-                f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
-                "which begins where it likes. [CD0511]"
-            )
-        after = change(before)
-        if after.train and terms.allow_changed:  # the ranks check their configuration too
-            train = dataclasses.replace(after.train, allow_changed=True)
-            after = dataclasses.replace(after, train=train)
-        check_fields(run, before, after)
-        if claim:
-            _check_state(run, before, after, terms)
+        after = _changed(run, before, change, terms)
+        if isinstance(run, SweepDir):
+            indices = _further(run, before, after) if terms.more else _to_repeat(run)
         else:
-            _check_done(run, before, after, run_status(run, {}), terms)
-        check_changes(run, before, after, terms)
+            indices = []
+            _check_state(run, before, after, terms, asks=not dry_run)
+        _check_changes(run, before, after, terms)
         for remark in remarks(after):
             if remark not in remarks(before):
                 log.warning(coded(remark, "CD0112"))
-        script = script_for(run, before, after, terms)
+        script = _script_for(run, before, after, terms)
         own_code = run.code_folder if run.code.is_dir() and not terms.new_code else None
         if after.command != before.command:
             refuse_launcher(after)
-            check_command(after, script, folder=own_code, force=terms.force)
-        source = _source(run, after, terms)
+            check_commands(after, script, folder=own_code, force=terms.force)
+        plan = Resubmission(after, script, _source(run, after, terms), tuple(indices))
         if claim is None:
-            if after.train:
-                find_own_functions(after.train, after, code=own_code)
-            return Resubmission(after, script, source, None)
-        question = ask_for_partitions(after) if after.resources != before.resources else None
-        if (after.python, after.batch_python) != (before.python, before.batch_python):
-            check_pythons(after)
-        _check_inputs(after, own_code, source)
-        if question:
-            outlook.check_partitions(after, question.answer(), force=terms.force)
+            for train in after.trainings:
+                find_own_functions(train, after, code=own_code)
+            return plan
+        _check_start(before, plan, own_code, terms)
+        runs = [run.element(index) for index in indices] if isinstance(run, SweepDir) else []
+        claims = [claim, *(stack.enter_context(claimed(r)) for r in runs if r.path.exists())]
         new: list[str] = []
         if terms.new_code:
             renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
@@ -165,8 +167,29 @@ def resubmit(
         is_new = not run.script.is_file() or script != _recorded_script(run)
         if terms.new_clusterddp or is_new or not bundle.keeps(run):
             new += stack.enter_context(bundle.renewed(run))
-        submission = _submit(claim, before, after, script, terms, new)
-        return Resubmission(after, script, source, submission)
+        submission = _submit(claims, before, plan, terms, new)
+        return dataclasses.replace(plan, submission=submission)
+
+
+def _changed(
+    run: RunDir, before: JobSpec, change: Callable[[JobSpec], JobSpec], terms: Terms
+) -> JobSpec:
+    """Return the new request, further points included; refuses a change of what is kept."""
+    if terms.from_scratch and before.train is None:
+        raise RequestError(
+            f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
+            "which begins where it likes. [CD0511]"
+        )
+    after = change(before)
+    if after.train and terms.allow_changed:  # the ranks check their configuration too
+        train = dataclasses.replace(after.train, allow_changed=True)
+        after = dataclasses.replace(after, train=train)
+    if terms.more:
+        whole = after.sweep.with_points(terms.more, trained=after.train is not None)
+        after = dataclasses.replace(after, sweep=whole)
+    after.check_points()
+    _check_fields(run, dataclasses.replace(before, sweep=after.sweep), after)
+    return after
 
 
 @contextlib.contextmanager
@@ -188,7 +211,7 @@ def submission_folder_of(run: RunDir) -> Iterator[None]:
             os.chdir(here)
 
 
-def check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
+def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a change of what a run keeps for good."""
     new, open_to_change = vars(after), (*CHANGEABLE, *(() if before.train else OF_COMMAND))
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
@@ -209,69 +232,43 @@ def check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
         )
 
 
-def script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
-    """Return the script to send: the recorded one where nothing was changed, or a new one.
-
-    One of an earlier version is rendered anew, unless lines of the person's would be lost.
-    """
+def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
+    """Return the script to send: the recorded one where nothing was changed, or a new one."""
     if after.train and not terms.from_scratch:
         _check_progress(run, after, after.train)
     render = launchers.load(after.launcher).prepare
     if not run.script.is_file():
         return render(after, terms.template_folder)
-    recorded, is_unchanged = _recorded_script(run), after == before and not terms.new_clusterddp
-    if not _is_earlier(recorded):
-        if after == before:
-            return recorded
-        whole = run.sweep if before.point and is_array(recorded) else None
-        asked = whole.load_spec() if whole else before  # a point has the script of its sweep
-        again = "" if terms.allow_changed else render(asked, terms.template_folder)
-        if again and recorded != again and of_script(recorded) == of_script(again):
-            raise RequestError(
-                f"{run.script} is not what template {before.template} gives for this run: it was "
-                "edited, or rendered from a template of your own, or by another state of "
-                f"clusterddp. {_EITHER} [CD0515]"
-            )
-        return render(after, terms.template_folder)
-    own = "" if terms.allow_changed else _own_lines(run, before, recorded, terms)
-    earlier = f"{run.script} is of clusterddp {of_script(recorded)}"
-    if own and not is_unchanged:
-        raise RequestError(f"{earlier}, and {own}. {_EITHER} [CD0515]")
-    if own:
-        log.info(f"{earlier}, and is sent as it stands: {own}. --allow-changed renders it anew")
+    recorded = _recorded_script(run)
+    if after == before:
         return recorded
-    log.info(f"{earlier}, and is rendered anew from {after.template}; the former stays beside it")
+    whole = run.sweep if before.point and is_array(recorded) else None
+    asked = whole.load_spec() if whole else before  # a point has the script of its sweep
+    again = "" if terms.allow_changed else render(asked, terms.template_folder)
+    if again and recorded != again and of_script(recorded) == of_script(again):
+        raise RequestError(
+            f"{run.script} is not what template {before.template} gives for this run: it was "
+            "edited, or rendered from a template of your own, or by another state of "
+            f"clusterddp. {_EITHER} [CD0515]"
+        )
     return render(after, terms.template_folder)
 
 
-def _own_lines(run: RunDir, spec: JobSpec, script: str, terms: Terms) -> str:
-    """Say why a script of an earlier version may hold lines of the person's; empty where not.
-
-    Its template is not at hand to be compared with. But a run's script and request are written
-    together, and a script that was sent by hand has no submission; and directives, environment and
-    set-up lines are what they were.
-    """
-    if spec.launcher == "submitit":  # which renders at each submission
-        return ""
-    try:
-        again = launchers.load(spec.launcher).prepare(spec, terms.template_folder)
-    except RequestError as error:
-        return str(error).rstrip(".")
-    if not any(isinstance(event, events.Submitted) for event in events.read(run.events)):
-        return "it was sent by hand, perhaps edited"
-    if run.script.stat().st_mtime > run.spec.stat().st_mtime + _TOGETHER_SECONDS:
-        return "it was edited since, or options have changed"
-    directives = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
-    _, begin, rest = script.partition("\nunset ")
-    set_up, end, _ = rest.partition("\nlistening() ")
-    if not end:
-        return "it is of a template of your own"
-    lines = [line for line in (begin + set_up).splitlines() if not line.startswith("#")]
-    for line in (*directives, *lines):
-        words = line.strip(" \\").removeprefix("export ")
-        if words not in again and words != "PYTHONUNBUFFERED=1":
-            return f"template {spec.template} does not give its line {line!r}"
-    return ""
+def _further(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
+    """Return the indices of the points that are added. Raises RequestError for none."""
+    indices = [*range(len(before.sweep), len(after.sweep))]
+    if not indices:
+        raise RequestError(
+            f"{sweep.name} has each of these points already. Those that have not ended "
+            f"well, or are missing: clusterddp resubmit {sweep.shown} [CD1103]"
+        )
+    points.refuse_existing(
+        after,
+        indices,
+        "its further points keep to their numbers: submit these as a sweep of their own "
+        "(clusterddp submit --run-name NAME --sweep …)",
+    )
+    return indices
 
 
 def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
@@ -279,7 +276,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
     Raises RequestError where they would not begin.
     """
-    if spec.train is None or terms.from_scratch:
+    if spec.train is None or spec.sweep or terms.from_scratch:
         return None
     from clusterddp.checkpoints import catalog
 
@@ -289,19 +286,30 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
         raise RequestError(str(error), code=error.code) from None
 
 
-def _check_inputs(spec: JobSpec, own_code: Path | None, source: Path | None) -> None:
-    bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+def _check_start(before: JobSpec, plan: Resubmission, own_code: Path | None, terms: Terms) -> None:
+    """Check what the job needs from here, as a first submission does."""
+    spec = plan.spec
+    question = ask_for_partitions(spec) if spec.resources != before.resources else None
+    if (spec.python, spec.batch_python) != (before.python, before.batch_python):
+        check_pythons(spec)
+    has_queue = spec.launcher != "local"
+    if has_queue:
+        bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
     if spec.after:  # ahead of the records
-        chain.check(chain.look(spec), spec, has_queue=spec.launcher != "local")
+        chain.check(chain.look(spec), spec, has_queue=has_queue)
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
-                f"{name} is not set here, and the run passes it by name from where you submit; "
-                "set it. [CD0106]"
+                f"{name} is not set here, and the {'sweep' if spec.sweep else 'run'} passes it by "
+                "name from where you submit; set it. [CD0106]"
             )
-    if spec.train:
-        resume = "" if source else spec.train.resume  # the run's own checkpoints come first
-        make_sure(dataclasses.replace(spec.train, resume=resume), spec, code=own_code)
+    for train in spec.trainings:
+        resume = "" if plan.source else train.resume  # the run's own checkpoints come first
+        make_sure(dataclasses.replace(train, resume=resume), spec, code=own_code)
+    if spec.sweep and has_queue:
+        outlook.check_array(spec, len(plan.indices), array_limits(spec.resources.account))
+    if question:
+        outlook.check_partitions(spec, question.answer(), force=terms.force)
 
 
 def _check_directory(run: RunDir, spec: JobSpec) -> None:
@@ -326,8 +334,14 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
     )
 
 
-def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
-    """Refuse a run that is queued or running, may be, or has nothing left to do."""
+def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, asks: bool) -> None:
+    """Refuse a run that is queued or running, may be, or has nothing left to do.
+
+    asks: False looks at the records alone, without Slurm, and at what is left to do.
+    """
+    if not asks:
+        _check_done(run, before, after, run_status(run, {}), terms)
+        return
     submission = latest_submission(events.read(run.events))
     states = query(jobs_to_ask([submission]))
     status = run_status(run, states)
@@ -384,7 +398,43 @@ def _check_done(
     )
 
 
-def check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
+def _to_repeat(sweep: SweepDir) -> list[int]:
+    """Return the indices of the points that have not ended well. Raises RequestError for none."""
+    known = statuses(sweep.elements)
+    unsure = next((s for s in known if s.state == RunState.UNKNOWN and not s.is_forgotten), None)
+    if unsure:
+        raise RequestError(
+            f"whether {unsure.name} still waits or runs is not known: {unsure.detail}. Try again "
+            "where Slurm answers; two jobs cannot train one run. [CD0509]"
+        )
+    indices = [index for index, status in enumerate(known) if has_failed(status)]
+    own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
+    indices = [index for index in indices if index not in own]
+    if own:
+        commands = [f"clusterddp resubmit {run.shown}" for run in own.values()]
+        words = (
+            "points with options of their own are submitted each by itself: "
+            f"{formatting.some(commands, _MOST_COMMANDS, ', ')}"
+        )
+        if not indices:
+            raise RequestError(words, code="CD1103")
+        log.info(words)
+    if not indices:
+        raise RequestError(
+            f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
+            f"again. Add points with: clusterddp resubmit {sweep.shown} --sweep "
+            "NAME=VALUES [CD1103]"
+        )
+    return indices
+
+
+def _has_own_script(sweep: SweepDir, index: int) -> bool:
+    """Return whether a point was submitted with other options; else its script is the sweep's."""
+    script = sweep.element(index).script
+    return script.is_file() and not script.is_symlink() and not is_array(script.read_text("utf-8"))
+
+
+def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
     """Refuse, with the difference shown, a request that would train to other weights.
 
     Logs in what the folder differs from the copy of the code that the run uses.
@@ -459,34 +509,52 @@ def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
 
 
 def _submit(
-    claim: Claim, before: JobSpec, after: JobSpec, script: str, terms: Terms, new: Sequence[str]
+    claims: Sequence[Claim],
+    before: JobSpec,
+    plan: Resubmission,
+    terms: Terms,
+    new: Sequence[str],
 ) -> launchers.SentJob:
     """Lay the records down, submit, and put the former records back where that is refused.
 
-    new: the changes beside the request, which the records name.
+    claims: on the run or the sweep, then on those of the sweep's points that are there. new: the
+    changes beside the request, which the records name.
     """
-    claim.use()
-    run = claim.run
-    records = {run.spec: after.to_json(), run.script: script}
-    if after == before:  # and there is no script of `debug`
-        is_kept = run.script.is_file() and _recorded_script(run) == script
-        records = {} if is_kept else {run.script: script}
-    with naming_the_job(after), renewed_records(run, records):
+    for claim in claims:
+        claim.use()
+    run, *there = [claim.run for claim in claims]
+    after, is_same = plan.spec, plan.spec == before
+    records = {} if is_same else {run.spec: after.to_json()}
+    if not run.script.is_file() or _recorded_script(run) != plan.script:  # none of `debug`
+        records[run.script] = plan.script
+    changes = (*_differences(before, after), *new)
+    with naming_the_job(after), contextlib.ExitStack() as stack:
+        stack.enter_context(_renewed(run, records))
+        runs = []
+        if isinstance(run, SweepDir):
+            runs = [run.element(index) for index in plan.indices]
+            missing = [i for i, each in zip(plan.indices, runs, strict=True) if each not in there]
+            stack.enter_context(points.created(run, after, missing))
+        for index, point in zip(plan.indices, runs, strict=True):
+            if point in there:
+                own = {} if is_same else {point.spec: after.element(index).to_json()}
+                stack.enter_context(_renewed(point, own))
         # Before the submission: the job's first line may come before the record of its id.
-        changes = (*_differences(before, after), *new)
-        latest = attempts.latest(run) if terms.from_scratch else None
-        if latest:
-            events.add(run.events, events.Resubmitted, changes=changes, from_scratch=latest.number)
-        else:
-            events.add(run.events, events.Resubmitted, changes=changes)
-        submission = launchers.load(after.launcher).submit(after, script, run)
-        notice_job.submit(after, run, submission.job_id)
+        for each in there if runs else [run]:
+            latest = attempts.latest(each) if terms.from_scratch else None
+            if latest:
+                events.add(
+                    each.events, events.Resubmitted, changes=changes, from_scratch=latest.number
+                )
+            else:
+                events.add(each.events, events.Resubmitted, changes=changes)
+        submission = send(after, plan.script, run, runs)
     chain.rejoin(run)
     return submission
 
 
 @contextlib.contextmanager
-def renewed_records(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]:
+def _renewed(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]:
     """Write files of a run anew while the body submits it; the former ones stay under a number.
 
     They are put back when the body raises RequestError. Raises OSError.
@@ -528,6 +596,7 @@ def _former(path: Path, number: int) -> Path:
 
 def _differences(before: JobSpec, after: JobSpec) -> list[str]:
     """List the changes of the request, `time 1:00:00, now 2:00:00`."""
+    before = dataclasses.replace(before, sweep=after.sweep)
     parts = ((before, after), (before.resources, after.resources), (before.train, after.train))
     return [
         f"{name} {value}, now {vars(new)[name]}"
@@ -536,8 +605,3 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
         for name, value in vars(old).items()
         if value != vars(new)[name] and not isinstance(value, Resources | TrainConfig)
     ]
-
-
-def _is_earlier(script: str) -> bool:
-    """Return whether a script is of 0.1.0, whose bash did what `clusterddp batch` does now."""
-    return bool(of_script(script)) and "\n#REQUEST " not in script

@@ -3,11 +3,11 @@
 The command and the Python API both submit through here, so that neither can do it differently.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,10 @@ from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import bad_nodes
+from clusterddp.request.sweep import is_array
+from clusterddp.run import bad_nodes, events
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
+from clusterddp.slurm.client import sbatch_options
 from clusterddp.slurm.partitions import Question
 from clusterddp.slurm.site import array_limits
 from clusterddp.status import chain
@@ -82,42 +84,109 @@ def submit(
         outlook.check_partitions(spec, question.answer(), force=force)
     if check and spec.launcher != "local":
         outlook.log_forecast(script)
-    if spec.sweep:
-        return _submit_sweep(spec, script, snapshot_limit_mb)
-    with RunDir.create(spec, script) as run, naming_the_job(spec):
+    made = (SweepDir if spec.sweep else RunDir).create(spec, script)
+    with made as run, naming_the_job(spec), contextlib.ExitStack() as stack:
         bundle.carry(run)
         _keep_code(spec, run, snapshot_limit_mb)
-        submission = load(spec.launcher).submit(spec, script, run)
-        notice_job.submit(spec, run, submission.job_id)
-    return run, submission
+        runs: list[RunDir] = []
+        if isinstance(run, SweepDir):
+            runs = stack.enter_context(points.created(run, spec, range(len(spec.sweep))))
+        return run, send(spec, script, run, runs)
 
 
-def _submit_sweep(spec: JobSpec, script: str, snapshot_limit_mb: float) -> tuple[SweepDir, SentJob]:
-    from clusterddp.launchers import sbatch  # and jinja2, which not every command needs
+def send(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDir] = ()) -> SentJob:
+    """Have a script sent by its launcher, and record the job.
 
-    indices = range(len(spec.sweep))
-    with SweepDir.create(spec, script) as made, naming_the_job(spec):
-        sweep = SweepDir(made.path)
-        bundle.carry(sweep)
-        _keep_code(spec, sweep, snapshot_limit_mb)
-        with points.created(sweep, spec, indices) as runs:
-            if spec.launcher == "local":
-                chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
-                points.note_rehearsal(sweep, indices)
-                return sweep, SentJob("")
-            submission = sbatch.submit(spec, script, sweep, runs)
-            notice_job.submit(spec, sweep, submission.job_id)
-            return sweep, submission
+    runs: points of the sweep `run` that are submitted, as one job array of the sweep's script; a
+    rehearsal runs them later, and has no job id yet.
+    """
+    if runs and spec.launcher == "local":
+        chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
+        points.note_rehearsal(run, [points.index_of(each) for each in runs])
+        return SentJob("")
+    if spec.launcher == "sbatch":
+        job = _send_to_queue(spec, script, run, runs)
+    else:
+        job = load(spec.launcher).submit(spec, script, run)
+    notice_job.submit(spec, run, job.job_id)
+    return job
 
 
-def _check_commands(spec: JobSpec, script: str, *, force: bool) -> None:
+def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDir]) -> SentJob:
+    """Decide what sbatch gets beside the script, send both, and record the job in each run."""
+    from clusterddp.launchers import sbatch  # and jinja2
+
+    awaited = chain.look(spec) if spec.after else []
+    chain.check(awaited, spec)
+    choice = bad_nodes.choose_for_submission(spec)
+    exclude: list[str] = []
+    if choice.nodes:
+        try:
+            exclude = [*dict.fromkeys([*sbatch.excluded(script), *choice.nodes])]
+        except RequestError as error:  # a file of names, say, which sbatch takes as well
+            warning(f"no bad node is left out: {error} [CD1303]")
+            choice = bad_nodes.Choice()
+    if spec.point and is_array(script):  # the sweep's script, of which the run is a point
+        runs = [run]
+    indices = [points.index_of(each) for each in runs]
+    beside = _beside(spec, indices, awaited)
+    job = sbatch.submit(spec, script, run, exclude=exclude, **beside)
+    folder, names = str(Path.cwd()), [f"{job.job_id}_{index}" for index in indices]
+    sent, by = events.Submitted, spec.launcher
+    if runs and run != runs[0]:
+        listed = tuple(indices)
+        events.add(run.events, sent, job_id=job.job_id, launcher=by, folder=folder, indices=listed)
+    jobs = dict(zip(runs or [run], names or [job.job_id], strict=True))
+    for each, name in jobs.items():
+        # Those of a sweep are not synced one by one: the sweep's own line tells of all.
+        add = events.add if len(names) < 2 else events.note
+        add(each.events, sent, job_id=name, launcher=by, folder=folder)
+        if choice.nodes:
+            events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
+    if awaited:
+        chain.record(run, jobs, awaited)
+        if words := chain.describe(awaited):
+            info(f"{spec.run_name} {words}")
+    return SentJob(names[0]) if runs == [run] else job
+
+
+def _beside(
+    spec: JobSpec, indices: Iterable[int], awaited: Sequence[chain.Awaited]
+) -> dict[str, str]:
+    """Return what takes the place of lines of the script."""
+    from clusterddp.launchers import sbatch
+
+    others = [spec.resources.dependency]
+    return {
+        "dependency": chain.dependency(awaited, others) if awaited else "",
+        "array": sbatch.array_of(indices, spec.sweep.max_parallel),
+    }
+
+
+def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> list[str]:
+    """Return the options that sbatch gets beside a script, but for the bad nodes it leaves out.
+
+    indices: of the points that are submitted, of a sweep.
+    """
+    if spec.launcher != "sbatch":
+        return []
+    if spec.point and is_array(script):
+        indices = [spec.index]
+    awaited = chain.look(spec) if spec.after else []
+    return sbatch_options(spec.comment, **_beside(spec, indices, awaited))
+
+
+def check_commands(
+    spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
+) -> None:
     """Check the COMMAND; of a sweep that of its first point, whose script is another one."""
     if not spec.sweep:
-        check_command(spec, script, force=force)
+        check_command(spec, script, folder=folder, force=force)
     elif spec.command:
         first, prepare = spec.element(0), load(spec.launcher).prepare
         is_own = prepare(spec, None) == script if spec.template in SHIPPED else False
-        check_command(first, prepare(first, None) if is_own else script, force=force)
+        script = prepare(first, None) if is_own else script
+        check_command(first, script, folder=folder, force=force)
 
 
 def ask_for_partitions(spec: JobSpec) -> Question | None:
@@ -127,7 +196,7 @@ def ask_for_partitions(spec: JobSpec) -> Question | None:
     return Question(os.environ)
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming_the_job(spec: JobSpec) -> Iterator[None]:
     """Tell how to look for a job that may be queued although its submission was cut short.
 
@@ -158,7 +227,7 @@ def _checks_of_starts(
     """
     return [
         lambda: _warn_of_launcher(spec),
-        lambda: _check_commands(spec, script, force=force),
+        lambda: check_commands(spec, script, force=force),
         lambda: check_pythons(spec, imports=imports),
         lambda: check_notified(spec),
         lambda: outlook.check_directives(spec),

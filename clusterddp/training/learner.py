@@ -1,6 +1,6 @@
 """The learner: a model with its optimizer and its step, built, restored and collected as a whole.
 
-Everything that a checkpoint holds is here, and nothing of when one is written. So is what
+What a checkpoint holds of it is here, and nothing of when one is written. So is what
 `--augment` changes of a batch, as its random numbers are the rank's.
 """
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from clusterddp.checkpoints import state
-from clusterddp.checkpoints.catalog import Best
-from clusterddp.checkpoints.state import Content, Position, States
+from clusterddp.checkpoints.state import Content, Position, Stateful
 from clusterddp.data.loader import Images, Loaded, as_images, generators_kept, seed_generators
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
@@ -26,9 +25,10 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import device as devices
-from clusterddp.training import step, sync_batchnorm
+from clusterddp.training import replay, step
 from clusterddp.training.cuda_graph import GraphedStep, SideStream
-from clusterddp.training.metrics import Tally, Waiting
+from clusterddp.training.metrics import Tally
+from clusterddp.training.paces import Waiting
 from clusterddp.training.step import Compiled, Step
 
 _ROTATION_DEGREES = 10.0
@@ -62,13 +62,13 @@ class Learner:
         seed_generators(config.seed)  # the same weights on every rank
         self.model = nets.build(config.model).to(device)
         if config.sync_batchnorm:
-            self.model = sync_batchnorm.convert(self.model, config.model)
+            self.model = step.synchronise(self.model, config.model)
         _channels_last(self.model)
         self.optimizer = step.build_optimizer(config, self.model, captured=agreed.cuda_graph)
         self.position = Position()
-        self.best: Best | None = None
         seed_generators(config.seed + rank)  # from here on each rank draws its own numbers
-        scaler = {} if resume_content is None else self._restore(rank, resume_content)
+        if resume_content is not None:
+            self._restore(rank, resume_content)
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
@@ -87,8 +87,13 @@ class Learner:
             mark=mark,
             exchanged=self.waiting.done,
         )
-        if scaler and self.step.scaler.is_enabled():
-            self.step.scaler.load_state_dict(scaler)
+        scaler = self.step.scaler
+        if scaler.is_enabled() and resume_content and resume_content["scaler"]:
+            scaler.load_state_dict(resume_content["scaler"])
+        self.states: dict[str, Stateful] = {
+            "model": self.model, "optimizer": self.optimizer, "scaler": scaler,
+        }  # fmt: skip
+        """Part of a checkpoint."""
         self._graphed: GraphedStep | None = None
         if agreed.cuda_graph:
             falls_back = config.cuda_graph == "auto" and agreed.world_size == 1
@@ -149,28 +154,14 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.train()
 
-    def collect(self, states: States | None) -> Content:
-        """The content of a checkpoint; states: the random generators' of all ranks."""
-        return state.collect(
-            self.config,
-            self.agreed,
-            self.model,
-            self.optimizer,
-            self.position,
-            self.best,
-            states,
-            self.step.scaler.state_dict(),
-        )
-
-    def _restore(self, rank: int, content: Content) -> dict[str, object]:
-        """Restore a checkpoint; returns the state of fp16's scaler, for when there is one."""
-        path = Path(self.agreed.resume)
+    def _restore(self, rank: int, content: Content) -> None:
+        """Restore a checkpoint, but for fp16's scaler, which comes with the step."""
         with step.settings_kept(self.optimizer):
-            restored = state.restore(path, self.config, self.model, self.optimizer, content)
-        self.position, self.best = restored.position, restored.best
-        world = self.agreed.world_size
-        state.restore_random_states(restored.random_states, rank, world, self.device)
-        return restored.scaler
+            states: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer}
+            state.restore(Path(self.agreed.resume), states, content)
+        self.position = Position.of(content)
+        if content["world_size"] == self.agreed.world_size:
+            replay.restore(content["random_states"][rank], ())
 
 
 def check_fit(
@@ -220,7 +211,7 @@ def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) ->
     """Return a warning where ranks normalise by small batches of their own, else nothing."""
     of_one_pass = agreed.batch_size // config.accumulate
     small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
-    if not small or config.sync_batchnorm or not sync_batchnorm.has_batchnorm(model):
+    if not small or config.sync_batchnorm or not step.has_batchnorm(model):
         return ""
     return (
         f"each rank normalises by {of_one_pass} images of its own, a poor guess at the "

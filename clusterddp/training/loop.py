@@ -4,35 +4,30 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field
-from statistics import fmean
+from dataclasses import InitVar, asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
 from clusterddp import log
-from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import Best
-from clusterddp.checkpoints.state import Content, States
-from clusterddp.checkpoints.writer import Costs, Saver
+from clusterddp.checkpoints.state import Content
 from clusterddp.data.loader import Images, Loaded, generators_kept, training_order
-from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.errors import CheckpointError, TrainingError, coded
+from clusterddp.errors import TrainingError, coded
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import Agreement, MetricsLine, RankReport, Spent
-from clusterddp.training import evaluation
+from clusterddp.run.records import Agreement, MetricsLine, RankReport
+from clusterddp.training import evaluation, replay
 from clusterddp.training.learner import Learner, poor_statistics
-from clusterddp.training.metrics import Journal, Paces, of_ranks
+from clusterddp.training.metrics import Journal
+from clusterddp.training.paces import of_ranks
 from clusterddp.training.profiling import Profiler
+from clusterddp.training.resumable import Resumable
 from clusterddp.training.step import Schedule
-from clusterddp.training.stop import REASONS, Deadline, StopRequest
-from clusterddp.training.stragglers import Stragglers
+from clusterddp.training.stop import Deadline, StopRequest
 
-# Until then an attempt has saved once, so that it knows what that costs.
-_FIRST_SAVE_SECONDS = 40.0
 _LOG_STEPS = 100
 
 
@@ -64,7 +59,7 @@ def _train(training: "Training") -> str:
             training.evaluate_and_save_if_due("step", position.step)
             if position.step >= training.last_step:
                 break
-            if training.poll.due(position.step) and (reason := training.agree()):
+            if training.core.poll.due(position.step) and (reason := training.agree()):
                 break
             training.progress.mark(position.step + 1, Phase.DATA)
         if not reason and position.samples >= len(training.train_set):
@@ -73,11 +68,12 @@ def _train(training: "Training") -> str:
     if training.profiler:
         training.profiler.close()
     training.log()
-    if not reason:
+    if reason:
+        training.core.stop()
+    else:
         training.evaluate()
-        training.ranks = of_ranks(training.paces, training.device)
-    training.checkpoints.save()
-    training.checkpoints.finish(must=not reason)
+        training.ranks = of_ranks(training.core.paces, training.device)
+        training.core.finish()
     training.progress.mark(position.step, Phase.DONE)
     training.journal.close()
     return reason
@@ -115,16 +111,29 @@ class Training:
         self.model, self.position = self.learner.model, self.learner.position
         self.last_step = config.max_steps or sys.maxsize
         self.schedule = Schedule(config, agreed.reference_world_size, len(self.train_set))
-        self.poll = Poll(self.device)
         self.journal = Journal(config, attempt, rank, self.position, self.planned_steps())
         self.profiler = None
         if config.profile and int(config.profile) == rank:
             self.profiler = Profiler(attempt.path / "profile", rank, self.device)
-        self.checkpoints = Checkpoints(self.learner, attempt, rank, self.progress)
-        self.paces = Paces()
-        self.stragglers = Stragglers(attempt, rank, config.straggler_seconds)
-        self._trained, self._waited = 0.0, 0.0  # seconds of this attempt; NaN where unknown
-        self._first_step: float | None = None
+        self._start_seconds = self.position.seconds
+        self.core = Resumable(
+            attempt,
+            self.learner.states,
+            self.position,
+            save_every=config.save_every,
+            keep_last=config.keep_last,
+            is_resumed=bool(agreed.resume),
+            request=self.request,
+            deadline=self.deadline,
+            straggler_seconds=config.straggler_seconds,
+            progress=self.progress,
+            random_state=lambda: replay.random_state(()),
+            more=self._kept,
+            trained=self._trained,
+            planned=self.planned_steps,
+        )
+        if resume_content and resume_content["best"]:
+            self.core.best = Best(**resume_content["best"])
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
         self.result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
@@ -135,7 +144,6 @@ class Training:
         """Seconds before the first step: a pass without an update, or the capture."""
         self._evaluated = -1  # the step of that evaluation
         self._line_step = -math.inf  # of the last line that was due
-        self._saving = Interval.parse(config.save_every)
         self._evaluating = Interval.parse(config.eval_every)
         self.warnings = list(agreed.warnings)
         """Warnings for the user, also in the report."""
@@ -177,7 +185,7 @@ class Training:
             if learner.warning:
                 self.warnings.append(learner.warning)
         self.capture_seconds = time.perf_counter() - began
-        self._first_step = time.time()
+        self.core.first_step = time.time()
         learner.tally.lap()
 
     def rest_of_epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -202,57 +210,52 @@ class Training:
         the ranks have agreed on, never by a clock, as they write a line together.
         """
         step, every = self.position.step, self.config.log_every
-        paced = step % _LOG_STEPS == 0 and step - self._line_step >= self.poll.pace
+        paced = step % _LOG_STEPS == 0 and step - self._line_step >= self.core.poll.pace
         if step % every == 0 if every else paced:
             self._line_step = step
             self.log()
 
     def agree(self) -> str:
         """Agree with all ranks whether to stop, and why; save where it is time."""
-        self.request.looked_at = True
-        if self.deadline.is_near(self._lead_seconds()):
-            self.request.note("time limit")
-        due = self.rank == 0 and self.checkpoints.is_due(self._saving.seconds)
-        reason = REASONS.index(self.request.reason)
-        code, save = self.poll.ask(self.position.step, [reason, int(due)])
-        if save and not code:
-            self.log()
-            self.checkpoints.save()
-        if self.checkpoints.costs.saves:
-            self.deadline.check_lead(self._lead_seconds())
-        return REASONS[code]
+        if self.device.type == "cuda":  # so that the pace is the GPU's, not that of its queue
+            torch.cuda.synchronize(self.device)
+        reason, save = self.core.agree()
+        if save and not reason:
+            self.save()
+        return reason
 
-    def spent(self) -> Spent:
-        """Sum up what this attempt's time has gone into, from any thread of rank 0.
+    def save(self) -> None:
+        """Log what was trained until now, and save; the time it takes is no training time."""
+        self.log()
+        self.core.save()
+        self.learner.tally.lap()
 
-        Steps since the last line of metrics count as those before them.
-        """
-        trained, waited = self._trained, self._waited
-        part = min(max(waited / trained, 0.0), 1.0) if trained else 0.0
+    def _kept(self) -> dict[str, object]:
+        """Return what a checkpoint keeps beside the states, for those who resume from it."""
+        agreed = self.agreed
+        return {
+            "config": asdict(self.config),
+            "precision": agreed.precision,
+            "global_batch_size": agreed.global_batch_size,
+            "data_sha256": agreed.data_sha256,
+        }
+
+    def _trained(self) -> float:
+        """Return the seconds of training in this attempt, from any thread."""
+        seconds = self.position.seconds - self._start_seconds
         if Phase.DATA <= self.progress.place.phase <= Phase.UPDATE:
-            trained += self.learner.tally.elapsed
-        costs = self.checkpoints.costs
-        return Spent(
-            self._first_step and round(self._first_step, 3),
-            round(trained, 3),
-            None if math.isnan(part) else round(part * trained, 3),
-            round(costs.copy_seconds + costs.blocked_seconds, 3),
-        )
-
-    def _lead_seconds(self) -> float:
-        """Seconds from a request to stop to the last byte on the disk, judged by those before."""
-        return 2 * self.poll.step_seconds + 1.0 + 2 * self.checkpoints.costs.longest_seconds
+            seconds += self.learner.tally.elapsed
+        return seconds
 
     def evaluate_and_save_if_due(self, unit: str, count: int) -> None:
-        """Evaluate and save where an interval is over; the time it takes is no training time."""
+        """Evaluate and save where an interval is over."""
         if self._evaluating.due(unit, count):
             self.log()
             self.evaluate()
-            if self.learner.best and self.learner.best.step == self.position.step:
-                self.checkpoints.save()  # the best one is kept
-        if self._saving.due(unit, count):
-            self.log()
-            self.checkpoints.save()
+            if self.core.best and self.core.best.step == self.position.step:
+                self.save()  # the best one is kept
+        if self.core.is_due_at(unit, count):
+            self.save()
 
     def log(self) -> None:
         """Log loss, accuracy and throughput of all ranks since the last such line."""
@@ -266,12 +269,7 @@ class Training:
         loss, accuracy, paces = tally.collect(self.learner.waiting.take())
         seconds = tally.lap()
         position.seconds += seconds
-        self._trained += seconds
-        self._waited += seconds - fmean(paces.seconds)
-        self.paces += paces
-        self.stragglers.add(
-            paces, steps=steps, seconds=seconds, step=position.step, now=time.time()
-        )
+        self.core.account(paces, steps=steps, seconds=seconds)
         rates = tuple(round(rate, 1) for rate in paces.images_per_second)
         self._record("train", loss, accuracy, sum(paces.images) / seconds, rates)
 
@@ -311,8 +309,8 @@ class Training:
         accuracy, speed = self.result.accuracy, len(self.test_set) / (time.perf_counter() - began)
         self._record("eval", self.result.loss, accuracy, speed)
         self._evaluated = step
-        if self.learner.best is None or accuracy > self.learner.best.accuracy:
-            self.learner.best = Best(accuracy, step)
+        if self.core.best is None or accuracy > self.core.best.accuracy:
+            self.core.best = Best(accuracy, step)
         self.learner.tally.lap()
 
     def planned_steps(self) -> int:
@@ -320,52 +318,3 @@ class Training:
         per_epoch = math.ceil(len(self.train_set) / self.agreed.global_batch_size)
         left = (self.config.epochs - self.position.epoch) * per_epoch - self.position.step_in_epoch
         return min(self.last_step, self.position.step + max(left, 0))
-
-
-class Checkpoints:
-    """Saves the state of all ranks: rank 0 copies it, and has it written beside the training."""
-
-    def __init__(self, learner: Learner, attempt: Attempt, rank: int, progress: Progress) -> None:
-        self.saver = Saver(attempt, learner.config.keep_last) if rank == 0 else None
-        self.costs = self.saver.costs if self.saver else Costs()
-        self._learner, self._progress = learner, progress
-        self.start_step = learner.position.step
-        self._saved = self.start_step if learner.agreed.resume else -1
-        self._random_states: States | None = None  # of all ranks, when that was
-        self._saved_at = self._began = time.monotonic()
-
-    def is_due(self, seconds: float) -> bool:
-        """Return whether the latest save is that long ago, or the first one is overdue."""
-        now = time.monotonic()
-        first = self._saved_at == self._began and now - self._began > _FIRST_SAVE_SECONDS
-        return first or now - self._saved_at >= seconds
-
-    def save(self) -> None:
-        """Save, once a step at most. Collective over the default process group."""
-        learner, step = self._learner, self._learner.position.step
-        if self._saved == step:
-            return
-        self._progress.mark(step, Phase.SAVE)
-        began = time.perf_counter()
-        self._random_states = state.gather_random_states(learner.device)
-        if self.saver:
-            content = learner.collect(self._random_states)
-            self.saver.save(content, time.perf_counter() - began)
-        self._saved, self._saved_at = step, time.monotonic()
-        learner.tally.lap()
-
-    def finish(self, *, must: bool) -> None:
-        """Wait on rank 0 for the last checkpoint, and try once more if it could not be written.
-
-        must: raise CheckpointError if it fails again, as at the end of a training.
-        """
-        if self.saver is None or self.saver.wait() or self._saved == self.start_step:
-            return
-        self.saver.save(self._learner.collect(self._random_states), 0.0)
-        if not self.saver.wait() and must:
-            raise CheckpointError(
-                "the training is done, but its last checkpoint, step "
-                f"{self._learner.position.step}, could not be written; the last whole one is of "
-                f"step {self.saver.last_step}. Make room and start the run again: it resumes "
-                "there. [CD0706]"
-            )

@@ -1,38 +1,31 @@
-"""Measures and logs a training: lines or a progress bar, metrics.jsonl, each rank's throughput.
-
-All ranks take a step together, so their pace is one; a straggler is the rank that never waits. A
-rank's own work on a step is done when its last gradient is there: from then until the backward
-pass returns it waits for the others and for the network.
-"""
+"""Logs a training: lines or a progress bar, metrics.jsonl, TensorBoard's files beside it."""
 
 import functools
 import json
 import math
 import os
-import socket
+import shlex
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
-from clusterddp.files import read_lines
+from clusterddp.errors import TrainingError
+from clusterddp.files import append_line, read_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import MetricsLine, RankReport
-from clusterddp.training.device import peak_bytes
-from clusterddp.training.tensorboard import Board
+from clusterddp.run.records import MetricsLine
+from clusterddp.training.paces import Pace, Paces
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -40,6 +33,88 @@ if TYPE_CHECKING:
 # Audit events of what is about to print or to ask: `breakpoint()`, a debugger that begins to trace
 # (`pdb.set_trace()`), `input()`. Source: the audit events table of Python's documentation.
 _ASKING = frozenset({"builtins.breakpoint", "builtins.input", "sys.settrace"})
+
+
+_SHOWN = {"train": ("loss", "accuracy", "images_per_second", "lr"), "eval": ("loss", "accuracy")}
+_LINE_SECONDS = 1.0
+_PRINT_SECONDS = 10.0
+"""Between two lines that are printed among a script's own, unless it says how many."""
+_FLUSH_SECONDS = 10  # for those who look at the curves while it trains
+
+
+class MetricsFile:
+    """Rank 0's metrics.jsonl; a line that cannot be written never costs the training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._failed = path, False
+
+    def write(self, line: Mapping[str, object]) -> None:
+        """Append a line; a failure is logged once."""
+        try:
+            append_line(self._path, json.dumps(line), os.O_CREAT)
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                log.warning(
+                    f"cannot write {self._path}: {error.strerror}; training continues, its "
+                    "metrics are in this log alone while that lasts [CD0518]"
+                )
+            self._failed = True
+
+
+class Lines:
+    """Rank 0's lines about a loop of one's own: one a second, or one in so many steps."""
+
+    def __init__(
+        self, path: Path, every: int, position: Position, epoch: Callable[[], int], pace: Pace
+    ) -> None:
+        """every: steps; 0 is by the clock. position: as the loop moves it on. epoch: from 1."""
+        self._file, self._every, self._position = MetricsFile(path), every, position
+        self._epoch, self._pace = epoch, pace
+        self._metrics: Mapping[str, Any] = {}
+        self._written, self._printed = -1, -math.inf
+        self._at, self._from = time.monotonic(), replace(position)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step, and write them where a line is due."""
+        self._metrics = metrics
+        due = self._written < 0 or time.monotonic() - self._at >= _LINE_SECONDS
+        if self._position.step % self._every == 0 if self._every else due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the metrics of the latest step, once."""
+        position = self._position
+        if not self._metrics or self._written == position.step:
+            return
+        since, self._from = self._from, replace(position)
+        self._written, self._at = position.step, time.monotonic()
+        seconds, images = position.seconds - since.seconds, position.images - since.images
+        rate = {"images_per_second": images / seconds} if images and seconds else {}
+        self.write("train", {**self._metrics, **rate}, self._pace.rates)
+
+    def write(self, kind: str, metrics: Mapping[str, Any], rates: Iterable[float] = ()) -> None:
+        """Write a line now, and print it where that is due; kind: `train` or `eval`."""
+        position, epoch, is_test = self._position, self._epoch(), kind == "eval"
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        if is_test or self._every or self._at - self._printed >= _PRINT_SECONDS:
+            shown = ", ".join(f"{name} {value:.5g}" for name, value in values.items())
+            log.info(f"epoch {epoch} step {position.step}{' test' * is_test}: {shown}")
+            self._printed = self._printed if is_test else self._at
+        line: dict[str, Any] = {"kind": kind, "step": position.step, "epoch": epoch, **values}
+        if each := [round(rate, 1) for rate in rates]:
+            line["rank_images_per_second"] = each
+        line |= {"seconds": round(position.seconds, 3), "time": round(time.time(), 3)}
+        self._file.write(line)
+
+
+def _number(name: str, value: Any) -> float | int:
+    """Return a metric as Python's own number; raises TypeError for what is none."""
+    try:
+        number: float | int = value.item() if hasattr(value, "item") else value
+        return number if isinstance(number, int) else float(number)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"the metric {name} is no number but {value!r:.60}") from None
 
 
 class Journal:
@@ -51,11 +126,10 @@ class Journal:
     def __init__(
         self, config: TrainConfig, attempt: Attempt, rank: int, start: Position, total_steps: int
     ) -> None:
-        self._path = attempt.metrics if rank == 0 else None
+        self._file = MetricsFile(attempt.metrics) if rank == 0 else None
         self._bar: tqdm | None = None
         self._board: Board | None = None
         self._at_end = ExitStack()
-        self._failed = False
         self._start_step, self._known = start.step, set[str]()
         if rank != 0:
             return
@@ -73,7 +147,7 @@ class Journal:
 
     def add(self, line: MetricsLine) -> None:
         """Log a line and write it to metrics.jsonl."""
-        if self._path is None:
+        if self._file is None:
             return
         if line.tested:
             log.info(
@@ -91,7 +165,10 @@ class Journal:
             return  # an earlier attempt has done the very same, and its line is there
         if self._board:
             self._board.add(line)
-        self._write(self._path, line)
+        content = asdict(line)
+        if line.tested:
+            del content["rank_images_per_second"]
+        self._file.write(content)
 
     def step(self) -> None:
         """Count an optimizer step."""
@@ -100,24 +177,6 @@ class Journal:
 
     def close(self) -> None:
         self._at_end.close()
-
-    def _write(self, path: Path, line: MetricsLine) -> None:
-        content = asdict(line)
-        if line.tested:
-            del content["rank_images_per_second"]
-        try:
-            with path.open("a") as file:
-                # What failed before may have left a torn line.
-                file.write(("\n" if self._failed else "") + json.dumps(content) + "\n")
-        except OSError as error:  # a full disk costs the line, never the training
-            if not self._failed:
-                log.warning(
-                    f"cannot write {path}: {error.strerror}; training continues, its "
-                    "metrics are in this log alone while that lasts [CD0518]"
-                )
-            self._failed = True
-        else:
-            self._failed = False
 
 
 def progress_bar(done: int, total: int) -> "tqdm":
@@ -173,6 +232,76 @@ def _hear(event: str, _arguments: tuple[object, ...]) -> None:
             bar.make_room()
 
 
+class Board:
+    """Rank 0's writer of `train/loss`, `eval/accuracy` and so on; no failure of it is training's.
+
+    SummaryWriter writes from a thread of its own, so the error of a full disk is raised at a later
+    call (and its traceback is in the log). It cannot write after that: the next attempt writes the
+    whole curve again.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, history: Iterable[MetricsLine]) -> None:
+        """folder: of this attempt alone; what an earlier start of it has left there goes.
+
+        history: the lines of metrics.jsonl so far, so that each attempt's folder has the whole
+        curve, without the steps that were lost.
+
+        Raises TrainingError where the package cannot be imported.
+        """
+        try:
+            # Only here: it would cost every other training its time.
+            from torch.utils.tensorboard import SummaryWriter
+        except Exception as error:  # a protobuf that does not fit raises what it likes
+            raise TrainingError(
+                f"--tensorboard: {error}. Install it there: pip install "
+                "'clusterddp[tensorboard]'. [CD0803]"
+            ) from None
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        with self._giving_up_on_failure():
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
+            self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
+            # As a block of code in Markdown, which needs no quoting.
+            fields = [f"    {name}: {value}" for name, value in asdict(config).items()]
+            self._writer.add_text("configuration", "\n".join(fields), 0)
+        for line in history:
+            self.add(line)
+        if self._writer:
+            log.info(f"TensorBoard's files: tensorboard --logdir {shlex.quote(str(folder))}")
+
+    def add(self, line: MetricsLine) -> None:
+        """Add a line of metrics.jsonl."""
+        with self._giving_up_on_failure():
+            for name in _SHOWN.get(line.kind, ()):
+                value = getattr(line, name)
+                if self._writer and value is not None:
+                    self._writer.add_scalar(f"{line.kind}/{name}", value, line.step, line.time)
+
+    def close(self) -> None:
+        """Flush everything to the disk."""
+        with self._giving_up_on_failure():
+            if self._writer:
+                self._writer.flush()  # which raises what close would keep to itself
+                self._writer.close()
+        self._writer = None
+
+    @contextmanager
+    def _giving_up_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            writer, self._writer = self._writer, None
+            if writer and writer.file_writer:
+                with suppress(OSError):  # the same once more
+                    # Not SummaryWriter's own close, which would leave before the thread has ended.
+                    writer.file_writer.close()
+            log.warning(
+                f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
+                "continues without them [CD0820]"
+            )
+
+
 class Tally:
     """Sums loss and hits since the last line of metrics, on the device where they arise.
 
@@ -225,101 +354,3 @@ class Tally:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         return seconds
-
-
-class Waiting:
-    """Sums up the time that one rank waits; without parameters to watch it counts nothing."""
-
-    def __init__(self, device: torch.device, *, knows: bool = True) -> None:
-        """knows: True where ranks wait for each other in the exchange of gradients alone, and it
-        can be seen; not within a graph, nor where layers exchange something, too.
-        """
-        self._knows = knows
-        self._on_gpu = device.type == "cuda"
-        self._ready: float | torch.cuda.Event | None = None
-        self._seconds = 0.0
-        # On a GPU what happens when is asked later, so that it never stands still for it.
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def learn(self, model: nn.Module) -> Iterator[None]:
-        """Learn in a context around one backward pass which gradient comes last."""
-        came: list[Tensor] = []
-        watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        handles = [_hook(parameter, came.append) for parameter in watched]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        if came:
-            _hook(came[-1], self._note)
-
-    def done(self) -> None:
-        """Count the wait that ends as the backward pass returns."""
-        if self._ready is None:
-            return
-        if isinstance(self._ready, float):
-            self._seconds += time.perf_counter() - self._ready
-        else:
-            self._events.append((self._ready, _event()))
-        self._ready = None
-
-    def take(self) -> float:
-        """Return the seconds since the last call, NaN where they are not known; a GPU has to be
-        synchronised before.
-        """
-        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000.0
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds if self._knows else math.nan
-
-    def _note(self, _: Tensor) -> None:
-        self._ready = _event() if self._on_gpu else time.perf_counter()
-
-
-def _hook(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `note` when the gradient is there; before DDP's own hook, which begins to exchange."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-    return handle
-
-
-def _event() -> "torch.cuda.Event":
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-@dataclass(frozen=True)
-class Paces:
-    """Images that each rank has trained, and its seconds without the waiting for others."""
-
-    images: Sequence[float] = ()
-    seconds: Sequence[float] = ()
-
-    @property
-    def images_per_second(self) -> list[float]:
-        """Throughput of each rank by itself; empty where the time they wait is not known."""
-        if any(map(math.isnan, self.seconds)):
-            return []
-        both = zip(self.images, self.seconds, strict=True)
-        return [images / max(seconds, 1e-9) for images, seconds in both]
-
-    def __add__(self, more: "Paces") -> "Paces":
-        """Return these with those of a later span, of the same ranks."""
-        images = zip_longest(self.images, more.images, fillvalue=0.0)
-        seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
-        return Paces([*map(sum, images)], [*map(sum, seconds)])
-
-
-def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
-    """Return host, memory and throughput of each rank. Collective over the default group."""
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    everyone = [("", 0)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (host, peak_bytes(device)))
-    known = [round(rate, 1) for rate in paces.images_per_second]
-    rates: Sequence[float | None] = known or [None] * len(everyone)
-    return [
-        RankReport(rank, rate, *each)
-        for rank, (rate, each) in enumerate(zip(rates, everyone, strict=True))
-    ]

@@ -15,7 +15,7 @@ from clusterddp import log
 from clusterddp.errors import EXIT_FAILED
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
-from clusterddp.run.records import Spent
+from clusterddp.run.records import SignOfLife
 from clusterddp.slurm import client as slurm
 from clusterddp.training.stop import Deadline, StopRequest
 
@@ -26,14 +26,8 @@ class Presence:
     """Renews the attempt's sign of life and looks at `stop`, while its context is open."""
 
     def __init__(self, attempt: Attempt, request: StopRequest) -> None:
-        self.step: Callable[[], int] = lambda: 0
-        """Returns the training's step."""
-        self.saved: Callable[[], int | None] = lambda: None
-        """Returns the step of its newest checkpoint, if it has one."""
-        self.spent: Callable[[], Spent | None] = lambda: None
-        """Returns what its time was spent on, where that is known."""
-        self.planned: Callable[[], int | None] = lambda: None
-        """Returns the step at which the training will be done, where that is known."""
+        self.sign: Callable[[], SignOfLife] = lambda: SignOfLife(step=0)
+        """Returns how far the training is."""
         self._attempt = attempt
         self._request = request
         self._over = threading.Event()
@@ -58,7 +52,8 @@ class Presence:
             self._look()
 
     def _show(self) -> None:
-        self._attempt.show_life(self.step(), self.saved(), self.spent(), self.planned())
+        sign = self.sign()
+        self._attempt.show_life(sign.step or 0, sign.saved, sign.spent, sign.planned)
 
     def _look(self) -> None:
         try:

@@ -1,18 +1,24 @@
-"""Returns to a place in an epoch: its batches, and the random generators as they were there.
+"""Returns to a place in a training: an epoch's batches, the random generators, DDP's buckets.
 
 For a loader of whatever kind; it depends on torch alone (`loop`).
+
+DDP arranges its buckets anew after a process's first backward, in the order in which that yields
+the gradients (torch's Reducer, `rebuild_buckets`). Gloo's sum over three ranks and more depends on
+where in a bucket a gradient lies, so the first step after a resume would differ by rounding.
 """
 
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
+from clusterddp.errors import CheckpointError
 from clusterddp.processes.signals import ignore_requests
 
 T = TypeVar("T")
@@ -59,17 +65,26 @@ def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], generators: Iterable[torch.Generator]) -> None:
-    """Give the generators what `random_state` has returned."""
-    torch.set_rng_state(state["torch"])
-    version, integers, waiting = state["python"]
-    random.setstate((version, tuple(integers), waiting))
-    restore_own(state, generators)
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        kind, key, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.array(key, dtype=numpy.uint32), *rest))
+    """Give the generators what `random_state` has returned.
+
+    Raises CheckpointError for damaged states and for those of another generator.
+    """
+    try:
+        of_torch, (version, integers, waiting) = state["torch"], state["python"]
+        torch.set_rng_state(of_torch)
+        random.setstate((version, tuple(integers), waiting))
+        restore_own(state, generators)
+        if "cuda" in state and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_rng_state(state["cuda"])
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            kind, key, *rest = state["numpy"]
+            numpy.random.set_state((kind, numpy.array(key, dtype=numpy.uint32), *rest))
+    except (LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"the random states of the checkpoint cannot be restored: {error}. "
+            "Resume with the versions that wrote it. [CD0704]"
+        ) from None
 
 
 def restore_own(state: Mapping[str, Any], generators: Iterable[torch.Generator]) -> None:
@@ -84,6 +99,20 @@ def generators_of(loader: object) -> list[torch.Generator]:
         getattr(owner, "generator", None) for owner in (loader, getattr(loader, "sampler", None))
     ]
     return [each for each in found if isinstance(each, torch.Generator)]
+
+
+def is_dealt_out(loader: object, world_size: int) -> bool:
+    """Return whether torch's DistributedSampler deals a loader's samples out to so many ranks.
+
+    After k batches of b samples on each of n ranks these have seen the first k * b * n of its
+    order, which is the same for any number of ranks.
+    """
+    owners = loader, getattr(loader, "batch_sampler", None)
+    samplers = [getattr(owner, "sampler", None) for owner in owners]
+    return any(
+        isinstance(each, DistributedSampler) and each.num_replicas == world_size
+        for each in samplers
+    )
 
 
 class _Indices:
@@ -126,3 +155,34 @@ def count_samples(batch: object) -> int:
     if isinstance(parts, (list, tuple, type({}.values()))):
         return next((count for part in parts if (count := count_samples(part))), 0)
     return 0
+
+
+def arrangement(ddp: DistributedDataParallel) -> list[int]:
+    """Return the parameters' indices as the buckets hold them, arranging these now; collective.
+
+    DDP itself would do so at the next forward pass. Empty where it never arranges them anew, as
+    with find_unused_parameters, and before the first backward.
+    """
+    ddp.reducer._rebuild_buckets()
+    ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr] # set once it is made
+    buckets = ddp._get_ddp_logging_data().get(  # type: ignore[no-untyped-call]
+        "rebuilt_per_bucket_param_indices", ""
+    )
+    return [int(index) for bucket in buckets.split(",") for index in bucket.split()]
+
+
+def arrange(ddp: DistributedDataParallel, indices: Sequence[int]) -> None:
+    """Arrange the buckets of a wrapper that has done no backward yet; collective.
+
+    A backward of zeros in this order stands for the first one: no forward, no buffers, and no
+    gradient is left. With static_graph, or sparse gradients, the buckets stay as they are.
+    """
+    parameters, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    if ddp.static_graph or any(are_sparse) or sorted(indices) != list(range(len(parameters))):
+        return
+    ddp.reducer.prepare_for_backward([])
+    for index in indices:
+        (parameters[index].sum() * 0).backward()
+    for parameter in parameters:
+        parameter.grad = None
+    ddp.reducer._rebuild_buckets()

@@ -29,7 +29,7 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     report = _report(training, env, environ, began, finished)
     write_record(run.evaluation, evaluation)
     write_record(run.report, report, indent=2)
-    if position.step == training.checkpoints.start_step and position.step:
+    if position.step == training.core.start_step and position.step:
         return (
             f"done: nothing was left to train, the run has its {position.step} steps; test "
             f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
@@ -50,7 +50,7 @@ def _report(
     config, agreed, position = training.config, training.agreed, training.position
     *earlier, last = summaries(training.attempt.run)
     attempts = (*earlier, replace(last, cause="done", last_step=position.step))
-    costs = vars(training.checkpoints.costs)
+    costs = vars(training.core.costs)
     saving = {field.name: round(costs[field.name], 4) for field in fields(SavingReport)}
     return Report(
         accuracy=training.result.accuracy,
@@ -96,7 +96,7 @@ def _report(
             training.attempt.run,
             training.attempt.run.read_spec(),
             until=finished,
-            spent=training.spent(),
+            spent=training.core.spent(),
         ),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import TrainingError, coded
@@ -36,6 +35,7 @@ from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, host_n
 from clusterddp.run.outcome import TaskRecord, is_signalled, read_outcome
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.worker.command import become
 from clusterddp.worker.supervise import supervise
 
 LEAST_PYTHON = (3, 10)
@@ -52,7 +52,6 @@ def run_contained(
     env: DistEnv,
     container: Container,
     task: Sequence[str],
-    become: Callable[[Sequence[str], Mapping[str, str]], NoReturn],
     *,
     attempt: int | None = None,
     own_log: bool = False,
@@ -60,7 +59,6 @@ def run_contained(
     """Run a task in a container, and record its outcome where the task itself could not.
 
     task: the command in the container; an agent there stands for the first of its ranks.
-    become: replaces the process by a command.
 
     Returns and raises what `supervise` does. Linux only.
     """

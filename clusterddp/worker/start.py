@@ -16,6 +16,7 @@ import torch.distributed as dist
 from clusterddp import files, log
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best
+from clusterddp.checkpoints.state import Content
 from clusterddp.data import mnist, shared_memory
 from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.synthetic import synthesise
@@ -24,17 +25,13 @@ from clusterddp.distributed import agreement, rendezvous
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
-from clusterddp.files import write_atomically
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.options import is_reference
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig, changes
-from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm import forms
+from clusterddp.training import resumable
 
 
 def settle_attempt(
@@ -59,8 +56,9 @@ def settle_attempt(
     data_sha256 = _check_data(config, recorded, fingerprint)
     with writing(f"the run directory {run.path}", "Choose a folder that this host can write."):
         run.make(run.attempts)
-        _record_request(run, config, terms)
-        attempt = _attempt(run, number, environ.get("SLURM_JOB_ID", ""), config)
+        resumable.record_request(run, terms.world_size, terms.hosts, train=config)
+        job_id, patience = environ.get("SLURM_JOB_ID", ""), config.rendezvous_timeout
+        attempt = resumable.take_attempt(run, number, job_id, patience)
         origin = _choose_checkpoint(config, attempt, recorded, terms.world_size, data_sha256)
         agreement.check_precision(config, origin.precision, hellos)
         if origin.precision == "fp16" and config.cuda_graph == "on":
@@ -102,29 +100,6 @@ def _check_data(
     return sha256
 
 
-def _record_request(run: RunDir, config: TrainConfig, terms: Agreement) -> None:
-    """Record a request for ranks that nobody submitted, so that all commands know the run."""
-    if run.spec.exists() or not forms.RUN_NAME.fullmatch(run.name):
-        return
-    nodes = 1 if terms.world_size % len(terms.hosts) else len(terms.hosts)
-    resources = Resources(nodes=nodes, tasks_per_node=terms.world_size // nodes)
-    spec = JobSpec(run.name, str(run.path), resources, train=config, launcher="local")
-    write_atomically(run.spec, spec.to_json().encode())
-
-
-def _attempt(run: RunDir, number: int | None, job_id: str, config: TrainConfig) -> Attempt:
-    if number is None:
-        attempts.await_silence(run, job_id, config.rendezvous_timeout)
-        return attempts.begin(run)
-    attempt = Attempt(run, number)
-    if not attempt.path.is_dir():
-        raise TrainingError(
-            f"{attempt.path} is gone: the run directory was removed or replaced while the job "
-            "was starting. Submit the run again. [CD0512]"
-        )
-    return attempt
-
-
 @dataclass(frozen=True)
 class _Origin:
     """The checkpoint from which an attempt resumes, if any, and what it settles."""
@@ -145,17 +120,16 @@ def _choose_checkpoint(
     data_sha256: str,
 ) -> _Origin:
     """Choose the checkpoint to resume from, and check that it fits."""
-    # An agent starts the ranks of an attempt again, within the job, when one of them has failed.
-    of_attempt = catalog.newest_in(attempt.checkpoints) if attempt.checkpoints.is_dir() else None
-    of_run = of_attempt or catalog.source(attempt.run)
-    source = of_run or (catalog.find(config.resume) if config.resume else None)
+    source, _ = resumable.source_of(attempt)
+    if source is None and config.resume:
+        source = catalog.find(config.resume)
     if source is None:
         # A run that begins at step 0 again begins with the ranks that there are now.
         earlier = None if catalog.given_up_attempt(attempt.run) else recorded
         origin = _Origin((earlier.reference_world_size if earlier else 0) or world_size)
     else:
         content = state.load(source)
-        state.check_fits(source, content, config, data_sha256=data_sha256)
+        check_fits(source, content, config, data_sha256=data_sha256)
         before = content["config"]
         changed = changes(before, config)
         if changed and not config.allow_changed:
@@ -164,7 +138,7 @@ def _choose_checkpoint(
                 f"{'; '.join(changed)}. Give the options as they were, or add "
                 "--allow-changed. [CD0703]"
             )
-        batch_size, accumulate = before["batch_size"], before.get("accumulate", 1)
+        batch_size, accumulate = before["batch_size"], before["accumulate"]
         assert isinstance(batch_size, int) and isinstance(accumulate, int)
         origin = _Origin(
             config.reference_world_size(
@@ -173,11 +147,35 @@ def _choose_checkpoint(
             source,
             step=content["step"],
             best=Best(**content["best"]) if content["best"] else None,
-            precision=content.get("precision", "fp32") if config.precision == "auto" else "",
+            precision=content["precision"] if config.precision == "auto" else "",
         )
     if problem := config.uneven_batch(origin.reference_world_size, world_size):
         raise TrainingError(problem, code="CD0105")
     return origin
+
+
+def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256: str) -> None:
+    """Raise CheckpointError for the checkpoint of another model, dataset, optimizer or program.
+
+    data_sha256: fingerprint of this run's training set.
+    """
+    if "config" not in content:
+        raise CheckpointError(f"the checkpoint {path} was saved by another program. [CD0704]")
+    for name in ("model", "dataset", "optimizer"):
+        theirs, ours = content["config"].get(name), getattr(config, name)
+        if theirs != ours:
+            raise CheckpointError(
+                f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
+                f"{ours}. Use --{name} {theirs}, or start without --resume. [CD0703]"
+            )
+    theirs = content["data_sha256"]
+    if theirs != data_sha256:
+        raise CheckpointError(
+            f"the dataset has changed since the checkpoint {path}: it was trained on images with "
+            f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
+            "Name the folder with the former ones (--data-dir), or start a new run."
+            f"{mnist.rendered_by(config.dataset, config.data_dir)} [CD0608]"
+        )
 
 
 def _publish(
@@ -189,16 +187,23 @@ def _publish(
     environ: Mapping[str, str],
 ) -> Agreement:
     """Lay the attempt's folders out, and record what was agreed on."""
-    run, source = attempt.run, origin.source
-    if not attempt.checkpoints.is_dir():
-        source = catalog.adopt(attempt, source, config.keep_last, best=origin.best)
+    source = resumable.publish(
+        attempt,
+        origin.source,
+        origin.step,
+        keep_last=config.keep_last,
+        world_size=terms.world_size,
+        hosts=terms.hosts,
+        environ=environ,
+        best=origin.best,
+    )
     precision = origin.precision or terms.precision
     agreed = dataclasses.replace(
         terms,
         precision=precision,
         # fp16's loss scale is chosen step by step, which no graph holds.
         cuda_graph=terms.cuda_graph and precision != "fp16",
-        run_dir=str(run.path),
+        run_dir=str(attempt.run.path),
         attempt=attempt.number,
         resume=str(source.resolve()) if source else "",
         global_batch_size=config.step_size * origin.reference_world_size,
@@ -206,15 +211,7 @@ def _publish(
         data_sha256=data_sha256,
         lr=config.peak_lr(origin.reference_world_size),
     )
-    attempts.take_up(
-        attempt,
-        origin.source,
-        origin.step,
-        world_size=agreed.world_size,
-        hosts=agreed.hosts,
-        environ=environ,
-    )
-    files.write_record(run.resolved, agreed, indent=2)
+    files.write_record(attempt.run.resolved, agreed, indent=2)
     return agreed
 
 

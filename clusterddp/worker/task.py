@@ -34,19 +34,17 @@ from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import is_peer_loss, note_hung
-from clusterddp.run.records import LastWord
+from clusterddp.run.outcome import is_peer_loss
 from clusterddp.training import stop
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.stop import Deadline
 from clusterddp.worker import supervise
 
 if TYPE_CHECKING:
-    from clusterddp.checkpoints.writer import Saver
     from clusterddp.data.user_dataset import OwnSets
     from clusterddp.distributed.heartbeat import Progress
     from clusterddp.distributed.rendezvous import RunStore
-    from clusterddp.distributed.watchdog import Verdict, Watchdog
+    from clusterddp.distributed.watchdog import Watchdog
     from clusterddp.training.loop import Training
     from clusterddp.worker.join import Joined
     from clusterddp.worker.start import Sets
@@ -283,7 +281,7 @@ def _watchdog(
     config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress", ending: _Ending
 ) -> "Watchdog":
     from clusterddp.distributed import heartbeat
-    from clusterddp.distributed.watchdog import Watchdog, periods
+    from clusterddp.distributed.watchdog import Watchdog, noting, periods
 
     silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
     return Watchdog(
@@ -293,7 +291,7 @@ def _watchdog(
         silent_seconds=silent,
         beat_seconds=beat,
         host=joined.hello.host,
-        note=partial(_note_hung, joined.attempt),
+        note=noting(joined.attempt.outcomes),
         beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
         leave=partial(ending.leave, joined.attempt) if joined.agreed.backend == "nccl" else None,
         leave_seconds=config.process_group_timeout,
@@ -331,7 +329,7 @@ def _train(
         )
         if config.find_batch_size:
             return _find_batch_size(task, joined, sets, progress)
-        content = state.load_together(Path(agreed.resume), device) if agreed.resume else None
+        content = state.load_together(Path(agreed.resume)) if agreed.resume else None
         training = Training(
             config, agreed, env.rank, device, *sets, attempt, request, deadline, progress, content
         )
@@ -342,11 +340,8 @@ def _train(
         if held:
             held.close()  # DDP has begun on every rank, so all of them have mapped it
             held = None  # a GPU has the set in its own memory
-        saver = training.checkpoints.saver
-        presence.step = lambda: training.position.step
-        presence.saved = lambda: saver.last_step if saver else None
-        presence.spent = training.spent
-        presence.planned = training.planned_steps
+        saver = training.core.saver
+        presence.sign = training.core.sign_of_life
         try:
             reason = train(training)
         except BaseException as error:
@@ -360,7 +355,7 @@ def _train(
             with start.writing(f"how the training ended to {attempt.run.path}", last_saved):
                 if not reason:
                     log.info(report.write(training, env, task.began, os.environ))
-                _note_end(attempt, reason, training.position.step, saver)
+                training.core.note_end(reason)
     return reason
 
 
@@ -378,7 +373,7 @@ def _let_save_end(training: "Training") -> None:
     curves too."""
     from clusterddp.distributed.tcp_store import bounded
 
-    saver = training.checkpoints.saver
+    saver = training.core.saver
     if saver:
         for end, seconds in ((saver.wait, _SAVE_SECONDS), (training.journal.close, 5.0)):
             with suppress(Exception):  # the training's own failure is the one reported
@@ -390,6 +385,7 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
     from clusterddp.models import nets
     from clusterddp.training import batch_size
     from clusterddp.training.learner import check_fit
+    from clusterddp.training.resumable import note_end
     from clusterddp.worker import start
 
     config, run = task.config, joined.attempt.run
@@ -407,33 +403,5 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
     if task.env.rank == 0:
         with start.writing(f"the batch sizes to {run.path}"):
             write_record(run.batch_sizes, rows, indent=2)
-            _note_end(joined.attempt, reason, 0)
+            note_end(joined.attempt, reason, 0)
     return reason
-
-
-def _note_hung(attempt: Attempt, verdict: "Verdict | None") -> None:
-    """Record which rank hangs: the verdict then names it before those that gave up waiting."""
-    if verdict and verdict.kind == "alone":
-        return  # a rank that sees no other
-    hang = verdict if verdict and verdict.reason else None
-    with suppress(OSError):
-        note_hung(attempt.outcomes, hang.ranks if hang else (), hang.reason if hang else "")
-
-
-def _note_end(attempt: Attempt, reason: str, step: int, saver: "Saver | None" = None) -> None:
-    """Record how the ranks left, for the batch script: srun's exit code does not show it.
-
-    Raises OSError where a training that is done cannot note it: one that was asked to stop leaves
-    in any case, and the script looks at the disk itself.
-    """
-    if reason:
-        log.info(f"stopped at step {step} ({reason}); start the run again to resume from there")
-    saved, trouble = (saver.last_step, saver.trouble) if saver else (None, "")
-    end = vars(LastWord("stopped" if reason else "done", reason, step, saved, trouble))
-    content = {name: value for name, value in end.items() if value or name != "trouble"}
-    try:
-        attempt.write_last_word(attempt.end, content)
-    except OSError as error:
-        if not reason:
-            raise
-        log.warning(f"{attempt.end} cannot be written: {error.strerror} [CD0518]")

@@ -24,9 +24,7 @@ from clusterddp.checkpoints.catalog import Best, checksum_of, name_of, read_best
 from clusterddp.checkpoints.state import Position
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.errors import CheckpointError
-from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import DAMAGE, make
 from tests.forked import CONTEXT
@@ -39,16 +37,14 @@ PATIENCE = ranks.PATIENCE
 def content_of(step: int, best: int | None = None, size: int = 64) -> dict[str, Any]:
     torch.manual_seed(step)
     model = nn.Linear(size, size)
-    return state.collect(
-        config=TrainConfig(),
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        position=Position(step=step),
-        agreed=Agreement(world_size=1, global_batch_size=64),
+    content = state.collect(
+        {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)},
+        Position(step=step),
+        world_size=1,
+        random_states=[None],
         best=None if best is None else Best(best / 1000, best),
-        random_states=None,
-        scaler={},
     )
+    return dict(content)
 
 
 class Place:

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from clusterddp.distributed.agreement import POLL_SECONDS, Hello, Poll, decide
@@ -139,7 +138,7 @@ def test_ranks_ask_about_twice_a_second_and_at_most_at_every_step(
     all_reduce = dist.all_reduce
     monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: (sums.append(1), all_reduce(*a, **k)))
     steps = max(int(60 / step_seconds), 30)
-    asked = train(Poll(torch.device("cpu")), Clock(monkeypatch), steps, step_seconds)
+    asked = train(Poll(), Clock(monkeypatch), steps, step_seconds)
     between = max(int(POLL_SECONDS / step_seconds), 1)
     careful = 12  # at first, when nobody knows yet how long a step takes
     assert len(sums) == len(asked) <= steps / between * 1.05 + careful
@@ -150,14 +149,14 @@ def test_ranks_ask_about_twice_a_second_and_at_most_at_every_step(
 def test_nobody_asks_for_more_than_a_thousand_steps(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = train(Poll(torch.device("cpu")), Clock(monkeypatch), 20_000, 1e-6)
+    asked = train(Poll(), Clock(monkeypatch), 20_000, 1e-6)
     assert max(b - a for a, b in itertools.pairwise(asked)) == 1000
 
 
 def test_the_pace_that_ranks_agree_on_is_not_bounded_by_that(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poll = Poll(torch.device("cpu"))
+    poll = Poll()
     train(poll, Clock(monkeypatch), 20_000, 1e-4)
     assert poll.pace == pytest.approx(POLL_SECONDS / 1e-4, rel=0.01)
 
@@ -165,7 +164,7 @@ def test_the_pace_that_ranks_agree_on_is_not_bounded_by_that(
 def test_a_step_that_becomes_slow_is_known_at_the_next_look(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, poll = Clock(monkeypatch), Poll(torch.device("cpu"))
+    clock, poll = Clock(monkeypatch), Poll()
     train(poll, clock, 1000, 0.01)
     asked = train(poll, clock, 200, 5.0, first=1001)
     assert poll.step_seconds == pytest.approx(5.0)
@@ -177,7 +176,7 @@ def at_unequal_speeds(rank: int, world_size: int) -> tuple[list[int], list[list[
 
     now = [1000.0 * rank]  # clocks that have nothing in common
     time.monotonic = lambda: now[0]  # type: ignore[assignment]
-    poll = Poll(torch.device("cpu"))
+    poll = Poll()
     asked, answers = [], []
     for step in range(400):
         if poll.due(step):
@@ -198,7 +197,7 @@ def test_all_ranks_look_at_the_same_steps_and_see_the_same() -> None:
 def test_what_was_measured_leaves_out_the_wait_for_others(
     alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, poll = Clock(monkeypatch), Poll(torch.device("cpu"))
+    clock, poll = Clock(monkeypatch), Poll()
     all_reduce = dist.all_reduce
 
     def slow(*arguments: Any, **options: Any) -> None:

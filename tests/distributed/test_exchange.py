@@ -9,7 +9,6 @@ from clusterddp.distributed import exchange
 from clusterddp.distributed.agreement import Poll
 from tests.training.ranks import run_ranks
 
-CPU = torch.device("cpu")
 TURNS = 300
 """Of so many plain exchanges of three ranks, gloo still has the tensors of some 10 to 40."""
 
@@ -28,10 +27,10 @@ def rank_exchanges(rank: int, _: int) -> tuple[int, list[Any]]:
         gather(received, sent)
 
     dist.all_reduce, dist.all_gather = reduced, gathered
-    poll, held, given = Poll(CPU), 0, list[Any]()
+    poll, held, given = Poll(), 0, list[Any]()
     for turn in range(TURNS):
         poll.ask(turn, [rank])
-        given = exchange.gather({"rank": "x" * rank}, CPU)
+        given = exchange.gather({"rank": "x" * rank})
         held += any(each._use_count() > 1 for each in used)
         used.clear()
     return held, given

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from clusterddp import log
 from clusterddp.distributed import heartbeat
-from clusterddp.distributed.heartbeat import Phase, Posting, Progress
+from clusterddp.distributed.heartbeat import Look, Phase, Posting, Progress
 from clusterddp.distributed.watchdog import Verdict, Watchdog, judge, periods
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.worker.workstation import free_port
@@ -44,10 +44,10 @@ class Clock:
         return self.now
 
 
-def alone(clock: Clock, progress: Progress) -> Watchdog:
+def alone(clock: Clock, progress: Progress, **more: Any) -> Watchdog:
     ours = DistEnv.from_environ({})
     return Watchdog(
-        None, ours, progress, silent_seconds=30, beat_seconds=2, host="h00", clock=clock
+        None, ours, progress, silent_seconds=30, beat_seconds=2, host="h00", clock=clock, **more
     )
 
 
@@ -77,6 +77,50 @@ def test_a_single_rank_says_so_and_prints_its_stack_once_a_stall(
     printed = capfd.readouterr().err
     assert printed.count("has not moved for") == 2
     assert "in test_a_single_rank_says_so_and_prints_its_stack_once_a_stall" in printed
+
+
+def test_no_time_counts_in_code_of_a_ranks_own(
+    capfd: pytest.CaptureFixture[str], logged: list[str]
+) -> None:
+    clock, progress = Clock(), Progress()
+    dog = alone(clock, progress, has_own_code=True)
+    for phase, told in ((Phase.OWN, 0), (Phase.FORWARD, 1), (Phase.OWN, 2)):
+        progress.mark(58, phase)
+        for _ in range(35):
+            clock.now += 1
+            dog._tick()
+        assert len(logged) == told, "the second line says that it goes on"
+    assert capfd.readouterr().err.count("has not moved for") == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "silent", "words"),
+    [
+        (Phase.OWN, False, ""),
+        (Phase.FORWARD, False, "rank 1 on h01 is behind: in the forward pass of step 58"),
+        (Phase.OWN, True, "rank 1 on h01 does not answer"),
+    ],
+)
+def test_nobody_hangs_who_waits_for_a_rank_in_code_of_its_own(
+    other: Phase, silent: bool, words: str, capfd: pytest.CaptureFixture[str], logged: list[str]
+) -> None:
+    clock, progress, number = Clock(), Progress(), 0
+    dog = Watchdog(
+        dist.HashStore, env(0, 2, 1), progress, silent_seconds=30, beat_seconds=2, host="h00",
+        has_own_code=True, clock=clock,
+    )  # fmt: skip
+    board = dog._board
+    assert board is not None
+    progress.mark(58, BACKWARD)
+    for _ in range(50):
+        clock.now += 1
+        number += not silent
+        postings = {0: posting(58, BACKWARD, host="h00"), 1: posting(58, other)}
+        board.look = Look(range(2), {r: p._replace(number=number) for r, p in postings.items()}, "")
+        board.rounds += 1
+        dog._tick()
+    assert bool(logged) == bool(words) == ("has not moved for" in capfd.readouterr().err)
+    assert words in "".join(logged)
 
 
 def test_the_time_for_which_a_process_was_stopped_is_no_silence(logged: list[str]) -> None:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.doctor import examine, machine_checks
+from clusterddp.doctor import examine
 from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
-from clusterddp.doctor.machine_checks import dataset, file_system_type, output_folder, python
+from clusterddp.doctor.examine import dataset, file_system_type, output_folder, python
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -74,7 +74,7 @@ def test_the_output_folder_is_judged_by_its_room_and_by_who_shares_it(
 ) -> None:  # fmt: skip
     room = SimpleNamespace(f_bavail=free, f_frsize=1, f_files=counted, f_favail=inodes)
     monkeypatch.setattr(os, "statvfs", lambda _: room)
-    monkeypatch.setattr(machine_checks, "file_system_type", lambda *_: kind)
+    monkeypatch.setattr(examine, "file_system_type", lambda *_: kind)
     check = output_folder(str(tmp_path / "runs" / "doctor"), doubts=True)
     assert check.verdict == verdict
     assert words in f"{check.seen} {check.advice}"
@@ -86,9 +86,9 @@ def test_the_output_folder_is_judged_by_its_room_and_by_who_shares_it(
 def test_where_there_is_no_slurm_a_local_folder_is_no_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_checks, "LITTLE_BYTES", 0)
-    monkeypatch.setattr(machine_checks, "LITTLE_INODES", 0)
-    monkeypatch.setattr(machine_checks, "file_system_type", lambda *_: "ext4")
+    monkeypatch.setattr(examine, "LITTLE_BYTES", 0)
+    monkeypatch.setattr(examine, "LITTLE_INODES", 0)
+    monkeypatch.setattr(examine, "file_system_type", lambda *_: "ext4")
     assert output_folder(str(tmp_path / "doctor"), doubts=False).verdict == GOOD
 
 
@@ -161,7 +161,7 @@ def test_a_python_that_is_not_there_is_bad_unless_the_jobs_modules_may_bring_it(
 
 
 def test_this_python_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "IMPORT_SECONDS", 240.0)  # on a busy machine
+    monkeypatch.setattr(examine, "IMPORT_SECONDS", 240.0)  # on a busy machine
     check = python(spec(tmp_path, python=sys.executable))
     assert check.facts["torch"] and check.verdict in (GOOD, WARNING)
 
@@ -169,7 +169,7 @@ def test_this_python_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_import_that_hangs_is_killed_with_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_checks, "IMPORT_SECONDS", 0.5)
+    monkeypatch.setattr(examine, "IMPORT_SECONDS", 0.5)
     pid = tmp_path / "pid"
     check = python(spec(tmp_path, python=program(tmp_path, f"sleep 600 & echo $! >{pid}; wait")))
     assert check.verdict == WARNING and "within 0.5 s" in check.seen

@@ -130,28 +130,6 @@ assert ends == [True, False], ends
     ran(tmp_path, sys.executable, "-c", show)
 
 
-@pytest.mark.parametrize("commit", COMMITS)
-def test_a_stopped_run_resumes_to_the_weights_of_an_uninterrupted_one(
-    tmp_path: Path, commit: str
-) -> None:
-    unpacked(tmp_path, commit, "stopped.tar.xz")
-    run = RunDir(tmp_path / "jobs/stopped")
-    former = run.script.read_text()
-    ran(tmp_path, sys.executable, "-m", "clusterddp", "resubmit", "stopped")
-    assert "\n#REQUEST " in run.script.read_text()  # rendered anew
-    assert (run.path / "script-1.sbatch").read_text() == former
-    assert "resuming from" in run.rank_log(0).read_text()
-    check_weights(commit, "training", read_json(run.report))
-
-
-def test_a_run_on_synthetic_digits_of_another_generator_uses_its_files(tmp_path: Path) -> None:
-    unpacked(tmp_path, "46dae3b", "synthetic.tar.xz")
-    (tmp_path / "jobs/data").rename(tmp_path / "data")
-    run = rehearsed(tmp_path, "synthetic")
-    assert "resuming from" in run.rank_log(0).read_text()
-    check_weights("46dae3b", "synthetic", read_json(run.report))
-
-
 def test_a_run_on_synthetic_digits_rendered_anew_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 # steps as SLOW_STEPS says, by three times what the others take.
 MODEL = """
 import os, time
-from clusterddp.training import metrics
+from clusterddp.training import paces
 from torch import nn
 
 clock = wait = 0.0
@@ -40,12 +40,12 @@ class Paced(nn.Module):
         clock, wait = clock + own, slowest - own
         return self.layer(images.flatten(1))
 
-def done(self, plain=metrics.Waiting.done):
+def done(self, plain=paces.Waiting.done):
     global clock
     clock += wait
     plain(self)
 
-metrics.Waiting.done = done
+paces.Waiting.done = done
 """
 STEPS = 180
 TRAINING = [

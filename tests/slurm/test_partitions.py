@@ -2,7 +2,8 @@
 
 import pytest
 
-from clusterddp.slurm.partitions import Partition, gpus_of, parse
+from clusterddp.slurm.forms import gpus_of
+from clusterddp.slurm.partitions import Partition, parse
 
 
 @pytest.mark.parametrize(

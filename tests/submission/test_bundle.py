@@ -427,16 +427,13 @@ def test_a_command_gets_nothing_of_it(carried: RunDir, bare: Path, tmp_path: Pat
     assert words == "None None False\n"
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    ["memory", pytest.param("loader", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # each rehearsal trains from one, where clusterddp is installed as well
 def test_two_ranks_train_from_it_and_what_they_spawn_imports_it(
-    carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, pipeline: str
+    carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(_OWN)
     argv = [bare, carried.bundle, "train", "--run-dir=run", "--dataset=synthetic", "--max-steps=3"]
-    argv += [f"--data-dir={synthetic_dir}", f"--data-pipeline={pipeline}", "--workers=1"]
+    argv += [f"--data-dir={synthetic_dir}", "--data-pipeline=loader", "--workers=1"]
     argv += ["--model=own:network", "--world-size=2", f"--master-port={free_port()}"]
     ranks = [
         subprocess.Popen(
@@ -470,7 +467,10 @@ def test_an_agent_starts_ranks_of_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["exec", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    ["spawn", *(pytest.param(each, marks=pytest.mark.release) for each in ("exec", "forkserver"))],
+)
 def test_ranks_on_a_workstation_run_the_same_file(
     carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, method: str
 ) -> None:

@@ -14,7 +14,7 @@ from clusterddp.data.loader import generators_kept, seed_generators
 from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.run.records import Agreement
-from clusterddp.training import cuda_graph
+from clusterddp.training import cuda_graph, replay
 from clusterddp.training import learner as learners
 from clusterddp.training import step as steps
 from clusterddp.training.learner import Learner
@@ -166,7 +166,8 @@ def test_a_checkpoint_of_the_first_convolutions_former_strides_goes_on_to_the_sa
     first, second, _ = batches(0, 1)
     whole = learner(0, 1, momentum=0.9)
     whole.learn(*first)
-    content = whole.collect(None)
+    drawn = [replay.random_state(())]
+    content = dict(state.collect(whole.states, whole.position, world_size=1, random_states=drawn))
     older = _relaid(content)
     assert older["model"]["layer1.0.weight"].stride() == (25, 25, 5, 1)
     whole.learn(*second)

@@ -23,13 +23,8 @@ from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import metrics
 from clusterddp.training.loop import train
-from clusterddp.training.metrics import (
-    Journal,
-    Paces,
-    Tally,
-    Waiting,
-    of_ranks,
-)
+from clusterddp.training.metrics import Journal, Tally
+from clusterddp.training.paces import Paces, Waiting, of_ranks
 from tests.training.ranks import run_ranks
 from tests.training.trainings import agree, build, config
 

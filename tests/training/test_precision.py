@@ -240,7 +240,7 @@ def test_a_graph_that_would_hold_gloos_exchange_is_refused() -> None:
 
 
 def test_bf16_that_a_run_began_in_and_a_gpu_lacks_is_refused_with_the_way_out() -> None:
-    before = Agreement("nccl", "cuda", world_size=2, precision="bf16", exact_fp32=True)
+    before = Agreement("nccl", "cuda", world_size=2, precision="bf16")
     with pytest.raises(
         TrainingError,
         match=r"begun in bf16, in which rank 1 on h01 .*--constraint.*--precision fp32 --allow-ch",
@@ -295,22 +295,6 @@ def test_tf32_is_refused_where_no_gpu_computes_in_it() -> None:
         with pytest.raises(TrainingError, match="--precision tf32, in which rank 0 on h01 "):
             decided({"precision": "tf32"}, kind, [able])
     assert decided({"precision": "tf32"}, "cuda", [True]).precision == "tf32"
-
-
-def test_a_run_that_began_when_fp32_rounded_to_tf32_says_that_it_changes(tmp_path: Path) -> None:
-    """As its record says nothing of it; the next record does, so that it is said once."""
-    before = Agreement("nccl", "cuda", world_size=1, precision="fp32")
-    fp32 = {"precision": "fp32"}
-    changed = decided(fp32, "cuda", [True], before)
-    assert "--precision tf32 --allow-changed continues in TF32" in changed.warnings[0]
-    assert decided(fp32, "cuda", [True], changed).warnings == ()
-    assert decided(fp32, "cuda", [False], before).warnings == (), "a GPU that never had TF32"
-    on_cpu = replace(before, kind="cpu", backend="gloo")
-    assert decided(fp32, "cpu", [True], on_cpu).warnings == ()
-    assert decided({**fp32, "device": "cuda"}, "cuda", [True], on_cpu).warnings == ()
-    in_bf16 = replace(before, precision="bf16")
-    assert decided(fp32, "cuda", [True], in_bf16).warnings == ()
-    assert decided(fp32, "cuda", [True]).warnings == (), "a run that begins"
 
 
 @pytest.fixture

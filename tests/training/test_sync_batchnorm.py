@@ -11,8 +11,8 @@ from clusterddp.errors import TrainingError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
-from clusterddp.training import sync_batchnorm
 from clusterddp.training.learner import poor_statistics
+from clusterddp.training.step import SyncBatchNorm, synchronise
 from tests.training.ranks import run_ranks
 
 STEPS = 3
@@ -34,7 +34,7 @@ def trained(rank: int, world_size: int, momentum: float | None, synced: bool) ->
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # drawn by each rank for itself
     if synced:
-        model = sync_batchnorm.convert(model, "bn-convnet")
+        model = synchronise(model, "bn-convnet")
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for step in range(STEPS):
@@ -81,7 +81,7 @@ def by_ourselves_and_by_torch(rank: int, world_size: int) -> list[float]:
     torch.manual_seed(1)
     images = torch.randn(4, 3, 5, dtype=torch.float32)
     plain, ours = nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3))
-    ours = sync_batchnorm.convert(ours, "x")
+    ours = synchronise(ours, "x")
     found = []
     for images_of in (images, images.bfloat16()):
         theirs = ours(images_of[rank::world_size])
@@ -108,15 +108,15 @@ def test_the_values_are_those_of_torch_over_the_whole_batch_in_bf16_too() -> Non
 def test_a_rank_alone_normalises_as_torch_does() -> None:
     assert not dist.is_initialized()
     images = torch.randn(4, 3, 5)
-    plain, ours = nn.BatchNorm1d(3), sync_batchnorm.convert(nn.BatchNorm1d(3), "x")
-    assert isinstance(ours, sync_batchnorm.SyncBatchNorm)
+    plain, ours = nn.BatchNorm1d(3), synchronise(nn.BatchNorm1d(3), "x")
+    assert isinstance(ours, SyncBatchNorm)
     assert torch.equal(plain(images), ours(images))
     assert torch.equal(plain.running_var, ours.running_var)  # type: ignore[arg-type]
 
 
 def test_a_model_without_batchnorm_is_refused() -> None:
     with pytest.raises(TrainingError, match="--sync-batchnorm: the model convnet has no BatchNorm"):
-        sync_batchnorm.convert(nets.build("convnet"), "convnet")
+        synchronise(nets.build("convnet"), "convnet")
 
 
 @pytest.mark.parametrize(

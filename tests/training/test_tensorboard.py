@@ -10,7 +10,7 @@ import pytest
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import MetricsLine
-from clusterddp.training.tensorboard import Board
+from clusterddp.training.metrics import Board
 
 pytest.importorskip("tensorboard", reason="an extra: pip install 'clusterddp[tensorboard]'")
 

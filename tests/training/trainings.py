@@ -21,6 +21,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
+from clusterddp.training import replay
 from clusterddp.training.loop import Training, train
 from clusterddp.training.stop import StopRequest
 from clusterddp.worker import start
@@ -108,7 +109,7 @@ def train_rank(
         "weights": [parameter.detach().numpy().copy() for parameter in ours.model.parameters()],
         "sha256": state.weights_sha256(ours.model),
         "accuracy": ours.result.accuracy,
-        "best": ours.learner.best,
+        "best": ours.core.best,
         "buckets": _buckets(ours.learner.ddp),
         "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
     }
@@ -129,7 +130,7 @@ def train_alone(
 
 def asked_at_once(ours: Training, at: int, reason: str = "signal") -> None:
     """Have the ranks look after every step, and this one be asked to stop at step `at`."""
-    ours.poll.due = lambda _: True  # type: ignore[method-assign]
+    ours.core.poll.due = lambda _: True  # type: ignore[method-assign]
     after(ours, at, lambda: ours.request.note(reason))
 
 
@@ -165,4 +166,8 @@ def numbers_drawn() -> tuple[Any, ...]:
 
 def generator_states() -> Tensor:
     """The states of all generators, for comparison."""
-    return torch.cat([*state.random_states(CPU).values()])
+    states = replay.random_state(())
+    _, key, *rest = states["numpy"]
+    _, integers, waiting = states["python"]
+    numbers = [*integers, waiting or 0.0, *key, *rest]
+    return torch.cat([states["torch"].double(), torch.tensor(numbers, dtype=torch.float64)])

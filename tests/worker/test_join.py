@@ -246,6 +246,9 @@ def ranks(tmp_path: Path, synthetic_dir: Path) -> Ranks:
 @pytest.mark.slow
 def test_one_rank_of_a_node_reads_and_each_writes_what_is_its_own(ranks: Ranks) -> None:
     first = ranks.train("--max-steps=2")
+    events = [event for who, event, _, _ in first if who == "0" and event != "open"]
+    assert events.index("socket.bind") < events.index("import"), "it listens before torch is there"
+    assert {name for _, event, name, _ in first if event == "import"} == {"torch"}
     again = ranks.train("--max-steps=4")
     assert json.loads((ranks.run / "report.json").read_text())["steps"] == 4
     for notes in (first, again):
@@ -266,13 +269,6 @@ def test_one_rank_of_a_node_reads_and_each_writes_what_is_its_own(ranks: Ranks) 
         assert written and all("rank-1.json" in path for path in written), written
     resumed = [path for who, _, path, writes in again if path.endswith(".pt") and not writes]
     assert resumed, "the second start went on from a checkpoint"
-
-
-def test_rank_0_listens_before_it_imports_torch_and_nobody_needs_torchvision(ranks: Ranks) -> None:
-    notes = ranks.train("--max-steps=1")
-    events = [event for who, event, _, _ in notes if who == "0" and event != "open"]
-    assert events.index("socket.bind") < events.index("import")
-    assert {name for _, event, name, _ in notes if event == "import"} == {"torch"}
 
 
 def joined(backend: str, world_size: int = 2) -> Joined:

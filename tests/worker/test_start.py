@@ -1,5 +1,6 @@
 """How a start is decided: what it goes on from, what it refuses, and for whom it waits."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -345,3 +346,21 @@ def test_the_end_of_an_earlier_start_inside_the_job_does_not_count(
     ours.end.write_text("{}")
     trainings.agree(settings, run.path, number=number)
     assert not ours.end.exists()
+
+
+def test_a_checkpoint_of_another_training_is_refused_naming_both_sides(tmp_path: Path) -> None:
+    settings, path = TrainConfig(), tmp_path / name_of(1)
+    saved = {"config": dataclasses.asdict(settings), "data_sha256": "d" * 64}
+
+    def refused(content: dict[str, object], data_sha256: str = "d" * 64) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            start.check_fits(path, content, settings, data_sha256=data_sha256)
+        return str(caught.value)
+
+    start.check_fits(path, saved, settings, data_sha256="d" * 64)
+    for name, other in (("model", "resnet"), ("dataset", "synthetic"), ("optimizer", "sgd")):
+        words = refused({**saved, "config": {**dataclasses.asdict(settings), name: other}})
+        assert f"--{name} {other}" in words and f"--{name} {getattr(settings, name)}" in words
+    words = refused(saved, "e" * 64)
+    assert "has changed since" in words and "d" * 16 in words and "e" * 16 in words
+    assert "by another program" in refused({"loop": {}})

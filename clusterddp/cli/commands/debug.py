@@ -89,17 +89,7 @@ def command(
         raise RequestError(
             "--python names the interpreter in an image: name --container-image, too. [CD1004]"
         )
-    if run_dir is not None and run_name is not None:
-        raise RequestError(
-            "--run-dir and --run-name both name the run's directory; give one. [CD0103]"
-        )
-    if run_dir == "":
-        raise RequestError(
-            "--run-dir is empty; leave it out to have a new directory made. [CD0102]"
-        )
-    name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
-    forms.run_name("--run-name", name)
-    path = os.path.abspath(run_dir or f"{output_root}/{name}")
+    path = _path(output_root, run_dir, run_name)
     spec = workstation.request(path, config, procs, **container)
     spec.refuse_pyxis()
     make_sure(config, spec if container else None)
@@ -116,6 +106,21 @@ def command(
         if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
             log.info(f"resume with: {_again(spec, config, run, start_method)}")
         return code
+
+
+def _path(output_root: Path, run_dir: str | None, run_name: str | None) -> str:
+    """Return the run's directory; raises RequestError where it cannot be told."""
+    if run_dir is not None and run_name is not None:
+        raise RequestError(
+            "--run-dir and --run-name both name the run's directory; give one. [CD0103]"
+        )
+    if run_dir == "":
+        raise RequestError(
+            "--run-dir is empty; leave it out to have a new directory made. [CD0102]"
+        )
+    name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
+    forms.run_name("--run-name", name)
+    return os.path.abspath(run_dir or f"{output_root}/{name}")
 
 
 def _again(spec: JobSpec, config: TrainConfig, run: RunDir, start_method: str | None) -> str:

@@ -27,9 +27,7 @@ from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import REQUEST, JobSpec
-from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
-from clusterddp.run.run_dir import SweepDir
 from clusterddp.slurm import forms
 from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
@@ -45,7 +43,6 @@ from clusterddp.submission.fields import (
     interpreter,
 )
 from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
-from clusterddp.submission.resweep import resubmit_sweep
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -161,9 +158,8 @@ def command(
     With --sweep or --sweep-file points are added instead: those that the sweep has are left alone.
 
     RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
-    given: they replace the recorded ones, and an empty value drops one (--dependency ''). One of
-    clusterddp 0.1.0 is rendered anew, unless you have edited it. Nothing is taken from variables or
-    site.cfg. The attempts that --max-requeues caps are counted anew.
+    given: they replace the recorded ones, and an empty value drops one (--dependency ''). Nothing
+    is taken from variables or site.cfg. The attempts that --max-requeues caps are counted anew.
 
     The run of a COMMAND can get another COMMAND, other variables, modules, set-up lines and
     directives. --env and --sbatch change those that they name and keep the others, which '' drops;
@@ -180,6 +176,11 @@ def command(
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
+    sweep, more = find_sweep(output_root, run), sweep_of(ctx)
+    if sweep is None and (more or max_parallel):
+        raise RequestError(
+            f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
+        )
     terms = Terms(
         allow_changed=bool(ctx.params["allow_changed"]),
         new_code=code == "new",
@@ -189,13 +190,9 @@ def command(
         force=bool(ctx.params["force"]),
         template_folder=template_dir,
         snapshot_limit_mb=snapshot_limit,
+        more=more,
     )
-    sweep, more = find_sweep(output_root, run), sweep_of(ctx)
-    if sweep is None and (more or max_parallel):
-        raise RequestError(
-            f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
-        )
-    has_own_copies = sweep is not None and terms.new_code and not more
+    has_own_copies = sweep is not None and terms.new_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
         if dry_run or wait or max_parallel:
             raise click.UsageError(
@@ -203,51 +200,26 @@ def command(
             )
         return _resubmit_each(ctx, output_root, run, terms, as_json=as_json)
     run_dir = sweep or find_run(output_root, run)
-    if sweep:
-        return _resubmit_sweep(
-            ctx, sweep, more, terms, max_parallel, dry_run=dry_run, wait=wait, as_json=as_json
-        )
     done = resubmit(run_dir, partial(changed_request, ctx), terms, dry_run=dry_run)
-    spec, submission = done.spec, done.submission
-    if submission is None:
-        fields = {"run": spec.run_name, "run_dir": spec.run_dir}
-        echo_dry_run(spec, done.script, fields, as_json=as_json)
+    if dry_run:
+        fields: dict[str, object] = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
+        if sweep:
+            fields = {"sweep": sweep.name, "indices": done.indices}
+        echo_dry_run(done.spec, done.script, fields, indices=done.indices, as_json=as_json)
         return EXIT_DONE
-    job = formatting.job(submission.job_id, spec.launcher)
+    assert done.submission
+    if sweep:
+        return follow_sweep(
+            done.spec, sweep.path, done.submission, done.indices, wait=wait, as_json=as_json
+        )
+    job = formatting.job(done.job_id, done.spec.launcher)
     words = (
-        f"submitted {spec.run_name} again as {job}: {spec.layout}; it "
-        f"{done.beginning}\n"
+        f"submitted {done.spec.run_name} again as {job}: {done.spec.layout}; it {done.beginning}\n"
         f"  status  clusterddp status {run_dir.shown}\n"
         f"  logs    clusterddp logs -f {run_dir.shown}"
     )
-    return follow_submitted(spec, run_dir, submission, words, wait=wait, as_json=as_json, lines=0)
-
-
-def _resubmit_sweep(
-    ctx: click.Context,
-    sweep: SweepDir,
-    more: Sweep,
-    terms: Terms,
-    max_parallel: int | None,
-    *,
-    dry_run: bool,
-    wait: bool,
-    as_json: bool,
-) -> int:
-    def change(before: JobSpec) -> JobSpec:
-        after = changed_request(ctx, before)
-        if max_parallel is None:
-            return after
-        points = dataclasses.replace(before.sweep, max_parallel=max_parallel)
-        return dataclasses.replace(after, sweep=points)
-
-    done = resubmit_sweep(sweep, change, more, terms, dry_run=dry_run)
-    if done.submission is None:
-        fields = {"sweep": sweep.name, "indices": done.indices}
-        echo_dry_run(done.spec, done.script, fields, indices=done.indices, as_json=as_json)
-        return EXIT_DONE
-    return follow_sweep(
-        done.spec, sweep.path, done.submission, done.indices, wait=wait, as_json=as_json
+    return follow_submitted(
+        done.spec, run_dir, done.submission, words, wait=wait, as_json=as_json, lines=0
     )
 
 
@@ -289,6 +261,9 @@ def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
     tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
     of_container = {*CONTAINER, "python"}
     fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
+    if "max_parallel" in given:
+        points = dataclasses.replace(before.sweep, max_parallel=given["max_parallel"])
+        fields["sweep"] = points
     fields |= container_fields({name: given[name] for name in given if name in of_container})
     if "notify" in fields:
         fields["notify"] = forms.words("--notify", fields["notify"])

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED
-from tests.kept.test_kept import COMMITS, unpacked
 from tests.waiting import PATIENCE, dying_with_us, wait_for
 
 __all__ = ["workplace"]
@@ -455,130 +453,6 @@ def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace
     assert f"; exec {python} " in sent(workplace)
     assert run.load_spec().python == "python"
     assert f"batch_python python3, now {python}" in resubmissions(run)[-1]
-
-
-# -- of an earlier version ---------------------------------------------------------------------
-
-
-def earlier(workplace: Workplace, commit: str = COMMITS[0]) -> RunDir:
-    """A run that clusterddp 0.1.0 has rendered, of launcher sbatch."""
-    unpacked(workplace.folder, commit, "stopped.tar.xz")
-    workplace.command("squeue", FORGOTTEN)
-    workplace.command("sacct", "exit 1")
-    workplace.command("sbatch", "/bin/cat >sent; echo 13")
-    run = RunDir(workplace.root / "stopped")
-    changed(run, run.spec, '"launcher": "local"', '"launcher": "sbatch"')
-    return run
-
-
-def changed(run: RunDir, path: Path, old: str, new: str) -> None:
-    """Replace words, and have script and request be as old as each other."""
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    os.utime(run.script, (run.spec.stat().st_mtime,) * 2)
-
-
-def test_an_earlier_script_holds_no_lines_of_ones_own_where_the_request_gives_them(
-    workplace: Workplace,
-) -> None:
-    """As 0.1.0 rendered an environment, modules and set-up lines."""
-    run = earlier(workplace)
-    fields = {"network_interface": "ib0", "modules": ["cuda"], "setup": ["source 'a b'; x"]}
-    fields |= {"environment": [["A", "it's mine"]], "launcher": "sbatch"}
-    run.spec.write_text(json.dumps(json.loads(run.spec.read_text()) | fields))
-    changed(
-        run, run.script, "export PYTHONUNBUFFERED=1\n",
-        """export A='it'"'"'s mine'\n# Both backends, or one of them would pick its own.\n"""
-        "export NCCL_SOCKET_IFNAME=ib0\nexport GLOO_SOCKET_IFNAME=ib0\n"
-        "# A rank's output.\nexport PYTHONUNBUFFERED=1\n\nmodule load cuda\nsource 'a b'; x\n",
-    )  # fmt: skip
-    assert "\n#REQUEST " in accepted(workplace, "stopped", "--dry-run").out
-
-
-@pytest.mark.parametrize("commit", COMMITS)
-def test_an_earlier_run_gets_the_script_of_today_and_carries_this_clusterddp(
-    workplace: Workplace, commit: str
-) -> None:
-    run = earlier(workplace, commit)
-    former = run.script.read_text()
-    got = accepted(workplace, "stopped")
-    assert sent(workplace) == run.script.read_text() == sbatch.prepare(run.load_spec(), None)
-    assert "and is rendered anew from ddp.sbatch.j2; the former stays beside it" in got.err
-    assert (run.path / "script-1.sbatch").read_text() == former
-    assert resubmissions(run) == [[f"clusterddp installed, now {bundle.find(run)}"]]
-
-
-def edited(run: RunDir) -> None:
-    script = run.script.read_text()
-    run.script.write_text(script.replace("export PYTHONUNBUFFERED=1", "module load mine"))
-    later = run.spec.stat().st_mtime + 60
-    os.utime(run.script, (later, later))
-
-
-def other_directives(run: RunDir) -> None:
-    changed(run, run.script, "#SBATCH --requeue\n", "#SBATCH --requeue\n#SBATCH --mem=7G\n")
-
-
-def own_set_up(run: RunDir) -> None:
-    changed(run, run.script, "export PYTHONUNBUFFERED=1\n", "source /site/setup.sh\n")
-
-
-def another_script(run: RunDir) -> None:
-    changed(run, run.script, "\nlistening() {", "\nlistens() {")
-
-
-def of_own_template(run: RunDir) -> None:
-    changed(run, run.spec, "ddp.sbatch.j2", "mine.sbatch.j2")
-
-
-def by_hand(run: RunDir) -> None:
-    changed(run, run.events, '"submitted"', '"an event of no meaning"')
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (edited, "it was edited since"),
-        (other_directives, "template ddp.sbatch.j2 does not give its line '#SBATCH --mem=7G'"),
-        (own_set_up, "template ddp.sbatch.j2 does not give its line 'source /site/setup.sh'"),
-        (another_script, "it is of a template of your own"),
-        (of_own_template, "template 'mine.sbatch.j2' is not found"),
-        (by_hand, "it was sent by hand, perhaps edited"),
-    ],
-)
-def test_an_earlier_script_that_may_hold_lines_of_ones_own_is_sent_as_it_stands(
-    workplace: Workplace, change: Callable[[RunDir], None], why: str
-) -> None:
-    run = earlier(workplace)
-    change(run)
-    recorded = run.script.read_text()
-    for more in (("--time", "20"), ("--clusterddp", "new")):
-        assert why in refused(workplace, run, *more)
-    got = accepted(workplace, "stopped")
-    assert f"of clusterddp 0.1.0, and is sent as it stands: {why}" in got.err
-    assert sent(workplace) == run.script.read_text() == recorded
-    assert not run.bundle.is_symlink()
-
-
-def test_an_edited_earlier_script_is_rendered_anew_where_that_is_asked_for(
-    workplace: Workplace,
-) -> None:
-    edited(earlier(workplace))
-    assert "\n#REQUEST " in accepted(workplace, "stopped", "--allow-changed", "--dry-run").out
-
-
-def test_an_earlier_run_finds_its_own_template_in_the_folder_that_is_named(
-    workplace: Workplace,
-) -> None:
-    of_own_template(earlier(workplace))
-    own = workplace.folder / "own"
-    own.mkdir()
-    (own / "mine.sbatch.j2").write_text(
-        "{% extends 'shipped/ddp.sbatch.j2' %}{% block setup %}echo mine{% endblock %}\n"
-    )
-    got = accepted(workplace, "stopped", "--template-dir", str(own), "--dry-run")
-    assert "\necho mine" in got.out
 
 
 # -- what else is typed ------------------------------------------------------------------------

@@ -1,0 +1,385 @@
+"""Measures how fast each rank trains, and names those that are slower than the others.
+
+All ranks take a step together, so their pace is one; a straggler is the rank that never waits. A
+rank's own work on a step is done when its last gradient is there: from then until the backward
+pass returns it waits for the others and for the network. The ranks exchange what they have measured
+now and then.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from clusterddp import log
+from clusterddp.distributed import exchange
+from clusterddp.files import write_record
+from clusterddp.formatting import duration
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.outcome import read_outcome
+from clusterddp.run.records import SLOW, RankReport, SlowRank, SlowRanks
+from clusterddp.training.device import peak_bytes
+
+_LEAST_STEPS = 50
+_SPANS = 6
+"""Spans in a row that have to be slow: one that a hiccup has slowed down names nobody."""
+
+
+class Waiting:
+    """Sums up the time that one rank waits; without parameters to watch it counts nothing."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        knows: bool = True,
+        finds_end: bool = False,
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """knows: True where ranks wait for each other in the exchange of gradients alone, and it
+        can be seen; not within a graph, nor where layers exchange something, too.
+
+        finds_end: call `done` at the end of each backward pass, which nobody else does.
+        ready: called when the last gradient of a pass is there.
+        """
+        self._knows, self._finds_end, self._tell_ready = knows, finds_end, ready
+        self.on_gpu = device.type == "cuda"
+        self._ready: float | torch.cuda.Event | None = None
+        self._seconds = 0.0
+        # On a GPU what happens when is asked later, so that it never stands still for it.
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def learn(self, model: nn.Module) -> Iterator[None]:
+        """Learn in a context around one backward pass which gradient comes last."""
+        came: list[Tensor] = []
+
+        def note(parameter: Tensor) -> None:
+            came.append(parameter)
+            self._tell_ready()
+
+        watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        handles = [_hook(parameter, note) for parameter in watched]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if came:
+            _hook(came[-1], self._note)
+        else:
+            self._knows = False
+
+    def done(self) -> None:
+        """Count the wait that ends as the backward pass returns."""
+        if self._ready is None:
+            return
+        if isinstance(self._ready, float):
+            self._seconds += time.perf_counter() - self._ready
+        else:
+            self._events.append((self._ready, _event()))
+        self._ready = None
+
+    def take(self) -> float:
+        """Return the seconds since the last call, NaN where they are not known."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000.0
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds if self._knows else math.nan
+
+    def _note(self, _: Tensor) -> None:
+        self._tell_ready()
+        self._ready = _event() if self.on_gpu else time.perf_counter()
+        if self._finds_end:
+            # DDP queues its wait for the exchange after this hook, and so ahead of the inner call.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self.done))
+
+
+def _hook(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `note` when the gradient is there; before DDP's own hook, which begins to exchange."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _event() -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Images that each rank has trained, and its seconds without the waiting for others."""
+
+    images: Sequence[float] = ()
+    seconds: Sequence[float] = ()
+
+    @property
+    def images_per_second(self) -> list[float]:
+        """Throughput of each rank by itself; empty where the time they wait is not known."""
+        if any(map(math.isnan, self.seconds)):
+            return []
+        both = zip(self.images, self.seconds, strict=True)
+        return [images / max(seconds, 1e-9) for images, seconds in both]
+
+    def __add__(self, more: "Paces") -> "Paces":
+        """Return these with those of a later span, of the same ranks."""
+        images = zip_longest(self.images, more.images, fillvalue=0.0)
+        seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
+        return Paces([*map(sum, images)], [*map(sum, seconds)])
+
+
+class Stopwatch:
+    """Seconds that go into steps, without what lies between them."""
+
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, math.nan
+
+    @property
+    def elapsed(self) -> float:
+        """All seconds so far, from any thread."""
+        since = self._since
+        return self._total if math.isnan(since) else self._total + time.perf_counter() - since
+
+    def start(self) -> None:
+        """Begin to count, unless it does."""
+        if math.isnan(self._since):
+            self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin to count; what it has counted since it was last started is left out."""
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        """Count no more."""
+        seconds = 0.0 if math.isnan(self._since) else time.perf_counter() - self._since
+        self._total, self._since = self._total + seconds, math.nan
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """Do not count what is done in the context."""
+        is_counting = not math.isnan(self._since)
+        self.stop()
+        yield
+        if is_counting:
+            self.start()
+
+
+class Pace:
+    """Measures the steps of this rank in a loop of one's own, for which it starts and stops."""
+
+    def __init__(self, waiting: Waiting, step: int) -> None:
+        self.clock, self.images = Stopwatch(), 0
+        self.rates: list[float] = []
+        """Images/s of each rank of late; empty where they are not known."""
+        self._waiting, self._last = waiting, (step, 0, 0.0)
+        self._first_pass = ExitStack()
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        world_size: int,
+        step: int,
+        ready: Callable[[], None],
+    ) -> "Pace":
+        """Begin to measure from a step on; waiting is seen in the exchange of one DDP module.
+
+        ready: called when the last gradient of a pass is there; in the first step at each.
+        """
+        layers = [layer for module in modules for layer in module.modules()]
+        is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
+        device = next(modules[0].parameters()).device if is_seen else exchange.device()
+        knows = world_size == 1 or is_seen
+        pace = cls(Waiting(device, knows=knows, finds_end=True, ready=ready), step)
+        if is_seen:
+            pace._first_pass.enter_context(pace._waiting.learn(modules[0]))
+        return pace
+
+    def stop(self, *, exact: bool) -> None:
+        """End a step; exact: once the GPU has done what it was given for it."""
+        if exact and self._waiting.on_gpu:
+            torch.cuda.synchronize()
+        self.clock.stop()
+        self._first_pass.close()
+
+    def exchange(self, step: int) -> tuple[Paces, int, float] | None:
+        """Give every rank the paces of all since the last exchange; collective.
+
+        Returns them with the steps and this rank's seconds; None where no step was done.
+        """
+        steps, images, elapsed = (
+            step - self._last[0],
+            self.images - self._last[1],
+            self.clock.elapsed,
+        )
+        if not steps:
+            return None
+        seconds = elapsed - self._last[2]
+        self._last = step, self.images, elapsed
+        counts, busy = zip(*exchange.rows([images, seconds - self._waiting.take()]), strict=True)
+        paces = Paces(counts if all(counts) else [steps] * len(counts), busy)
+        self.rates = paces.images_per_second if all(counts) else []
+        return paces, steps, seconds
+
+
+def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
+    """Return host, memory and throughput of each rank. Collective over the default group."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    everyone = exchange.gather((host, peak_bytes(device)))
+    known = [round(rate, 1) for rate in paces.images_per_second]
+    rates: Sequence[float | None] = known or [None] * len(everyone)
+    return [
+        RankReport(rank, rate, *each)
+        for rank, (rate, each) in enumerate(zip(rates, everyone, strict=True))
+    ]
+
+
+@dataclass
+class _Spell:
+    """Spans in which a rank was slow, in a row."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    slowness: float = 0.0
+    """Sum of its shares of the others' median speed, each times the span's seconds."""
+    since: float = 0.0
+    since_step: int = 0
+    record: SlowRank | None = None
+    """Its record, once it is named."""
+    fine_seconds: float = 0.0
+    fine_steps: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.slowness / self.seconds
+
+
+class Stragglers:
+    """Rank 0's look-out for slow ranks; on other ranks it does nothing.
+
+    A rank is named when its speed was below SLOW of the other ranks' median for `patience` seconds
+    of training and 50 steps on end, and keeps up again once it was not for as long. Where speeds
+    are not known (`metrics.Waiting`), and for a rank alone, nobody is named.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int, patience: float) -> None:
+        """patience: seconds; 0 is never."""
+        self._attempt, self._patience = attempt, patience
+        self._is_on = rank == 0 and patience > 0
+        self._spells: dict[int, _Spell] = {}
+        self._records: list[SlowRank] = []
+        self._host: Callable[[int], str] = self._recorded_host
+        self._begin_span()
+
+    def add(self, paces: Paces, *, steps: int, seconds: float, step: int, now: float) -> None:
+        """Take the ranks' paces over some steps and seconds of training, up to `step` at `now`."""
+        if not self._is_on or len(paces.seconds) < 2:
+            return
+        self._paces += paces
+        self._steps += steps
+        self._seconds += seconds
+        if self._seconds < self._patience / _SPANS:
+            return
+        before = list(self._records)
+        for rank, share in enumerate(shares(self._paces.images_per_second)):
+            self._judge(rank, share, step, now)
+        self._begin_span()
+        if self._records != before:
+            with suppress(OSError):  # a full disk costs the record; the line stands in the log
+                write_record(self._attempt.stragglers, SlowRanks(tuple(self._records)))
+
+    def _begin_span(self) -> None:
+        self._paces, self._steps, self._seconds = Paces(), 0, 0.0
+
+    def _judge(self, rank: int, share: float, step: int, now: float) -> None:
+        if share < SLOW:
+            self._slow(rank, share, step, now)
+        elif rank in self._spells:
+            self._fine(rank, step, now)
+
+    def _slow(self, rank: int, share: float, step: int, now: float) -> None:
+        new = _Spell(since=now - self._seconds, since_step=step - self._steps)
+        spell = self._spells.setdefault(rank, new)
+        spell.seconds += self._seconds
+        spell.steps += self._steps
+        spell.slowness += share * self._seconds
+        spell.fine_seconds, spell.fine_steps = 0.0, 0
+        if spell.record is None:
+            if not self._is_long(spell.seconds, spell.steps):
+                return
+            spell.record = SlowRank(
+                rank,
+                self._host(rank),
+                since=round(spell.since, 3),
+                first_step=spell.since_step,
+            )
+            self._records.append(spell.record)
+            log.warning(
+                f"straggler: {spell.record.name} has computed at {spell.share:.0%} of the other "
+                f"ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} steps, "
+                "waiting left out: the others wait for it [CD0818]"
+            )
+        self._renew(spell, until=None)
+
+    def _fine(self, rank: int, step: int, now: float) -> None:
+        spell = self._spells[rank]
+        spell.fine_seconds += self._seconds
+        spell.fine_steps += self._steps
+        if spell.record is None:
+            del self._spells[rank]
+        elif self._is_long(spell.fine_seconds, spell.fine_steps):
+            log.info(
+                f"straggler: {spell.record.name} has kept up again for "
+                f"{duration(spell.fine_seconds)}, by step {step:,}; it was slow for "
+                f"{duration(spell.seconds)}, at {spell.share:.0%}"
+            )
+            self._renew(spell, until=round(now - spell.fine_seconds, 3))
+            del self._spells[rank]
+
+    def _is_long(self, seconds: float, steps: int) -> bool:
+        return seconds >= self._patience and steps >= _LEAST_STEPS
+
+    def _renew(self, spell: _Spell, until: float | None) -> None:
+        """Bring its record up to date."""
+        assert spell.record, "it has been named"
+        fresh = replace(
+            spell.record,
+            share=round(spell.share, 3),
+            seconds=round(spell.seconds, 1),
+            steps=spell.steps,
+            until=until,
+        )
+        self._records[self._records.index(spell.record)] = spell.record = fresh
+
+    def _recorded_host(self, rank: int) -> str:
+        """Return a rank's host as its parent has recorded it; empty where it has none."""
+        outcome = read_outcome(self._attempt.outcomes, rank)
+        return outcome.host if outcome else ""
+
+
+def shares(rates: Sequence[float]) -> list[float]:
+    """Give each rank's speed as a share of the median of the others; 1 where that is 0.
+
+    By one sorted list, as thousands of ranks are looked at beside the training.
+    """
+    ranked = sorted(rates)
+    places = {rate: place for place, rate in enumerate(ranked)}
+    low, high = (len(rates) - 2) // 2, (len(rates) - 1) // 2  # the middle of the others
+
+    def usual(place: int) -> float:
+        return (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2
+
+    others = [usual(places[rate]) for rate in rates]
+    return [rate / other if other else 1.0 for rate, other in zip(rates, others, strict=True)]

@@ -1,0 +1,163 @@
+"""A task that runs a COMMAND: the process becomes it, or stays as the small parent that records it.
+
+What only the parent needs is imported there: whoever becomes COMMAND at once has nothing of it.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from clusterddp.errors import ClusterDDPError
+from clusterddp.ranks.dist_env import DistEnv
+
+if TYPE_CHECKING:
+    from clusterddp.run.outcome import TaskRecord
+    from clusterddp.run.records import TaskError
+
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+class CommandNotFound(ClusterDDPError):
+    """COMMAND, or the interpreter in its first line, does not exist; a shell exits 127 too."""
+
+    exit_code = 127
+    code = "CD0316"
+
+
+class CommandNotExecutable(ClusterDDPError):
+    """COMMAND exists and cannot be run; a shell exits 126 too."""
+
+    exit_code = 126
+    code = "CD0316"
+
+
+def run_command(
+    run_dir: Path,
+    env: DistEnv,
+    argv: Sequence[str],
+    environ: dict[str, str],
+    attempt: int | None,
+    *,
+    own_log: bool,
+) -> int:
+    """Run COMMAND below the small parent that records its outcome; returns as `supervise` does.
+
+    environ: variables of COMMAND, to which those are added by which it finds its attempt.
+    """
+    from clusterddp.run.attempt import Attempt
+    from clusterddp.run.loop_variables import show_loop
+    from clusterddp.run.outcome import ERROR_FILE_VARIABLE
+    from clusterddp.run.run_dir import RunDir
+    from clusterddp.worker.supervise import supervise
+
+    own = Attempt(RunDir(run_dir), attempt) if attempt is not None else None
+    if own:  # an agent's own file is left to the agent, which reads it
+        environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
+        show_loop(environ, own)
+        if env.rank == 0 and (spec := own.run.read_spec()) and spec.tracker:
+            from clusterddp.worker.tracking import show_tracker
+
+            show_tracker(environ, own.run, spec.tracker.split(","), argv)
+
+    def child() -> int:
+        try:
+            become(argv, environ)
+        except CommandNotFound:
+            if "/" not in argv[0]:  # for the rank's log: too long for a list of runs
+                print(f"clusterddp: PATH={environ.get('PATH', '')}", file=sys.stderr)
+            raise
+
+    explain, began = _watching(env, environ, own.outcomes if own else None)
+    return supervise(
+        run_dir,
+        env,
+        child,
+        attempt=attempt,
+        own_log=own_log,
+        explain=explain,
+        began=began,
+        is_command=True,
+    )
+
+
+def _watching(
+    env: DistEnv, environ: Mapping[str, str], outcomes: Path | None
+) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None]]":
+    """Return what explains how COMMAND ended, and what begins to look at it once it runs."""
+    from clusterddp.processes import worlds
+    from clusterddp.processes.worlds import Meeting
+    from clusterddp.request import nested_launcher
+    from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
+    from clusterddp.run.records import OwnWorld
+    from clusterddp.worker import gpu_use
+
+    error_file = environ.get(ERROR_FILE_VARIABLE)
+    traces = Traces(Path(error_file) if error_file else None)
+    met: list[Meeting] = []
+
+    def explain(status: int) -> "TaskError | None":
+        for meeting in met:
+            meeting.look()
+        return traces.error(status)
+
+    def began(pid: int, record: "TaskRecord") -> None:
+        def found(world: worlds.World) -> None:
+            launcher = nested_launcher.find(world.launcher)
+            record.found(OwnWorld(world.size, launcher.name if launcher else ""))
+
+        worlds.watch(pid, environ, found)
+        port = environ.get("MASTER_PORT", "")
+        if env.rank == 0 and env.world_size > 1 and port.isdecimal():
+            met.append(Meeting(pid, int(port), record.met))
+        if outcomes:
+            gpu_use.watch(outcomes, env, environ)
+
+    return explain, began
+
+
+def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by argv, looked up on the PATH of `environ`.
+
+    Raises CommandNotFound or CommandNotExecutable, which carry a shell's exit codes.
+    """
+    program = argv[0]
+    if not program:
+        raise CommandNotFound("the command to run is empty: expected a program after '--'.")
+    try:
+        with _usual_signals():
+            os.execvpe(program, list(argv), dict(environ))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if "/" in program and Path(program).exists():
+            raise CommandNotFound(
+                f"{program!r} exists, but the interpreter in its first line does not; "
+                "correct the #! line, or name the interpreter: python SCRIPT."
+            ) from error
+        missing = "was not found" if "/" in program else "is not on PATH"
+        raise CommandNotFound(
+            f"{program!r} {missing}; give the name of a program or its path, and "
+            "arguments as separate words."
+        ) from error
+    except OSError as error:
+        raise CommandNotExecutable(
+            f"{program!r} cannot be run: {error.strerror}; expected a file with execute "
+            "permission that starts with #! or is a binary. For a script: python SCRIPT."
+        ) from error
+
+
+@contextmanager
+def _usual_signals() -> Iterator[None]:
+    """Have the new program take the two that Python ignores: an ignored signal stays so in it.
+
+    Where there is none after all, this process ignores them again: its message may meet a closed
+    pipe.
+    """
+    ignored = {each: signal.signal(each, signal.SIG_DFL) for each in _IGNORED_BY_PYTHON}
+    try:
+        yield
+    finally:
+        for each, handler in ignored.items():
+            signal.signal(each, handler)
