@@ -47,7 +47,7 @@ _CLUSTER = "cluster:"
 _GPU_GRES = re.compile(r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?")
 _NO_REQUEUE = "SBATCH_NO_REQUEUE"
 
-NEEDED_DIRECTIVES = ("nodes", "ntasks", "output")
+NEEDED_DIRECTIVES = ("nodes", "ntasks")
 """Directives that a run cannot do without."""
 
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)

@@ -53,7 +53,7 @@ _SPARES_OWN = (
     "--nodes -N --nodelist -w --exclude -x --relative -r --exclusive --overlap --nodefile -F"
 )
 """Arguments of srun that decide on which nodes of the job a step runs."""
-_SCRIPTS_OWN = "run_dir task prefix agent srun"
+_SCRIPTS_OWN = "run_dir own hold srun container"
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _OF_COMMANDS = {
     "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
@@ -146,6 +146,8 @@ class JobSpec:
         Choice(("ALL", "NONE")),
         "--export SBATCH_EXPORT",
     )
+    slurm_folder: str = ""
+    """Folder of Slurm's commands where it was submitted, if it is none of those on every PATH."""
     setup: tuple[str, ...] = option(
         (), "Shell line to run before the tasks, on the first node; repeatable.", LINE, "LINE"
     )

@@ -42,6 +42,12 @@ NONCE_VARIABLE = "CLUSTERDDP_NONCE"
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Variable with the number of the attempt, which a batch script gives to its tasks."""
 
+BATCH_VARIABLE = "CLUSTERDDP_BATCH"
+"""Variable with the job's id by which a batch script knows that the controller runs its lines."""
+
+NODES_VARIABLE = "CLUSTERDDP_NODES"
+"""Variable of a script's lines with the nodes of the step, in a job that has some to spare."""
+
 SPARES_VARIABLE = "CLUSTERDDP_SPARE_NODES"
 """Variable of the tasks of a job with spare nodes: they show their nodes' life."""
 
