@@ -1,18 +1,17 @@
-"""Controls one attempt of a run from its job's first node: what the batch script hands over to.
+"""The batch process of a job, which a batch script becomes; the script's lines are its child.
 
-The script sets the environment up and starts this with srun's command line. One process then does
-all else: the run's directory and records, the attempt, the port and the nonce, the step and its
-watch, signals, the verdict, the next attempt.
-
-Signals come as lines from the script, whose bash writes them into a pipe at once: none is lost
-while an interpreter on a slow file system starts. The other way, a line asks the script for its
-tear-down lines, which may use what the set-up lines have left in its shell.
+It makes the run's directory and records, begins the attempt, checks the nodes, chooses the port
+and the nonce, has the script's lines set up, start the tasks and tear down, passes signals on, and
+gives the verdict, or the next attempt. Signals that came while Python started were blocked, and
+are pending: none is lost.
 """
 
 import contextlib
 import os
+import re
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,15 +25,18 @@ from typing import ParamSpec
 from clusterddp import files, formatting, log, version
 from clusterddp.batch import finish, silence, spares, step_watch
 from clusterddp.batch.finish import BackInQueue, RunIsDone
+from clusterddp.batch.step_watch import Step
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PAUSED,
     ClusterDDPError,
     RequestError,
+    SlurmError,
     coded,
 )
 from clusterddp.files import write_atomically
+from clusterddp.processes import change_environment
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.processes.worlds import listening_ports
 from clusterddp.ranks.dist_env import master_port
@@ -49,10 +51,13 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import (
     ATTEMPT_VARIABLE,
+    BATCH_VARIABLE,
     CODE_OF_VARIABLE,
     CODE_VARIABLE,
     FULL_PREFLIGHT_VARIABLE,
+    NODES_VARIABLE,
     NONCE_VARIABLE,
+    RANK_VARIABLES,
     SPARES_VARIABLE,
     expand_nodelist,
     hosts_of,
@@ -62,10 +67,11 @@ from clusterddp.status import notify
 EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
 SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
-"""Signals that the script passes on. Slurm sends TERM to the step itself."""
-_TORN_DOWN = "torn-down"
-_READY_SECONDS = 10.0
-"""Time for srun to listen to signals; one that came earlier would end it."""
+"""Signals that are passed on. Slurm sends TERM to the step itself."""
+_LOOK_SECONDS = 0.05
+"""Time between two looks for what starts the tasks."""
+_NUMBERS = [*(signal.Signals[f"SIG{name}"] for name in SIGNALS), signal.SIGCHLD]
+_SLURMS_FILE = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
 """Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
 _AGENT_GRACE_SECONDS = 180.0
@@ -75,8 +81,6 @@ P = ParamSpec("P")
 
 _OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
 """Candidates of `master_port`."""
-_ANSWERS = 3
-"""Descriptor of the pipe to the script; what Python itself prints goes elsewhere."""
 
 
 class NoRunDirectory(ClusterDDPError):
@@ -89,25 +93,24 @@ class NoRunDirectory(ClusterDDPError):
 def control(
     run_dir: Path,
     script: Path,
-    argv: Sequence[str],
-    ended: int | None,
     code_changes: Callable[[RunDir], Sequence[str]],
     carry: Callable[[RunDir], None],
 ) -> int:
-    """Run one attempt for the batch script whose pipes are descriptors 0 and 3.
+    """Be the process of a batch script, from an attempt's start to its verdict.
 
-    script: its file, which says what was asked, and of which the run keeps a copy. The others are
-    as of `Controller.run`. Returns the job's exit code; raises NoRunDirectory, and RequestError
-    where the script says nothing that can be read.
+    script: its file, which says what was asked, of which the run keeps a copy, and whose lines run
+    as a child of this process. The others are as of `Controller.run`. Returns the job's exit code;
+    raises NoRunDirectory, and RequestError where the script says nothing that can be read.
     """
-    # The script has its signals from bash; Slurm and scancel may send them here as well.
-    for name in SIGNALS:
-        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
+    signals = Signals()
     index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each element is a run, of one request
     asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
     spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
     if spec.sweep:
         spec = _point(spec, index)
+    if spec.slurm_folder and not shutil.which("scontrol"):  # a module may bring them later on
+        path = f"{os.environ.get('PATH', os.defpath)}:{spec.slurm_folder}"
+        change_environment({"PATH": path})
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         raise NoRunDirectory(
@@ -121,14 +124,14 @@ def control(
             f"cannot make the run directory {run_dir}: {error.strerror}. Make room there, or "
             "choose another --output-root. [CD0504]"
         ) from None
-    the_script = Script(0, _ANSWERS, os.dup(2), job_log.fileno())
+    output = ScriptOutput(os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
         os.dup2(job_log.fileno(), descriptor)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        code = Controller(spec, run, the_script).run(argv, ended, code_changes, carry)
+        code = Controller(spec, run, script.absolute(), signals, output).run(code_changes, carry)
         if spec.notify:
             notify.tell_at_end(run, spec)
-        the_script.report_exit_code(code)
+        output.remove()
         return code
 
 
@@ -143,48 +146,51 @@ def _point(spec: JobSpec, index: str | None) -> JobSpec:
         ) from None
 
 
-class Script:
-    """The batch script at the other end of two pipes, and the file of what its lines print."""
+class Signals:
+    """Signals to this process, which Python writes into a pipe; the end of a child is one, too."""
 
-    def __init__(self, signals: int, requests: int, output: int, job_log: int) -> None:
-        """Take the descriptors of two pipes, of the script's standard error and of the job's log.
+    def __init__(self) -> None:
+        """Take those that have come since the script began, which it has blocked."""
+        self._reader, writer = os.pipe()
+        for end in (self._reader, writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writer)
+        for number in _NUMBERS:
+            signal.signal(number, lambda *_: None)
+        self.were_held = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        """False where earlier ones are lost, as `env` could not block them."""
 
-        Slurm's own file slurm-JOBID.out takes what is printed until the run has a log, and is
-        removed at the end, when all of it stands there; any other file is left alone.
-        """
-        self.signals = signals
-        self._requests, self._output, self._job_log = requests, output, job_log
-        self._taken, self._begun = 0, b""
-        self.is_torn_down = self.has_gone = False
+    def wait(self, seconds: float | None) -> None:
+        """Wait until one comes, for so long at most."""
+        select.select([self._reader], [], [], seconds)
+
+    def take(self) -> list[str]:
+        """Return the names of those that have come, as of SIGNALS."""
+        try:
+            numbers = os.read(self._reader, 4096)
+        except BlockingIOError:
+            return []
+        return [signal.Signals(n).name[3:] for n in numbers if n != signal.SIGCHLD]
+
+
+class ScriptOutput:
+    """Slurm's file slurm-JOBID.out: of what is printed until the run has a log.
+
+    What it holds goes to that log, and it is removed at the end; any other file is left alone.
+    """
+
+    def __init__(self, descriptor: int, job_log: int) -> None:
+        """Take the descriptors of standard error, as the script was given it, and of the log."""
+        self._descriptor, self._job_log = descriptor, job_log
+        self._taken = 0
         self._file: Path | None = None
         with contextlib.suppress(OSError):
-            path = Path(f"/proc/self/fd/{output}").readlink()
-            if path.name == f"slurm-{os.environ['SLURM_JOB_ID']}.out":
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            if _SLURMS_FILE.fullmatch(path.name):
                 self._file = path
 
-    def read_signals(self) -> list[str]:
-        """Return the signals that it has had; waits for some, or for its end."""
-        heard = os.read(self.signals, 4096)
-        lines, _, self._begun = (self._begun + heard).rpartition(b"\n")
-        words = lines.decode().split()
-        self.has_gone = not heard
-        self.is_torn_down = self.has_gone or _TORN_DOWN in words
-        return [word for word in words if word in SIGNALS]
-
-    @property
-    def has_more(self) -> bool:
-        """Return whether `read_signals` would not wait."""
-        return bool(select.select([self.signals], [], [], 0)[0])
-
-    def tear_down(self, handle: Callable[[list[str]], None]) -> None:
-        """Have its tear-down lines run; `handle` takes the signals that come meanwhile."""
-        with contextlib.suppress(OSError):  # it has gone
-            os.write(self._requests, b"teardown\n")
-            while not self.is_torn_down:
-                handle(self.read_signals())
-
-    def take_output(self) -> None:
-        """Copy to the job's log what its lines have printed since, as far as that takes it."""
+    def take(self) -> None:
+        """Copy to the job's log what was printed since, as far as that takes it."""
         if self._file:
             with contextlib.suppress(OSError), self._file.open("rb") as file:
                 file.seek(self._taken)
@@ -195,21 +201,16 @@ class Script:
     def print_line(self, line: str) -> None:
         """Print a line where Slurm's users look first, as the run has no log any more."""
         with contextlib.suppress(OSError):
-            os.write(self._output, f"clusterddp: {line}\n".encode())
+            os.write(self._descriptor, f"clusterddp: {line}\n".encode())
         self._file = None  # and it stays
 
-    def report_exit_code(self, code: int) -> None:
-        """Tell it the job's exit code, as bash's own `wait` fails where a signal comes meanwhile.
-
-        Removes the file of its output where the job's log has all of it.
-        """
-        self.take_output()
+    def remove(self) -> None:
+        """Remove the file where the job's log has all of it."""
+        self.take()
         if self._file:
             with contextlib.suppress(OSError):
                 if self._file.stat().st_size == self._taken:
                     self._file.unlink()
-        with contextlib.suppress(OSError):
-            os.write(self._requests, f"{code}\n".encode())
 
 
 def make_records(run: RunDir, spec: JobSpec, script: Path) -> None:
@@ -226,8 +227,11 @@ def make_records(run: RunDir, spec: JobSpec, script: Path) -> None:
 class Controller:
     """One attempt at work."""
 
-    def __init__(self, spec: JobSpec, run: RunDir, script: Script) -> None:
+    def __init__(
+        self, spec: JobSpec, run: RunDir, script: Path, signals: Signals, output: ScriptOutput
+    ) -> None:
         self._spec, self._run, self._script = spec, run, script
+        self._signals, self._output = signals, output
         self._job_id = os.environ["SLURM_JOB_ID"]
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._attempt: Attempt | None = None
@@ -252,60 +256,47 @@ class Controller:
 
     def run(
         self,
-        argv: Sequence[str],
-        ended: int | None,
         code_changes: Callable[[RunDir], Sequence[str]],
         carry: Callable[[RunDir], None],
     ) -> int:
         """Run one attempt from its number to its verdict; returns the job's exit code.
 
-        argv: srun's. ended: exit code of a script that failed before it. code_changes: as `begin`
-        takes it. carry: has the run keep this clusterddp, where it keeps none. Exceptions of the
-        attempt's refusal are logged.
+        code_changes: as `begin` takes it. carry: has the run keep this clusterddp, where it keeps
+        none. Exceptions of the attempt's refusal are logged.
         """
-        if ended is not None and (said := self._said()):  # `launch` was in a subshell
-            return ended if isinstance(said[-1], events.Ended) else EXIT_FAILED
         code = self._begin(code_changes)
         over = threading.Event()
         threading.Thread(target=self._show_life, args=(over,), daemon=True).start()
         try:
-            return self._run_to_end(code, argv, ended, code_changes, carry)
+            return self._run_to_end(code, code_changes, carry)
         finally:
             over.set()
 
     def _run_to_end(
         self,
         code: int,
-        argv: Sequence[str],
-        ended: int | None,
         code_changes: Callable[[RunDir], Sequence[str]],
         carry: Callable[[RunDir], None],
     ) -> int:
         """Run what `_begin` has begun, with its exit code, to the verdict."""
-        self._script.take_output()
+        hosts = os.environ.get("SLURM_JOB_NODELIST", "")
+        # From this line on the log is of this start of the job.
+        log.info(f"{self._run.name}, job {self._job_id} on {hosts}, {time.strftime('%c')}")
+        self._output.take()
         log.info(f"this is clusterddp {version.described()}")
         self._compare_version()
         if self._attempt:
             try:
-                if ended is None:
-                    carry(self._run)
-                    code = self._start(self._attempt, argv)
-                    while self._resumes_in_job(code):
-                        code = self._begin(code_changes)
-                        if self._attempt:
-                            code = self._start(self._attempt, argv)
-                else:
-                    code = ended
-                    if code:
-                        self._name_set_up(code)
+                carry(self._run)
+                code = self._start(self._attempt)
+                while self._resumes_in_job(code):
+                    code = self._begin(code_changes)
+                    if self._attempt:
+                        code = self._start(self._attempt)
             except Exception:  # a fault of ours costs the step, and not the verdict
                 log.info(traceback.format_exc())
                 code = EXIT_FAILED
-        self._script.tear_down(self._handle)
-        self._script.take_output()
-        if self._attempt is None or self._script.has_gone:
-            return code  # the job is over: its next start judges the attempt
-        return self._finish(self._attempt, code)
+        return self._finish(self._attempt, code) if self._attempt else code
 
     def _show_life(self, over: threading.Event) -> None:
         """Renew the sign of life, for whoever asks whether this process was lost with its host."""
@@ -346,8 +337,8 @@ class Controller:
             return EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
         return 0
 
-    def _start(self, attempt: Attempt, argv: Sequence[str]) -> int:
-        """Check the nodes and start the tasks; returns srun's exit code."""
+    def _start(self, attempt: Attempt) -> int:
+        """Check the nodes and run the script's lines; returns their exit code."""
         self._await_watches()
         nodes = self._nodes
         if self._allocation:  # a spare that was blamed before would only take its time again
@@ -358,7 +349,7 @@ class Controller:
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
         if self._preflight(attempt, nodes):
             return EXIT_FAILED
-        code = self._step(attempt, argv)
+        code = self._run_lines(attempt)
         return EXIT_FAILED if self._full_preflight(attempt) else code
 
     def _resumes_in_job(self, code: int) -> bool:
@@ -368,7 +359,7 @@ class Controller:
         node was lost or blamed, too few good ones are left, or the job itself is to end.
         """
         attempt, allocation = self._attempt, self._allocation
-        if not (attempt and allocation) or self._signals_seen or self._script.has_gone:
+        if not (attempt and allocation) or self._signals_seen:
             return False
         name = own_name(os.environ, self._job_id)
         if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
@@ -431,20 +422,10 @@ class Controller:
                 f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
             )
 
-    def _said(self) -> list[events.Event]:
-        """Return what this start of the job has recorded of an attempt already."""
-        this = (self._job_id, self._restart)
-        return [
-            event
-            for event in events.read(self._run.events)
-            if isinstance(event, events.Started | events.Ended)
-            and (event.job_id, event.restart) == this
-        ]
-
     def _finish(self, attempt: Attempt, code: int) -> int:
         finish.go_to_submission_folder()
         if not self._run.path.is_dir():
-            self._script.print_line(
+            self._output.print_line(
                 f"{self._run.path} was removed while the run was at work: nothing is left to "
                 "resume from"
             )
@@ -467,7 +448,7 @@ class Controller:
         try:
             ports = preflight_ports(int(self._job_id), self._restart, self._starts)
             record = preflight.check(
-                attempt, nodes, program, names, gpus, _reset_signals(), ports, self._hear_of_end
+                attempt, nodes, program, names, gpus, _dying_with_this(), ports, self._hear_of_end
             )
         except Exception:  # a fault of ours costs the checks alone
             log.info(traceback.format_exc())
@@ -507,11 +488,10 @@ class Controller:
 
     def _hear_of_end(self) -> bool:
         """Take the signals that have come; returns whether the job is ending."""
-        while self._script.has_more and not self._script.has_gone:
-            signals = self._script.read_signals()
-            self._is_ending = self._is_ending or "TERM" in signals
-            self._handle(signals)
-        return self._is_ending or self._script.has_gone or self._is_stopped
+        signals = self._signals.take()
+        self._is_ending = self._is_ending or "TERM" in signals
+        self._handle(signals)
+        return self._is_ending or self._is_stopped
 
     def _full_preflight(self, attempt: Attempt) -> bool:
         """Blame the nodes for which the ranks have left before they trained; True with some."""
@@ -531,65 +511,77 @@ class Controller:
         except OSError as error:
             log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
 
-    def _step(self, attempt: Attempt, argv: Sequence[str]) -> int:
-        """Start the tasks, and wait for them; returns srun's exit code."""
-        while self._script.has_more and not self._script.has_gone:
-            self._handle(self._script.read_signals())
-        if self._script.has_gone or self._is_ending:
+    def _run_lines(self, attempt: Attempt) -> int:
+        """Run the script's lines, which start the tasks; returns their exit code."""
+        if not self._signals.were_held and self._is_due():
+            self._handle(["USR1"])
+        self._hear_of_end()
+        if self._is_ending:
             return 128 + signal.SIGTERM
         if self._is_stopped or (self._unsent and self._spec.command):
             return EXIT_PAUSED  # asked before there was anything to stop
-        own = self._run.bundle
-        if not own.exists():  # it could not be carried: the tasks use what is installed
-            words = [["-m", "clusterddp"] if word == str(own) else [word] for word in argv]
-            argv = [word for several in words for word in several]
-        if self._allocation:
-            try:
-                argv = spares.step_words(argv, self._nodes)
-            except ClusterDDPError as error:
-                log.info(coded(error))
-                return error.exit_code
+        lines = subprocess.Popen(
+            [*_interpreter(self._script), str(self._script)],
+            env=self._environment(attempt),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_dying_with_this(),  # noqa: PLW1509 -- threads only wait then
+        )
+        step = Step(lines.pid, attempt)
+        try:
+            if not is_rehearsal(os.environ):
+                self._watch_step(attempt, step)
+                if self._allocation:
+                    self._watch_nodes(attempt, step)
+            if self._spec.silence:
+                self._watch_output(attempt, step)
+            code = self._await(lines, step)
+        finally:
+            if lines.poll() is None:  # a fault of ours: no verdict stands beside living tasks
+                step.signal(signal.SIGTERM)
+                lines.wait()
+        if step.process():  # started in the background
+            log.info("the script's lines have ended before its tasks, which end with them")
+            step.signal(signal.SIGTERM)
+            return code or EXIT_FAILED
+        if code and not step.has_begun:
+            self._name_set_up(code)
+        return code
+
+    def _is_due(self) -> bool:
+        """Return whether Slurm's signal ahead of the time limit may have come before Python."""
+        if not (self._spec.signal or "").startswith("B:") or is_rehearsal(os.environ):
+            return False
+        try:
+            left = slurm.seconds_left(own_name(os.environ, self._job_id))
+        except SlurmError:
+            return False
+        return left is not None and left <= self._spec.signal_lead
+
+    def _environment(self, attempt: Attempt) -> dict[str, str]:
+        """Return the variables of the script's lines, and so of the tasks."""
         environ = {
             "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
             **os.environ,
-            "MASTER_PORT": os.environ.get("MASTER_PORT")
-            or str(free_master_port(int(self._job_id), self._restart, self._starts)),
+            BATCH_VARIABLE: self._job_id,
             # Lets the ranks of this attempt recognise each other: torch's store is open to all.
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
             **self._place_of_code(),
         }
+        # Ranks of a job from inside which this one was submitted are not ours, nor is its CPU
+        # binding; bash in POSIX mode would know less of what people write.
+        others = {*RANK_VARIABLES, "POSIXLY_CORRECT"}
+        for name in environ.copy():
+            if name in others or name.startswith(("TORCHELASTIC_", "SLURM_CPU_BIND")):
+                del environ[name]
+        port = free_master_port(int(self._job_id), self._restart, self._starts)
+        environ["MASTER_PORT"] = str(port)
         if self._spec.node_checks == FULL_PREFLIGHT:
             environ[FULL_PREFLIGHT_VARIABLE] = "1"
         if self._allocation:
             environ[SPARES_VARIABLE] = str(self._spec.resources.spare_nodes)
-            if environ.get("MASTER_ADDR", "") == environ.get("SLURMD_NODENAME"):
-                environ["MASTER_ADDR"] = self._nodes[0]  # this node may be a spare
-        try:
-            srun = subprocess.Popen(
-                argv,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                preexec_fn=_reset_signals(),  # noqa: PLW1509 -- threads only wait then
-            )
-        except OSError as error:
-            log.info(
-                f"cannot start {argv[0]}: {error.strerror}. PATH is {os.environ.get('PATH', '')}: "
-                "correct the line behind `launch`, or the set-up lines that change PATH. [CD1218]"
-            )
-            return 127
-        try:
-            if not is_rehearsal(os.environ):
-                self._watch_step(attempt, srun.pid)
-                if self._allocation:
-                    self._watch_nodes(attempt, srun.pid)
-            if self._spec.silence:
-                self._watch_output(attempt, srun)
-            return self._await(srun)
-        finally:
-            if srun.poll() is None:  # a fault of ours: no verdict stands beside living tasks
-                srun.terminate()
-                srun.wait()
+            environ[NODES_VARIABLE] = ",".join(self._nodes)
+        return environ
 
     def _place_of_code(self) -> dict[str, str]:
         """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
@@ -605,24 +597,18 @@ class Controller:
             return nothing
         return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
 
-    def _await(self, srun: "subprocess.Popen[bytes]") -> int:
-        ended, began = _end_of(srun.pid), time.monotonic()
-        while True:
-            listened = [] if self._script.has_gone else [self._script.signals]
-            ready = select.select([ended, *listened], [], [], 0.05 if self._unsent else None)[0]
-            if self._script.signals in ready:
-                self._handle(self._script.read_signals())
-                if self._script.has_gone:
-                    srun.terminate()
-            for name in self._unsent.copy():
-                number = getattr(signal, f"SIG{name}")
-                if _listens(srun.pid, number) or time.monotonic() > began + _READY_SECONDS:
-                    srun.send_signal(number)
-                    self._unsent.remove(name)
-            if ended in ready:
-                os.close(ended)
-                code = srun.wait()
-                return code if code >= 0 else 128 - code
+    def _await(self, lines: "subprocess.Popen[bytes]", step: Step) -> int:
+        while (code := lines.poll()) is None:
+            has_begun = step.has_begun or step.process() is not None
+            self._signals.wait(None if has_begun and not self._unsent else _LOOK_SECONDS)
+            self._handle(self._signals.take())
+            if self._unsent and step.process():
+                for name in self._unsent.copy():
+                    number = signal.Signals[f"SIG{name}"]
+                    if step.listens(number):
+                        step.signal(number)
+                        self._unsent.remove(name)
+        return code if code >= 0 else 128 - code
 
     def _handle(self, names: list[str]) -> None:
         """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
@@ -652,45 +638,38 @@ class Controller:
             if self._attempt:
                 self._attempt.ask_to_stop("stop")
 
-    def _watch_step(self, attempt: Attempt, srun: int) -> None:
+    def _watch_step(self, attempt: Attempt, step: Step) -> None:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
-        spec, parent = self._spec, os.getpid()
+        spec = self._spec
         job = own_name(os.environ, self._job_id)
         grace = _AGENT_GRACE_SECONDS if spec.restart_in_job else step_watch.GRACE_SECONDS
+        self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
-        def at_work() -> int | None:
-            return srun if step_watch.is_srun(srun, parent) else None
-
-        self._watch(step_watch.watch, attempt, job, spec.world_size, at_work, grace)
-
-    def _watch_nodes(self, attempt: Attempt, srun: int) -> None:
+    def _watch_nodes(self, attempt: Attempt, step: Step) -> None:
         """End the step once it has lost a node, and note lost spares; from a thread of its own."""
-        parent, of_step = os.getpid(), {*self._nodes}
+        of_step = {*self._nodes}
         nodes = spares.NodeWatch(attempt, self._others(), self._idle())
 
-        def at_work() -> int | None:
-            return srun if step_watch.is_srun(srun, parent) else None
-
         def watch() -> None:
-            while lost := spares.await_loss(nodes, at_work):
+            while lost := spares.await_loss(nodes, step.may_run):
                 self._note_lost(attempt, lost)
                 if of_step.intersection(lost):
                     job = own_name(os.environ, self._job_id)
-                    spares.end_step(attempt, job, lost, at_work)
+                    spares.end_step(attempt, job, lost, step.srun)
                     return
 
         self._watch(watch)
 
-    def _watch_output(self, attempt: Attempt, srun: "subprocess.Popen[bytes]") -> None:
+    def _watch_output(self, attempt: Attempt, step: Step) -> None:
         """Print the ranks' stacks once they print nothing, from a thread of its own."""
         spec = self._spec
 
         def end() -> None:
-            step = step_watch.step_name(attempt, own_name(os.environ, self._job_id))
-            if is_rehearsal(os.environ) or not step:
-                srun.terminate()
+            name = step_watch.step_name(attempt, own_name(os.environ, self._job_id))
+            if is_rehearsal(os.environ) or not name:
+                step.signal(signal.SIGTERM)
             else:  # its tasks have KillWait to end
-                slurm.cancel(step)
+                slurm.cancel(name)
 
         ending = end if spec.end_silent else None
         self._watch(silence.watch, attempt, spec.world_size, (spec.silence or 0) * 60, ending)
@@ -710,32 +689,23 @@ class Controller:
             self._watches.pop().join(max(0.0, deadline - time.monotonic()))
 
 
-def _reset_signals() -> Callable[[], None]:
-    """Return what gives srun its signals back, in its process, and ends it with this one."""
+def _dying_with_this() -> Callable[[], None]:
+    """Return what has a child begin without ignored signals, and end with this process."""
     parent = os.getpid()
 
-    def reset() -> None:
-        for name in SIGNALS:
-            signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
-        die_with_parent(parent, signal.SIGTERM)
+    def begin() -> None:
+        for number in _NUMBERS:  # what is ignored from the start stays so in bash
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        die_with_parent(parent)
 
-    return reset
+    return begin
 
 
-def _end_of(pid: int) -> int:
-    """Return a descriptor that can be read once a child has ended, which is still to be waited for.
-
-    Not by pidfd_open, which Linux before 5.3 and many builds of Python do not have.
-    """
-    reader, writer = os.pipe()
-
-    def wait() -> None:
-        with contextlib.suppress(ChildProcessError):  # a poll was first
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        os.close(writer)
-
-    threading.Thread(target=wait, daemon=True).start()
-    return reader
+def _interpreter(script: Path) -> list[str]:
+    """Return the words of a script's first line, as the kernel reads them: one or two."""
+    with script.open(errors="surrogateescape") as file:
+        return file.readline().removeprefix("#!").strip().split(maxsplit=1) or ["/bin/bash"]
 
 
 def _mark(path: Path) -> bool:
@@ -746,16 +716,6 @@ def _mark(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _listens(pid: int, number: int) -> bool:
-    """Return whether a process has come to take a signal by itself, be it in a thread (proc(5))."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True  # gone
-    masks = dict(line.split(":\t", 1) for line in status.splitlines() if line.startswith("Sig"))
-    return any(int(masks[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigBlk"))
 
 
 def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 from clusterddp import log
 from clusterddp.batch import step_watch
-from clusterddp.errors import EXIT_PAUSED, RequestError, SlurmError
+from clusterddp.errors import EXIT_PAUSED, SlurmError
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
@@ -80,21 +79,6 @@ class Allocation:
         return [node for node in self.left if node in chosen]
 
 
-def step_words(words: Sequence[str], nodes: Sequence[str]) -> list[str]:
-    """Have the command line of an srun start its tasks on these nodes of the job.
-
-    With --overlap, for the step of a lost node keeps the others' CPUs until slurmctld knows of the
-    loss. Raises RequestError where no word is srun.
-    """
-    place = next((n for n, word in enumerate(words, 1) if Path(word).name == "srun"), 0)
-    if not place:
-        raise RequestError(
-            f"--spare-nodes: the line behind 'launch' starts {words[0]!r} and no srun, which is "
-            "to be told its nodes. Have it start srun, or submit without spares. [CD0303]"
-        )
-    return [*words[:place], f"--nodelist={','.join(nodes)}", "--overlap", *words[place:]]
-
-
 def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, str]:
     """Wait until nodes of a job are lost; returns what was seen, by their names.
 
@@ -103,7 +87,6 @@ def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, s
     """
     while True:
         time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
-        # First asked when `env`, say, has become srun.
         if not at_work() or nodes.attempt.is_superseded:
             return {}
         if lost := nodes.look(time.monotonic()):

@@ -10,10 +10,10 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import SlurmError
+from clusterddp.processes import table
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome, read_outcomes
@@ -26,6 +26,82 @@ _REPORT_SECONDS = 120.0
 # srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled.
 _CANCEL_SECONDS = 35.0
 _POLL_SECONDS = 2.0
+_READY_SECONDS = 10.0
+"""Time for srun to listen to signals; one that came earlier would end it."""
+
+
+class Step:
+    """What starts the tasks among a batch script's lines: srun, or whatever has their words."""
+
+    def __init__(self, lines: int, attempt: Attempt) -> None:
+        """lines: the process that runs the script's lines."""
+        self._lines, self._attempt = lines, attempt
+        self._process: table.Process | None = None
+        self._seen_time = 0.0
+        self._words = {f"--run-dir={attempt.run.path}", f"{attempt.run.path}/submitit"}
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether it was seen, or a task has recorded its start."""
+        return self._process is not None or self._has_tasks
+
+    @property
+    def _has_tasks(self) -> bool:
+        return any(self._attempt.outcomes.glob("rank-*.json"))
+
+    def process(self) -> int | None:
+        """Return the process that passes signals on to the tasks; None before it and after it.
+
+        Lines of the set-up may start an srun as well. The run's own has the words of the tasks;
+        where a wrapper hides these, it is the one that is there once a task has begun.
+        """
+        before = self._process
+        if before and (now := _alive(before.pid)) and now.ticks == before.ticks:
+            return before.pid
+        lines = [process] if (process := _alive(self._lines)) else []
+        below = [each for each in table.descendants(self._lines) if each.state != "Z"]
+        found = [*lines, *below]
+        own = [process for process in found if not self._words.isdisjoint(process.argv)]
+        if not own and self._has_tasks:
+            own = [process for process in found if process.name == "srun"]
+        if not own:
+            return None
+        if not self._process:
+            self._seen_time = time.monotonic()
+        self._process = own[0]
+        return own[0].pid
+
+    def srun(self) -> int | None:
+        """Return the process, where it is srun."""
+        pid = self.process()
+        process = table.read_process(pid) if pid else None
+        return pid if process and process.name == "srun" else None
+
+    def may_run(self) -> bool:
+        """Return whether the script's lines have not ended."""
+        return _alive(self._lines) is not None
+
+    def listens(self, number: int) -> bool:
+        """Return whether it takes a signal by itself, or has had its time to come to that.
+
+        One that would end it is not sent ahead of its tasks, which see the attempt's mark instead.
+        """
+        pid = self.process()
+        if not pid or table.takes(pid, number):
+            return True
+        is_late = time.monotonic() > self._seen_time + _READY_SECONDS
+        return is_late and (self._has_tasks or not self._attempt.stop.exists())
+
+    def signal(self, number: int) -> None:
+        """Signal it, if it is there."""
+        if pid := self.process():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _alive(pid: int) -> table.Process | None:
+    process = table.read_process(pid)
+    return process if process and process.state != "Z" else None
 
 
 def watch(
@@ -132,13 +208,3 @@ def _last_sign(attempt: Attempt) -> float | None:
         return attempt.alive.stat().st_mtime
     except OSError:
         return None
-
-
-def is_srun(pid: int, parent: int) -> bool:
-    """Return whether it is an srun that a process started and that still runs (proc(5))."""
-    try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-    except OSError:
-        return False
-    state, its_parent = rest.split()[:2]
-    return name.endswith("(srun") and int(its_parent) == parent and state != "Z"

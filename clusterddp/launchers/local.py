@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from clusterddp import log
 from clusterddp.errors import RequestError
@@ -306,15 +307,16 @@ class _Job:
         """Run the script to its exit code; each step notes its tasks in the folder `steps`."""
         self._steps = steps
         parent = os.getpid()
-        process = subprocess.Popen(
-            argv,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- no threads here
-        )
+        with _script_output() as output:
+            process = subprocess.Popen(
+                argv,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- no threads here
+            )
         began = time.monotonic()
         while True:
             try:
@@ -365,6 +367,14 @@ class _Job:
         for number in numbers:
             for pid in tasks:
                 signal_session(pid, number)
+
+
+def _script_output() -> IO[bytes]:
+    """Open the file of what a script prints, as Slurm's default --output does."""
+    try:
+        return Path(f"slurm-{os.getpid()}.out").open("ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 def _stand_in(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:

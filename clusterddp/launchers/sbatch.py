@@ -6,6 +6,7 @@ replace one block. Rendering is pure: the same spec gives the same bytes.
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -33,15 +34,14 @@ if TYPE_CHECKING:  # a dry run reads no run
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
-_HANDED_OVER = re.compile(r"^[^#\n]*\blaunch\s", re.MULTILINE)
-_QUOTED = re.compile(r"^\s*#.*|'[^']*'", re.MULTILINE)
-"""Text that bash leaves as it is: words in single quotes, and comments."""
-_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
-_OF_TASKS = re.compile(r"\$\{?(MASTER_PORT|CLUSTERDDP_(NONCE|ATTEMPT))\b")
-_EARLIER = re.compile(r"\$\{?(attempt|attempt_dir|python|decides)\b")
+_EXCLUDE = r"(?m)^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)"
+_NODES = f'${{{forms.NODES_VARIABLE}:+--overlap --nodelist="${forms.NODES_VARIABLE}"}}'
+"""Options of srun for the nodes of a step, in a job that has some to spare."""
 _POINT = "point"
 """Variable of the script with the flags of our training's point."""
-_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
+_PLAIN = r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+"
+_COLUMNS = 100
+"""Width of the script's lines, but for a longer word."""
 
 
 def render(
@@ -112,7 +112,7 @@ def excluded(script: str) -> list[str]:
 
     An argument of sbatch takes the place of a line, which the person may have edited.
     """
-    lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
+    lists = [text.strip("\"'") for text in re.findall(_EXCLUDE, script)]
     return [host for text in lists for host in forms.expand_nodelist(text)]
 
 
@@ -144,9 +144,6 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
     wanted: dict[str, str | None] = {
         "job-name": spec.job_name or spec.run_name,
         "comment": submission_comment(spec.run_name),
-        # The script opens its own log, in a folder that it makes itself: with a folder that is
-        # not there yet, Slurm would end the job without a word.
-        "output": "/dev/null",
         "nodes": str(resources.job_nodes),
         "ntasks": str(resources.job_nodes * tasks_per_node),
         "ntasks-per-node": str(tasks_per_node),
@@ -215,7 +212,7 @@ def directive(name: str, value: str | None) -> str:
             f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
             f"{forms.LONGEST_DIRECTIVE_BYTES}. [CD0107]"
         )
-    if _PLAIN.fullmatch(value):
+    if re.fullmatch(_PLAIN, value):
         return f"--{name}={value}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'--{name}="{escaped}"'
@@ -226,6 +223,82 @@ def shell_word(value: object) -> str:
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and "," in text else quoted
+
+
+def command_lines(words: Iterable[str], indent: int = 2) -> str:
+    """Join words of bash to a command, whose further lines are indented."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and indent + len(lines[-1]) + len(word) + 3 > _COLUMNS:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return f" \\\n{' ' * indent}".join(lines)
+
+
+def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
+    """Give srun and its options, as words of bash; `agents` is as of `directives`.
+
+    --export=ALL: a job submitted with --export=NONE would otherwise start bare tasks.
+    --cpus-per-task: since Slurm 22.05, srun no longer takes it from the job.
+    --kill-on-bad-exit: ranks that wait for a dead one would sit there until their time-out.
+    """
+    resources = spec.resources
+    tasks_per_node = 1 if agents else resources.tasks_per_node
+    cpus = agent_cpus(spec) if agents else resources.cpus_per_task
+    log = "node" if agents else "rank"
+    if not spec.pyxis:
+        srun = ["srun"]
+    elif spec.container_runtime == "auto":
+        srun = ['"${srun[@]}"']
+    else:
+        srun = pyxis_words(spec)
+    return [
+        *srun,
+        *([_NODES] if resources.spare_nodes else []),
+        f"--nodes={resources.nodes}",
+        f"--ntasks={resources.nodes * tasks_per_node}",
+        f"--ntasks-per-node={tasks_per_node}",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *("--export=ALL", "--kill-on-bad-exit=1", "--unbuffered", "--open-mode=append"),
+        *map(shell_word, spec.srun_args),
+        f'--output="$run_dir/logs/{log}-%t.log"',
+    ]
+
+
+def pyxis_words(spec: JobSpec) -> list[str]:
+    """Give the srun that starts the tasks in their containers, by NVIDIA's plug-in pyxis."""
+    container, is_own = spec.container, spec.uses_own_code
+    here = '"$PWD"' if is_own else '"$run_dir"'
+    bound = f",{shell_word(','.join(map(str, container.bound)))}" if container.bound else ""
+    mounts = '"$run_dir:$run_dir,$PWD:$PWD"' if is_own else '"$run_dir:$run_dir"'
+    workdir = spec.container_workdir
+    return [
+        "env",
+        *(f"-u{name}" for name in container.kept_from_pyxis),  # they are of the host
+        "srun",
+        f"--container-image={shell_word(spec.container_image)}",
+        "--no-container-mount-home",
+        "--no-container-entrypoint",
+        f"--container-mounts={mounts}{bound}",
+        f"--container-workdir={shell_word(workdir) if workdir else here}",
+        *([f"--container-env={','.join(container.variables)}"] if container.variables else []),
+    ]
+
+
+def container_words(spec: JobSpec, ranks: int = 1) -> list[str]:
+    """Give what starts a task in its container, without pyxis: it records how that ends, too.
+
+    ranks: of a task.
+    """
+    words = [shell_word(spec.batch_python), '"$own"', "exec", '--run-dir="$run_dir"']
+    return [*words, f"--container={shell_word(spec.container.to_json(ranks))} --"]
+
+
+def _in_container(spec: JobSpec, words: Sequence[str], ranks: int = 1) -> list[str]:
+    """Give a task, as words of bash, with what starts it in its container, if it has one."""
+    if not spec.container_image or spec.container_runtime == "pyxis":
+        return [*words]
+    return [*(['"${container[@]}"'] if spec.pyxis else container_words(spec, ranks)), *words]
 
 
 def task_arguments(spec: JobSpec) -> list[str]:
@@ -239,26 +312,71 @@ def task_arguments(spec: JobSpec) -> list[str]:
     return ["exec", f"--run-dir={spec.run_dir}", *arming, "--", *spec.command]
 
 
-def task_words(spec: JobSpec) -> list[str]:
-    """Give the arguments behind those of the run's directory as words of bash.
+def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
+    """Give what a rank runs, as words of bash; `agents`: as the program of an agent of torchrun.
 
-    The values of a sweep stand in variables that `points` sets.
+    The values of a sweep stand in variables that `points` sets. An agent takes $$ for a $ in the
+    arguments of its program.
     """
-    arguments = task_arguments(spec)[2:]
-    if not spec.sweep:
-        return [shell_word(word) for word in arguments]
-    if spec.train:
-        return [*map(shell_word, arguments), f'"${{{_POINT}[@]}}"']
+
+    def word(text: str) -> str:
+        return shell_word(text.replace("$", "$$") if agents else text)
+
+    def variable(name: str) -> str:
+        return f'"${{{name}//\\$/\\$\\$}}"' if agents else f'"${{{name}}}"'
+
+    arguments = task_arguments(spec)
+    is_plain = not (agents and "$" in spec.run_dir)
+    own, run_dir = ('"$own"', '"$run_dir"') if is_plain else map(variable, ("own", "run_dir"))
+    prefix = [] if agents else spec.launch_prefix
+    words = [*map(shell_word, (*prefix, spec.python)), own, arguments[0], f"--run-dir={run_dir}"]
+    if agents:
+        words.append("--own-log")
     count = len(arguments) - len(spec.command)
-    pattern = sweep.placeholders(spec.sweep.names)
+    words += map(word, arguments[2:count])
+    if spec.sweep and spec.train:
+        words.append(variable(f"{_POINT}[@]"))
+    pattern = sweep.placeholders(spec.sweep.names) if spec.sweep else None
+    for argument in spec.command:
+        parts = pattern.split(argument) if pattern else [argument]  # text, name, text, … text
+        texts = [word(text) if text else "" for text in parts]
+        texts[1::2] = [variable(sweep.variable(name)) for name in parts[1::2]]
+        words.append("".join(texts) or word(""))
+    return words
 
-    def written(word: str) -> str:
-        parts = pattern.split(word)  # text, name, text, name, … text
-        texts = [shell_word(text) if text else "" for text in parts]
-        texts[1::2] = [f'"${{{sweep.variable(name)}}}"' for name in parts[1::2]]
-        return "".join(texts) or shell_word("")
 
-    return [*map(shell_word, arguments[:count]), *map(written, spec.command)]
+def agent_words(spec: JobSpec) -> list[str]:
+    """Give one agent of torchrun, which starts the ranks of its node, as words of bash.
+
+    bash -c: only the task itself knows which node it is on; and an agent would die of a signal that
+    its ranks take for a request to stop.
+    """
+    resources = spec.resources
+    of_node, rendezvous = (
+        ['--node-rank="$SLURM_NODEID"'],
+        [
+            '--master-addr="$MASTER_ADDR"',
+            '--master-port="$MASTER_PORT"',
+        ],
+    )
+    if spec.restart_in_job:
+        of_node = [
+            '--local-addr="$SLURMD_NODENAME"',
+            '--rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=120"',
+        ]
+        rendezvous = [
+            *("--rdzv-backend=c10d", f"--max-restarts={spec.restart_in_job}"),
+            '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
+        ]
+    starter = [*map(shell_word, (*spec.launch_prefix, spec.python)), "-m", "torch.distributed.run"]
+    return [
+        *("bash", "-c"),
+        shell_word(f'trap "" USR1 USR2; exec {" ".join([*starter, *of_node])} "$@"'),
+        *("agent", f"--nnodes={resources.nodes}", f"--nproc-per-node={resources.tasks_per_node}"),
+        *("--no-python", '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"', *rendezvous),
+        '--log-dir="$run_dir/attempts/$(printf %04d "$CLUSTERDDP_ATTEMPT")/torchelastic"',
+        *task_words(spec, agents=True),
+    ]
 
 
 def points(spec: JobSpec) -> list[str]:
@@ -307,7 +425,12 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "shows_all_gpus": _shows_all_gpus(spec),
         "rank_variables": forms.RANK_VARIABLES,
         "task_arguments": task_arguments(spec),
-        "task_words": task_words(spec),
+        "srun": srun_words(spec),
+        "agent_srun": srun_words(spec, agents=True),
+        "pyxis": pyxis_words(spec) if spec.pyxis else [],
+        "container_words": functools.partial(container_words, spec),
+        "task": _in_container(spec, task_words(spec)),
+        "agent": _in_container(spec, agent_words(spec), spec.resources.tasks_per_node),
         "points": points(spec),
         "request": spec.to_script(),
     }
@@ -326,6 +449,7 @@ def _jinja(folders: list[Path]) -> jinja2.Environment:
         bytecode_cache=_CompiledTemplates(str(Path(compiled).parent)),
     )
     environment.filters["sh"] = shell_word
+    environment.filters["command"] = command_lines
     return environment
 
 
@@ -382,9 +506,6 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
     while (parent := _extended(chain[0][0])) is not None:
         chain.insert(0, _parsed(environment, parent))
     known: list[str] = []
-    if Path(chain[0][1]).parent == shipped_folder():
-        for tree, path in chain[1:]:
-            _check_own(tree, path)
     for tree, path in chain:  # the shipped one first
         for block in tree.body:
             if isinstance(block, nodes.Block) and known and block.name not in known:
@@ -397,45 +518,6 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
                     f"replace; there are {', '.join(known)}.{hint} [CD0302]"
                 )
         known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
-
-
-def _check_own(tree: nodes.Template, path: str) -> None:
-    """Refuse a launch block that starts tasks outside the attempt, and names that are gone.
-
-    What stands in the template counts, and no value that a person has typed.
-    """
-    if Path(path).parent == shipped_folder():
-        return
-    for text in tree.find_all(nodes.TemplateData):
-        if earlier := _EARLIER.search(text.data):
-            raise RequestError(
-                f"template {path}, line {text.lineno} or below: {earlier[0]} is none of the "
-                "script's variables any more; tasks find the attempt's number in "
-                "CLUSTERDDP_ATTEMPT, and what they run in ${task[@]}. [CD0303]"
-            )
-    for block in tree.find_all(nodes.Block):
-        words = "".join(text.data for text in block.find_all(nodes.TemplateData))
-        calls = [call.node for call in block.find_all(nodes.Call)]
-        keeps = any(isinstance(node, nodes.Name) and node.name == "super" for node in calls)
-        if block.name != "launch":
-            continue
-        where, code = f"template {path}, line {block.lineno}", _QUOTED.sub("", words)
-        if not keeps and not _HANDED_OVER.search(code):
-            raise RequestError(
-                f"{where}: no line is handed over to the run's controller, so the tasks would "
-                "run outside the attempt. Begin the line that starts them with 'launch': "
-                "launch srun … . [CD0303]"
-            )
-        if len(re.findall(r"(?:^|[;&|]\s*)launch\s", code, re.MULTILINE)) + keeps > 1:
-            raise RequestError(
-                f"{where}: only the first line that begins with 'launch' would run, as the job "
-                "ends with it. Start other steps ahead of it, with srun alone. [CD0303]"
-            )
-        if early := _OF_TASKS.search(code):
-            raise RequestError(
-                f"{where}: {early[0]} is set for what stands behind 'launch', and not in the "
-                "script. Use it in single quotes, as in launch srun bash -c '…'. [CD0303]"
-            )
 
 
 def _parsed(environment: jinja2.Environment, name: str) -> tuple[nodes.Template, str]:
@@ -467,6 +549,11 @@ def _check(spec: JobSpec, script: str) -> None:
             f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
             "without an agent that could start them again. Use --template "
             "torchrun.sbatch.j2. [CD0303]"
+        )
+    if spec.resources.spare_nodes and forms.NODES_VARIABLE not in script:
+        raise RequestError(
+            f"--spare-nodes: template {spec.template} does not tell srun its nodes. Begin its line "
+            f"with: srun {_NODES} [CD0303]"
         )
     if spec.sweep and not sweep.is_array(script):
         raise RequestError(

@@ -9,7 +9,7 @@ from clusterddp.errors import RequestError
 
 FORMAT = 1
 _IN_SCRIPT = "#REQUEST "
-_COLUMNS = 110
+_COLUMNS = 280
 
 
 def asked(record: object) -> dict[str, Any]:

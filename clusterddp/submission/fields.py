@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -73,6 +74,7 @@ def request_of(
         "notify": forms.words("--notify", values.get("notify", "")),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values.get("launch_prefix", "")),
+        "slurm_folder": _slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
     return JobSpec(**fields)
@@ -85,6 +87,13 @@ def check_new(spec: JobSpec) -> None:
 
         refuse_launcher(spec)
     spec.check_points()
+
+
+def _slurm_folder() -> str:
+    """Return the folder of Slurm's commands, where it is none of those on every PATH."""
+    folders = os.get_exec_path()
+    found = next((each for each in folders if os.access(f"{each}/sbatch", os.X_OK)), "")
+    return "" if found in ("/usr/bin", "/bin", "/usr/local/bin") else found
 
 
 def interpreter(name: str) -> str:
@@ -196,7 +205,7 @@ def environment_of(
     values: dict[str, str | None] = dict(before)
     for item in items:
         name, equals, value = item.partition("=")
-        if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
+        if not equals and re.fullmatch(forms.VARIABLE, name) and name not in os.environ:
             raise OptionError(
                 "--env", f" {name}: is not set here; set it, or use --env {name}=VALUE."
             )
@@ -237,7 +246,7 @@ def directives_of(
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")
         forms.DIRECTIVE.check("--sbatch", name)
-        instead = _instead(name)
+        instead = _instead(name) if name != "output" else ""  # what is printed ahead of the log
         if name == "gres" and "gpu" in value:
             instead = "--gpus-per-node with --gpu-request gres"
         if instead:

@@ -53,7 +53,7 @@ def refuse_launcher(spec: JobSpec) -> None:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
         f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-        f"already ({spec.layout}), so each would train a copy by itspec. With your other "
+        f"already ({spec.layout}), so each would train a copy by itself. With your other "
         f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
         f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
     )
@@ -229,6 +229,8 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
     for option, python in given.items():
         if python != sys.executable:
             _check_interpreter(option, python, spec)
+    if spec.export == "NONE":
+        _try_without_environment(spec.batch_python)
     if not imports:
         return
     if "--python" not in given:
@@ -247,10 +249,7 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
 
 def check_notified(spec: JobSpec) -> None:
     """Warn of a program of --notify that is not here; it starts in the current folder."""
-    may_be_brought = spec.modules or spec.setup
-    if not spec.notify or (may_be_brought and "/" not in spec.notify[0]):
-        return
-    if shutil.which(spec.notify[0], path=dict(spec.environment).get("PATH")) is None:
+    if spec.notify and shutil.which(spec.notify[0]) is None:
         typed = shlex.quote(spec.notify[0])
         where = f"in {Path.cwd()}, where it starts" if "/" in typed else "on the PATH"
         log.warning(
@@ -263,7 +262,8 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
     typed, here = shlex.quote(python), os.path.exists(python)  # noqa: PTH110 -- as above
     if "/" not in python:
         here = shutil.which(python) is not None
-        if not here and not spec.modules and not spec.setup:
+        brought = option == "--python" and (spec.modules or spec.setup)
+        if not here and not brought:
             log.warning(
                 f"{option} {typed} is not on the PATH of this machine: the nodes need it [CD0317]"
             )
@@ -281,6 +281,29 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
         )
     if not here:
         log.warning(f"{option} {typed} is not on this machine: the nodes need it [CD0317]")
+
+
+def _try_without_environment(python: str) -> None:
+    """Refuse an interpreter of the batch script that starts only with variables of this shell.
+
+    It runs ahead of the modules and the set-up lines.
+    """
+    import subprocess
+
+    try:
+        answer = subprocess.run(
+            [python, "-c", ""], env={}, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except OSError:
+        return  # it may be on the nodes
+    if answer.returncode:
+        last = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise OptionError(
+            "--batch-python",
+            f" {shlex.quote(python)} does not start without your shell's variables, which "
+            f"--export NONE leaves out: {last}. Name one that does, of Python 3.10 or later, such "
+            "as /usr/bin/python3. [CD0310]",
+        )
 
 
 def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None:

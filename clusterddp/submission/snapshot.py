@@ -32,7 +32,7 @@ MOST_FILES = 10_000
 
 _NEVER = frozenset({".git", "__pycache__"})
 """Neither copied nor linked: the copy is no work tree, and Python writes its own bytecode."""
-_JOBS_OUTPUT = re.compile(r"slurm-\d+\.out")
+_JOBS_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
 """File in the folder of the submission with what a script prints while its job runs."""
 _LINKED = frozenset({".venv", "node_modules"})
 _MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")

@@ -106,7 +106,8 @@ def supervise(
         if pid == 0:
             os.close(report_reader)
             os.close(go_writer)
-            _become_task(parent, go_reader, report_writer, previous_mask, child, listen)
+            stop = Attempt(RunDir(run_dir), attempt).stop if is_command and attempt else None
+            _become_task(parent, go_reader, report_writer, previous_mask, child, listen, stop)
         os.close(report_writer)
         os.close(go_reader)
         pulse.watch(pid)
@@ -199,8 +200,13 @@ def _become_task(
     mask: set[int],
     child: Callable[[], int],
     listen: Callable[[], object] | None,
+    stop: Path | None,
 ) -> NoReturn:
-    """The child's side of the fork: default signals, run, report, leave without clean-up."""
+    """The child's side of the fork: default signals, run, report, leave without clean-up.
+
+    stop: file that is there where a COMMAND was asked to stop before there was one. The signal for
+    that has reached srun alone then, or would end what has not even begun.
+    """
     code = EXIT_FAILED
     try:
         for number in SIGNALS:
@@ -216,7 +222,7 @@ def _become_task(
         os.close(go_reader)
         global _reports  # noqa: PLW0603 -- a process has one parent
         _reports = report_writer
-        code = _run(child, mask)
+        code = EXIT_PAUSED if stop and stop.exists() else _run(child, mask)
         sys.stdout.flush()
         sys.stderr.flush()
     except KeyboardInterrupt:  # a second one, while the first was answered

@@ -14,8 +14,8 @@ import pytest
 
 from clusterddp import files
 from clusterddp.batch import spares
-from clusterddp.batch.controller import Controller, Script
-from clusterddp.errors import RequestError, SlurmError
+from clusterddp.batch.controller import Controller
+from clusterddp.errors import SlurmError
 from clusterddp.reporting.paid import account
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, events, outcome, preflight
@@ -26,7 +26,7 @@ from clusterddp.slurm import client
 from clusterddp.slurm.forms import expand_nodelist
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.state import judge, latest_submission
-from tests.hostile import CARRIED
+from tests.batch.test_controller import Heard, NoOutput
 from tests.made_events import ended, started, submitted
 from tests.request.test_spec import spec
 from tests.waiting import wait_for
@@ -74,20 +74,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return nodes
 
 
-class Silence(Script):
-    """A batch script that says nothing."""
-
-    def __init__(self, *signals: str) -> None:
-        self.has_gone, self.left = False, [*signals]
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self.left)
-
-    def read_signals(self) -> list[str]:
-        return [self.left.pop(0)]
-
-
 def controller_of(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch, nodes: str = "h[01-03]", **fields: Any
 ) -> Controller:
@@ -98,7 +84,7 @@ def controller_of(
     hosts = expand_nodelist(nodes)
     asked = Resources(nodes=len(hosts) - 1, spare_nodes=1)
     request = spec(run_dir=str(attempt.run.path), resources=asked, **fields)
-    made = Controller(request, attempt.run, Silence())
+    made = Controller(request, attempt.run, Path("script"), Heard(), NoOutput())
     made._attempt, made._nodes = attempt, hosts[:-1]
     return made
 
@@ -114,7 +100,7 @@ def test_the_threads_of_an_attempt_have_ended_before_the_next_one_starts_a_proce
         own, "_preflight", lambda *_: alive.append(thread.is_alive()) or {"h02": ""}
     )
     threading.Timer(0.2, ended.set).start()
-    own._start(attempt, [])
+    own._start(attempt)
     assert alive == [False]
 
 
@@ -134,16 +120,6 @@ def test_at_first_bad_nodes_do_where_there_are_no_others() -> None:
     assert allocation.choose_first({"h01": lost, "h03": slow}) == ["h02", "h04"]
     assert allocation.choose_first({"h01": lost, "h02": lost, "h03": slow}) == ["h03", "h04"]
     assert allocation.choose_first(dict.fromkeys(allocation.nodes, lost)) == ["h01", "h02"]
-
-
-@pytest.mark.parametrize("prefix", [[], ["env", "-uA"], ["/opt/slurm/bin"]])
-def test_srun_is_told_its_nodes_ahead_of_all_else(prefix: list[str]) -> None:
-    srun = f"{prefix.pop()}/srun" if prefix and prefix[0].startswith("/") else "srun"
-    words = [*prefix, srun, "--nodes=2", "--", "srun", *CARRIED]
-    assert spares.step_words(words, ["h01", "h03"]) == [
-        *(*prefix, srun, "--nodelist=h01,h03", "--overlap"),
-        *("--nodes=2", "--", "srun", *CARRIED),
-    ]
 
 
 FAILED = {"h02": "sends at most 1 MB/s"}
@@ -201,16 +177,11 @@ def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
         return PreflightRecord("", 1.0, {"h03": "/dev/shm: full"})
 
     monkeypatch.setattr(preflight, "check", check)
-    monkeypatch.setattr(own, "_step", lambda *_: 0)
-    assert [own._start(attempt, []) for _ in range(2)] == [0, 0]
+    monkeypatch.setattr(own, "_run_lines", lambda *_: 0)
+    assert [own._start(attempt) for _ in range(2)] == [0, 0]
     assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
     assert (list(spares.bad(attempt.run)), bad_nodes.blamed(attempt)) == (["h03"], set())
     assert own._allocation and own._allocation.choose(spares.bad(attempt.run)) == ["h01", "h02"]
-
-
-def test_a_launch_line_without_srun_is_refused() -> None:
-    with pytest.raises(RequestError, match="starts 'mpirun' and no srun"):
-        spares.step_words(["mpirun", "task"], ["h01"])
 
 
 def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(

@@ -60,7 +60,7 @@ class Step:
             step_watch.watch(self.attempt, "17", 2, self.at_work, 0.2)
 
     def at_work(self) -> int | None:
-        return self.srun.pid if step_watch.is_srun(self.srun.pid, os.getpid()) else None
+        return self.srun.pid if self.srun.poll() is None else None
 
     @property
     def cancelled(self) -> list[str]:

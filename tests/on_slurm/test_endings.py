@@ -131,6 +131,11 @@ class Struck:
         self.cluster.run(update, check=True)
         (self.folder / f"go-{self.run.name}").touch()
 
+    def alter_its_clusterddp(self) -> None:
+        with self.run.bundle.open("ab") as bundle:
+            bundle.write(b"\n")
+        self.cluster.run(["scontrol", "release", self.job_id], check=True)
+
     def lose_a_node(self) -> None:
         self.cluster.kill_host("h02")
 
@@ -138,7 +143,7 @@ class Struck:
         [pid] = [
             pid
             for pid, line in self.cluster.processes("h01").items()
-            if f" batch --run-dir={self.run.path} " in line
+            if f" batch {self.run.path} " in line
         ]
         os.kill(pid, signal.SIGKILL)
 
@@ -230,8 +235,7 @@ WAYS = {
         ("--batch-python", "/nowhere/python3"), "true", launchers=AHEAD_OF_TASKS
     ),
     "the clusterddp that the run carries was altered": Way(
-        ("--setup", 'for file in "$run_dir"/clusterddp-*.pyz; do echo >>"$file"; done'), "true",
-        launchers=AHEAD_OF_TASKS,
+        ("--sbatch", "hold"), "true", Struck.alter_its_clusterddp, AHEAD_OF_TASKS
     ),
     "the batch controller is killed, or out of memory": Way(
         (), f"{UP} {SLEEP}", Struck.kill_the_controller
@@ -381,7 +385,7 @@ def carry_out(
     def strike(tried: tuple[str, str]) -> None:
         way, one = WAYS[tried[0]], found[tried]
         if way.strike:
-            if way.command:
+            if way.command and "hold" not in way.options:
                 wait_for((folder / f"up-{one.run.name}").exists, f"{one.run.name} to be up")
             way.strike(Struck(cluster, folder, one.run, one.job_id))
 

@@ -107,7 +107,7 @@ def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) 
         pid
         for host in cluster.hosts
         for pid, line in cluster.processes(host).items()
-        if f" batch --run-dir={runs['kill'].path} " in line
+        if f" batch {runs['kill'].path} " in line
     ]
     os.kill(controller, signal.SIGKILL)
     cluster.run(["scontrol", "update", f"JobId={job_of(runs['next'])}", "Requeue=0"], check=True)

@@ -100,7 +100,7 @@ def test_a_dry_run_shows_the_recipe_with_what_was_given_beside_it(
     )
     assert result.exit_code == 0, result.output
     script = result.output
-    words = script[script.index("\ntask=(") :].replace(")", " ").split()
+    words = script[script.index("\nsrun ") :].split()
     assert "--lr=0.02" in words
     for name, value in RECIPES["fast"].settings.items():
         usual = value == getattr(TrainConfig, name)

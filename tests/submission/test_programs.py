@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.errors import RequestError
 from clusterddp.launchers import sbatch
 from clusterddp.request.spec import DEFAULT_TEMPLATE
+from clusterddp.submission.programs import check_pythons
 from tests.cli.made_runs import Workplace, workplace
+from tests.request.test_spec import spec
 
 __all__ = ["workplace"]
 
@@ -337,3 +340,16 @@ def test_the_python_of_an_image_is_not_started(tree: Path, workplace: Workplace)
     got = workplace.invoke(*argv, "--", "python", "nets.py")
     assert got.code == 0, got.err
     assert "warning: --check-python: the tasks' Python is their image's" in got.err
+
+
+def test_a_batch_python_that_needs_the_shells_variables_is_refused_where_they_stay_behind(
+    tmp_path: Path,
+) -> None:
+    """As one whose libpython a module brings, which the set-up lines load too late for it."""
+    python = tmp_path / "python3"
+    words = "libpython3.11.so.1.0: cannot open shared object file"
+    python.write_text(f'#!/bin/sh\n[ "$LD_LIBRARY_PATH" ] || {{ echo "{words}" >&2; exit 127; }}\n')
+    python.chmod(0o755)
+    check_pythons(spec(batch_python=str(python)))
+    with pytest.raises(RequestError, match=f"--batch-python.*does not start without.*{words}"):
+        check_pythons(spec(batch_python=str(python), export="NONE"))

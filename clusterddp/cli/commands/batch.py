@@ -1,4 +1,4 @@
-"""`clusterddp batch`: what a batch script hands over to once its environment is set up."""
+"""`clusterddp batch`: what a batch script becomes, and of which its lines are a child."""
 
 import os
 from pathlib import Path
@@ -9,19 +9,12 @@ from clusterddp.batch import controller
 from clusterddp.run.run_dir import RunDir
 
 
-@click.command(hidden=True, context_settings={"allow_interspersed_args": False})
-@click.option("--run-dir", type=click.Path(path_type=Path), required=True)
-@click.option(
-    "--script",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="The batch script, which says what was asked, and of which the run keeps a copy.",
-)
-@click.option("--ended", type=int, help="Exit code of a script that failed before its step.")
-@click.argument("srun", nargs=-1, type=click.UNPROCESSED)
-def command(run_dir: Path, script: Path, ended: int | None, srun: tuple[str, ...]) -> int:
-    """Run one attempt of a run to its verdict; ends with the job's exit code."""
-    return controller.control(run_dir, script, srun, ended, code_changes, _carry)
+@click.command(hidden=True)
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("script", type=click.Path(path_type=Path))
+def command(run_dir: Path, script: Path) -> int:
+    """Be the batch process of a job: run the lines of its script from an attempt to its verdict."""
+    return controller.control(run_dir, script, code_changes, _carry)
 
 
 def code_changes(run: RunDir) -> list[str]:

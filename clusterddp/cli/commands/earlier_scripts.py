@@ -5,7 +5,6 @@ Such a script can wait in the queue while clusterddp is upgraded. Later ones cal
 
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -108,18 +107,4 @@ def watch_step(
     die_with_parent(script)
     attempt, job = Attempt(RunDir(run_dir), number), own_name(os.environ, job_id)
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
-        step_watch.watch(attempt, job, ranks, lambda: _srun_of(script, run_dir), grace)
-
-
-def _srun_of(script: int, run_dir: Path) -> int | None:
-    """Find the process of the script's srun that starts the run's tasks, None where it has ended.
-
-    Its command line names the run's directory, in which the logs are; set-up lines may have left
-    another srun at work.
-    """
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and step_watch.is_srun(int(entry.name), script):
-            with suppress(OSError):
-                if os.fsencode(run_dir) in (entry / "cmdline").read_bytes():
-                    return int(entry.name)
-    return None
+        step_watch.watch(attempt, job, ranks, step_watch.Step(script, attempt).srun, grace)

@@ -250,7 +250,7 @@ REFUSALS: list[tuple[list[str], list[str]]] = [
     (["--sbatch", "ntasks=4"], ["--tasks-per-node"]),
     (["--sbatch", "gres=gpu:4"], ["--gpus-per-node"]),
     (["--sbatch", "part=gpu"], ["--partition"]),
-    (["--sbatch", "output=x"], ["logs"]),
+    (["--sbatch", "error=x"], ["logs"]),
     (["--sbatch", "outpu=x"], ["logs"]),
     (["--sbatch", "arra=0-3"], ["one run"]),
     (["--omit-directive", "men"], ["men", "'mem'"]),
