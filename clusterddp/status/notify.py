@@ -80,11 +80,10 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
     with contextlib.suppress(OSError):
         files.write_record(mark, notice)
     content = {**status.as_dict(), "notified_by": by, "notified_time": now}
-    # JSON knows no NaN, as a loss can be.
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    words = json.dumps(files.finite(content))
     try:
         with _log_of(run, f"{by}: {status.state}") as output:
-            code, problem = _run(spec, f"{json.dumps(finite)}\n".encode(), _folder(run), output)
+            code, problem = _run(spec, f"{words}\n".encode(), _folder(run), output)
     except OSError:
         mark.unlink()
         raise
