@@ -30,7 +30,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 37_100, 31_500),
+    Row("code lines", 37_000, 31_500),
     Row("modules", 219, 185),
     Row("files of the largest package", 18, 16),
     Row("functions above 60 lines", 18, 0),

@@ -140,7 +140,7 @@ def dry_run(root: Path) -> tuple[list[str], int, int, int]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environ = _environ(root, folder)
-        counted = [sys.executable, "-c", _COUNTED, *_DRY_RUN.split(), f"--data-dir={folder}"]
+        counted = [sys.executable, "-c", _COUNTED, *_DRY_RUN.split()]
         _run(counted, folder, environ)  # leaves the bytecode behind that is counted
         done = _run(counted, folder, environ)
         script, costs = done.stdout.splitlines(), json.loads(done.stderr.splitlines()[-1])

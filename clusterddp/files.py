@@ -59,6 +59,11 @@ def read_json(path: Path) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
+def finite(value: object) -> Any:
+    """Return JSON's own types for a value; a loss that is not a number becomes null."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
 def number(value: object) -> float | None:
     """Take a finite number; None for anything else."""
     finite = _finite(value)

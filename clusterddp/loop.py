@@ -704,7 +704,7 @@ def _script() -> str:
 def _run_of(folder: str | os.PathLike[str] | None) -> RunDir:
     """Return the folder of a loop outside of a run."""
     script = Path(_script()).stem
-    name = script if RUN_NAME.fullmatch(script) else "loop"
+    name = script if re.fullmatch(RUN_NAME, script) else "loop"
     return RunDir(Path(folder or Path(DEFAULT_FOLDER, name)).absolute())
 
 

@@ -33,8 +33,14 @@ NOTIFIED_PROGRAM = 60.0
 """Time that the program of --notify has."""
 NOTIFIED_PROGRAM_LEAVES = 5.0
 """Between TERM and KILL for one that takes longer."""
-CHILD_PAUSE = 0.02
-"""Between two looks at a child of this process, which are cheap."""
+CHILD_PAUSE = 0.01
+"""Between two looks at a process of this machine, or at a file of it, which are cheap."""
+STACKS_ANSWER = 3.0
+"""A Python that runs code answers at once, whatever else its machine does."""
+WORLD_PAUSES = (0.25, 60.0)
+"""Between two looks for ranks of a process's own: it starts them soon, or late, or never."""
+MEETING_DENSE, MEETING_DENSE_PAUSE, MEETING_PAUSE = 60.0, 0.25, 2.0
+"""Ranks mostly meet within a minute of their start, in which looks are more frequent."""
 
 
 def looks(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
         for name, value in {**_others(given), **values_of(spec)}.items()
         if value not in (None, ()) and (not _is_default(name, value) or name in given.sources)
     }
-    secret = [name for name, _ in spec.environment if forms.SECRET.search(name)]
+    secret = [name for name, _ in spec.environment if re.search(forms.SECRET, name)]
     if "env" in values:
         items = [(item.partition("=")[0], item) for item in values["env"]]
         values["env"] = [name if name in secret else item for name, item in items]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from clusterddp import errors, log
+from clusterddp import errors, files, log
 from clusterddp.cli.options import Completed
 from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
@@ -109,8 +109,7 @@ def echo_failures(failures: Sequence[errors.ClusterDDPError]) -> int:
 
 def echo_json(value: object) -> None:
     """Print indented JSON; a loss that is not a number becomes null, for JSON knows no NaN."""
-    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
-    click.echo(json.dumps(finite, indent=2))
+    click.echo(json.dumps(files.finite(value), indent=2))
 
 
 def follow(

@@ -18,7 +18,7 @@ SHIPPED = {
 """Templates for people that the package ships, each with a line about it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SentJob:
     """Job of a script that a launcher has sent."""
 

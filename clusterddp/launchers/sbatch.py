@@ -34,12 +34,12 @@ if TYPE_CHECKING:  # a dry run reads no run
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
 """Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
-_EXCLUDE = re.compile(r"^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)", re.MULTILINE)
+_EXCLUDE = r"(?m)^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)"
 _NODES = f'${{{forms.NODES_VARIABLE}:+--overlap --nodelist="${forms.NODES_VARIABLE}"}}'
 """Options of srun for the nodes of a step, in a job that has some to spare."""
 _POINT = "point"
 """Variable of the script with the flags of our training's point."""
-_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+")
+_PLAIN = r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+"
 _COLUMNS = 100
 """Width of the script's lines, but for a longer word."""
 
@@ -112,7 +112,7 @@ def excluded(script: str) -> list[str]:
 
     An argument of sbatch takes the place of a line, which the person may have edited.
     """
-    lists = [text.strip("\"'") for text in _EXCLUDE.findall(script)]
+    lists = [text.strip("\"'") for text in re.findall(_EXCLUDE, script)]
     return [host for text in lists for host in forms.expand_nodelist(text)]
 
 
@@ -212,7 +212,7 @@ def directive(name: str, value: str | None) -> str:
             f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
             f"{forms.LONGEST_DIRECTIVE_BYTES}. [CD0107]"
         )
-    if _PLAIN.fullmatch(value):
+    if re.fullmatch(_PLAIN, value):
         return f"--{name}={value}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'--{name}="{escaped}"'

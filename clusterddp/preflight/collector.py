@@ -9,16 +9,16 @@ import contextlib
 import errno
 import functools
 import json
-import math
 import selectors
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from clusterddp import files
 from clusterddp.preflight import verdict
 from clusterddp.preflight.verdict import LoadMeasurements, Node, NodeMeasurements, Pair
 from clusterddp.slurm import srun_lines
@@ -63,7 +63,7 @@ class Lines:
         lines, _, self._begun = (self._begun + heard).rpartition(b"\n")
         if not heard or len(self._begun) > most:
             return None
-        return (content for line in lines.split(b"\n") if (content := _parse(line)) is not None)
+        return files.parse_json_lines(lines)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Collection:
 
     nodes: list[Node] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
-    """Where a node was that has not answered in time, by its name."""
+    """Place in its checks of each node that has not answered in time, by its name."""
     remarks: tuple[str, ...] = ()
     """Nodes whose probe has ended by itself, and what is known of them."""
     trouble: str = ""
@@ -434,23 +434,7 @@ def started(
 
 
 def load(kind: type[T], content: object) -> T:
-    """Build a record of plain fields from parsed JSON; what is not of its type has its default."""
-    values = {}
-    known = content if isinstance(content, Mapping) else {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        value, wanted = known.get(each.name), type(each.default)
-        if wanted is float and type(value) is int and abs(value) < 1 << 60:
-            value = float(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            continue
-        if type(value) is wanted:
-            values[each.name] = value[:200] if isinstance(value, str) else value
-    return kind(**values)
-
-
-def _parse(line: bytes) -> dict[str, object] | None:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
+    """Build a record from what a probe has sent; texts have a bound, as anybody can send them."""
+    known = content if isinstance(content, dict) else {}
+    bound = {n: value[:200] if isinstance(value, str) else value for n, value in known.items()}
+    return files.load(kind, bound) or kind()

@@ -7,10 +7,10 @@ import select
 import signal
 import struct
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType
 
+from clusterddp import patience
 from clusterddp.processes.table import children, read_process
 
 try:
@@ -156,13 +156,14 @@ def adopted() -> Iterator[Callable[[float], None]]:
     before = set(children(os.getpid()))
 
     def end_all(seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while (new := set(children(os.getpid())) - before) and time.monotonic() < deadline:
+        for _ in patience.looks(seconds, every=patience.CHILD_PAUSE):
+            new = set(children(os.getpid())) - before
+            if not new:
+                return
             for pid in new:
                 _kill(pid)
                 with contextlib.suppress(ChildProcessError):  # reaped by who has started it
                     os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.01)
 
     adopt()
     try:

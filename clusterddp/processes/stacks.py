@@ -15,12 +15,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from clusterddp import patience
 from clusterddp.processes import table
 from clusterddp.processes.table import Process
 
@@ -28,7 +28,6 @@ ARMED_FILE = "clusterddp-stacks"
 """Name of the file in memory into which an armed program writes (`armed/sitecustomize.py`)."""
 # By default it is ignored: a program without a handler takes no harm from it.
 _SIGNAL = signal.SIGURG
-_ANSWER_SECONDS = 3.0
 _PY_SPY_SECONDS = 15.0
 _MOST_FRAMES = 200
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -247,12 +246,15 @@ def _ask_handler(process: Process) -> tuple[list[Thread], str]:
         with file.open("rb") as answer:
             size = answer.seek(0, os.SEEK_END)
             os.kill(process.pid, _SIGNAL)
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while time.monotonic() < deadline:
+
+            def has_answered() -> bool:
                 # Its main thread blocks the signal while it writes: it has begun, and then ended.
-                if _written(answer, size) and not _is_writing(process.pid):
-                    return [Thread("MainThread", _frames(_written(answer, size)[0]))], ""
-                time.sleep(0.01)
+                return bool(_written(answer, size)) and not _is_writing(process.pid)
+
+            if patience.wait_until(
+                has_answered, patience.STACKS_ANSWER, every=patience.CHILD_PAUSE
+            ):
+                return [Thread("MainThread", _frames(_written(answer, size)[0]))], ""
     except OSError:
         return [], "it ends"
     return [], "its handler does not answer"
@@ -371,12 +373,9 @@ def _ask_hook(process: Process) -> tuple[list[Thread], str]:
         if threads := _py_spys(done.stdout, process.pid):
             return threads, ""
         is_asked = True
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < deadline:
-            if answer.exists():
-                is_asked = False
-                return _py_spys(answer.read_text(errors="replace"), process.pid), ""
-            time.sleep(0.01)
+        if patience.wait_until(answer.exists, patience.STACKS_ANSWER, every=patience.CHILD_PAUSE):
+            is_asked = False
+            return _py_spys(answer.read_text(errors="replace"), process.pid), ""
         return [], "its Python's remote hook waits until its main thread runs Python code"
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"its Python's remote hook: {error}"

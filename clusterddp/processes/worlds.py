@@ -11,14 +11,15 @@ loaded. Nothing is changed or sent.
 """
 
 import contextlib
+import itertools
 import os
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from clusterddp import patience
 from clusterddp.processes.table import descendants, read_process, read_text, start_ticks
 
 _SIZES = {
@@ -32,9 +33,6 @@ _PLACES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE"
 _LISTENS = "0A"
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 """127.0.0.1 and ::1, where programs listen for their own children."""
-_DENSE_SECONDS, _DENSE_PAUSE, _PAUSE = 60.0, 0.25, 2.0
-"""Time in which looks are dense, as a short program's meeting is, and the pauses between them."""
-_FIRST_LOOK_SECONDS, _LAST_PAUSE_SECONDS, _LONGER = 0.25, 60.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -54,14 +52,14 @@ def watch(pid: int, own: Mapping[str, str], found: Callable[[World], None]) -> N
     began = start_ticks(pid)
 
     def look() -> None:
-        pause = _FIRST_LOOK_SECONDS
-        # Not another process that has its number by now.
-        while began is not None and start_ticks(pid) == began:
+        first, longest = patience.WORLD_PAUSES
+        for _ in patience.looks(every=first, longest=longest):
+            # Not another process that has its number by now.
+            if began is None or start_ticks(pid) != began:
+                return
             if world := find(pid, own):
                 found(world)
                 return
-            time.sleep(pause)
-            pause = min(pause * _LONGER, _LAST_PAUSE_SECONDS)
 
     threading.Thread(target=look, daemon=True, name="worlds").start()
 
@@ -124,12 +122,13 @@ class Meeting:
             self._found(False)
 
     def _watch(self) -> None:
-        began, since = start_ticks(self._pid), time.monotonic()
-        # Not another process that has its number by now.
-        while began is not None and start_ticks(self._pid) == began and not self._has_met:
+        began = start_ticks(self._pid)
+        dense = patience.looks(patience.MEETING_DENSE, every=patience.MEETING_DENSE_PAUSE)
+        for _ in itertools.chain(dense, patience.looks(every=patience.MEETING_PAUSE)):
+            # Not another process that has its number by now.
+            if began is None or start_ticks(self._pid) != began or self._has_met:
+                return
             self.look()
-            is_young = time.monotonic() - since < _DENSE_SECONDS
-            time.sleep(_DENSE_PAUSE if is_young else _PAUSE)
 
 
 def listening_ports() -> set[int]:

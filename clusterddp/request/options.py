@@ -44,7 +44,7 @@ SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")
 EXPEDITE = "expedite"
 """Word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
 _CLUSTER = "cluster:"
-_GPU_GRES = re.compile(r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?")
+_GPU_GRES = r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?"
 _NO_REQUEUE = "SBATCH_NO_REQUEUE"
 
 _WORDS = {
@@ -55,7 +55,7 @@ _WORDS = {
 NEEDED_DIRECTIVES = ("nodes", "ntasks")
 """Directives that a run cannot do without."""
 
-_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_REFERENCE = r"(?a)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 _LOGS = "--output-root DIR: logs lie in the run's folder"
 REPLACED = {
@@ -96,7 +96,7 @@ BARE_DIRECTIVES = {"no-kill", "overcommit", "spread-job", "use-min-nodes"}
 """Directives among them that take no value."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Number:
     """A range of numbers, from `least` to below `below`."""
 
@@ -110,7 +110,7 @@ class Number:
             raise OptionError(option, f": {value!r} is not {self.noun}. [CD0102]")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Choice:
     """A set of names; with `or_function` also a user function, `package.module:function`."""
 
@@ -127,7 +127,7 @@ class Choice:
 
 def is_reference(value: str) -> bool:
     """Return whether a value names a user function: `package.module:function`."""
-    return _REFERENCE.fullmatch(value) is not None
+    return re.fullmatch(_REFERENCE, value) is not None
 
 
 COUNT = Number("a positive whole number", least=1)
@@ -138,7 +138,7 @@ HOURS = Number("a number above 0 and below a million", least=math.ulp(0.0), belo
 SHARE = Number("a number from 0 to below 1", below=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Option:
     """One option of a request or of the training."""
 
@@ -232,6 +232,23 @@ class Option:
         return next(named, None)
 
 
+class Record:
+    """A part of a request, which compares and shows itself by its fields.
+
+    Methods that `dataclass` generates would take each start some milliseconds.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
 def option(
     default: T,
     help: str,
@@ -287,7 +304,7 @@ def check_fields(record: object) -> None:
             row["form"].check(flag, item)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Settings:
     """Values of options by name, each with its source: a section of site.cfg or a variable."""
 
@@ -317,7 +334,8 @@ class Settings:
             values["requeue"] = EXPEDITE if values["requeue"].lower() == EXPEDITE else "yes"
         if _NO_REQUEUE in environ:
             values["requeue"], sources["requeue"] = "no", _NO_REQUEUE
-        gpus = _GPU_GRES.fullmatch(environ.get("SBATCH_GRES", ""))
+        gres = environ.get("SBATCH_GRES")
+        gpus = re.fullmatch(_GPU_GRES, gres) if gres else None
         if gpus:
             kind = f"{gpus['type']}:" if gpus["type"] else ""
             values.setdefault("gpus-per-node", f"{kind}{gpus['count'] or 1}")
@@ -428,7 +446,7 @@ def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
         if name in environ
     }
     gres = directives.get("gres")
-    if gres and _GPU_GRES.fullmatch(gres):
+    if gres and re.fullmatch(_GPU_GRES, gres):
         del directives["gres"]
     elif gres and "gpu" in gres:
         raise RequestError(

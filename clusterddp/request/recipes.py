@@ -8,7 +8,7 @@ FieldValues: TypeAlias = Mapping[str, Any]
 """Values for fields of TrainConfig."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Recipe:
     """One recipe, for one rank on the real MNIST."""
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from clusterddp.errors import OptionError
-from clusterddp.request.options import COUNT, WHOLE, Choice, check_fields, option
+from clusterddp.request.options import COUNT, WHOLE, Choice, Record, check_fields, option
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE
 
 
-@dataclass(frozen=True)
-class Resources:
+@dataclass(frozen=True, eq=False, repr=False)
+class Resources(Record):
     """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
 
     nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")

@@ -5,6 +5,7 @@ and forms; a field that is an option carries its row of the table.
 """
 
 import dataclasses
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request import record
-from clusterddp.request.options import EXPEDITE, WHOLE, Choice, option
+from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
 from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import (
     NO_SWEEP,
@@ -65,8 +66,8 @@ _SILENCE_MINUTES = 30.0
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
-@dataclass(frozen=True)
-class JobSpec:
+@dataclass(frozen=True, eq=False, repr=False)
+class JobSpec(Record):
     """Request for one run: its resources, its script, and what each task runs.
 
     Exactly one of `train` and `command` is set.
@@ -608,7 +609,7 @@ class JobSpec:
 
     def _check_environment(self) -> None:
         for name in (*dict(self.environment), *self.pass_environment):
-            if not forms.VARIABLE.fullmatch(forms.text("--env", name)):
+            if not re.fullmatch(forms.VARIABLE, forms.text("--env", name)):
                 raise OptionError(
                     "--env",
                     f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME to pass "
@@ -767,7 +768,7 @@ def submission_comment(run_name: str) -> str:
     return f"clusterddp:{run_name}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Terms:
     """Options of a submission that are no fields of its request."""
 

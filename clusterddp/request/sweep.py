@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import OptionError
+from clusterddp.request.options import Record
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -26,13 +27,13 @@ Point = tuple[tuple[str, str], ...]
 
 MOST_POINTS = 100_000
 """A mistyped range is refused ahead of what Slurm would say of it."""
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
-_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
+_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
+_RANGE = r"(-?\d{1,18})\.\.(-?\d{1,18})"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_LIKE_RANGE = re.compile(rf"{_NUMBER}\.\.{_NUMBER}")
-_ARRAY = re.compile(r"^#SBATCH --array=", re.MULTILINE)
-_PLACE = re.compile(rf"(?:--?[\w-]+=)?\{{({_NAME.pattern})\}}")
-_DRAWN = re.compile(r"(log|lin):(.+)\.\.(.+)")
+_LIKE_RANGE = rf"{_NUMBER}\.\.{_NUMBER}"
+_ARRAY = r"(?m)^#SBATCH --array="
+_PLACE = rf"(?:--?[\w-]+=)?\{{({_NAME})\}}"
+_DRAWN = r"(log|lin):(.+)\.\.(.+)"
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
     "recipe": "a recipe sets several options; sweep these",
@@ -44,8 +45,8 @@ _KEPT = {
 """Options of the training that a sweep cannot vary, and why."""
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sweep(Record):
     """Points of a sweep, in the order of their indices; empty for a request of one run.
 
     Points are only ever appended: an index stands for one point for good.
@@ -60,7 +61,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if not _NAME.fullmatch(name):
+            if not re.fullmatch(_NAME, name):
                 raise OptionError(
                     "--sweep",
                     f": {name!r} is no name: a letter, then letters, digits, '-' and '_', 40 at "
@@ -147,7 +148,7 @@ def variable(name: str) -> str:
 
 def is_array(script: str) -> bool:
     """Return whether a script starts points of a sweep by their indices, and not one run alone."""
-    return bool(_ARRAY.search(script))
+    return bool(re.search(_ARRAY, script))
 
 
 def shown(point: Point) -> str:
@@ -313,7 +314,7 @@ def placeholders(names: Sequence[str]) -> re.Pattern[str]:
 
 def unswept(command: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the words of a COMMAND that look like the place of a value, but of no name here."""
-    places = ((word, _PLACE.fullmatch(word)) for word in command)
+    places = ((word, re.fullmatch(_PLACE, word)) for word in command)
     return [word for word, place in places if place and place[1] not in names]
 
 
@@ -345,20 +346,20 @@ def _value(name: str, text: str) -> object:
 
 def _list(name: str, text: str) -> list[str]:
     """Return the values of a list with commas; `0..4` in it is a range with both its ends."""
-    if _DRAWN.fullmatch(text):
+    if re.fullmatch(_DRAWN, text):
         raise OptionError(
             "--sweep", f" {name}={text} is drawn at random: say how often with --sample N."
         )
     values: list[str] = []
     for item in text.split(","):
-        ends = _RANGE.fullmatch(item)
+        ends = re.fullmatch(_RANGE, item)
         if not item:
             raise OptionError(
                 "--sweep",
                 f" {name}={text}: a value is empty. Values with commas, and empty ones, stand in a "
                 "--sweep-file.",
             )
-        if not ends and not _LIKE_RANGE.fullmatch(item):
+        if not ends and not re.fullmatch(_LIKE_RANGE, item):
             values.append(item)
             continue
         first, last = (int(ends[1]), int(ends[2])) if ends else (1, 0)
@@ -402,7 +403,7 @@ def _draws(
 
 def _drawn(name: str, text: str) -> Callable[[float], str]:
     """Return the function that takes a number from 0 to below 1 to a value."""
-    form = _DRAWN.fullmatch(text)
+    form = re.fullmatch(_DRAWN, text)
     if not form:
         choices = _list(name, text)
         return lambda number: choices[int(number * len(choices))]

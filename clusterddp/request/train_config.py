@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from clusterddp.errors import OptionError
 from clusterddp.request import options as table
-from clusterddp.request.options import COUNT, NUMBER, POSITIVE, SHARE, Choice, decisive, option
+from clusterddp.request.options import (
+    COUNT,
+    NUMBER,
+    POSITIVE,
+    SHARE,
+    Choice,
+    Record,
+    decisive,
+    option,
+)
 from clusterddp.request.recipes import RECIPES, SUMMARIES
 from clusterddp.request.resources import Resources
 from clusterddp.slurm.forms import LINE, PATH, Form
@@ -28,8 +37,8 @@ TIMED_INTERVAL = Form(
 _BINDINGS = ("node", "socket", "exclusive", "core-complex")
 
 
-@dataclass(frozen=True)
-class TrainConfig:
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainConfig(Record):
     """Configuration of the training; each field is an option of the same name."""
 
     recipe: str = option(
@@ -354,8 +363,8 @@ def changes(before: Mapping[str, object], after: TrainConfig) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Interval:
+@dataclass(frozen=True, eq=False, repr=False)
+class Interval(Record):
     """A period of a training: every `count` epochs, steps or minutes."""
 
     count: int

@@ -52,7 +52,7 @@ _QUICK = frozenset({"echo", "printf", "date", "exit", ":", "true"})
 _QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.", re.DOTALL)
 _AGENT = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
 _OF_ONE_AGENT = re.compile(r"PET_NNODES|SLURM_(?:PROCID|NODEID)")
-"""What a script has where its agents know of each other, or each is given a part of its own."""
+"""Words of a script whose agents know of each other, or are each given a part of its own."""
 _OF_TASKS = re.compile("|".join(_OF_A_TASK))
 _TELL_TASKS = _OF_A_TASK.keys() | {"NODE_RANK", "node_rank", "machine_rank"}
 """Names in a script whose tasks may each start a part of the ranks."""

@@ -697,13 +697,13 @@ class _Translation:
         """Set a variable of the tasks; one whose name says that it is secret goes by name."""
         if name in DERIVED:
             return
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or not forms.VARIABLE.fullmatch(name):
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or not re.fullmatch(forms.VARIABLE, name):
             self.line.note(line, source, "not carried over: Slurm sets it for each task")
         elif name == "CUDA_VISIBLE_DEVICES" and any(
             each[0] == "--gpus-per-node" for each in self.line.options
         ):
             self.line.note(line, source, "not carried over: Slurm hands the GPUs out")
-        elif value is not None and forms.SECRET.search(name):
+        elif value is not None and re.search(forms.SECRET, name):
             self.environment[name] = None
             why = f"its value stays out of the line: export {name}=… in your shell first"
             self.line.note(line, name, why)
@@ -833,7 +833,7 @@ def _reads_argument(text: str) -> bool:
 def _is_secret(assignment: Assignment) -> bool:
     """Return whether the file has the value of a variable that is secret by its name."""
     has_value = is_known(assignment.text) or _DEFAULT.search(assignment.source)
-    return bool(forms.SECRET.search(assignment.name) and has_value)
+    return bool(re.search(forms.SECRET, assignment.name) and has_value)
 
 
 def _is_word(word: str, text: str) -> bool:

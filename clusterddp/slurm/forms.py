@@ -24,10 +24,11 @@ from clusterddp.errors import OptionError, RequestError
 # Slurm copies a directive's argument into a buffer of BUFSIZ (8192) bytes: src/common/slurm_opt.c.
 LONGEST_DIRECTIVE_BYTES = 8000
 
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+# Patterns are texts, which `re` compiles at their first use and keeps: a start uses few of them.
+_CONTROL = r"[\x00-\x08\x0a-\x1f\x7f]"
 # A type can begin with a digit: MIG devices are of types such as 3g.40gb.
-_GPUS = re.compile(r"(?:(?P<type>[A-Za-z0-9][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)")
-_GPU_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d{1,9}))?(?=[(,]|$)")
+_GPUS = r"(?:(?P<type>[A-Za-z0-9][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)"
+_GPU_GRES = r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d{1,9}))?(?=[(,]|$)"
 
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -72,13 +73,13 @@ TASK_VARIABLES = (
 )
 """Variables of the tasks of one attempt, which mean nothing to a job that a task submits."""
 
-RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)")
+RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+SECRET = r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)"
 """Part of a variable's name that says that its value is secret."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Form:
     """The form of a text: a pattern, its name in messages, and valid examples."""
 
@@ -157,7 +158,7 @@ def array_indices(indices: Iterable[int]) -> str:
 
 def run_name(option: str, value: str) -> str:
     """Return a name that a directory, a job and a shell's word can have; refuse any other."""
-    if not RUN_NAME.fullmatch(value):
+    if not re.fullmatch(RUN_NAME, value):
         raise OptionError(
             option,
             f": {value!r} is no name of a run: up to 100 letters, digits, "
@@ -168,7 +169,7 @@ def run_name(option: str, value: str) -> str:
 
 def text(option: str, value: str) -> str:
     """Return a text that a line of script can carry: no control character, valid UTF-8."""
-    control = _CONTROL.search(value)
+    control = re.search(_CONTROL, value)
     if control:
         raise OptionError(
             option,
@@ -203,7 +204,7 @@ def time_seconds(value: str) -> int | None:
 
 def gpu_count(option: str, value: str) -> tuple[str, int]:
     """Return the type, or "", and the count of `[TYPE:]N`."""
-    gpus = _GPUS.fullmatch(text(option, value))
+    gpus = re.fullmatch(_GPUS, text(option, value))
     if not gpus:
         raise OptionError(option, f": {value!r} is no GPU count, such as 4 or a100:4.")
     if gpus["type"] == "gpu":
@@ -221,7 +222,7 @@ def gpus_of(gres: str, *, bare: int = 0) -> dict[str, int]:
     bare: number that `gpu` and `gpu:TYPE` stand for, 1 in a request.
     """
     gpus: dict[str, int] = {}
-    for match in _GPU_GRES.finditer(gres):
+    for match in re.finditer(_GPU_GRES, gres):
         kind = match["type"] or ""
         count = int(match["count"] or 0)
         if match["count"] is None:
@@ -248,13 +249,13 @@ MAX_DIGITS = 20
 _HOSTLIST_EXAMPLE = "gpu[01-03,07] or r[1-2]n[01-16],login"
 _TASKS_EXAMPLE = "4(x2),3"
 # Zero tasks or zero repeats cannot be: Slurm gives a step no node that runs none of its tasks.
-_TASKS = re.compile(r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?")
-_FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9._:,\[\]-]")
-_BRACKET = re.compile(r"\[([^\[\]]*)\]")
-_BALANCED = re.compile(rf"[^\[\]]*(?:{_BRACKET.pattern}[^\[\]]*)*")
-_COMMA = re.compile(r",(?![^\[\]]*\])")
+_TASKS = r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?"
+_FOREIGN_CHARACTER = r"[^A-Za-z0-9._:,\[\]-]"
+_BRACKET = r"\[([^\[\]]*)\]"
+_BALANCED = rf"[^\[\]]*(?:{_BRACKET}[^\[\]]*)*"
+_COMMA = r",(?![^\[\]]*\])"
 """Comma between two names, which is in no bracket."""
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_RANGE = r"([0-9]+)(?:-([0-9]+))?"
 
 _Range = tuple[int, int, int]
 """First and last number, and the digits of the first as written: shorter ones are padded to it."""
@@ -298,7 +299,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     position = 0
     for item in text.split(","):
-        match = _TASKS.fullmatch(item)
+        match = re.fullmatch(_TASKS, item)
         if match is None:
             what = f"{_excerpt(item)} is no count" if item else "there is an empty item"
             _refuse("tasks per node", text, position, what, _TASKS_EXAMPLE)
@@ -335,10 +336,10 @@ def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
         raise RequestError(
             f"the host list is empty; a valid one looks like {_HOSTLIST_EXAMPLE}. [CD0405]"
         )
-    foreign = _FOREIGN_CHARACTER.search(text)
+    foreign = re.search(_FOREIGN_CHARACTER, text)
     if foreign is not None:
         _refuse_hosts(text, foreign.start(), f"{foreign[0]!r} cannot be part of a host list")
-    end = len(text) - len(_BALANCED.sub("", text, count=1))
+    end = len(text) - len(re.sub(_BALANCED, "", text, count=1))
     if end < len(text):
         close = text.find("]", end)
         if close == end:
@@ -347,13 +348,13 @@ def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
             _refuse_hosts(text, end, "'[' is never closed")
         _refuse_hosts(text, text.index("[", end + 1), "'[' inside a bracket")
     start = 0
-    for name in _COMMA.split(text):
+    for name in re.split(_COMMA, text):
         if not name:
             _refuse_hosts(text, start, "there is an empty item")
-        literals = _BRACKET.split(name)[::2]
+        literals = re.split(_BRACKET, name)[::2]
         brackets = [
             list(_parse_ranges(text, start + bracket.start(1), bracket[1]))
-            for bracket in _BRACKET.finditer(name)
+            for bracket in re.finditer(_BRACKET, name)
         ]
         widest = (max(max(w, len(str(last))) for _, last, w in bracket) for bracket in brackets)
         if sum(map(len, literals)) + sum(widest) > MAX_NAME_LENGTH:
@@ -364,7 +365,7 @@ def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
 
 def _parse_ranges(text: str, start: int, content: str) -> Iterator[_Range]:
     for item in content.split(","):
-        match = _RANGE.fullmatch(item)
+        match = re.fullmatch(_RANGE, item)
         if match is None:
             what = f"{_excerpt(item)} is no number or range" if item else "there is an empty item"
             _refuse_hosts(text, start, what)

@@ -80,11 +80,10 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
     with contextlib.suppress(OSError):
         files.write_record(mark, notice)
     content = {**status.as_dict(), "notified_by": by, "notified_time": now}
-    # JSON knows no NaN, as a loss can be.
-    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    words = json.dumps(files.finite(content))
     try:
         with _log_of(run, f"{by}: {status.state}") as output:
-            code, problem = _run(spec, f"{json.dumps(finite)}\n".encode(), _folder(run), output)
+            code, problem = _run(spec, f"{words}\n".encode(), _folder(run), output)
     except OSError:
         mark.unlink()
         raise
@@ -121,7 +120,7 @@ def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
     own = slurm.sbatch(
         script, os.environ, comment=comment_of(spec), dependency=f"afterany:{job_id}"
     )
-    events.add(run.events, events.NoticeQueued, job_id=job_id, notice_job=own)
+    events.add(run.events, events.NoticeQueued(job_id=job_id, notice_job=own))
 
 
 def comment_of(spec: JobSpec) -> str:
@@ -202,7 +201,7 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
             and run_status(run, forgotten).state != RunState.CANCELLED
         ):
             try:
-                events.add(run.events, events.CancelAsked, job_id=status.job_id)
+                events.add(run.events, events.CancelAsked(job_id=status.job_id))
             except OSError as error:
                 log.warning(f"{run.path} cannot be written: {error.strerror} [CD0504]")
 

@@ -19,7 +19,8 @@ from clusterddp.errors import EXIT_INTERRUPTED, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, latest
-from clusterddp.run.events import Ended, Failure, Started
+from clusterddp.run.events import Cause, Ended, Failure, Started
+from clusterddp.run.history import gained
 from clusterddp.run.outcome import HUNG, first_failure, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -184,8 +185,7 @@ def run_status(
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
         state, detail = _judge_by_hand(by_hand, report)
-    is_suspended = job is not None and job.state is State.SUSPENDED
-    is_stuck = state == RunState.RUNNING and not is_suspended and _ignores_stop(submission, now)
+    is_stuck = state == RunState.RUNNING and _ignores_stop(submission, job, now)
     figures, lines = report or Report(), _last_lines(run.metrics)
     latest = _summed_up(lines)
     done = progress(_latest_attempt(run), lines)
@@ -193,16 +193,15 @@ def run_status(
     failure = _failure(run, state, submission, by_hand)
     spec = run.read_spec()
     known = submission or _by_hand(by_hand)
-    started, ended = known.start, known.end
     return RunStatus(
         name=run.name,
         state=state,
         detail=_explained(run, state, detail, waits, is_stuck=is_stuck),
         job_id=known.job_id,
-        array_element=started.array_element or (job.element if job else ""),
+        array_element=known.start.array_element or (job.element if job else ""),
         launcher=known.launcher,
         **_asked_for(spec),
-        hosts=hosts_of(started.nodelist),
+        hosts=hosts_of(known.start.nodelist),
         preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
@@ -220,12 +219,8 @@ def run_status(
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
         left_out=_left_out(run, history, state, known.job_id),
-        warnings=[*figures.warnings, *([ended.remark] if ended and ended.remark else [])],
-        created_time=_created(run),
-        submitted_time=known.submitted,
-        started_time=started.time,
-        ended_time=ended.time if ended and state in ENDED else None,
-        elapsed_seconds=_elapsed(known, state, now),
+        warnings=[*filter(None, (*figures.warnings, known.end.remark if known.end else ""))],
+        **_times(run, known, state, now),
         exit_code=_exit_code(state, submission, job),
         code=_code(state, known, failure, job),
         first_failure=failure.describe() if failure else "",
@@ -339,9 +334,11 @@ def _hang(attempt: Attempt) -> str:
     return f"{since}{who}; the job's log has their stacks"
 
 
-def _ignores_stop(submission: Submission | None, now: float) -> bool:
+def _ignores_stop(submission: Submission | None, job: JobState | None, now: float) -> bool:
     """Return whether the ranks have been at work for long since a person asked them to leave."""
     if submission is None or submission.end or not submission.stop_asked:
+        return False
+    if job and job.state is State.SUSPENDED:
         return False
     return now - (submission.stop_asked_time or now) > _LEAVES_WITHIN_SECONDS
 
@@ -349,7 +346,7 @@ def _ignores_stop(submission: Submission | None, now: float) -> bool:
 def _resumes(run: RunDir) -> bool:
     """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
     attempt = _latest_attempt(run)
-    return attempt is None or restart_policy.gained(attempt) is not None
+    return attempt is None or gained(attempt, run.read_spec()) is not None
 
 
 def _is_rehearsed(run: RunDir) -> bool:
@@ -567,20 +564,18 @@ def is_another_runs(run: RunDir, job: JobState) -> bool:
     return job.comment.startswith(submission_comment("")) and job.comment not in comments
 
 
-def _created(run: RunDir) -> float | None:
-    try:
-        return run.spec.stat().st_mtime
-    except OSError:
-        return None
-
-
-def _elapsed(submission: Submission, state: RunState, now: float) -> float | None:
-    """Return the seconds from the latest start to the end, or to now; none in the queue."""
+def _times(run: RunDir, submission: Submission, state: RunState, now: float) -> dict[str, Any]:
+    """Return the fields on times; no seconds have elapsed in the queue."""
     started, end = submission.start.time, submission.end
-    if started is None or state == RunState.QUEUED or (end is None and state != RunState.RUNNING):
-        return None
-    until = (end.time or 0.0) if end else now
-    return round(max(until - started, 0.0), 3)
+    times: dict[str, float | None] = {"submitted_time": submission.submitted}
+    with contextlib.suppress(OSError):
+        times["created_time"] = run.spec.stat().st_mtime
+    if started is not None and state != RunState.QUEUED and (end or state == RunState.RUNNING):
+        until = (end.time or 0.0) if end else now
+        times["elapsed_seconds"] = round(max(until - started, 0.0), 3)
+    if end and state in ENDED:
+        times["ended_time"] = end.time
+    return {**times, "started_time": started}
 
 
 def _code(
@@ -595,7 +590,7 @@ def _code(
         return ""
     # Of a job that is back in the queue, what the attempt before came to is another thing.
     end = None if submission.put_back else submission.end
-    if state == RunState.CANCELLED and not (end and end.cause == restart_policy.NOT_DUE):
+    if state == RunState.CANCELLED and not (end and end.cause == Cause.NOT_DUE):
         return end_codes.OF_RUN[state]
     if state == RunState.STOPPED and submission.requeue_error:
         return end_codes.NOT_RESUMED
@@ -657,7 +652,7 @@ def _next_command(
     logs = run.rank_log(0), run.job_log
     is_silent = not any(path.exists() for path in logs)
     if state == RunState.CANCELLED:
-        was_due = not (submission.end and submission.end.cause == restart_policy.NOT_DUE)
+        was_due = not (submission.end and submission.end.cause == Cause.NOT_DUE)
         if submission.put_back or has_checkpoint or not was_due:
             return again
         if is_silent:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 import time
@@ -363,7 +364,7 @@ def environment_of(
     values: dict[str, str | None] = dict(before)
     for item in items:
         name, equals, value = item.partition("=")
-        if not equals and forms.VARIABLE.fullmatch(name) and name not in os.environ:
+        if not equals and re.fullmatch(forms.VARIABLE, name) and name not in os.environ:
             raise OptionError(
                 "--env", f" {name}: is not set here; set it, or use --env {name}=VALUE."
             )

@@ -55,7 +55,7 @@ def refuse_launcher(spec: JobSpec) -> None:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
         f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-        f"already ({spec.layout}), so each would train a copy by itspec. With your other "
+        f"already ({spec.layout}), so each would train a copy by itself. With your other "
         f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
         f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
     )

@@ -5,6 +5,7 @@ What a batch and a step are is theirs.
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -248,7 +249,7 @@ def record_request(run: RunDir, world_size: int, hosts: Sequence[str], **what: A
 
     what: fields of the request, beside where it runs. Raises RequestError for a bad one.
     """
-    if run.spec.exists() or not RUN_NAME.fullmatch(run.name):
+    if run.spec.exists() or not re.fullmatch(RUN_NAME, run.name):
         return
     nodes = 1 if world_size % len(hosts) else len(hosts)
     resources = Resources(nodes=nodes, tasks_per_node=world_size // nodes)

@@ -11,7 +11,7 @@ from clusterddp.errors import SlurmError
 from clusterddp.files import read_json
 from clusterddp.processes.stacks import Frame, Program
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import ended_for
+from clusterddp.run.outcome import ended_for, note_hung
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
@@ -130,6 +130,16 @@ def of_agent(rank: int, frames: tuple[Frame, ...] = REDUCES) -> RankStacks:
 WAITS = (Frame("poll", "/usr/lib/python3.11/selectors.py", 468), *REDUCES)
 WAITS_TOO = (Frame("poll", "/usr/lib/python3.11/selectors.py", 469), *REDUCES)
 FROM_ELSEWHERE = (*REDUCES, Frame("<module>", "/home/me/train.py", 99))
+
+
+@pytest.mark.usefixtures("found", "logged")
+def test_the_rank_that_a_loops_watchdog_has_named_is_blamed_when_the_job_is_ended(
+    attempt: Attempt,
+) -> None:
+    note_hung(attempt.outcomes, (1,), "in the forward pass of step 7")
+    watch(attempt, Sleep(), end=lambda: None)
+    told = ended_for(attempt.outcomes)
+    assert told and (told.ranks, told.reason) == ((1,), "in the forward pass of step 7")
 
 
 @pytest.mark.usefixtures("logged")

@@ -172,7 +172,8 @@ def test_of_a_command_without_a_loop_nobody_says_that_it_resumes(workplace: Work
     again = {"event": "requeued", "job_id": "1", "attempt": 1, "why": "preempted"}
     for name in ("plain", "loop"):
         run = workplace.run(name, submitted("1"), start, end, again)
-        spec = dataclasses.replace(run.load_spec(), train=None, command=("python", "train.py"))
+        kind = {"train": None, "command": ("python", "train.py"), "resumable": None}
+        spec = dataclasses.replace(run.load_spec(), **kind)
         run.spec.write_text(spec.to_json())
         (run.attempts / "0001").mkdir(parents=True)
     (workplace.root / "loop/attempts/0001/attempt.json").write_text('{"step": 0}')
