@@ -110,10 +110,10 @@ def _make_run(root: Path, number: int, *, done: bool) -> None:
     )
     with RunDir.create(spec, "#!/bin/bash\n") as run:
         job_id = str(number + 1)
-        events.add(run.events, events.Submitted, job_id=job_id, launcher="sbatch")
-        events.add(run.events, events.Started, job_id=job_id)
+        events.add(run.events, events.Submitted(job_id=job_id, launcher="sbatch"))
+        events.add(run.events, events.Started(job_id=job_id))
         if done:
-            events.add(run.events, events.Ended, job_id=job_id, exit_code=0)
+            events.add(run.events, events.Ended(job_id=job_id, exit_code=0))
 
 
 def _make_squeue(bin_folder: Path) -> None:

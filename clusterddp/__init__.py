@@ -14,7 +14,7 @@ if sys.version_info < (3, 10):  # noqa: UP036
 from clusterddp.version import __version__
 
 if TYPE_CHECKING:
-    from clusterddp.api import Run, SubmittedRun, launch, render, runs, submit
+    from clusterddp.api import Run, launch, render, runs, submit
     from clusterddp.errors import ClusterDDPError, RequestError, TrainingError
     from clusterddp.ranks.dist_env import DistEnv
     from clusterddp.request.resources import Resources
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from clusterddp.status.status import RunStatus
 
 __all__ = ["ClusterDDPError", "DistEnv", "JobSpec", "RequestError", "Resources", "Run", "RunStatus"]
-__all__ += ["SubmittedRun", "TrainConfig", "TrainingError", "__version__"]
+__all__ += ["TrainConfig", "TrainingError", "__version__"]
 __all__ += ["launch", "render", "runs", "submit"]
 
 _NAMES = {
-    "api": ("Run", "SubmittedRun", "launch", "render", "runs", "submit"),
+    "api": ("Run", "launch", "render", "runs", "submit"),
     "errors": ("ClusterDDPError", "RequestError", "TrainingError"),
     "ranks.dist_env": ("DistEnv",),
     "request.resources": ("Resources",),

@@ -19,8 +19,8 @@ from clusterddp.ranks.dist_env import MOST_PROCS
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, restart_policy
-from clusterddp.run.events import Failure
+from clusterddp.run import events
+from clusterddp.run.events import Cause, Failure
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir, find_runs
@@ -168,10 +168,6 @@ class Run:
             snapshot_limit_mb=snapshot_limit_mb,
         )
         return resubmission.resubmit(self._run, lambda before: spec or before, terms)
-
-
-SubmittedRun = Run
-"""Name of Run up to 0.1.1."""
 
 
 def runs(output_root: str | Path = DEFAULT_ROOT) -> list[Run]:
@@ -344,7 +340,7 @@ def _train(
         by_person = last_word and last_word.reason == "stop"
         raise TrainingError(
             f"it was stopped and has saved; resume it with run_dir={str(path)!r}.",
-            code=end_codes.OF_CAUSE[restart_policy.STOPPED if by_person else restart_policy.SIGNAL],
+            code=end_codes.OF_CAUSE[Cause.STOPPED if by_person else Cause.SIGNAL],
         )
     if failure is None:
         words = f"the training failed; the logs are in {run.logs}"

@@ -34,7 +34,7 @@ LONGEST = (
     "on_slurm/test_endings.py", "on_slurm/test_faults.py", "on_slurm/test_launchers.py",
     "on_slurm/test_sweeps.py", "on_slurm/test_signals.py", "on_slurm/test_life.py",
     "cli/commands/test_debug.py", "on_slurm/test_cluster.py", "launchers/test_local.py",
-    "test_articles.py", "kept/test_kept.py", "on_slurm/test_submit.py", "on_slurm/test_client.py",
+    "test_articles.py", "on_slurm/test_submit.py", "on_slurm/test_client.py",
     "test_examples.py", "cli/commands/test_train.py", "cli/commands/test_compare.py",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import pytest
 from clusterddp import errors
 from clusterddp.explained import FOLDER, catalogue, code_of, find, nearest, with_words
 from clusterddp.launchers import SHIPPED, full_name
-from clusterddp.run import restart_policy
+from clusterddp.run.events import Cause
 from clusterddp.status import end_codes
 
 ROOT = Path(__file__).parent.parent
@@ -96,17 +96,7 @@ def test_every_error_and_warning_has_a_code() -> None:
 
 def test_every_cause_of_an_end_has_a_code() -> None:
     """A failure has one by its words, and a run that is done needs none."""
-    words = {
-        value
-        for name, value in vars(restart_policy).items()
-        if name.isupper() and isinstance(value, str) and not name.startswith("_")
-    }
-    causes = words - {
-        restart_policy.STOP_ASKED,
-        restart_policy.NO_RESTART,
-        restart_policy.OWN_CLOCK,
-    }
-    assert causes - set(end_codes.OF_CAUSE) == {restart_policy.DONE, restart_policy.FAILED}
+    assert {*Cause} - {*end_codes.OF_CAUSE} == {Cause.DONE, Cause.FAILED}
 
 
 def test_every_code_has_its_page_and_every_page_its_code() -> None:

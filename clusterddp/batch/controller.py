@@ -24,10 +24,10 @@ from typing import ParamSpec
 
 from clusterddp import files, formatting, log, version
 from clusterddp.batch import finish, silence, spares, step_watch
-from clusterddp.batch.finish import BackInQueue, RunIsDone
+from clusterddp.batch.begin import ANOTHER_ATTEMPT_SECONDS, begin_attempt
+from clusterddp.batch.job import JobStart
 from clusterddp.batch.step_watch import Step
 from clusterddp.errors import (
-    EXIT_DONE,
     EXIT_FAILED,
     EXIT_PAUSED,
     ClusterDDPError,
@@ -321,20 +321,17 @@ class Controller:
             idle = [node for node in self._allocation.left if node not in self._nodes]
         self._attempt = None
         try:
-            self._attempt = finish.begin(
-                self._run,
-                self._job_id,
-                self._restart,
-                nodelist,
+            self._attempt = begin_attempt(
+                JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.train.rendezvous_timeout if spec.train else finish.ANOTHER_ATTEMPT_SECONDS,
+                spec.train.rendezvous_timeout if spec.train else ANOTHER_ATTEMPT_SECONDS,
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,
             )
         except ClusterDDPError as error:
             log.info(coded(error))
-            return EXIT_DONE if isinstance(error, RunIsDone | BackInQueue) else error.exit_code
+            return error.exit_code
         return 0
 
     def _start(self, attempt: Attempt) -> int:
@@ -375,7 +372,7 @@ class Controller:
             return nodes
 
         policy = Policy.of(self._spec)
-        nodes = finish.resume_in_job(attempt, code, self._job_id, self._restart, policy, choose)
+        nodes = finish.resume_in_job(self._start_of_job, attempt, code, policy, choose)
         if not nodes:
             return False
         self._nodes, self._starts = list(nodes), self._starts + 1
@@ -422,6 +419,10 @@ class Controller:
                 f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
             )
 
+    @property
+    def _start_of_job(self) -> JobStart:
+        return JobStart(self._run, self._job_id, self._restart)
+
     def _finish(self, attempt: Attempt, code: int) -> int:
         finish.go_to_submission_folder()
         if not self._run.path.is_dir():
@@ -431,7 +432,7 @@ class Controller:
             )
             return EXIT_NO_RUN
         policy = Policy.of(self._spec)
-        return finish.finish(attempt, code, self._job_id, self._restart, policy)
+        return finish.finish(self._start_of_job, attempt, code, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
         """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
@@ -633,7 +634,7 @@ class Controller:
         number = self._attempt.number if self._attempt else None
         with contextlib.suppress(OSError):
             events.add(
-                self._run.events, events.StopAsked, job_id=self._job_id, attempt=number, by=by
+                self._run.events, events.StopAsked(job_id=self._job_id, attempt=number, by=by)
             )
             if self._attempt:
                 self._attempt.ask_to_stop("stop")

@@ -21,6 +21,7 @@ from clusterddp.errors import EXIT_PAUSED, SlurmError
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
+from clusterddp.run.history import History
 from clusterddp.run.outcome import SIGN_SECONDS, read_outcomes
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
@@ -311,4 +312,4 @@ def give_back(job: str, allocation: Allocation) -> None:
 
 def bad(run: RunDir) -> dict[str, BadNode]:
     """Return the nodes that a run avoids."""
-    return bad_nodes.read_for(run)
+    return bad_nodes.read_for(History.read(run))

@@ -123,11 +123,7 @@ def watch(
     with suppress(OSError):
         events.add(
             attempt.run.events,
-            events.StepEnded,
-            job_id=job,
-            attempt=attempt.number,
-            step_id=step_id,
-            why=why,
+            events.StepEnded(job_id=job, attempt=attempt.number, step_id=step_id, why=why),
         )
     try:
         if step:
@@ -161,14 +157,6 @@ def step_name(attempt: Attempt, job: str) -> str:
     """
     step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
     return f"{job}.{step_id}" if step_id else ""
-
-
-def was_ended(attempt: Attempt) -> bool:
-    """Return whether the attempt's step was ended in place of a message that was lost."""
-    return any(
-        isinstance(event, events.StepEnded) and event.attempt == attempt.number
-        for event in events.read(attempt.run.events)
-    )
 
 
 def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:

@@ -1,23 +1,24 @@
 """Judges how an attempt ended, from its ranks' records, Slurm's word and srun's exit code."""
 
-import dataclasses
 import os
 import re
 import shlex
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from clusterddp import files, formatting
 from clusterddp.batch import step_watch
+from clusterddp.batch.job import JobStart
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
-from clusterddp.ranks.variables import is_rehearsal, own_name
+from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.run import bad_nodes, events, hardware, restart_policy
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.events import Failure
+from clusterddp.run.events import Cause, Ended, Failure
+from clusterddp.run.history import History, causes_of, gained, withdrawn
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import (
     ended_for,
@@ -27,7 +28,7 @@ from clusterddp.run.outcome import (
     read_outcomes,
 )
 from clusterddp.run.records import LastWord, Outcome, Report
-from clusterddp.run.restart_policy import gained, starts_since_submission, withdrawn
+from clusterddp.run.restart_policy import Decision, Policy, decide
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import srun_lines
 from clusterddp.slurm.client import Ending, ending
@@ -50,124 +51,121 @@ _NOT_THERE = re.compile(
 _BREAKS_OFF_SECONDS = 60.0
 """Time after a suspension in which ranks that have waited for too long by then break off."""
 _OVER_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|[Oo]ut[ -]?[Oo]f[ -]?[Mm]emory")
+_NOT_DECIDED = Decision(False, "")
 
 
 @dataclass(frozen=True)
-class End:
-    """Verdict on an attempt."""
+class Verdict:
+    """How an attempt ended, and what follows."""
 
-    cause: str
-    """Cause: one of the words in `restart_policy`."""
-    exit_code: int
-    failure: Failure | None = None
-    step: int | None = None
-    saved: bool = True
-    """True where the attempt has left something to resume from, as its records tell."""
-    lines: tuple[str, ...] = ()
+    ended: Ended
+    """Its record."""
+    lines: tuple[str, ...]
     """Lines for the job's log."""
-    how: str = ""
-    """Event that ended it, where the cause's word would mislead."""
-    trouble: str = ""
-    """Error with which its last checkpoint or its records could not be written."""
-    remark: str = ""
-    """What a person should know beside the cause."""
+    decision: Decision = _NOT_DECIDED
+    """Whether another attempt follows."""
     lost_nodes: tuple[str, ...] = ()
-    """Nodes that srun has seen fail."""
-    told: str = ""
-    """Signal at which the ranks of a command left with exit code 0, before its end."""
+    """Nodes that were lost."""
     hardware: str = ""
     """Hardware that the first failure names, of its node."""
-    code: str = ""
-    """Code for `clusterddp explain`; empty of a run that is done."""
+    is_stop_asked: bool = False
+    """True where a person asked the run to stop, even if too late for its ranks to see it."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the job."""
+        return self.ended.exit_code or 0
 
 
-def judge(attempt: Attempt, exit_code: int, job_id: str, restart: int, trouble: str = "") -> End:
-    """Judge what ended an attempt, and name its trouble with the disk.
+def judge(evidence: "Evidence", policy: Policy) -> Verdict:
+    """Judge what ended an attempt, and what follows; name its trouble with the disk.
 
-    exit_code: srun's. restart: SLURM_RESTART_COUNT. trouble: why nothing can be written in the
-    attempt's directory. The ranks' records come first, Slurm's word second, srun's code last.
+    The ranks' records come first, Slurm's word second, srun's code last.
     """
-    evidence = _Evidence(attempt, exit_code, job_id, restart, unwritable=bool(trouble))
-    end = (
-        _done(evidence)
-        or _superseded(evidence)
-        or _node_lost(evidence)
-        or _cancelled(evidence)
-        or _stopped(evidence)
-        or _ended_by_slurm(evidence)
-        or _preflight_failed(evidence)
-        or _step_cancelled(evidence)
-        or _killed(evidence)
-        or _signalled(evidence)
-        or _suspended(evidence)
-        or _failed(evidence)
-        or _unexplained(evidence)
+    rules = (
+        *(_done, _superseded, _node_lost, _cancelled, _stopped, _ended_by_slurm),
+        *(_preflight_failed, _step_cancelled, _killed, _signalled, _suspended, _failed),
     )
-    end = dataclasses.replace(
-        end,
+    judged = (rule(evidence) for rule in rules)
+    found = next((verdict for verdict in judged if verdict), None) or _unexplained(evidence)
+    job, number = evidence.job, evidence.attempt.number
+    hardware = _hardware(evidence, found.ended)
+    ended = replace(
+        found.ended,
+        job_id=job.id,
+        restart=job.restart,
+        attempt=number,
+        code=_code(evidence, found.ended, hardware),
         step=evidence.last_word.step,
         told=evidence.told,
-        lost_nodes=evidence.lost_nodes,
-        hardware=_hardware(evidence, end),
     )
-    end = dataclasses.replace(end, code=_code(evidence, end))
-    end = dataclasses.replace(end, lines=(coded(end.lines[0], end.code), *end.lines[1:]))
-    for remark, code in _remarks(evidence, end):
-        remarks = "; ".join(filter(None, (end.remark, remark)))
-        end = dataclasses.replace(end, lines=(*end.lines, coded(remark, code)), remark=remarks)
-    trouble = evidence.last_word.trouble or trouble
-    if not trouble or end.cause == restart_policy.DONE:
-        return end
-    lines = (*end.lines, coded(trouble, "CD0504"))
-    return dataclasses.replace(end, lines=lines, trouble=trouble)
+    lines = [coded(found.lines[0], ended.code), *found.lines[1:]]
+    remarks = list(_remarks(evidence, ended))
+    lines += [coded(remark, code) for remark, code in remarks]
+    trouble = "" if ended.cause == Cause.DONE else evidence.trouble
+    if trouble:
+        lines.append(coded(trouble, "CD0504"))
+    starts = evidence.history.starts_with(
+        number,
+        cause=ended.cause,
+        gained=evidence.gained,
+        told=bool(ended.told),
+    )
+    asked = evidence.is_stop_asked
+    decision = decide(policy, ended.cause, starts, stop_asked=asked, how=ended.how)
+    ended = replace(
+        ended,
+        remark="; ".join(filter(None, (ended.remark, *(remark for remark, _ in remarks)))),
+        trouble=trouble,
+        why="" if decision.go_on or ended.cause == Cause.DONE else decision.why,
+    )
+    return Verdict(ended, tuple(lines), decision, evidence.lost_nodes, hardware, asked)
 
 
-def stop_asked(attempt: Attempt, job_id: str) -> bool:
-    """Return whether a person asked the run to stop, even if too late for its ranks to see it."""
-    if attempt.asked_to_stop() == "stop":
-        return True
-    return withdrawn(events.read(attempt.run.events), job_id) == restart_policy.STOPPED
-
-
-def _hardware(evidence: "_Evidence", end: End) -> str:
+def _hardware(evidence: "Evidence", ended: Ended) -> str:
     """Name the hardware of which the rank died that failed first; empty where nothing does."""
-    failure = end.failure
-    if end.cause != restart_policy.FAILED or failure is None or not failure.host:
+    failure = ended.first_failure
+    if ended.cause != Cause.FAILED or failure is None or not failure.host:
         return ""
     outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
     log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
     return hardware.named(outcome.error if outcome else None, failure.exit_code, log)
 
 
-def _code(evidence: "_Evidence", end: End) -> str:
+def _code(evidence: "Evidence", ended: Ended, hardware: str) -> str:
     """Return the code of an end: one given with it, its cause's, or its first failure's."""
-    if end.code or end.cause == restart_policy.DONE:
-        return end.code
-    if end.cause != restart_policy.FAILED or end.failure is None:
-        return end_codes.OF_CAUSE[end.cause]
-    return end_codes.of_failure(end.failure, evidence.outcomes, end.hardware)
+    if ended.code or ended.cause == Cause.DONE:
+        return ended.code
+    if ended.cause != Cause.FAILED or ended.first_failure is None:
+        return end_codes.OF_CAUSE[ended.cause]
+    return end_codes.of_failure(ended.first_failure, evidence.outcomes, hardware)
 
 
-class _Evidence:
-    """Records and logs of an attempt that has ended."""
+class Evidence:
+    """Records and logs of an attempt that has ended, and Slurm's word on its job."""
 
     def __init__(
-        self, attempt: Attempt, exit_code: int, job_id: str, restart: int, *, unwritable: bool
+        self, job: JobStart, history: History, attempt: Attempt, exit_code: int, trouble: str = ""
     ) -> None:
-        self.attempt, self.run = attempt, attempt.run
-        self.job_id, self.restart, self.unwritable = job_id, restart, unwritable
-        self.spec = spec = self.run.read_spec()
+        """exit_code: srun's. trouble: why nothing can be written in the attempt's directory."""
+        self.job, self.run, self.history, self.attempt = job, job.run, history, attempt
+        self.unwritable = bool(trouble)
+        self.spec = spec = history.spec
         self.trains = spec.train is not None if spec else self.run.metrics.exists()
         last_word = attempt.read_last_word()
         self.has_last_word = last_word is not None
         """True where the ranks have recorded their common end."""
         self.last_word = last_word or LastWord()
+        self.trouble = self.last_word.trouble or trouble
+        """Error with which the last checkpoint or records could not be written."""
         self.outcomes = read_outcomes(attempt.outcomes)
         any_failed = any(outcome.failed for outcome in self.outcomes)
         self.told = "" if any_failed else self._told()
         """Signal at which all ranks of a command have left with exit code 0; empty otherwise."""
+        self.step_ended = bool(history.every(events.StepEnded, attempt.number))
+        """True where the step was ended in place of a message that was lost."""
         # srun's code is that of the end which the records made necessary.
-        self.srun_code = 0 if step_watch.was_ended(attempt) else exit_code
+        self.srun_code = 0 if self.step_ended else exit_code
         self.paused = self._has_paused(any_failed)
         """True where the ranks have saved and left as asked, or were asked before any began."""
         hang = ended_for(attempt.outcomes)
@@ -182,7 +180,7 @@ class _Evidence:
             self.failure = None  # srun's lines may be of another step, run by the set-up
         self.code = _job_code(self.srun_code, self.failure)
         seems_done = self.code == 0 and not self.paused and not self.unwritable
-        if seems_done and not self.trains and self.last_word.cause != restart_policy.DONE:
+        if seems_done and not self.trains and self.last_word.cause != Cause.DONE:
             # Killed with its parent: srun exits with 0 when it was told to end itself (TERM).
             killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
             self.failure = next(killed, None)
@@ -193,7 +191,7 @@ class _Evidence:
         # A rank that was told nothing has come to its end, and so had the others.
         if self.trains or not ended_well or not all(each.left_early for each in ended_well):
             return ""
-        if self.last_word.cause == restart_policy.DONE or self._says_finished():
+        if self.last_word.cause == Cause.DONE or self._says_finished():
             return ""
         return next(each.told.signal for each in ended_well if each.told)
 
@@ -234,7 +232,7 @@ class _Evidence:
     def job_log(self) -> str:
         """Job log since this job, or its latest restart, has started."""
         text = files.read_tail(self.run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
-        return text.rpartition(f", job {self.job_id} on ")[2] if self.job_id else text
+        return text.rpartition(f", job {self.job.id} on ")[2] if self.job.id else text
 
     @property
     def step_aborted(self) -> bool:
@@ -244,22 +242,37 @@ class _Evidence:
     @cached_property
     def interrupted_by(self) -> str:
         """Signal to the batch script by which a person has stopped the attempt; else empty."""
-        asked = [e for e in events.read(self.run.events) if isinstance(e, events.StopAsked)]
-        last = asked[-1] if asked else events.StopAsked()
+        last = next(reversed(self.history.every(events.StopAsked)), events.StopAsked())
         return last.by if last.attempt == self.attempt.number else ""
+
+    @cached_property
+    def is_stop_asked(self) -> bool:
+        """True where a person asked the run to stop, even if too late for its ranks to see it."""
+        if self.attempt.asked_to_stop() == "stop":
+            return True
+        return withdrawn(self.history.events, self.job.id) == Cause.STOPPED
+
+    @cached_property
+    def gained(self) -> int | None:
+        """Steps that the attempt has brought onto the disk; None where nobody counts them."""
+        return gained(self.attempt, self.spec)
+
+    @property
+    def leaves_something(self) -> bool:
+        """True where the attempt has left something to resume from, as its records tell."""
+        return self.has_left or bool(self.gained)
 
     @cached_property
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
-        blames = bad_nodes.blames(self.attempt, bad_nodes.BY_LOSS)
-        return tuple(node for each in blames for node in each.nodes) or srun_lines.lost_nodes(
-            self.job_log
-        )
+        blames = self.history.blames(self.attempt.number, bad_nodes.BY_LOSS)
+        lost = tuple(node for each in blames for node in each.nodes)
+        return lost or srun_lines.lost_nodes(self.job_log)
 
     @cached_property
     def slurms_word(self) -> Ending:
         """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
-        of_job = [event for event in events.read(self.run.events) if event.job_id == self.job_id]
+        of_job = [event for event in self.history.events if event.job_id == self.job.id]
         asked = [e for e in of_job if isinstance(e, events.CancelAsked | events.CancelFailed)]
         if asked and isinstance(asked[-1], events.CancelAsked):
             return Ending.CANCELLED  # `clusterddp cancel` asked for it
@@ -267,7 +280,7 @@ class _Evidence:
             return Ending.TIME_LIMIT  # recorded by a rehearsal
         if is_rehearsal(os.environ):
             return Ending.NONE
-        word = ending(own_name(os.environ, self.job_id), self.restart)
+        word = ending(self.job.name, self.job.restart)
         # slurmctld can show a job preempted by cancelling it as one that a person cancelled.
         preempted = word is Ending.CANCELLED and srun_lines.was_preempted(self.job_log)
         return Ending.PREEMPTED if preempted else word
@@ -293,29 +306,29 @@ class _Evidence:
         return f"the ranks have saved and left{at}" if self.has_left else "no rank saved at the end"
 
 
-def _done(evidence: _Evidence) -> End | None:
-    if evidence.last_word.cause == restart_policy.DONE:
+def _done(evidence: Evidence) -> Verdict | None:
+    if evidence.last_word.cause == Cause.DONE:
         # A rank or srun that ended after the run's last word takes nothing from it.
         code = evidence.code
         late = (f"the script then ended with exit code {code}",) if code else ()
-        return End(restart_policy.DONE, 0, lines=(_achieved(evidence.run), *late))
-    left = evidence.paused or evidence.last_word.cause == restart_policy.STOPPED
+        return Verdict(Ended(cause=Cause.DONE, exit_code=0), (_achieved(evidence.run), *late))
+    left = evidence.paused or evidence.last_word.cause == Cause.STOPPED
     if evidence.code == 0 and not left and not evidence.trains:
         line = _achieved(evidence.run)
         if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
             line = "done: exit code 0; no task has recorded its end"
-        return End(restart_policy.DONE, 0, lines=(line,))
+        return Verdict(Ended(cause=Cause.DONE, exit_code=0), (line,))
     return None
 
 
-def _superseded(evidence: _Evidence) -> End | None:
+def _superseded(evidence: Evidence) -> Verdict | None:
     if not evidence.attempt.is_superseded:
         return None
     line = f"attempt {evidence.attempt.number} is superseded: a later one of the run has begun"
-    return End(restart_policy.SUPERSEDED, evidence.code or EXIT_FAILED, lines=(line,))
+    return Verdict(Ended(cause=Cause.SUPERSEDED, exit_code=evidence.code or EXIT_FAILED), (line,))
 
 
-def _node_lost(evidence: _Evidence) -> End | None:
+def _node_lost(evidence: Evidence) -> Verdict | None:
     lost = evidence.lost_nodes
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
     if not lost or evidence.slurms_word not in silent:
@@ -324,60 +337,67 @@ def _node_lost(evidence: _Evidence) -> End | None:
     # Which of the tasks that ended with it was seen first is chance, and so is their code.
     gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
     first = next(map(failure_of, gone), evidence.failure)
-    return End(
-        restart_policy.NODE_LOST,
-        evidence.asked_code or EXIT_FAILED,
-        first,
-        saved=evidence.has_left or bool(gained(evidence.attempt)),
-        lines=(f"{named} lost; {evidence.was_saved}",),
+    return Verdict(
+        Ended(
+            cause=Cause.NODE_LOST,
+            exit_code=evidence.asked_code or EXIT_FAILED,
+            first_failure=first,
+            saved=evidence.leaves_something,
+        ),
+        (f"{named} lost; {evidence.was_saved}",),
     )
 
 
-def _cancelled(evidence: _Evidence) -> End | None:
+def _cancelled(evidence: Evidence) -> Verdict | None:
     if evidence.slurms_word is not Ending.CANCELLED:
         return None
     code = evidence.asked_code or evidence.code or EXIT_PAUSED
-    return End(restart_policy.CANCELLED, code, lines=(f"cancelled; {evidence.was_saved}",))
+    return Verdict(
+        Ended(cause=Cause.CANCELLED, exit_code=code), (f"cancelled; {evidence.was_saved}",)
+    )
 
 
-def _stopped(evidence: _Evidence) -> End | None:
+def _stopped(evidence: Evidence) -> Verdict | None:
     asked = evidence.last_word.reason == "stop" or (
         # A command leaves no record of who asked, nor do ranks that have not started.
-        not (evidence.trains and evidence.outcomes)
-        and stop_asked(evidence.attempt, evidence.job_id)
+        not (evidence.trains and evidence.outcomes) and evidence.is_stop_asked
     )
     if not (evidence.has_left and asked):
         return None
     how = evidence.interrupted_by and f"{evidence.interrupted_by} to its batch script"
     by = how and f" by {how}"
     line = f"stopped{by}; {evidence.was_saved}"
-    return End(restart_policy.STOPPED, EXIT_PAUSED, lines=(line,), how=how)
+    return Verdict(Ended(cause=Cause.STOPPED, exit_code=EXIT_PAUSED, how=how), (line,))
 
 
-def _ended_by_slurm(evidence: _Evidence) -> End | None:
+def _ended_by_slurm(evidence: Evidence) -> Verdict | None:
     cause = evidence.slurms_word.value
-    if cause not in (restart_policy.REQUEUED, restart_policy.PREEMPTED, restart_policy.TIME_LIMIT):
+    if cause not in (Cause.REQUEUED, Cause.PREEMPTED, Cause.TIME_LIMIT):
         return None
-    return End(
-        cause,
-        evidence.asked_code or evidence.code or EXIT_FAILED,
-        saved=evidence.has_left or bool(gained(evidence.attempt)),
-        lines=(f"{cause}; {evidence.was_saved}",),
+    return Verdict(
+        Ended(
+            cause=cause,
+            exit_code=evidence.asked_code or evidence.code or EXIT_FAILED,
+            saved=evidence.leaves_something,
+        ),
+        (f"{cause}; {evidence.was_saved}",),
     )
 
 
-def _preflight_failed(evidence: _Evidence) -> End | None:
+def _preflight_failed(evidence: Evidence) -> Verdict | None:
     """Judge an attempt whose nodes have failed the checks ahead of its tasks or its training."""
-    blames = bad_nodes.blames(evidence.attempt, bad_nodes.BY_PREFLIGHT)
+    blames = evidence.history.blames(evidence.attempt.number, bad_nodes.BY_PREFLIGHT)
     if not blames:
         return None
     named = "; ".join(f"{host}: {reason}" for host, reason in blames[-1].nodes.items())
     done = "step was done" if evidence.outcomes else "task has started"
     line = f"no {done}, for a node has failed its checks. {named}"
-    return End(restart_policy.PREFLIGHT, EXIT_FAILED, saved=False, lines=(line,), remark=named)
+    return Verdict(
+        Ended(cause=Cause.PREFLIGHT, exit_code=EXIT_FAILED, saved=False, remark=named), (line,)
+    )
 
 
-def _step_cancelled(evidence: _Evidence) -> End | None:
+def _step_cancelled(evidence: Evidence) -> Verdict | None:
     """Judge an attempt whose step somebody has ended, and not the job: its ranks are killed."""
     code = evidence.failure.exit_code if evidence.failure else None
     is_killed = code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
@@ -385,15 +405,17 @@ def _step_cancelled(evidence: _Evidence) -> End | None:
         return None
     if evidence.slurms_word is not Ending.NONE or not evidence.step_aborted:
         return None
-    if step_watch.was_ended(evidence.attempt) or _OVER_MEMORY.search(evidence.job_log):
+    if evidence.step_ended or _OVER_MEMORY.search(evidence.job_log):
         return None
-    step = step_watch.step_name(evidence.attempt, evidence.job_id) or "its step"
+    step = step_watch.step_name(evidence.attempt, evidence.job.id) or "its step"
     how = f"scancel {step}, or a signal to its srun, which ended the step and not the job"
     line = f"cancelled by {how}; {evidence.was_saved}"
-    return End(restart_policy.CANCELLED, evidence.code, saved=False, lines=(line,), how=how)
+    return Verdict(
+        Ended(cause=Cause.CANCELLED, exit_code=evidence.code, saved=False, how=how), (line,)
+    )
 
 
-def _killed(evidence: _Evidence) -> End | None:
+def _killed(evidence: Evidence) -> Verdict | None:
     """Judge an attempt one rank of which was killed, for which the others were ended."""
     if not evidence.srun_code or not evidence.has_left:
         return None
@@ -402,26 +424,28 @@ def _killed(evidence: _Evidence) -> End | None:
         return None
     line = f"{killed.describe()}; {evidence.was_saved}"
     code = killed.exit_code or EXIT_FAILED
-    return End(restart_policy.FAILED, code, killed, lines=(line,))
+    return Verdict(Ended(cause=Cause.FAILED, exit_code=code, first_failure=killed), (line,))
 
 
-def _signalled(evidence: _Evidence) -> End | None:
+def _signalled(evidence: Evidence) -> Verdict | None:
     if not evidence.has_left:
         return None
     if evidence.trains or evidence.has_last_word:
         reason = evidence.last_word.reason or "a request to stop"
         line = f"{reason}: {evidence.was_saved}"
         # By the run's own clock, ahead of Slurm's word and without a signal.
-        how = restart_policy.OWN_CLOCK if reason == restart_policy.TIME_LIMIT else ""
-        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,), how=how)
+        how = restart_policy.OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
+        return Verdict(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
     if evidence.told:
         how = f"{evidence.told}, at which the command left with exit code 0"
     code = end_codes.TOLD if evidence.told else ""
-    return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(evidence.was_saved,), how=how, code=code)
+    return Verdict(
+        Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how, code=code), (evidence.was_saved,)
+    )
 
 
-def _suspended(evidence: _Evidence) -> End | None:
+def _suspended(evidence: Evidence) -> Verdict | None:
     """Judge ranks that lost each other as they went on: the time of a stop counts as waited."""
     failed = [each for each in evidence.outcomes if each.failed]
     lost = [each for each in failed if each.peer_lost]
@@ -433,76 +457,98 @@ def _suspended(evidence: _Evidence) -> End | None:
     if not any((each.ended or 0.0) - gone_on < _BREAKS_OFF_SECONDS for each in lost):
         return None
     line = f"suspended for longer than the ranks wait for each other; {evidence.was_saved}"
-    return End(
-        restart_policy.SUSPENDED,
-        evidence.code or EXIT_FAILED,
-        saved=bool(gained(evidence.attempt)),
-        lines=(line,),
+    return Verdict(
+        Ended(
+            cause=Cause.SUSPENDED,
+            exit_code=evidence.code or EXIT_FAILED,
+            saved=bool(evidence.gained),
+        ),
+        (line,),
     )
 
 
-def _failed(evidence: _Evidence) -> End | None:
-    attempt, run, failure = evidence.attempt, evidence.run, evidence.failure
+def _failed(evidence: Evidence) -> Verdict | None:
+    run, failure = evidence.run, evidence.failure
     if failure is None:
         return None
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
             why = "the command does not take that signal; nobody knows what it had saved before"
             line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
-            return End(restart_policy.FAILED, evidence.code, failure, lines=(line,), code=code)
+            return Verdict(
+                Ended(
+                    cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure, code=code
+                ),
+                (line,),
+            )
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
-        return End(restart_policy.SIGNAL, EXIT_PAUSED, lines=(line,))
-    if _is_aftershock(attempt, failure):
+        return Verdict(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED), (line,))
+    if _is_aftershock(evidence, failure):
         line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
-        return End(restart_policy.NODE_LOST, evidence.code, failure, lines=(line,))
+        return Verdict(
+            Ended(cause=Cause.NODE_LOST, exit_code=evidence.code, first_failure=failure), (line,)
+        )
     log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
-    return End(restart_policy.FAILED, evidence.code, failure, lines=(failure.describe(), log))
+    return Verdict(
+        Ended(cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure),
+        (failure.describe(), log),
+    )
 
 
-def _unexplained(evidence: _Evidence) -> End:
+def _unexplained(evidence: Evidence) -> Verdict:
     run, code = evidence.run, evidence.code
     if evidence.hang:
         line = f"the job was ended: {evidence.hang}"
-        return End(restart_policy.FAILED, code, lines=(line,), how=line, code=end_codes.HUNG)
+        return Verdict(
+            Ended(cause=Cause.FAILED, exit_code=code, how=line, code=end_codes.HUNG), (line,)
+        )
     if code == 0:
         line = (
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
             f"it did not finish. See {run.logs}."
         )
-        return End(restart_policy.FAILED, EXIT_FAILED, lines=(line,), code=end_codes.UNEXPLAINED)
+        return Verdict(
+            Ended(cause=Cause.FAILED, exit_code=EXIT_FAILED, code=end_codes.UNEXPLAINED), (line,)
+        )
     if evidence.outcomes:
         line = f"ended with exit code {code}; no rank says why. See {run.job_log}."
-        return End(restart_policy.FAILED, code, lines=(line,), code=end_codes.UNEXPLAINED)
+        return Verdict(
+            Ended(cause=Cause.FAILED, exit_code=code, code=end_codes.UNEXPLAINED), (line,)
+        )
     line = f"no task has started: ended with exit code {code}"
-    return End(restart_policy.FAILED, code, lines=(line,), remark=line, code=end_codes.NO_TASK)
+    return Verdict(
+        Ended(cause=Cause.FAILED, exit_code=code, remark=line, code=end_codes.NO_TASK), (line,)
+    )
 
 
-def _is_aftershock(attempt: Attempt, failure: Failure) -> bool:
+def _is_aftershock(evidence: Evidence, failure: Failure) -> bool:
     """Return whether Slurm has ended this attempt's step in place of the one before it.
 
     Seen on 22.05: a node that is lost and soon back gets the end of its former step late, and the
     new step has the same number.
     """
-    before = [s for s in starts_since_submission(attempt.run) if s.attempt < attempt.number]
-    if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1].cause:
+    number = evidence.attempt.number
+    causes = causes_of(evidence.history.events)
+    before = [cause for earlier, cause in causes.items() if earlier < number]
+    if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1]:
         return False
-    log = of_attempt(attempt.run.path / failure.log, attempt.number)
-    return srun_lines.was_ended(log)
+    return srun_lines.was_ended(of_attempt(evidence.run.path / failure.log, number))
 
 
-def _remarks(evidence: _Evidence, end: End) -> Iterator[tuple[str, str]]:
+def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:
     """Yield what a person should know beside the cause, and its code."""
     if remark := _own_worlds(evidence.outcomes) or _never_met(evidence.outcomes):
         yield remark, "CD1226"
-    elif end.code == "CD0905" and (remark := _launcher_inside(evidence)):
-        yield remark, end.code
-    if end.code == "CD1217" and (remark := _other_python(evidence, end)):
-        yield remark, end.code
-    if end.cause == restart_policy.FAILED and (remark := _left_paths(evidence, end)):
+    elif ended.code == "CD0905" and (remark := _launcher_inside(evidence)):
+        yield remark, ended.code
+    reason = ended.first_failure.reason if ended.first_failure else ""
+    if ended.code == "CD1217" and (remark := _other_python(evidence, reason)):
+        yield remark, ended.code
+    if ended.cause == Cause.FAILED and (remark := _left_paths(evidence, reason)):
         yield remark, "CD0320"
 
 
-def _launcher_inside(evidence: _Evidence) -> str:
+def _launcher_inside(evidence: Evidence) -> str:
     """Say that a launcher in each task wants the port that is in use; empty without one."""
     from clusterddp.request import nested_launcher  # for this end alone
 
@@ -516,9 +562,9 @@ def _launcher_inside(evidence: _Evidence) -> str:
     )
 
 
-def _other_python(evidence: _Evidence, end: End) -> str:
+def _other_python(evidence: Evidence, reason: str) -> str:
     """Say that COMMAND's Python is the first on the PATH, of no environment that is activated."""
-    spec, reason = evidence.spec, end.failure.reason if end.failure else ""
+    spec = evidence.spec
     missing = re.search(r"No module named '?([\w.]+)", reason)
     if spec is None or not spec.command or not missing or spec.container_image:
         return ""
@@ -536,16 +582,14 @@ def _other_python(evidence: _Evidence, end: End) -> str:
     )
 
 
-def _left_paths(evidence: _Evidence, end: End) -> str:
+def _left_paths(evidence: Evidence, reason: str) -> str:
     """Name the relative paths that lead elsewhere from the copy of the code, after such an error.
 
     Empty where the submission has found none, or the error has nothing to do with files.
     """
-    record = files.read_json(evidence.run.code_record) if end.failure else None
+    record = files.read_json(evidence.run.code_record) if _NOT_THERE.search(reason) else None
     leaving = record.get("leaving") if record else None
-    if not (end.failure and isinstance(leaving, list) and leaving):
-        return ""
-    if not _NOT_THERE.search(end.failure.reason):
+    if not (isinstance(leaving, list) and leaving):
         return ""
     named = formatting.some([str(each) for each in leaving], 3, ", ")
     return f"a relative path leads elsewhere from the copy of the code, in which it ran: {named}"

@@ -63,14 +63,9 @@ COMMANDS = {
     "batch": "",
     "probe": "",
     "notify": "",
-    "begin": "",
-    "finish": "",
-    "watch-step": "",
 }
 MODULES = {"import": "import_script"}
 """Modules of commands whose names Python keeps for itself."""
-OF_EARLIER_SCRIPTS = ("begin", "finish", "watch-step")
-"""Commands that are functions of one module, `earlier_scripts`."""
 _exit_code = EXIT_FAILED
 """Python's own code after a traceback, until `end` sets another."""
 OF_HELP = {"help_option_names": ["-h", "--help"]}
@@ -91,13 +86,11 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        name, attribute = MODULES.get(cmd_name, cmd_name.replace("-", "_")), "command"
-        if cmd_name in OF_EARLIER_SCRIPTS:
-            name, attribute = "earlier_scripts", name
+        name = MODULES.get(cmd_name, cmd_name.replace("-", "_"))
         module = importlib.import_module(f"clusterddp.cli.commands.{name}")
         if cmd_name not in QUICK:
             go_on()
-        command: click.Command = getattr(module, attribute)
+        command: click.Command = module.command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -287,10 +287,7 @@ def rendered_by(dataset: str, data_dir: str) -> str:
     if dataset != "synthetic":
         return ""
     origin = read_comment(folder(dataset, data_dir) / RAW) or "a set of unknown origin"
-    return (
-        f" The folder holds {origin}; clusterddp 0.1.1 and earlier rendered other digits, without "
-        "a generator's number."
-    )
+    return f" The folder holds {origin}."
 
 
 def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GENERATOR = 2
-"""Version of the rendering, which SHA256SUMS records; 1, up to 0.1.1, recorded none."""
+"""Version of the rendering, which SHA256SUMS records."""
 # Digits 0 to 9 side by side, each seven pixels high and five wide.
 _FONT = """
 .###. ..#.. .###. .###. ...#. ##### ..##. ##### .###. .###.

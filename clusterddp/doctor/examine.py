@@ -20,8 +20,7 @@ from pathlib import Path
 
 from clusterddp import formatting
 from clusterddp.data import mnist
-from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING, Check, Diagnosis
-from clusterddp.doctor.site_checks import beside, slurm
+from clusterddp.doctor.site_checks import BAD, GOOD, WARNING, Check, Diagnosis, beside, slurm
 from clusterddp.errors import ClusterDDPError, DataError
 from clusterddp.processes.table import processes
 from clusterddp.request.options import is_reference

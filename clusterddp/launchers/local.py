@@ -88,12 +88,13 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     job_id = str(stand_in.pid)
     events.add(
         run.events,
-        events.Submitted,
-        job_id=job_id,
-        launcher="local",
-        pid=stand_in.pid,
-        host=socket.gethostname(),
-        folder=str(Path.cwd()),
+        events.Submitted(
+            job_id=job_id,
+            launcher="local",
+            pid=stand_in.pid,
+            host=socket.gethostname(),
+            folder=str(Path.cwd()),
+        ),
     )
     # Reaped as soon as it ends, so that nobody takes the dead process for a living one.
     reaper = threading.Thread(target=stand_in.wait, daemon=True)
@@ -342,7 +343,7 @@ class _Job:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
             event = events.CancelAsked if self._cancelled else events.TimeLimitReached
             with suppress(OSError):  # a full disk costs the record
-                events.add(self._run.events, event, job_id=str(os.getpid()))
+                events.add(self._run.events, event(job_id=str(os.getpid())))
             self._signal(script, signal.SIGCONT, signal.SIGTERM)
         elif limit.signal and left <= limit.lead_seconds and not self._warned:
             self._warned = True

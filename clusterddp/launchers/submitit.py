@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,18 +22,17 @@ from clusterddp.launchers import SentJob, sbatch
 from clusterddp.processes import replace_environment
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import events, restart_policy
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.events import Cause
+from clusterddp.run.history import History, gained
 from clusterddp.run.outcome import read_outcome, read_outcomes
-from clusterddp.run.restart_policy import Policy, Start
+from clusterddp.run.restart_policy import Policy, decide
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client, forms
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
 _LEAST_PATIENCE_SECONDS = 30
-
-# Jobs that 0.1 has queued unpickle their Policy from here, after the Task below.
-sys.modules["clusterddp.requeue"] = restart_policy
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
@@ -101,7 +99,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
         for left in _folder(spec).glob(".submission_file_*.sh"):
             left.unlink(missing_ok=True)
     events.add(
-        run.events, events.Submitted, job_id=job.job_id, launcher="submitit", folder=str(Path.cwd())
+        run.events, events.Submitted(job_id=job.job_id, launcher="submitit", folder=str(Path.cwd()))
     )
     return SentJob(job.job_id)
 
@@ -182,16 +180,13 @@ class Task:
         if last_word and last_word.reason == "stop":
             return False  # 'clusterddp stop' came first
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        cancelled = any(
-            isinstance(event, events.CancelAsked) and event.job_id == job_id
-            for event in events.read(run.events)
-        )
+        history = History.read(run)
+        cancelled = any(event.job_id == job_id for event in history.every(events.CancelAsked))
         if cancelled or client.ending(job_id, restart) is client.Ending.CANCELLED:
             return False
-        this = Start(attempt.number, restart_policy.SIGNAL, restart_policy.gained(attempt))
-        starts = restart_policy.starts_since_submission(run)
-        earlier = [start for start in starts if start.attempt != attempt.number]
-        return restart_policy.decide(self.policy, restart_policy.SIGNAL, [*earlier, this]).go_on
+        gains = gained(attempt, history.spec)
+        starts = history.starts_with(attempt.number, cause=Cause.SIGNAL, gained=gains)
+        return decide(self.policy, Cause.SIGNAL, starts).go_on
 
 
 def _do_nothing(*_: object) -> None:

@@ -89,7 +89,7 @@ class Collection:
 
     nodes: list[Node] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
-    """Where a node was that has not answered in time, by its name."""
+    """Place in its checks of each node that has not answered in time, by its name."""
     remarks: tuple[str, ...] = ()
     """Nodes whose probe has ended by itself, and what is known of them."""
     trouble: str = ""

@@ -140,7 +140,7 @@ class Verdict:
     comparisons: bool = False
     """True where a node failed by what a moment's load can do."""
     slow: tuple[str, ...] = ()
-    """Of those that have failed the ones that are slower than the others, and nothing worse."""
+    """Failed nodes that are slower than the others, and nothing worse."""
 
 
 @dataclass(frozen=True)

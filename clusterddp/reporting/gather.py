@@ -19,7 +19,8 @@ from clusterddp.reporting.paid import account
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import records
-from clusterddp.run.attempt import Attempt, attempts, summaries
+from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.history import History
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RunState
@@ -87,19 +88,6 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class AttemptReport(records.AttemptSummary):
-    """One attempt of a run; values are None where it did not begin to train."""
-
-    why: str = ""
-    """Details of the cause: the rank that failed first, the signal."""
-
-    @property
-    def ended(self) -> str:
-        """Cause and details: `stopped: interrupt`."""
-        return ": ".join(filter(None, (self.cause, self.why)))
-
-
-@dataclass(frozen=True)
 class RunReport:
     """One run, as `clusterddp report --json` prints it; None where nothing is known."""
 
@@ -116,7 +104,7 @@ class RunReport:
     """Devices of the ranks: `ranks 0-1 on h01: cpu`."""
     stragglers: list[Straggler] = field(default_factory=list)
     """Slow ranks, the slowest first."""
-    attempts: list[AttemptReport] = field(default_factory=list)
+    attempts: list[records.AttemptSummary] = field(default_factory=list)
     confusions: list[Confusion] = field(default_factory=list)
     """Most common mistakes on the test set, the most common first."""
     settings: dict[str, object] = field(default_factory=dict)
@@ -148,14 +136,15 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     """Gather the account of a run, whose state is `status`, from all its records."""
     spec = run.read_spec()
     known: list[Attempt] = []
+    history = History(run, ())
     with contextlib.suppress(OSError):
-        known = attempts(run)
+        known, history = attempts(run), History.read(run)
     final = latest_report(run, known[-1].number if known else None)
     points = read_points(run.metrics)
     resolved = files.read(records.Agreement, run.resolved) or records.Agreement(precision="")
     report = final or records.Report()
     ranks = _ranks(report, points, known)
-    starts = _starts(report.attempts or (summaries(run) if known else ()), known)
+    starts = _starts(report.attempts or (history.summaries() if known else ()), known)
     if starts and not starts[-1].cause:
         starts[-1] = replace(starts[-1], cause=status.state)
     figures = _figures(report, points, resolved, status, spec.train if spec else None)
@@ -165,7 +154,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
         steps_done_twice=sum(start.steps_done_twice for start in starts),
         seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
-        paid=_paid(run, spec, status),
+        paid=_paid(history, spec, status),
     )
     evaluation = _evaluation(run, figures.steps)
     account = RunReport(
@@ -224,10 +213,10 @@ def _latest(points: Sequence[records.MetricsLine], *, tested: bool) -> records.M
     return next(of_kind, records.MetricsLine())
 
 
-def _paid(run: RunDir, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
+def _paid(history: History, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
     until = time.time() if status.state == RunState.RUNNING else None
     with contextlib.suppress(OSError):
-        return account(run, spec, until=until)
+        return account(history, spec, until=until)
     return None
 
 
@@ -321,16 +310,16 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
 
 def _starts(
     summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]
-) -> list[AttemptReport]:
+) -> list[records.AttemptSummary]:
     """List the starts of a run, the latest last; `known`: what has a directory of its own."""
-    starts = {each.attempt: AttemptReport(**vars(each)) for each in summed_up}
+    starts = {each.attempt: each for each in summed_up}
     for attempt in known:
-        start = starts.get(attempt.number) or AttemptReport(attempt.number)
+        start = starts.get(attempt.number) or records.AttemptSummary(attempt.number)
         starts[attempt.number] = _explained(start, attempt)
     return [starts[number] for number in sorted(starts)]
 
 
-def _explained(start: AttemptReport, attempt: Attempt) -> AttemptReport:
+def _explained(start: records.AttemptSummary, attempt: Attempt) -> records.AttemptSummary:
     """Add the cause that the attempt itself recorded, where it explains more."""
     if start.cause not in ("", "killed", "failed", "stopped"):
         return start

@@ -7,16 +7,16 @@ started and ended, rank 0's sign of life what its time has gone into until two s
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import files
 from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import events
-from clusterddp.run.attempt import Attempt, attempts, summaries
+from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.events import Ended, Started
+from clusterddp.run.history import History
 from clusterddp.run.records import AttemptSummary, GpuUse, Paid, Spent
-from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import expand_nodelist
 
 _DIGITS = 6
@@ -24,21 +24,25 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """Seconds of one attempt."""
+class _NodeSeconds:
+    """Time for which the nodes of an attempt were held, and what it went into."""
 
     whole: float
+    idle: float
     starting: float
-    training: float
-    waiting: float | None
-    """None where it is not known."""
     saving: float
     redone: float
-    """Share of the training that was done again, from 0 to 1."""
+    computing: float
+    waiting: float | None
+    """None where it is not known; `computing` then has it."""
 
 
 def account(
-    run: RunDir, spec: JobSpec | None, *, until: float | None = None, spent: Spent | None = None
+    history: History,
+    spec: JobSpec | None,
+    *,
+    until: float | None = None,
+    spent: Spent | None = None,
 ) -> Paid | None:
     """Add up the time for which nodes were held; None before the first attempt.
 
@@ -47,56 +51,42 @@ def account(
 
     A COMMAND without a Loop says nothing of what its time has gone into: only the whole is known.
     """
-    known = attempts(run)
-    met = {each.attempt: each for each in summaries(run)}
-    splits = bool(met) or (spec is not None and spec.train is not None)
-    seconds = computing = waiting = starting = saving = redone = idle = 0.0
-    knows_waiting, is_any = True, False
-    happened = events.read(run.events)
+    known, met = attempts(history.run), {each.attempt: each for each in history.summaries()}
+    parts: list[_NodeSeconds] = []
     for attempt in known:
         is_latest = attempt is known[-1]
-        span = _span(attempt, met.get(attempt.number), happened, until if is_latest else None)
-        if span is None:
-            continue
-        is_any = True
-        nodes = _nodes(attempt, met.get(attempt.number), happened, spec)
         own = spent if is_latest and spent else attempt.read_sign_of_life().spent
-        parts = _split(span, met.get(attempt.number), own)
-        knows_waiting &= parts.waiting is not None
-        fresh = (1 - parts.redone) * nodes
-        spares = _spares(attempt, happened)
-        seconds += parts.whole * (nodes + spares)
-        idle += parts.whole * spares
-        starting += parts.starting * nodes
-        saving += parts.saving * nodes
-        redone += parts.redone * parts.training * nodes
-        computing += fresh * (parts.training - (parts.waiting or 0.0))
-        waiting += fresh * (parts.waiting or 0.0)
-    if not is_any:
+        summary = met.get(attempt.number) or AttemptSummary(attempt.number)
+        parts += _held(history, attempt, summary, spec, own, until if is_latest else None)
+    if not parts:
         return None
-    whole = round(seconds / 3600, _DIGITS)
-    gpus = spec.resources.gpus_per_node if spec else 0
-    gpu_hours = round(whole * gpus, _DIGITS) if gpus else None
-    has_spares = spec is not None and spec.resources.spare_nodes > 0
-    of_spares = round(idle / 3600, _DIGITS) if has_spares else None
-    if not splits:
-        return Paid(whole, gpu_hours, idle=of_spares, gpu_use=_gpu_use(known))
-    if not knows_waiting:
-        computing, waiting = computing + waiting, 0.0
-    sums = (computing, waiting, starting, saving, redone)
-    hours = [round(each / 3600, _DIGITS) for each in sums]
-    rest = round(max(whole - sum(hours) - (of_spares or 0.0), 0.0), _DIGITS)
-    return Paid(
+
+    def hours(name: str) -> float:
+        return round(sum(getattr(each, name) or 0.0 for each in parts) / 3600, _DIGITS)
+
+    whole, gpus = hours("whole"), spec.resources.gpus_per_node if spec else 0
+    paid = Paid(
         whole,
-        gpu_hours,
-        computing=hours[0],
-        waiting=hours[1] if knows_waiting else None,
-        starting=hours[2],
-        saving=hours[3],
-        redone=hours[4],
-        idle=of_spares,
+        round(whole * gpus, _DIGITS) if gpus else None,
+        idle=hours("idle") if spec and spec.resources.spare_nodes else None,
         gpu_use=_gpu_use(known),
-        rest=rest,
+    )
+    if not met and (spec is None or spec.train is None):
+        return paid
+    knows_waiting = all(each.waiting is not None for each in parts)
+    computing, waiting = hours("computing"), hours("waiting")
+    if not knows_waiting:
+        computing, waiting = round(computing + waiting, _DIGITS), 0.0
+    split = [computing, waiting, *map(hours, ("starting", "saving", "redone"))]
+    rest = max(whole - sum(split) - (paid.idle or 0.0), 0.0)
+    return replace(
+        paid,
+        computing=computing,
+        waiting=waiting if knows_waiting else None,
+        starting=split[2],
+        saving=split[3],
+        redone=split[4],
+        rest=round(rest, _DIGITS),
     )
 
 
@@ -108,42 +98,49 @@ def _gpu_use(known: list[Attempt]) -> float | None:
     return round(sum(weight * share for weight, share in weights) / total, 4) if total else None
 
 
-def _split(
-    span: tuple[float, float], summary: AttemptSummary | None, spent: Spent | None
-) -> _Parts:
-    """Split an attempt's time; what nothing is known of is the rest."""
-    began, ended = span
+def _held(
+    history: History,
+    attempt: Attempt,
+    summary: AttemptSummary,
+    spec: JobSpec | None,
+    spent: Spent | None,
+    until: float | None,
+) -> Iterator[_NodeSeconds]:
+    """Split an attempt's time, if its start is known; what nothing is known of is the rest.
+
+    Where nobody has recorded its end, as of a lost batch host, the last change in its folder is it.
+    """
+    started = next(iter(history.every(Started, attempt.number)), Started())
+    ends = [event.time for event in history.every(Ended, attempt.number) if event.time]
+    began = started.time or summary.began
+    if not began:
+        return
+    ended = ends[-1] if ends else until or max(_changes(attempt), default=began)
     whole = max(ended - began, 0.0)
-    steps = (summary.last_step or 0) - (summary.first_step or 0) if summary else 0
-    if spent is None or spent.first_step is None:
-        # One of an earlier version that has done steps does not say how long it was starting.
-        return _Parts(whole, 0.0 if steps else whole, 0.0, 0.0, 0.0, 0.0)
+    nodes, spares = len(summary.hosts) or (spec.resources.nodes if spec else 1), len(started.spares)
+    with suppress(RequestError):
+        nodes = len(expand_nodelist(started.nodelist))
+    if spent is None or spent.first_step is None:  # it has come to no step
+        yield _NodeSeconds(
+            whole * (nodes + spares), whole * spares, whole * nodes, 0.0, 0.0, 0.0, 0.0
+        )
+        return
     starting = min(max(spent.first_step - began, 0.0), whole)
     training = min(spent.training, whole - starting)
     waiting = None if spent.waiting is None else min(spent.waiting, training)
     saving = min(spent.saving, whole - starting - training)
-    twice = summary.steps_done_twice if summary else 0
-    redone = min(twice / steps, 1.0) if steps else 0.0
-    return _Parts(whole, starting, training, waiting, saving, redone)
-
-
-def _span(
-    attempt: Attempt,
-    summary: AttemptSummary | None,
-    happened: list[events.Event],
-    until: float | None,
-) -> tuple[float, float] | None:
-    """Return when an attempt started and ended; None where its start is not known.
-
-    Where nobody has recorded its end, as of a lost batch host, the last change in its folder is it.
-    """
-    of_it = [event for event in happened if event.attempt == attempt.number and event.time]
-    starts = [event.time for event in of_it if isinstance(event, events.Started) and event.time]
-    ends = [event.time for event in of_it if isinstance(event, events.Ended) and event.time]
-    began = starts[0] if starts else (summary.began if summary else None)
-    if not began:
-        return None
-    return began, ends[-1] if ends else until or max(_changes(attempt), default=began)
+    steps = (summary.last_step or 0) - (summary.first_step or 0)
+    redone = min(summary.steps_done_twice / steps, 1.0) if steps else 0.0
+    fresh = (1 - redone) * nodes
+    yield _NodeSeconds(
+        whole=whole * (nodes + spares),
+        idle=whole * spares,
+        starting=starting * nodes,
+        saving=saving * nodes,
+        redone=redone * training * nodes,
+        computing=fresh * (training - (waiting or 0.0)),
+        waiting=None if waiting is None else fresh * waiting,
+    )
 
 
 def _changes(attempt: Attempt) -> Iterator[float]:
@@ -154,24 +151,3 @@ def _changes(attempt: Attempt) -> Iterator[float]:
     for path in written:
         with suppress(OSError):
             yield min(path.stat().st_mtime, time.time())
-
-
-def _spares(attempt: Attempt, happened: list[events.Event]) -> int:
-    """Count the nodes that an attempt's job had beside those of its tasks."""
-    started = (e for e in happened if isinstance(e, events.Started) and e.attempt == attempt.number)
-    return next((len(event.spares) for event in started), 0)
-
-
-def _nodes(
-    attempt: Attempt,
-    summary: AttemptSummary | None,
-    happened: list[events.Event],
-    spec: JobSpec | None,
-) -> int:
-    """Count the nodes of an attempt's tasks, by Slurm's list of them, else by its ranks' hosts."""
-    for event in happened:
-        if isinstance(event, events.Started) and event.attempt == attempt.number:
-            with suppress(RequestError):
-                return len(expand_nodelist(event.nodelist))
-    hosts = len(summary.hosts) if summary else 0
-    return hosts or (spec.resources.nodes if spec else 1)

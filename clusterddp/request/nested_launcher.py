@@ -52,7 +52,7 @@ _WRAPPERS = {
 word, and how many words of their own stand between the options and the program."""
 
 BRING_PROGRAMS = frozenset({"apptainer", "singularity", "uv"})
-"""Those of them that start a program out of an image or an environment."""
+"""Wrappers that start a program out of an image or an environment."""
 SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 _BEFORE_A_COMMAND = re.compile(
     r"[A-Za-z_]\w*\+?=|(!|\{|do|elif|else|if|then|until|while)\Z"

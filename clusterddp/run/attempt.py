@@ -28,10 +28,8 @@ from clusterddp.run import events
 from clusterddp.run.records import (
     ATTEMPT_FORMAT,
     AttemptRecord,
-    AttemptSummary,
     LastWord,
     SignOfLife,
-    SlowRanks,
     Spent,
     StopRequest,
 )
@@ -374,38 +372,3 @@ def link(path: Path, target: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(path)
-
-
-def summaries(run: RunDir) -> list[AttemptSummary]:
-    """Sum up the attempts of a run in which ranks met, the latest last."""
-    causes = {
-        event.attempt: event.cause
-        for event in events.read(run.events)
-        if isinstance(event, events.Ended)
-    }
-    met = [(each, record) for each in attempts(run) if (record := each.read_record())]
-    records: list[AttemptRecord | None] = [record for _, record in met]
-    made = []
-    for (attempt, record), after in zip(met, [*records[1:], None], strict=False):
-        began = record.began or 0.0
-        first_step, resumed_step = record.step or 0, (after.step or 0) if after else 0
-        last_word = attempt.read_last_word() or LastWord()
-        left_at = last_word.step
-        if left_at is None:
-            left_at = attempt.read_sign_of_life().step or 0
-        reached = max(first_step, left_at, resumed_step)
-        seconds_lost = (after.began or 0.0) - (after.saved or began) if after else 0.0
-        summary = AttemptSummary(
-            attempt=attempt.number,
-            job_id=record.job_id,
-            hosts=record.hosts,
-            began=began,
-            first_step=first_step,
-            last_step=reached,
-            cause=causes.get(attempt.number) or last_word.cause or ("killed" if after else ""),
-            steps_done_twice=reached - resumed_step if after else 0,
-            seconds_lost=round(seconds_lost, 3),
-            stragglers=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
-        )
-        made.append(summary)
-    return made

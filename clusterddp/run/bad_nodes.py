@@ -18,9 +18,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events, hardware
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.events import Failure
-from clusterddp.run.records import SlowRank
-from clusterddp.run.run_dir import RunDir
+from clusterddp.run.history import History, PastAttempt
 from clusterddp.slurm import partitions
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.partitions import Node
@@ -77,31 +75,12 @@ def blame(
         return
     run, now = attempt.run, time.time()
     number = None if is_remark else attempt.number
-    events.add(run.events, events.NodesBlamed, job_id=job_id, attempt=number, nodes=nodes, by=by)
+    events.add(run.events, events.NodesBlamed(job_id=job_id, attempt=number, nodes=nodes, by=by))
     spec = run.read_spec()
     expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
     for host, reason in nodes.items():
         node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
         files.append_json_line(run.path.parent / FILE_NAME, vars(node), _MODE)
-
-
-def blamed(attempt: Attempt) -> set[str]:
-    """Return the nodes that were blamed in an attempt, whatever for. Raises OSError."""
-    return {node for event in blames(attempt) for node in event.nodes}
-
-
-def blames(attempt: Attempt, by: str = "") -> list[events.NodesBlamed]:
-    """Return the records of what was blamed in an attempt, in order. Raises OSError.
-
-    by: what blames, such as BY_LOSS; empty for all.
-    """
-    return [
-        event
-        for event in events.read(attempt.run.events)
-        if isinstance(event, events.NodesBlamed)
-        and event.attempt == attempt.number
-        and (not by or event.by == by)
-    ]
 
 
 def clear(root: Path, hosts: Collection[str]) -> None:
@@ -121,29 +100,27 @@ def known(root: Path) -> set[str]:
     return set(_latest(root))
 
 
-def read_for(run: RunDir) -> dict[str, BadNode]:
+def read_for(history: History) -> dict[str, BadNode]:
     """Return the nodes that a run avoids: the list's, and those that it has blamed itself."""
     now = time.time()
-    return {host: node for host, node in _latest_for(run).items() if node.expires > now}
+    return {host: node for host, node in _latest_for(history).items() if node.expires > now}
 
 
-def known_to(run: RunDir) -> set[str]:
+def known_to(history: History) -> set[str]:
     """Return every node that was ever blamed in a run's output root, or by the run."""
-    return set(_latest_for(run))
+    return set(_latest_for(history))
 
 
-def _latest_for(run: RunDir) -> dict[str, BadNode]:
+def _latest_for(history: History) -> dict[str, BadNode]:
     """Join the list and the run's own events, for the list may take no line, or not be readable."""
     latest: dict[str, BadNode] = {}
     try:
-        latest = _latest(run.path.parent)
+        latest = _latest(history.run.path.parent)
     except OSError as error:
         log.info(f"the list of bad nodes cannot be read: {error}")
-    spec = run.read_spec()
+    run, spec = history.run, history.spec
     seconds = 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
-    for event in events.read(run.events):
-        if not isinstance(event, events.NodesBlamed):
-            continue
+    for event in history.every(events.NodesBlamed):
         when = event.time or 0.0
         for host, reason in event.nodes.items():
             if host not in latest or when > latest[host].time + _SAME_SECONDS:
@@ -182,17 +159,18 @@ def choose(
     partition: str = "",
     others: Collection[str] = (),
     seconds: float | None = None,
-    run: RunDir | None = None,
+    history: History | None = None,
 ) -> Choice:
     """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
 
     count: nodes that the job needs, if other than asked for. partition: of the job; one that asks
     for several can start in any of these next, and names one alone while it runs (seen on 22.05).
-    others: sbatch's further options in the request. seconds: bound on sinfo. run: whose own blames
-    count too. Where nothing can be told, nothing is left out, and a remark says so.
+    others: sbatch's further options in the request. seconds: bound on sinfo. history: of the run
+    whose own blames count too. Where nothing can be told, nothing is left out, and a remark says
+    so.
     """
     try:
-        bad = read_for(run) if run else read(root)
+        bad = read_for(history) if history else read(root)
     except OSError as error:
         return Choice(remarks=(f"bad nodes cannot be read: {error}",))
     if not bad:
@@ -302,43 +280,31 @@ def merged(
     return list(dict.fromkeys([*own, *others, *chosen]))
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Attempt of a run, as far as it says something of its nodes."""
-
-    hosts: Collection[str]
-    failure: Failure | None = None
-    reached: int | None = None
-    """Step of its newest checkpoint; None where nobody counts steps."""
-    slow: Sequence[SlowRank] = ()
-    """Ranks that were named for being slow."""
-
-
-def failed_again(trials: Sequence[Trial]) -> str:
+def failed_again(starts: Sequence[PastAttempt]) -> str:
     """Return the node on which ranks crash that got further elsewhere; empty without one.
 
     The first failure was there in the last two attempts on it, both had other nodes too, and an
     attempt without it came further than both. Only what can be the hardware's counts
     (`hardware.may_be`): an exception of the program says nothing of a node.
     """
-    crashed = next((t for t in reversed(trials) if t.failure and t.failure.host in t.hosts), None)
+    crashed = next((t for t in reversed(starts) if t.failure and t.failure.host in t.nodes), None)
     host = crashed.failure.host if crashed and crashed.failure else ""
-    there = [trial for trial in trials if host and host in trial.hosts][-2:]
+    there = [start for start in starts if host and host in start.nodes][-2:]
     if len(there) < 2 or not all(
-        trial.failure
-        and trial.failure.host == host
-        and len(set(trial.hosts)) > 1
-        and trial.reached is not None
-        and hardware.may_be(trial.failure.reason, trial.failure.exit_code)
-        for trial in there
+        start.failure
+        and start.failure.host == host
+        and len(set(start.nodes)) > 1
+        and start.reached is not None
+        and hardware.may_be(start.failure.reason, start.failure.exit_code)
+        for start in there
     ):
         return ""
-    furthest = max(trial.reached or 0 for trial in there)
-    elsewhere = [trial.reached or 0 for trial in trials if host not in trial.hosts]
+    furthest = max(start.reached or 0 for start in there)
+    elsewhere = [start.reached or 0 for start in starts if host not in start.nodes]
     return host if max(elsewhere, default=0) > furthest else ""
 
 
-def straggling(trials: Sequence[Trial]) -> dict[str, str]:
+def straggling(starts: Sequence[PastAttempt]) -> dict[str, str]:
     """Return the nodes that are slow, whatever rank runs there, each with what was seen.
 
     In the last attempt several ranks of the node were slow to its end, or one was and in an earlier
@@ -347,17 +313,17 @@ def straggling(trials: Sequence[Trial]) -> dict[str, str]:
     several nodes brings it along, and counts for none; nor does any where more than half of the
     nodes have slow ranks.
     """
-    last = trials[-1] if trials else Trial(())
-    if 2 * len({slow.host for slow in last.slow}) > len(set(last.hosts)):
+    last = starts[-1] if starts else PastAttempt(0)
+    if 2 * len({slow.host for slow in last.slow}) > len(set(last.nodes)):
         return {}
     places: dict[int, set[str]] = defaultdict(set)
-    for slow in (slow for trial in trials for slow in trial.slow):
+    for slow in (slow for start in starts for slow in start.slow):
         places[slow.rank].add(slow.host)
     nodes = {}
-    for host in dict.fromkeys(slow.host for slow in last.slow if slow.host in last.hosts):
+    for host in dict.fromkeys(slow.host for slow in last.slow if slow.host in last.nodes):
         *earlier, now = (
-            [slow for slow in trial.slow if slow.host == host and places[slow.rank] == {host}]
-            for trial in trials
+            [slow for slow in start.slow if slow.host == host and places[slow.rank] == {host}]
+            for start in starts
         )
         before = {slow.rank for several in earlier for slow in several}
         lasting = {slow.rank for slow in now if slow.until is None}

@@ -5,14 +5,41 @@ the field's default. Times are seconds since the epoch.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from enum import Enum
 from pathlib import Path
-from typing import ClassVar, ParamSpec
+from typing import ClassVar
 
 from clusterddp import files, formatting
 
-P = ParamSpec("P")
+
+class Cause(str, Enum):
+    """Cause of an attempt's end."""
+
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    """A person cancelled the job."""
+    STOPPED = "stopped"
+    """`clusterddp stop` asked for it, after saving."""
+    SIGNAL = "signal"
+    """Slurm's signal ahead of the time limit, or one like it, and the ranks have saved."""
+    TIME_LIMIT = "time limit"
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"
+    """Slurm has put the job back by itself: preemption, a lost node, `scontrol requeue`."""
+    NODE_LOST = "node lost"
+    SUSPENDED = "suspended"
+    """Slurm suspended the job for longer than the ranks wait for each other, so they broke off."""
+    PREFLIGHT = "preflight"
+    """A node has failed its checks ahead of the tasks, which were not started."""
+    SUPERSEDED = "superseded"
+    """A later attempt has begun, as beside a lost node's orphan."""
+    NOT_DUE = "not due"
+    """A run that it waited for has ended in another way than was asked for: none has begun."""
+
+    __str__ = str.__str__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +148,7 @@ class Ended(Event):
     exit_code: int | None = None
     """Exit code of the job."""
     cause: str = ""
-    """Cause of its end: a word of `restart_policy`."""
+    """Cause of its end: a word of `Cause`."""
     how: str = ""
     """Event that ended it, where the word of the cause would say another thing."""
     step: int | None = None
@@ -327,18 +354,24 @@ def parse(content: Mapping[str, object]) -> Event:
 _KINDS = {each.kind: each for each in Event.__subclasses__()}
 
 
-def add(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:
+def add(path: Path, event: Event) -> None:
     """Append an event with the current time, and sync it to the disk. Raises OSError.
 
-    event: its class, whose fields follow; those that are given are written, and no other.
+    Its fields are written that differ from their defaults.
     """
-    files.append_json_line(path, _line(event, *args, **fields))
+    files.append_json_line(path, _line(event))
 
 
-def note(path: Path, event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> None:
+def note(path: Path, event: Event) -> None:
     """Append an event as `add` does, without a sync: where a synced record tells the same."""
-    files.append_json_line(path, _line(event, *args, **fields), sync=False)
+    files.append_json_line(path, _line(event), sync=False)
 
 
-def _line(event: Callable[P, Event], *args: P.args, **fields: P.kwargs) -> dict[str, object]:
-    return {"event": event(*args, **fields).kind, "time": round(time.time(), 3), **fields}
+def _line(event: Event) -> dict[str, object]:
+    values = ((each, getattr(event, each.name)) for each in fields(event) if each.name != "time")
+    said = {each.name: value for each, value in values if value != _default(each)}
+    return {"event": event.kind, "time": round(time.time(), 3), **said}
+
+
+def _default(each: "Field[object]") -> object:
+    return each.default if each.default_factory is MISSING else each.default_factory()

@@ -393,7 +393,7 @@ class AttemptSummary:
     last_step: int | None = None
     """Step that it came to, to within two seconds where it was killed."""
     cause: str = ""
-    """Cause of its end: a word of `restart_policy`, `killed` where nobody could record it, empty
+    """Cause of its end: a word of `Cause`, `killed` where nobody could record it, empty
     for the latest one."""
     steps_done_twice: int = 0
     """Steps of it that the next attempt did again."""
@@ -401,6 +401,13 @@ class AttemptSummary:
     """Seconds from the saving of what the next attempt resumed until that one's ranks had met."""
     stragglers: tuple[SlowRank, ...] = ()
     """Ranks that were named for being slow."""
+    why: str = ""
+    """Details of the cause: the rank that failed first, the signal."""
+
+    @property
+    def ended(self) -> str:
+        """Cause and details: `stopped: interrupt`."""
+        return ": ".join(filter(None, (self.cause, self.why)))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, own_name
 from clusterddp.request.spec import ANY, CONDITIONS, FAILED, OK, JobSpec
-from clusterddp.run import events, restart_policy
+from clusterddp.run import events
 from clusterddp.run.attempt import NotStarted
+from clusterddp.run.events import Cause
+from clusterddp.run.history import causes_of, withdrawn
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import HELD, State
@@ -51,9 +53,7 @@ class NotDue(NotStarted):
 
     code = "CD1106"
 
-    def __init__(
-        self, message: str, cause: str = restart_policy.NOT_DUE, *, code: str = ""
-    ) -> None:
+    def __init__(self, message: str, cause: str = Cause.NOT_DUE, *, code: str = "") -> None:
         super().__init__(message, code=code)
         self.cause = cause
 
@@ -244,7 +244,7 @@ def _waits_for(run: RunDir) -> set[str]:
         history = events.read(each.events)
         submission = latest_submission(history)
         is_over = submission is None or submission.end or submission.cancelled
-        if not is_over and not restart_policy.causes_of(history):
+        if not is_over and not causes_of(history):
             paths |= {path for path, _ in spec.after}
     return paths
 
@@ -267,7 +267,7 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
         if by in _awaited_by(each.run):
             continue
         try:
-            events.add(each.run.events, events.AwaitedBy, by=by)
+            events.add(each.run.events, events.AwaitedBy(by=by))
         except OSError as error:
             held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
             log.warning(
@@ -286,9 +286,9 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     where the run can never begin, or cannot wait.
     """
     spec, history = run.load_spec(), events.read(run.events)
-    is_over = is_rehearsal(os.environ) or restart_policy.causes_of(history)
+    is_over = is_rehearsal(os.environ) or causes_of(history)
     name = own_name(os.environ, job_id)  # by which a point of a sweep is known until it begins
-    is_withdrawn = any(restart_policy.withdrawn(history, each) for each in (job_id, name))
+    is_withdrawn = any(withdrawn(history, each) for each in (job_id, name))
     if not spec.after or is_over or is_withdrawn:
         return ""
     awaited = _look_patiently(spec)
@@ -302,7 +302,7 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
         raise NotDue(
             "the job was cancelled while it waited [CD1203]",
-            restart_policy.CANCELLED,
+            Cause.CANCELLED,
         )
     trouble = ""
     try:
@@ -311,7 +311,7 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         trouble = _left_held(name, error)
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].words}: {error}"
-        raise NotDue(why, restart_policy.FAILED, code=error.code) from None
+        raise NotDue(why, Cause.FAILED, code=error.code) from None
     _record_wait(run, name, awaited, trouble=trouble)
     if trouble or not dependency(waits):
         _let_go_where_due(run, name, spec)
@@ -410,9 +410,9 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
         own = run.read_spec() if isinstance(waiting, SweepDir) else spec
         if submission is None or own is None or own.after != spec.after:
             continue  # a point that was submitted again with others to wait for is its own case
-        if submission.end and submission.end.cause == restart_policy.NOT_DUE:
+        if submission.end and submission.end.cause == Cause.NOT_DUE:
             has_ended = True
-        if submission.end or submission.is_local or restart_policy.causes_of(history):
+        if submission.end or submission.is_local or causes_of(history):
             continue
         waits = [event for event in history if isinstance(event, events.Waits)]
         found[submission.job_id] = run, bool(waits and waits[-1].held)
@@ -470,14 +470,13 @@ def _record_wait(
     """
     waits = [each for each in awaited if each.due is not Due.MET]
     if waits:
-        (events.add if sync else events.note)(
-            run.events,
-            events.Waits,
+        event = events.Waits(
             job_id=job_id,
             runs=tuple(each.text for each in waits),
             why=f"{', '.join(each.words for each in waits)}{trouble}",
             held=bool(trouble) or not any(each.jobs for each in waits),
         )
+        (events.add if sync else events.note)(run.events, event)
 
 
 def _awaited_by(run: RunDir) -> list[str]:

@@ -6,24 +6,23 @@
 import re
 from collections.abc import Sequence
 
-from clusterddp.run import restart_policy
-from clusterddp.run.events import Failure
+from clusterddp.run.events import Cause, Failure
 from clusterddp.run.records import Outcome
 from clusterddp.slurm.states import State
 from clusterddp.status.state import RunState
 
-OF_CAUSE = {
-    restart_policy.SUPERSEDED: "CD1201",
-    restart_policy.NODE_LOST: "CD1202",
-    restart_policy.CANCELLED: "CD1203",
-    restart_policy.STOPPED: "CD1204",
-    restart_policy.TIME_LIMIT: "CD1205",
-    restart_policy.PREEMPTED: "CD1206",
-    restart_policy.REQUEUED: "CD1207",
-    restart_policy.SIGNAL: "CD1208",
-    restart_policy.SUSPENDED: "CD1230",
-    restart_policy.PREFLIGHT: "CD1301",
-    restart_policy.NOT_DUE: "CD1106",
+OF_CAUSE: dict[str, str] = {
+    Cause.SUPERSEDED: "CD1201",
+    Cause.NODE_LOST: "CD1202",
+    Cause.CANCELLED: "CD1203",
+    Cause.STOPPED: "CD1204",
+    Cause.TIME_LIMIT: "CD1205",
+    Cause.PREEMPTED: "CD1206",
+    Cause.REQUEUED: "CD1207",
+    Cause.SIGNAL: "CD1208",
+    Cause.SUSPENDED: "CD1230",
+    Cause.PREFLIGHT: "CD1301",
+    Cause.NOT_DUE: "CD1106",
 }
 """Codes of the causes but of a failure, which has several, and of a run that is done."""
 OF_STATE = {

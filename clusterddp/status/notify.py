@@ -120,7 +120,7 @@ def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
     own = slurm.sbatch(
         script, os.environ, comment=comment_of(spec), dependency=f"afterany:{job_id}"
     )
-    events.add(run.events, events.NoticeQueued, job_id=job_id, notice_job=own)
+    events.add(run.events, events.NoticeQueued(job_id=job_id, notice_job=own))
 
 
 def comment_of(spec: JobSpec) -> str:
@@ -201,7 +201,7 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
             and run_status(run, forgotten).state != RunState.CANCELLED
         ):
             try:
-                events.add(run.events, events.CancelAsked, job_id=status.job_id)
+                events.add(run.events, events.CancelAsked(job_id=status.job_id))
             except OSError as error:
                 log.warning(f"{run.path} cannot be written: {error.strerror} [CD0504]")
 

@@ -17,6 +17,7 @@ from clusterddp.run import restart_policy
 from clusterddp.run.events import (
     CancelAsked,
     CancelFailed,
+    Cause,
     Ended,
     Event,
     Requeued,
@@ -27,6 +28,7 @@ from clusterddp.run.events import (
     StopFailed,
     Submitted,
 )
+from clusterddp.run.history import causes_of
 from clusterddp.run.records import Report
 from clusterddp.slurm.states import HELD, JobState, State
 
@@ -57,16 +59,16 @@ SETTLE_SECONDS = 60.0
 """Time for which a job that was put back into the queue may still show how it ended."""
 
 # Why a run is resumed: a word of `restart_policy`, in a sentence.
-_AFTER = {
-    restart_policy.TIME_LIMIT: "the time limit",
-    restart_policy.SIGNAL: "a signal",
-    restart_policy.PREEMPTED: "preemption",
-    restart_policy.SUSPENDED: "a suspension",
-    restart_policy.FAILED: "a failure",
-    restart_policy.REQUEUED: "a requeue by Slurm",
+_AFTER: dict[str, str] = {
+    Cause.TIME_LIMIT: "the time limit",
+    Cause.SIGNAL: "a signal",
+    Cause.PREEMPTED: "preemption",
+    Cause.SUSPENDED: "a suspension",
+    Cause.FAILED: "a failure",
+    Cause.REQUEUED: "a requeue by Slurm",
 }
 # Slurm ends an attempt for these, whether it has saved or not.
-_SLURMS_CAUSES = (restart_policy.TIME_LIMIT, restart_policy.PREEMPTED, restart_policy.NODE_LOST)
+_SLURMS_CAUSES = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_LOST)
 _WHY_FAILED = {
     State.FAILED: "the job failed",
     State.TIMEOUT: "the job reached its time limit",
@@ -105,7 +107,7 @@ NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD, BE
 _NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
 
 # Words for a list of reasons; of an attempt that left no end, nobody knows more.
-_REASONS = {restart_policy.REQUEUED: "requeued by Slurm", "": "node lost or killed"}
+_REASONS: dict[str, str] = {Cause.REQUEUED: "requeued by Slurm", "": "node lost or killed"}
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
         # the tasks of a local run may know it by another number, so there the order does.
         if event.job_id == job_id or (launcher == "local" and index > position):
             submission = _after(submission, event)
-    causes = restart_policy.causes_of(history)
+    causes = causes_of(history)
     ends = [event for event in history if isinstance(event, Ended)]
     by_clock = {end.attempt for end in ends if end.how == restart_policy.OWN_CLOCK}
     return replace(
@@ -234,7 +236,7 @@ def _after(before: Submission, event: Event) -> Submission:
         return before
     if isinstance(event, Ended):
         after = replace(before, end=event)
-        if event.cause == restart_policy.REQUEUED:
+        if event.cause == Cause.REQUEUED:
             after = replace(after, put_back=event.cause, put_back_time=event.time)
         return after
     if isinstance(event, ResumedInJob):
@@ -305,7 +307,7 @@ def _judge_ended(
     submission: Submission, end: Ended, job: JobState, alive: bool | None, now: float
 ) -> tuple[RunState, str]:
     cause, why = end.cause, end.why
-    if cause == restart_policy.DONE or (not cause and end.exit_code == 0):
+    if cause == Cause.DONE or (not cause and end.exit_code == 0):
         return DONE, ""
     if submission.cancelled:
         return CANCELLED, "before it started again" if submission.put_back else ""
@@ -317,21 +319,21 @@ def _judge_ended(
     elif job.state is State.PENDING:
         return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))
     at = "" if end.step is None else f" at step {end.step}"
-    how = end.how or (f"exit code {end.exit_code}" if cause == restart_policy.FAILED else cause)
+    how = end.how or (f"exit code {end.exit_code}" if cause == Cause.FAILED else cause)
     if submission.requeue_error:
         return STOPPED, f"{how}{at}; it could not be started again: {submission.requeue_error}"
-    if cause == restart_policy.CANCELLED:
+    if cause == Cause.CANCELLED:
         return CANCELLED, f"by {end.how or 'scancel'}"
-    if cause == restart_policy.NOT_DUE:
+    if cause == Cause.NOT_DUE:
         return CANCELLED, why
     if not cause:
         return _judge_code(end.exit_code, job)
     if not why:
         return _judge_undecided(submission, cause, f"{how}{at}", job, alive)
-    if cause == restart_policy.FAILED:
+    if cause == Cause.FAILED:
         more = "" if why == restart_policy.NO_RESTART else f"; {why}"
         return FAILED, f"{how}{more}{held}"
-    if cause == restart_policy.STOPPED:
+    if cause == Cause.STOPPED:
         by = end.how or "'clusterddp stop'"
         return STOPPED, f"by {by}{at}"
     says_how = why in (how, restart_policy.requeue_is_off(how))
@@ -345,8 +347,8 @@ def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[
     """Judge a job that was put back into the queue, or submitted in another one's place."""
     verb = "resumes" if submission.resumes else "starts again"
     cause, end = submission.put_back, submission.end
-    if cause == restart_policy.SIGNAL and end and end.how == restart_policy.OWN_CLOCK:
-        cause = restart_policy.TIME_LIMIT
+    if cause == Cause.SIGNAL and end and end.how == restart_policy.OWN_CLOCK:
+        cause = Cause.TIME_LIMIT
     again = f"{verb} after {_AFTER.get(cause, cause)}"
     if job.problem:
         return UNKNOWN, f"it {again}, and Slurm could not be asked: {job.problem}"
@@ -377,7 +379,7 @@ def _judge_undecided(
     after = f"after {_AFTER.get(cause, cause)}"
     if submission.is_local and alive:
         return RUNNING, "its script is ending"
-    state = FAILED if cause == restart_policy.FAILED else STOPPED
+    state = FAILED if cause == Cause.FAILED else STOPPED
     if submission.is_local:
         return state, f"{end}; a rehearsal is not put back into a queue"
     again = f"{'resume' if submission.resumes else 'start again'} {after}"

@@ -19,7 +19,8 @@ from clusterddp.errors import EXIT_INTERRUPTED, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events, logs, restart_policy
 from clusterddp.run.attempt import Attempt, latest
-from clusterddp.run.events import Ended, Failure, Started
+from clusterddp.run.events import Cause, Ended, Failure, Started
+from clusterddp.run.history import gained
 from clusterddp.run.outcome import HUNG, first_failure, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -345,7 +346,7 @@ def _ignores_stop(submission: Submission | None, job: JobState | None, now: floa
 def _resumes(run: RunDir) -> bool:
     """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
     attempt = _latest_attempt(run)
-    return attempt is None or restart_policy.gained(attempt) is not None
+    return attempt is None or gained(attempt, run.read_spec()) is not None
 
 
 def _is_rehearsed(run: RunDir) -> bool:
@@ -589,7 +590,7 @@ def _code(
         return ""
     # Of a job that is back in the queue, what the attempt before came to is another thing.
     end = None if submission.put_back else submission.end
-    if state == RunState.CANCELLED and not (end and end.cause == restart_policy.NOT_DUE):
+    if state == RunState.CANCELLED and not (end and end.cause == Cause.NOT_DUE):
         return end_codes.OF_RUN[state]
     if state == RunState.STOPPED and submission.requeue_error:
         return end_codes.NOT_RESUMED
@@ -651,7 +652,7 @@ def _next_command(
     logs = run.rank_log(0), run.job_log
     is_silent = not any(path.exists() for path in logs)
     if state == RunState.CANCELLED:
-        was_due = not (submission.end and submission.end.cause == restart_policy.NOT_DUE)
+        was_due = not (submission.end and submission.end.cause == Cause.NOT_DUE)
         if submission.put_back or has_checkpoint or not was_due:
             return again
         if is_silent:

@@ -89,11 +89,11 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
         message = f"{run.name} {where}: cancelled it"
         return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
-        events.add(run.events, events.StopAsked, job_id=submission.job_id, attempt=status.attempt)
+        events.add(run.events, events.StopAsked(job_id=submission.job_id, attempt=status.attempt))
         try:
             asked = _ask(run, submission, status)
         except (ClusterDDPError, OSError):
-            events.add(run.events, events.StopFailed, job_id=submission.job_id)
+            events.add(run.events, events.StopFailed(job_id=submission.job_id))
             raise
     except OSError as error:
         raise RequestError(
@@ -149,7 +149,7 @@ def _take_back(run: RunDir) -> None:
     with contextlib.suppress(OSError):
         submission = latest_submission(events.read(run.events))
         if submission:
-            events.add(run.events, events.CancelFailed, job_id=submission.job_id)
+            events.add(run.events, events.CancelFailed(job_id=submission.job_id))
 
 
 def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancellation:
@@ -185,7 +185,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             f"'clusterddp cancel {run.shown}'. [CD0507]"
         )
     try:
-        events.add(run.events, events.CancelAsked, job_id=submission.job_id)
+        events.add(run.events, events.CancelAsked(job_id=submission.job_id))
     except OSError as error:
         log.warning(
             f"{run.path} cannot be written ({error.strerror}): 'status' can take the end "
@@ -228,7 +228,7 @@ def awaits_turn(run: RunDir) -> bool:
 def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
     """Cancel a point that waits for its turn; raises RequestError where that cannot be recorded."""
     try:
-        events.add(run.events, events.CancelAsked)
+        events.add(run.events, events.CancelAsked())
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
     if not awaits_turn(run):  # it has begun meanwhile

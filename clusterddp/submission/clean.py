@@ -380,11 +380,12 @@ def _record(run: RunDir, removed: Sequence[Item]) -> None:
     try:
         events.add(
             run.events,
-            events.Cleaned,
-            checkpoints=tuple(sorted({i.step for i in removed if i.step is not None})),
-            code_files=sum(len(item.files) for item in removed if item.kind == CODE),
-            clusterddp=tuple(item.path for item in removed if item.kind == CLUSTERDDP),
-            bytes=sum(item.bytes for item in removed),
+            events.Cleaned(
+                checkpoints=tuple(sorted({i.step for i in removed if i.step is not None})),
+                code_files=sum(len(item.files) for item in removed if item.kind == CODE),
+                clusterddp=tuple(item.path for item in removed if item.kind == CLUSTERDDP),
+                bytes=sum(item.bytes for item in removed),
+            ),
         )
     except OSError as error:
         log.warning(

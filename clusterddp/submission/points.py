@@ -72,12 +72,13 @@ def note_rehearsal(sweep: RunDir, indices: Sequence[int]) -> None:
     """Record that points will run on this machine, one after the other. Raises OSError."""
     events.add(
         sweep.events,
-        events.Submitted,
-        launcher="local",
-        pid=os.getpid(),
-        host=os.uname().nodename,
-        folder=str(Path.cwd()),
-        indices=tuple(indices),
+        events.Submitted(
+            launcher="local",
+            pid=os.getpid(),
+            host=os.uname().nodename,
+            folder=str(Path.cwd()),
+            indices=tuple(indices),
+        ),
     )
 
 

@@ -542,12 +542,8 @@ def _submit(
         # Before the submission: the job's first line may come before the record of its id.
         for each in there if runs else [run]:
             latest = attempts.latest(each) if terms.from_scratch else None
-            if latest:
-                events.add(
-                    each.events, events.Resubmitted, changes=changes, from_scratch=latest.number
-                )
-            else:
-                events.add(each.events, events.Resubmitted, changes=changes)
+            number = latest.number if latest else None
+            events.add(each.events, events.Resubmitted(changes=changes, from_scratch=number))
         submission = send(after, plan.script, run, runs)
     chain.rejoin(run)
     return submission

@@ -135,14 +135,14 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
     sent, by = events.Submitted, spec.launcher
     if runs and run != runs[0]:
         listed = tuple(indices)
-        events.add(run.events, sent, job_id=job.job_id, launcher=by, folder=folder, indices=listed)
+        events.add(run.events, sent(job_id=job.job_id, launcher=by, folder=folder, indices=listed))
     jobs = dict(zip(runs or [run], names or [job.job_id], strict=True))
     for each, name in jobs.items():
         # Those of a sweep are not synced one by one: the sweep's own line tells of all.
         add = events.add if len(names) < 2 else events.note
-        add(each.events, sent, job_id=name, launcher=by, folder=folder)
+        add(each.events, sent(job_id=name, launcher=by, folder=folder))
         if choice.nodes:
-            events.add(each.events, events.NodesLeftOut, job_id=name, nodes=choice.nodes)
+            events.add(each.events, events.NodesLeftOut(job_id=name, nodes=choice.nodes))
     if awaited:
         chain.record(run, jobs, awaited)
         if words := chain.describe(awaited):

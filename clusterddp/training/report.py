@@ -12,7 +12,7 @@ from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.files import write_record
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.reporting.paid import account
-from clusterddp.run.attempt import summaries
+from clusterddp.run.history import History
 from clusterddp.run.records import Report, SavingReport
 from clusterddp.training.loop import Training
 from clusterddp.version import __version__
@@ -48,7 +48,8 @@ def _report(
     training: Training, env: DistEnv, environ: Mapping[str, str], began: float, finished: float
 ) -> Report:
     config, agreed, position = training.config, training.agreed, training.position
-    *earlier, last = summaries(training.attempt.run)
+    history = History.read(training.attempt.run)
+    *earlier, last = history.summaries()
     attempts = (*earlier, replace(last, cause="done", last_step=position.step))
     costs = vars(training.core.costs)
     saving = {field.name: round(costs[field.name], 4) for field in fields(SavingReport)}
@@ -92,12 +93,7 @@ def _report(
         seconds_lost=round(sum(each.seconds_lost for each in attempts), 3),
         attempts=attempts,
         saving=SavingReport(**saving),
-        paid=account(
-            training.attempt.run,
-            training.attempt.run.read_spec(),
-            until=finished,
-            spent=training.core.spent(),
-        ),
+        paid=account(history, history.spec, until=finished, spent=training.core.spent()),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         finished=round(finished, 3),

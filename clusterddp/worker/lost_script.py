@@ -12,10 +12,11 @@ from clusterddp import log
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
-from clusterddp.run import events, restart_policy
+from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.history import History, causes_of, gained, withdrawn
 from clusterddp.run.outcome import read_outcome
-from clusterddp.run.restart_policy import Policy, gained
+from clusterddp.run.restart_policy import Policy
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
@@ -68,17 +69,16 @@ def _changed(attempt: Attempt) -> float:
 def _requeue(attempt: Attempt, job_id: str, host: str) -> None:
     """Raises ClusterDDPError and OSError."""
     run, restart = attempt.run, int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    spec, name = run.load_spec(), own_name(os.environ, job_id)
-    policy = Policy.of(spec)
-    may_resume = policy.requeue or (policy.requeues_loops and gained(attempt) is not None)
-    history = events.read(run.events)
-    if not may_resume or restart_policy.withdrawn(history, job_id):
+    history, name = History.read(run), own_name(os.environ, job_id)
+    policy = Policy.of(history.spec or run.load_spec())
+    gains = gained(attempt, history.spec) is not None
+    if not (policy.requeue or (policy.requeues_loops and gains)):
         return
-    if len(restart_policy.causes_of(history)) > policy.max_requeues:
+    if withdrawn(history.events, job_id) or len(causes_of(history.events)) > policy.max_requeues:
         return
     if slurm.ending(name, restart) is not Ending.NONE:  # another task, or Slurm, was first
         return
     why = f"the batch script is lost with {host}"
     log.info(f"{why}: job {job_id} goes back into the queue")
     slurm.requeue(name)
-    events.add(run.events, events.Requeued, job_id=job_id, attempt=attempt.number, why=why)
+    events.add(run.events, events.Requeued(job_id=job_id, attempt=attempt.number, why=why))

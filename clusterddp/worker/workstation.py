@@ -70,16 +70,16 @@ def recorded(spec: JobSpec, *, may_exist: bool) -> Iterator[tuple[RunDir, Callab
     job_id = str(os.getpid())
 
     def record(code: int, failure: Failure | None = None) -> None:
-        events.add(run.events, events.Ended, job_id=job_id, exit_code=code, first_failure=failure)
+        events.add(run.events, events.Ended(job_id=job_id, exit_code=code, first_failure=failure))
 
     goes_on = may_exist and path.is_dir()
     known = nullcontext(RunDir(path)) if goes_on else RunDir.create(spec, None)
     with known as run:
         host, pid = os.uname().nodename, os.getpid()
         events.add(
-            run.events, events.Submitted, job_id=job_id, launcher="local", pid=pid, host=host
+            run.events, events.Submitted(job_id=job_id, launcher="local", pid=pid, host=host)
         )
-        events.add(run.events, events.Started, job_id=job_id, nodelist="localhost")
+        events.add(run.events, events.Started(job_id=job_id, nodelist="localhost"))
         try:
             yield run, record
         except (Exception, KeyboardInterrupt) as error:

@@ -19,8 +19,9 @@ from clusterddp.batch import controller, step_watch
 from clusterddp.launchers import sbatch
 from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT, master_port
 from clusterddp.request.resources import Resources
-from clusterddp.run import bad_nodes, preflight
+from clusterddp.run import preflight
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.history import History
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.status import run_status
@@ -623,7 +624,7 @@ def test_a_job_that_is_ended_while_its_nodes_are_checked_starts_no_task(
     assert heard == [name != "USR1"]
     assert code == {"USR1": 1, "HUP": 75, "TERM": 143}[name]
     assert not (tmp_path / "started").exists()
-    assert bool(bad_nodes.blamed(attempt)) == (name == "USR1")
+    assert bool(blamed_in(attempt)) == (name == "USR1")
 
 
 @pytest.mark.slow
@@ -690,3 +691,7 @@ def insert(script: str, ahead: str, line: str) -> str:
     begin = script.index(ahead)
     end = script.index("\n", begin) + 1
     return script[:end] + line + script[end:]
+
+
+def blamed_in(attempt: Attempt) -> set[str]:
+    return History.read(attempt.run).blamed(attempt.number)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from clusterddp.batch import finish
+from clusterddp.batch import begin as beginning
+from clusterddp.batch.job import JobStart
 from clusterddp.run.attempt import NotStarted
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
@@ -14,7 +15,7 @@ __all__ = ["workplace"]
 @pytest.fixture
 def run(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run of a COMMAND that job 7 was the first to start, and that job 8 runs now."""
-    monkeypatch.setattr(finish, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(beginning, "_PAUSE_SECONDS", 0.01)
     first = {**started("7"), "attempt": 1}, {**ended("7", 75), "attempt": 1, "cause": "stopped"}
     second = submitted("8"), {**started("8"), "attempt": 2}
     run = workplace.run("one", submitted("7"), *first, *second)
@@ -24,7 +25,8 @@ def run(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def begin(run: RunDir, job_id: str = "7", patience: float = 0.05) -> int:
-    return finish.begin(run, job_id, 1, "h01", 20, patience, lambda _: []).number
+    job = JobStart(run, job_id, 1, "h01")
+    return beginning.begin_attempt(job, 20, patience, lambda _: []).number
 
 
 def test_an_older_job_that_is_requeued_does_not_start_the_command_a_second_time(

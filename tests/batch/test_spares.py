@@ -20,6 +20,7 @@ from clusterddp.reporting.paid import account
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, events, outcome, preflight
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.history import History
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client
@@ -145,7 +146,7 @@ def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
     monkeypatch.setattr(preflight, "check", lambda *_: record)
     assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
     assert list(spares.bad(attempt.run)) == ["h02"]
-    assert bad_nodes.blamed(attempt) == (set() if starts else {"h02"})
+    assert blamed_in(attempt) == (set() if starts else {"h02"})
 
 
 def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
@@ -180,7 +181,7 @@ def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
     monkeypatch.setattr(own, "_run_lines", lambda *_: 0)
     assert [own._start(attempt) for _ in range(2)] == [0, 0]
     assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
-    assert (list(spares.bad(attempt.run)), bad_nodes.blamed(attempt)) == (["h03"], set())
+    assert (list(spares.bad(attempt.run)), blamed_in(attempt)) == (["h03"], set())
     assert own._allocation and own._allocation.choose(spares.bad(attempt.run)) == ["h01", "h02"]
 
 
@@ -281,7 +282,7 @@ def test_an_idle_spare_is_asked_now_and_then_and_lost_once(attempt: Attempt, ask
 
 def test_the_loss_of_an_idle_spare_is_no_part_of_an_attempt(attempt: Attempt) -> None:
     spares.blame(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
-    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
+    assert (blamed_in(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
 
 
 def test_a_slurmd_whose_kernel_answers_is_asked_more_often(attempt: Attempt, asked: Nodes) -> None:
@@ -350,10 +351,10 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
-    assert (bad_nodes.blamed(attempt), spares.bad(attempt.run)) == (set(), {})
+    assert (blamed_in(attempt), spares.bad(attempt.run)) == (set(), {})
     spares.blame(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
-    assert (bad_nodes.blamed(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
-    assert bad_nodes.blamed(Attempt(attempt.run, 2)) == set()
+    assert (blamed_in(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
+    assert blamed_in(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]
     assert event.by == bad_nodes.BY_LOSS
 
@@ -396,9 +397,9 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number in (1, 2, 3):
         Attempt(run, number).path.mkdir(parents=True)
-    paid = account(run, spec(resources=Resources(nodes=2, spare_nodes=2)))
+    paid = account(History.read(run), spec(resources=Resources(nodes=2, spare_nodes=2)))
     assert paid is not None and (paid.idle, paid.node_hours) == (2.0, 2 * 2.5 + 2.0)
-    without = account(run, spec(resources=Resources(nodes=2)))
+    without = account(History.read(run), spec(resources=Resources(nodes=2)))
     assert without is not None and without.idle is None
 
 
@@ -429,3 +430,7 @@ def test_a_lost_node_that_slurm_does_not_take_back_yet_is_offered_again(
     wait_for(lambda: len(asked) == 3, "the third offer")
     assert asked[-1] == ["h01", "h03"]
     assert logged == []
+
+
+def blamed_in(attempt: Attempt) -> set[str]:
+    return History.read(attempt.run).blamed(attempt.number)

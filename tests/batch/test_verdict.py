@@ -1,25 +1,24 @@
-"""The verdict on an attempt, and what follows it: `clusterddp finish`."""
+"""The verdict on an attempt, and what follows it."""
 
 import dataclasses
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.batch import finish
+from clusterddp.batch import job as batch_job
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
-from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
+from tests.batch.attempts import finish_attempt
+from tests.cli.made_runs import Workplace, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events
 from tests.run.test_attempt import left_by_a_killed_rank
 
@@ -29,18 +28,24 @@ REPORT = {
     "accuracy": 0.9876, "loss": 0.04, "train_seconds": 12.0, "total_seconds": 20.0,
     "images_per_second": 10000.0, "world_size": 4, "hosts": ["h01", "h02"], "finished": 200.0,
 }  # fmt: skip
+# The end of a first attempt in a process of its own: its run's directory, srun's exit code.
+FINISH = """
+import sys
+from pathlib import Path
+from clusterddp import log
+from clusterddp.batch.finish import finish
+from clusterddp.batch.job import JobStart
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.restart_policy import Policy
+from clusterddp.run.run_dir import RunDir
+
+run = RunDir(Path(sys.argv[1]))
+with log.to(print_to_job_log):
+    code = finish(JobStart(run, "17"), Attempt(run, 1), int(sys.argv[2]), Policy(False, 0, 0))
+sys.exit(code)
+"""
 PAUSED: dict[str, Any] = {"cause": "stopped", "reason": "signal", "step": 40}
-REQUEUES = "--requeue"
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """`finish` ignores the signals that end its job; the tests go on with them."""
-    names = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-    before = {name: signal.getsignal(name) for name in names}
-    yield
-    for name, handler in before.items():
-        signal.signal(name, handler)
 
 
 @pytest.fixture
@@ -127,15 +132,6 @@ def slurm_preempts(
     )
 
 
-def finish_attempt(
-    workplace: Workplace, run: RunDir, srun_code: int, *options: str, number: int = 1
-) -> Outcome:
-    return workplace.invoke(
-        "finish", str(run.path), f"--exit-code={srun_code}", "--job-id=17", "--restart=0",
-        f"--attempt={number}", "--max-requeues=20", *options,
-    )  # fmt: skip
-
-
 def last(run: RunDir, event: str) -> dict[str, Any]:
     return [one for one in read_events(run) if one["event"] == event][-1]
 
@@ -146,7 +142,7 @@ def last(run: RunDir, event: str) -> dict[str, Any]:
 def test_a_finished_run_is_told_in_one_line(workplace: Workplace, run: RunDir) -> None:
     leave(run, cause="done", reason="", step=60)
     run.report.write_text(json.dumps(REPORT))
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     [line] = got.out.splitlines()
     for word in ("98.76%", "0.0400", "12.0 s", "10,000 images/s", "4 ranks of 2 hosts"):
         assert word in line
@@ -175,7 +171,7 @@ def test_the_first_failure_is_named_and_its_code_wins_over_sruns(
     record(run, 1, 1, error=error)
     record(run, 0, 143, signal="SIGTERM")
     run.rank_log(1).write_text("first\nlast words\n")
-    got = finish_attempt(workplace, run, 143, REQUEUES)
+    got = finish_attempt(workplace, run, 143, requeue=True)
     assert got.code == 1
     assert "rank 1 on h01 failed first: RuntimeError: boom (logs/rank-1.log)" in got.out
     assert "--rank 1" in got.out
@@ -464,7 +460,7 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     slurm_says(workplace)
     saved(run)
     leave(run, **{**PAUSED, "step": 50, "saved": 40, "trouble": TROUBLE})
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     assert "their last checkpoint is of step 40" in got.out
     assert TROUBLE in got.out
     assert kinds(run)[-2:] == ["ended", "requeued"]
@@ -483,7 +479,7 @@ def test_ranks_that_could_record_nothing_on_a_full_disk_have_not_failed(
         record(run, rank, 0, ended=None, exit_code=None)
     full = "the disk is full"
     monkeypatch.setattr(Attempt, "trouble_writing", lambda _: full)
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     assert "could not record how" in got.out and full in got.out
     ended = last(run, "ended")
     assert (ended["cause"], ended["trouble"]) == ("signal", full)
@@ -492,12 +488,11 @@ def test_ranks_that_could_record_nothing_on_a_full_disk_have_not_failed(
 
 def test_a_log_that_takes_no_line_costs_no_verdict(run: RunDir, tmp_path: Path) -> None:
     record(run, 1, 3)
-    argv = [sys.executable, "-m", "clusterddp", "finish", str(run.path), "--exit-code=3"]
     environ = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_SUBMIT_DIR": str(tmp_path)}
     with Path("/dev/full").open("w") as full:  # as a disk that is full, or read-only
         done = subprocess.run(
-            [*argv, "--attempt=1", "--job-id=17"], env=environ, stdout=full, stderr=full,
-            check=False,
+            [sys.executable, "-c", FINISH, str(run.path), "3"], env=environ, stdout=full,
+            stderr=full, check=False,
         )  # fmt: skip
     assert done.returncode == 3
     said = (tmp_path / "slurm-17.out").read_text()
@@ -506,12 +501,8 @@ def test_a_log_that_takes_no_line_costs_no_verdict(run: RunDir, tmp_path: Path) 
 
 
 def test_no_torch_is_needed(run: RunDir) -> None:
-    program = (
-        "import sys; from clusterddp.cli.commands.earlier_scripts import finish; "
-        "finish.main(sys.argv[1:], standalone_mode=False); sys.exit('torch' in sys.modules)"
-    )
-    words = [str(run.path), "--exit-code=1", "--attempt=1"]
-    argv = [sys.executable, "-c", program, *words]
+    program = f"{FINISH.rpartition('sys.exit')[0]}sys.exit('torch' in sys.modules)"
+    argv = [sys.executable, "-c", program, str(run.path), "1"]
     assert subprocess.run(argv, check=False, timeout=90).returncode == 0
 
 
@@ -528,14 +519,14 @@ def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
     run.job_log.write_text(
         f"clusterddp: mnist, job 17 on h01, Tue\nsrun: error: h01: task 1: {word}\n"
     )
-    got = finish_attempt(workplace, run, 137, REQUEUES)
+    got = finish_attempt(workplace, run, 137, requeue=True)
     event = last(run, "ended")
     assert (event["cause"], event["exit_code"], event["step"]) == ("failed", 137, 40)
     assert (event["first_failure"]["rank"], event["first_failure"]["host"]) == (1, "h01")
     assert f"launch prefix) was {how}" in got.out
     assert "the ranks have saved and left at step 40" in got.out
     assert "requeued" not in kinds(run)
-    finish_attempt(workplace, run, 137, REQUEUES, "--restart-on-failure=1")
+    finish_attempt(workplace, run, 137, requeue=True, restart_on_failure=1)
     assert kinds(run)[-1] == "requeued"
 
 
@@ -574,7 +565,7 @@ def test_a_preemption_that_slurm_shows_as_a_cancellation_is_known_by_the_steps_l
         "clusterddp: mnist, job 17 on h01, Tue\nslurmstepd-h01: error: *** STEP 17.0 ON h01 "
         "CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***\n"
     )
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert last(run, "ended")["cause"] == "preempted"
     assert "scontrol requeue 17" in workplace.calls
     assert got.code == 0
@@ -620,7 +611,7 @@ def test_a_run_that_was_interrupted_goes_back_into_the_queue(
 ) -> None:
     slurm_says(workplace, words)
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert (got.code, got.err) == (0, "")
     assert "scontrol requeue 17" in workplace.calls
     assert kinds(run)[-2:] == ["ended", "requeued"]
@@ -653,7 +644,7 @@ def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
 ) -> None:
     slurm_preempts(workplace, version, by, requeue, mode)
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     assert ("scontrol requeue 17" in workplace.calls) != slurms
     assert kinds(run)[-2:] == ["ended", "requeued"]
     assert last(run, "requeued")["why"] == "preempted"
@@ -670,8 +661,9 @@ def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
     leave(run, **PAUSED)
     if why == "stop":
         add_event(run, "stop_asked", job_id="17", attempt=1)
-    options = {"cap": [REQUEUES, "--max-requeues=0"], "stop": [REQUEUES]}.get(why, [])
-    assert finish_attempt(workplace, run, 0, *options).code == 75
+    capped = {"max_requeues": 0} if why == "cap" else {}
+    requeue = why != "requeue is off"
+    assert finish_attempt(workplace, run, 0, requeue=requeue, **capped).code == 75
     assert last(run, "ended")["cause"] == "preempted"
     forbidden = "scontrol update JobId=17 Requeue=0" in workplace.calls
     assert forbidden == (version == "24.11.5")
@@ -685,7 +677,7 @@ def test_a_stop_while_the_requeue_is_left_to_slurm_takes_the_job_out_again(
     slurm_preempts(workplace, late=f"echo {shlex.quote(line)} >>{run.events}")
     workplace.command("scancel", "exit 0")
     leave(run, **PAUSED)
-    assert finish_attempt(workplace, run, 0, REQUEUES).code == 75
+    assert finish_attempt(workplace, run, 0, requeue=True).code == 75
     assert workplace.calls[-1] == "scancel 17"
     assert last(run, "cancelled")["job_id"] == "17"
 
@@ -696,7 +688,7 @@ def test_what_slurm_or_a_person_has_decided_is_left(
 ) -> None:
     slurm_says(workplace, words)
     leave(run, **PAUSED)
-    finish_attempt(workplace, run, 75, REQUEUES)
+    finish_attempt(workplace, run, 75, requeue=True)
     assert "scontrol requeue 17" not in workplace.calls
     assert kinds(run)[-1] == "ended"
 
@@ -705,7 +697,7 @@ def test_cancel_wins_whatever_slurm_shows(workplace: Workplace, run: RunDir) -> 
     slurm_says(workplace)
     add_event(run, "cancelled", job_id="17")
     leave(run, **PAUSED)
-    assert finish_attempt(workplace, run, 75, REQUEUES).code == 75
+    assert finish_attempt(workplace, run, 75, requeue=True).code == 75
     assert last(run, "ended")["cause"] == "cancelled"
     assert workplace.calls == []
 
@@ -718,7 +710,7 @@ def test_where_requeue_is_refused_another_job_takes_the_place(
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\necho the script\n")
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75  # the run is not done: what waits for this job must not start
     assert "presently disabled" in got.out
     event = last(run, "submitted")
@@ -745,7 +737,7 @@ def test_a_point_with_a_script_of_its_own_is_no_element_of_the_next_job(
         run.spec.write_text(dataclasses.replace(run.load_spec(), **point).to_json())
         run.script.write_text(f"#!/bin/bash\n{lines}")
         leave(run, **PAUSED)
-        assert finish_attempt(workplace, run, 75, REQUEUES).code == 75
+        assert finish_attempt(workplace, run, 75, requeue=True).code == 75
         assert last(run, "submitted")["job_id"] == job
         assert f"sbatch --parsable{argument}" in workplace.calls
 
@@ -758,7 +750,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\n")
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
     assert "resume with: clusterddp resubmit mnist" in got.out
     event = last(run, "requeue_failed")
@@ -769,11 +761,11 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
 def test_a_controller_that_is_away_is_waited_for(
     workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finish, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(batch_job, "_PAUSE_SECONDS", 0.01)
     away = "[ -f back ] || { : >back; echo 'Unable to contact slurm controller' >&2; exit 1; }"
     slurm_says(workplace, requeue=away)
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 0
     assert "trying again" in got.out
     assert workplace.calls.count("scontrol requeue 17") == 2
@@ -782,16 +774,16 @@ def test_a_controller_that_is_away_is_waited_for(
 def test_a_crash_is_started_again_only_where_asked_for(workplace: Workplace, run: RunDir) -> None:
     slurm_says(workplace)
     record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
-    assert finish_attempt(workplace, run, 1, REQUEUES).code == 1
+    assert finish_attempt(workplace, run, 1, requeue=True).code == 1
     assert "only with --restart-on-failure" in last(run, "ended")["why"]
-    assert finish_attempt(workplace, run, 1, REQUEUES, "--restart-on-failure=1").code == 0
+    assert finish_attempt(workplace, run, 1, requeue=True, restart_on_failure=1).code == 0
     assert last(run, "requeued")["why"] == "failed"
 
 
 def test_at_the_cap_it_ends_and_says_so(workplace: Workplace, run: RunDir) -> None:
     slurm_says(workplace)
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, REQUEUES, "--max-requeues=0")
+    got = finish_attempt(workplace, run, 75, requeue=True, max_requeues=0)
     assert got.code == 75
     assert "does not resume by itself: it has been started once (--max-requeues 0)" in got.out
     assert "resume with: clusterddp resubmit mnist" in got.out
@@ -801,12 +793,12 @@ def test_two_starts_in_a_row_without_a_step_end_it(workplace: Workplace, run: Ru
     slurm_says(workplace)
     leave(run, **PAUSED)
     saved(run, 1, 40)
-    assert finish_attempt(workplace, run, 75, REQUEUES).code == 0
+    assert finish_attempt(workplace, run, 75, requeue=True).code == 0
     for number in (2, 3):
         begun(run, number, restart=number - 1)
         leave(run, number, **PAUSED)
         saved(run, number, 40, start=40)
-        got = finish_attempt(workplace, run, 75, REQUEUES, number=number)
+        got = finish_attempt(workplace, run, 75, requeue=True, number=number)
         assert got.code == (0 if number == 2 else 75)
     assert "2 starts in a row have not gained a step" in last(run, "ended")["why"]
 
@@ -816,7 +808,7 @@ def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
 ) -> None:
     workplace.monkeypatch.setenv(REHEARSAL_VARIABLE, "x")
     leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
     assert "a cluster would put the job back into the queue now" in got.out
     assert "clusterddp resubmit mnist" in got.out
@@ -830,7 +822,7 @@ def test_a_stopped_run_stays_stopped(workplace: Workplace, run: RunDir) -> None:
     slurm_says(workplace)
     Attempt(run, 1).ask_to_stop("stop")
     leave(run, cause="stopped", reason="stop", step=40)
-    got = finish_attempt(workplace, run, 75, REQUEUES)
+    got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
     assert last(run, "ended")["cause"] == "stopped"
     assert "resume with: clusterddp resubmit mnist" in got.out
@@ -855,7 +847,7 @@ def test_an_element_of_an_array_is_told_its_own_command(
     elif what == "cancelled":
         add_event(element, "cancelled", job_id="17")
     leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
-    out = finish_attempt(workplace, element, 75, REQUEUES).out
+    out = finish_attempt(workplace, element, 75, requeue=True).out
     assert f"resume with: {command}\n" in out
     assert "clusterddp resubmit" not in out
 
@@ -875,7 +867,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
         add_event(run, "stop_asked", job_id="17", attempt=1)
     else:
         Attempt(run, 1).ask_to_stop("stop")
-    finish_attempt(workplace, run, 75, REQUEUES, "--restart-on-failure=5")
+    finish_attempt(workplace, run, 75, requeue=True, restart_on_failure=5)
     ended = last(run, "ended")
     assert (ended["cause"], ended["why"]) == (cause, "'clusterddp stop' asked for it")
     assert not [call for call in workplace.calls if "requeue" in call]
@@ -887,7 +879,7 @@ def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir)
     add_event(run, "resubmit")
     begun(run, 2)
     leave(run, 2, **PAUSED)
-    assert finish_attempt(workplace, run, 75, REQUEUES, number=2).code == 0
+    assert finish_attempt(workplace, run, 75, requeue=True, number=2).code == 0
     assert kinds(run)[-1] == "requeued"
 
 
@@ -896,7 +888,7 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
     slurm_says(workplace)
     add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 138, signal="SIGUSR1")  # it does not know the signal
-    finish_attempt(workplace, run, 138, REQUEUES)
+    finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["why"] == "'clusterddp stop' asked for it"
     assert kinds(run)[-1] == "ended"
 
@@ -906,7 +898,7 @@ def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace
     slurm_says(workplace)
     add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 75)
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     assert (got.code, last(run, "ended")["cause"]) == (75, "stopped")
     assert "stopped; the command asked to be started again" in got.out
     status = json.loads(workplace.invoke("status", "own", "--json").out)
@@ -924,7 +916,7 @@ def test_what_a_commands_loop_has_saved_is_in_the_verdict(
     leave(run, cause="stopped", reason="time limit", step=7, saved=7)
     for rank, code in enumerate(codes):
         record(run, rank, code)
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     ended = last(run, "ended")
     assert (ended["cause"], ended["exit_code"], ended["step"]) == ("signal", 75, 7)
     assert "time limit: the ranks have saved and left at step 7" in got.out
@@ -948,7 +940,7 @@ def test_a_commands_loop_that_gains_no_step_twice_is_not_started_again(
             begun(run, 2, 1)
         saved(run, number, step=7, start=start)
         leave(run, number, cause="stopped", reason="signal", step=7, saved=7)
-        finish_attempt(workplace, run, 0, REQUEUES, number=number)
+        finish_attempt(workplace, run, 0, requeue=True, number=number)
     assert "2 starts in a row have not gained a step" in last(run, "ended")["why"]
 
 
@@ -962,7 +954,7 @@ def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -
     assert (status["state"], status["exit_code"]) == ("failed", 143)
     assert status["detail"] == "time limit, and requeue is off; it ended without saving"
     assert (
-        finish_attempt(workplace, run, 143, REQUEUES).code == 0
+        finish_attempt(workplace, run, 143, requeue=True).code == 0
     )  # what it saved before is its own matter
 
 
@@ -978,14 +970,14 @@ def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workp
     assert f"does not resume by itself: {why}" in got.out
     assert last(run, "ended")["cause"] == "signal"
     assert json.loads(workplace.invoke("status", "own", "--json").out)["detail"] == why
-    assert finish_attempt(workplace, run, 75, REQUEUES, "--max-requeues=0").code == 75
+    assert finish_attempt(workplace, run, 75, requeue=True, max_requeues=0).code == 75
     shown = json.loads(workplace.invoke("status", "own", "--json").out)["detail"]
     assert shown.startswith(f"{why.partition(',')[0]}; it has been started")
     Attempt(run, 1).ask_to_stop("signal")
     finish_attempt(workplace, run, 0)
     assert last(run, "ended")["why"] == "signal, and requeue is off"
     Attempt(run, 1).stop.unlink()
-    assert finish_attempt(workplace, run, 0, REQUEUES).code == 0
+    assert finish_attempt(workplace, run, 0, requeue=True).code == 0
     assert "scontrol requeue 17" in workplace.calls
 
 
@@ -1027,7 +1019,7 @@ def test_ranks_that_lost_each_other_after_a_suspension_are_started_again(
         more = {"continued": 149.0} if rank in went_on else {}
         record(run, rank, 1, error=TIMED_OUT, **more)
     saved(run)
-    got = finish_attempt(workplace, run, 1, REQUEUES)
+    got = finish_attempt(workplace, run, 1, requeue=True)
     ended = last(run, "ended")
     assert ended["cause"] == cause
     assert (got.code, "scontrol requeue 17" in workplace.calls) == (
@@ -1041,7 +1033,7 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
     run = command_run(workplace)
     slurm_says(workplace)
     record(run, 0, 138, signal="SIGUSR1")
-    got = finish_attempt(workplace, run, 138, REQUEUES)
+    got = finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["cause"] == "failed"
     assert "does not take that signal; nobody knows what it had saved before" in got.out
 
@@ -1053,7 +1045,7 @@ def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
     workplace.command("scancel", "exit 0")
     add_event(run, "stop_asked", job_id="17", attempt=1)
     leave(run, **PAUSED)
-    finish_attempt(workplace, run, 75, REQUEUES)
+    finish_attempt(workplace, run, 75, requeue=True)
     assert "scancel 17" in workplace.calls
     assert kinds(run)[-2:] == ["ended", "cancelled"]
 
@@ -1071,7 +1063,7 @@ def test_a_stop_during_the_requeue_takes_the_job_out_again(
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\n")
     leave(run, **PAUSED)
-    finish_attempt(workplace, run, 75, REQUEUES)
+    finish_attempt(workplace, run, 75, requeue=True)
     job_id = "18" if refused else "17"
     assert workplace.calls[-1] == f"scancel {job_id}"
     assert last(run, "cancelled")["job_id"] == job_id
@@ -1153,7 +1145,7 @@ def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(
     leave(run, cause="done", reason="", step=60)
     for rank in (0, 1):
         record(run, rank, 0, **told(TERM, 1))
-    got = finish_attempt(workplace, run, 0, REQUEUES)
+    got = finish_attempt(workplace, run, 0, requeue=True)
     assert (got.code, last(run, "ended")["cause"]) == (0, "done")
 
 
@@ -1174,7 +1166,7 @@ def test_a_command_that_is_told_to_end_twice_in_a_row_stops(
     begun(run, 2)
     slurm_says(workplace)
     record(run, 0, 0, number=2, **told(TERM, 1))
-    got = finish_attempt(workplace, run, 0, REQUEUES, number=2)
+    got = finish_attempt(workplace, run, 0, requeue=True, number=2)
     assert ("scontrol requeue 17" in workplace.calls) == goes_on
     assert got.code == (0 if goes_on else 75)
     assert ("2 starts in a row have left with exit code 0" in got.out) == (not goes_on)

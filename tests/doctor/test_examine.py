@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.doctor import examine
-from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
 from clusterddp.doctor.examine import dataset, file_system_type, output_folder, python
+from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig

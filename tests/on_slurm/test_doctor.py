@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
+from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.on_slurm.test_submit import CLUSTERDDP

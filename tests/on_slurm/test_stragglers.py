@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.attempt import Attempt, summaries
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import kinds
 from tests.on_slurm.cluster import SlurmCluster
@@ -79,7 +80,7 @@ def test_ranks_of_a_slow_node_are_named_with_it_until_it_keeps_up_again(
         assert line.startswith(f"warning: straggler: rank {rank} on h02 has computed at ")
     assert all(" on h02 has kept up again for " in line for line in named[2:])
     assert "nodes_blamed" not in kinds(run)  # it was a moment's load
-    [summary] = summaries(run)
+    [summary] = History.read(run).summaries()
     slow = sorted(summary.stragglers, key=lambda each: each.rank)
     assert [(each.rank, each.host) for each in slow] == [(2, "h02"), (3, "h02")]
     assert all(0.2 < each.share < 0.8 and each.until for each in slow)

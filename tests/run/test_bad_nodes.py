@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 
+from clusterddp.batch import begin as beginning
 from clusterddp.batch import finish, spares
+from clusterddp.batch.job import JobStart
 from clusterddp.errors import RequestError
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, hardware
 from clusterddp.run.attempt import Attempt, NotStarted
-from clusterddp.run.bad_nodes import BadNode, Trial
+from clusterddp.run.bad_nodes import BadNode
 from clusterddp.run.events import Failure
+from clusterddp.run.history import History, PastAttempt
 from clusterddp.run.records import SlowRank, TaskError
 from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
+from tests.batch.attempts import begin_attempt, finish_attempt
 from tests.cli.made_runs import Workplace, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED, REFUSED
@@ -383,10 +387,10 @@ LAUNCH = ("RuntimeError: CUDA error: unspecified launch failure", 1)
 BOOM = ("ValueError: boom", 1)
 
 
-def trial(hosts: str, reached: int | None, failure: tuple[str, int] | None = None) -> Trial:
+def trial(hosts: str, reached: int | None, failure: tuple[str, int] | None = None) -> PastAttempt:
     names = hosts.split()
     made = Failure(3, names[-1], failure[0], "logs/rank-3.log", failure[1]) if failure else None
-    return Trial(names, made, reached)
+    return PastAttempt(0, gained=reached, nodes=names, failure=made)
 
 
 @pytest.mark.parametrize("how", [SEGV, LAUNCH])
@@ -417,14 +421,14 @@ def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
     ids=["once", "nowhere else", "no further", "no other host", "not in a row", "two nodes",
          "program", "program once", "no steps", "none"],
 )  # fmt: skip
-def test_what_may_be_the_programs_blames_nobody(trials: list[Trial]) -> None:
+def test_what_may_be_the_programs_blames_nobody(trials: list[PastAttempt]) -> None:
     assert bad_nodes.failed_again(trials) == ""
 
 
-def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
+def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> PastAttempt:
     """An attempt on hosts; of each slow rank: its host, and when it kept up again."""
     ranks = [SlowRank(n, host, 0.4, until=until[0] if until else None) for n, host, *until in named]
-    return Trial(hosts.split(), slow=ranks)
+    return PastAttempt(0, nodes=hosts.split(), slow=ranks)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +442,9 @@ def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> Trial:
         ([slow("a b c", (5, "c")), slow("a b c", (5, "b"), (2, "b"), (3, "b"))], "b"),
     ],
 )
-def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], host: str) -> None:
+def test_a_node_that_is_slow_with_several_ranks_is_blamed(
+    trials: list[PastAttempt], host: str
+) -> None:
     [(blamed, reason)] = bad_nodes.straggling(trials).items()
     assert blamed == host
     assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
@@ -466,7 +472,7 @@ def test_a_node_that_is_slow_with_several_ranks_is_blamed(trials: list[Trial], h
         [slow("a b c", (2, ""), (3, ""))],
     ],
 )
-def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[Trial]) -> None:
+def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[PastAttempt]) -> None:
     assert bad_nodes.straggling(trials) == {}
 
 
@@ -514,18 +520,13 @@ def cluster_says(
     place.command("sinfo", "\n".join(lines))
 
 
-def finish_attempt(place: Workplace, run: RunDir, code: int, *options: str) -> str:
-    return place.invoke(
-        "finish", str(run.path), f"--exit-code={code}", "--job-id=17", "--restart=0",
-        "--attempt=1", "--max-requeues=20", "--requeue", *options,
-    ).out  # fmt: skip
+def finished(place: Workplace, run: RunDir, code: int, **policy: int) -> str:
+    return finish_attempt(place, run, code, requeue=True, **policy).out
 
 
-def begin(place: Workplace, run: RunDir, nodelist: str = "h[01-02]") -> int:
-    return place.invoke(
-        "begin", str(run.path), "--job-id=17", "--restart=0", "--max-requeues=20",
-        f"--nodelist={nodelist}",
-    ).code  # fmt: skip
+def begin(place: Workplace, run: RunDir, nodelist: str = "h[01-02]") -> str:
+    """Number of the attempt that began; empty where none did."""
+    return begin_attempt(place, run, nodelist=nodelist).out
 
 
 def updates(place: Workplace) -> list[str]:
@@ -535,7 +536,7 @@ def updates(place: Workplace) -> list[str]:
 def test_a_lost_node_is_blamed_and_left_out_once_the_job_is_back(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, excluded="h[07-08]")
-    finish_attempt(workplace, run, 1)
+    finished(workplace, run, 1)
     assert bad_nodes.read(workplace.root)["h02"].by == bad_nodes.BY_LOSS
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h07,h08,h02"]
     order = [call for call in workplace.calls if "requeue" in call or "update" in call]
@@ -547,7 +548,7 @@ def test_a_job_without_bad_nodes_asks_slurm_nothing_more(workplace: Workplace) -
     run = begun(workplace)
     cluster_says(workplace)
     Attempt(run, 1).end.write_text('{"cause": "stopped", "reason": "signal", "step": 40}')
-    finish_attempt(workplace, run, 75)
+    finished(workplace, run, 75)
     assert "scontrol requeue 17" in workplace.calls
     assert not any(call.startswith("sinfo") for call in workplace.calls)
     assert updates(workplace) == []
@@ -558,7 +559,7 @@ def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
     cluster_says(workplace, excluded="h[03,09]")
     bad_nodes.blame(Attempt(run, 1), "17", {"h03": "slow"}, bad_nodes.BY_PREFLIGHT)
     bad_nodes.clear(workplace.root, ["h03"])
-    finish_attempt(workplace, run, 1)
+    finished(workplace, run, 1)
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
 
 
@@ -571,11 +572,11 @@ def test_a_list_that_cannot_be_had_leaves_a_run_its_own_blames(workplace: Workpl
     run.script.write_text("#!/bin/bash\n")
     (workplace.root / bad_nodes.FILE_NAME).mkdir()
     workplace.monkeypatch.setattr(bad_nodes, "_latest", unreadable)
-    finish_attempt(workplace, run, 1)
+    finished(workplace, run, 1)
     assert list(spares.bad(run)) == ["h02"]
     assert "sbatch --parsable --exclude=h02" in workplace.calls
     cluster_says(workplace)
-    assert begin(workplace, run) == 75
+    assert begin(workplace, run) == ""
 
 
 def unreadable(*_: object) -> dict[str, BadNode]:
@@ -588,11 +589,11 @@ def test_a_cleared_or_expired_node_is_bad_no_more_though_the_run_has_blamed_it(
     attempt = run_in(tmp_path)
     bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
     bad_nodes.clear(tmp_path, ["h02"])
-    assert list(bad_nodes.read_for(attempt.run)) == ["h03"]
+    assert list(bad_nodes.read_for(History.read(attempt.run))) == ["h03"]
     later = time.time() + DAY + 1
     monkeypatch.setattr(time, "time", lambda: later)
-    assert bad_nodes.read_for(attempt.run) == {}
-    assert bad_nodes.known_to(attempt.run) == {"h02", "h03"}
+    assert bad_nodes.read_for(History.read(attempt.run)) == {}
+    assert bad_nodes.known_to(History.read(attempt.run)) == {"h02", "h03"}
 
 
 def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
@@ -607,7 +608,7 @@ def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
 def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
-    said = finish_attempt(workplace, run, 1)
+    said = finished(workplace, run, 1)
     assert "bad nodes cannot be left out" in said and "no longer pending" in said
     assert [e["event"] for e in read_events(run)][-1] == "requeued"
 
@@ -618,7 +619,7 @@ def test_the_job_in_its_place_leaves_it_out_and_the_script_stays(workplace: Work
     workplace.command("sbatch", "/bin/cat >sent; echo 18")
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\n")
-    finish_attempt(workplace, run, 1)
+    finished(workplace, run, 1)
     assert "sbatch --parsable --exclude=h02" in workplace.calls
     assert (workplace.folder / "sent").read_text() == run.script.read_text() == "#!/bin/bash\n"
     assert read_events(run)[-1]["job_id"] == "18"
@@ -637,7 +638,7 @@ def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> N
     run = begun(workplace)
     cluster_says(workplace)
     died_of_hardware(run)
-    finish_attempt(workplace, run, 1, "--restart-on-failure=1")
+    finished(workplace, run, 1, restart_on_failure=1)
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.by == bad_nodes.BY_HARDWARE
     assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
@@ -659,11 +660,11 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
         return ["h01", *spare] if spare else []
 
     policy = Policy(requeue=False, max_requeues=20, restart_on_failure=1)
-    nodes = finish.resume_in_job(Attempt(run, 1), 1, "17", 0, policy, choose)
+    nodes = finish.resume_in_job(JobStart(run, "17"), Attempt(run, 1), 1, policy, choose)
     assert known == ["h02"]
     assert list(nodes) == (["h01", *spare] if spare else [])
     if not spare:
-        finish_attempt(workplace, run, 1, "--restart-on-failure=1")
+        finished(workplace, run, 1, restart_on_failure=1)
     assert kinds(run).count("nodes_blamed") == 1
     assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
 
@@ -673,21 +674,22 @@ def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace)
     add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
     bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
     cluster_says(workplace)
-    assert [begin(workplace, run) for _ in range(3)] == [75, 75, 0]
+    assert [begin(workplace, run) for _ in range(3)] == ["", "", "2"]
     kinds = [event["event"] for event in read_events(run)]
     assert kinds.count("not_started") == kinds.count("requeued") == 2
     assert kinds[-1] == "started"
     assert workplace.calls.count("scontrol requeue 17") == 2
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h02"] * 2
     assert sum(call.startswith("sinfo") for call in workplace.calls) == 3  # one a start
-    assert begin(workplace, run, "h[03-04]") == 0
+    assert begin(workplace, run, "h[03-04]") == "3"
 
 
 def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
     """Begin an attempt on two nodes; returns what it says."""
     place.monkeypatch.setenv("SLURM_JOB_ID", "17")
     try:
-        finish.begin(run, "17", 0, "h[01-02]", 20, 1.0, lambda _: (), (), needed)
+        job = JobStart(run, "17", 0, "h[01-02]")
+        beginning.begin_attempt(job, 20, 1.0, lambda _: (), needed=needed)
     except NotStarted as error:
         return str(error)
     return "begun"
@@ -752,7 +754,7 @@ def test_a_start_on_a_bad_node_goes_on_where_giving_it_back_is_of_no_use(
         bad_nodes.clear(workplace.root, ["h02"])
     if why == "cancelled":
         add_event(run, "cancelled", job_id="17")
-    assert begin(workplace, run) == (75 if why == "cancelled" else 0)
+    assert begin(workplace, run) == ("" if why == "cancelled" else "2")
     assert "not_started" not in [event["event"] for event in read_events(run)]
 
 
@@ -762,7 +764,7 @@ def test_the_node_of_a_script_that_was_lost_is_blamed_at_the_next_start(
 ) -> None:
     run = begun(workplace, LOST if how == "srun has said so" else "")
     cluster_says(workplace, down="h02" if how == "its node is down" else "h04")
-    assert begin(workplace, run, "h[01,03]") == 0
+    assert begin(workplace, run, "h[01,03]") == "2"
     blamed = [event["nodes"] for event in read_events(run) if event["event"] == "nodes_blamed"]
     reason = "lost during attempt 1, whose end nobody recorded"
     assert blamed == ([] if how == "neither" else [{"h02": reason}])

@@ -20,7 +20,7 @@ FAILURE = {"rank": 1, "host": "h01", "reason": "boom", "log": "logs/rank-1.log"}
 def test_events_are_written_with_the_fields_that_are_given_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     failure = Failure(1, "h01", "boom", "logs/rank-1.log")
-    events.add(path, Ended, job_id="7", exit_code=1, first_failure=failure, step=None)
+    events.add(path, Ended(job_id="7", exit_code=1, first_failure=failure, step=None))
     line = json.loads(path.read_text())
     assert line.pop("time") > 0
     assert line == {
@@ -41,7 +41,7 @@ def test_a_torn_line_and_an_unknown_event_cost_no_other(tmp_path: Path) -> None:
     assert submitted == Submitted(job_id="7", launcher="sbatch")
     assert (type(unknown), unknown.job_id, unknown.attempt) == (Event, "8", 3)
     assert nameless == Event()
-    events.add(path, Started, job_id="7")
+    events.add(path, Started(job_id="7"))
     assert events.read(path)[-1].job_id == "7"
 
 

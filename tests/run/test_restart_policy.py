@@ -10,35 +10,26 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.events import parse
-from clusterddp.run.restart_policy import (
-    CANCELLED,
-    DONE,
-    FAILED,
-    NO_RESTART,
-    PREEMPTED,
-    REQUEUED,
-    SIGNAL,
-    STOP_ASKED,
-    STOPPED,
-    TIME_LIMIT,
-    Policy,
-    Start,
-    causes_of,
-    decide,
-    gained,
-    starts_since_submission,
-    withdrawn,
-)
+from clusterddp.run.events import Cause, parse
+from clusterddp.run.history import History, PastAttempt, causes_of, gained, withdrawn
+from clusterddp.run.restart_policy import NO_RESTART, STOP_ASKED, Policy, decide
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
 
 Event = dict[str, Any]
+CANCELLED = Cause.CANCELLED
+DONE = Cause.DONE
+FAILED = Cause.FAILED
+PREEMPTED = Cause.PREEMPTED
+REQUEUED = Cause.REQUEUED
+SIGNAL = Cause.SIGNAL
+STOPPED = Cause.STOPPED
+TIME_LIMIT = Cause.TIME_LIMIT
 USUAL = Policy(requeue=True, max_requeues=20, restart_on_failure=0)
 
 
-def ends(*causes: str, gained: int | None = 5) -> list[Start]:
-    return [Start(number, cause, gained) for number, cause in enumerate(causes, 1)]
+def ends(*causes: str, gained: int | None = 5) -> list[PastAttempt]:
+    return [PastAttempt(number, cause, gained) for number, cause in enumerate(causes, 1)]
 
 
 # policy, the causes of all starts so far -> whether another follows, words of the reason
@@ -61,7 +52,12 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
     (Policy(True, 20, 2), [FAILED, SIGNAL, FAILED], True, FAILED),
     # the cap counts every start after the first, whoever caused it
     (Policy(True, 2, 0), [REQUEUED, SIGNAL], True, SIGNAL),
-    (Policy(True, 2, 0), [SIGNAL, "", SIGNAL], False, "started 3 times (--max-requeues 2)"),
+    (
+        Policy(True, 2, 0),
+        [SIGNAL, "", SIGNAL],
+        False,
+        "started 3 times (--max-requeues 2)",
+    ),
     (Policy(True, 0, 5), [FAILED], False, "started once (--max-requeues 0)"),
     (Policy(True, 0, 0), [SIGNAL], False, "--max-requeues 0"),
 ]
@@ -80,12 +76,12 @@ def test_a_command_without_a_loop_is_not_requeued_where_nobody_asked_for_it() ->
 
 
 def test_a_command_that_left_with_0_at_a_signal_is_put_back_once() -> None:
-    first, again = (Start(number, PREEMPTED, None, told=True) for number in (1, 2))
+    first, again = (PastAttempt(number, PREEMPTED, None, told=True) for number in (1, 2))
     assert decide(USUAL, PREEMPTED, [first]).go_on
     decision = decide(USUAL, PREEMPTED, [first, again])
     assert (decision.go_on, decision.code) == (False, "CD1229")
-    with_loop = Start(2, PREEMPTED, 5, told=True)  # whose steps are known
-    assert decide(USUAL, PREEMPTED, [Start(1, PREEMPTED, 5, told=True), with_loop]).go_on
+    with_loop = PastAttempt(2, PREEMPTED, 5, told=True)  # whose steps are known
+    assert decide(USUAL, PREEMPTED, [PastAttempt(1, PREEMPTED, 5, told=True), with_loop]).go_on
 
 
 @pytest.mark.parametrize("cause", [SIGNAL, TIME_LIMIT, PREEMPTED, FAILED, REQUEUED])
@@ -104,7 +100,10 @@ FRUITLESS: list[tuple[list[tuple[str, int | None]], bool]] = [
     ([(SIGNAL, 3), (SIGNAL, 0)], True),
     ([(SIGNAL, 0), (SIGNAL, 3)], True),
     ([(SIGNAL, 0), (PREEMPTED, 0), (SIGNAL, 3)], True),
-    ([(SIGNAL, 0), (PREEMPTED, 0), ("", 0), (REQUEUED, 0), (SIGNAL, 0)], False),
+    (
+        [(SIGNAL, 0), (PREEMPTED, 0), ("", 0), (REQUEUED, 0), (SIGNAL, 0)],
+        False,
+    ),
     ([(SIGNAL, 0), (PREEMPTED, 0)], True),
     ([(PREEMPTED, 0), ("", 0), (REQUEUED, 0), (PREEMPTED, 0)], True),
     ([(SIGNAL, None), (SIGNAL, None)], True),  # of a command nobody knows
@@ -115,7 +114,7 @@ FRUITLESS: list[tuple[list[tuple[str, int | None]], bool]] = [
 def test_two_starts_in_a_row_without_a_step_end_it(
     told: list[tuple[str, int | None]], go_on: bool
 ) -> None:
-    starts = [Start(number, cause, steps) for number, (cause, steps) in enumerate(told, 1)]
+    starts = [PastAttempt(number, cause, steps) for number, (cause, steps) in enumerate(told, 1)]
     decision = decide(USUAL, told[-1][0], starts)
     assert decision.go_on is go_on
     assert go_on or "2 starts in a row have not gained a step" in decision.why
@@ -223,26 +222,27 @@ def attempt(run: RunDir, number: int, *steps: int, start: int | None) -> Attempt
 
 
 def test_steps_gained_are_those_beyond_where_it_began(run: RunDir) -> None:
-    assert gained(attempt(run, 1, 20, 40, start=0)) == 40
-    assert gained(attempt(run, 2, 20, 40, start=40)) == 0
-    assert gained(attempt(run, 3, start=40)) == 0
-    assert gained(attempt(run, 4, start=None)) == 0  # its ranks never met
+    assert gained(attempt(run, 1, 20, 40, start=0), run.read_spec()) == 40
+    assert gained(attempt(run, 2, 20, 40, start=40), run.read_spec()) == 0
+    assert gained(attempt(run, 3, start=40), run.read_spec()) == 0
+    assert gained(attempt(run, 4, start=None), run.read_spec()) == 0  # its ranks never met
 
 
 def test_of_a_command_nobody_knows_the_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "own", command=("true",))
-    assert gained(Attempt(run, 1)) is None
+    assert gained(Attempt(run, 1), run.read_spec()) is None
 
 
 def test_what_lies_beside_the_checkpoints_counts_for_nothing(run: RunDir) -> None:
     made = attempt(run, 1, 20, start=0)
     for name in ("step-x.pt", "step-00000099.pt.sha256", ".step-00000099.pt", "best.json"):
         (made.checkpoints / name).touch()
-    assert gained(made) == 20
+    assert gained(made, run.read_spec()) == 20
 
 
 def test_starts_have_their_causes_and_their_steps(run: RunDir) -> None:
     for event in (started(1), ended(1, SIGNAL), started(2)):
         add_event(run, **event)
     attempt(run, 1, 20, start=0)
-    assert starts_since_submission(run) == [Start(1, SIGNAL, 20), Start(2, "", 0)]
+    starts = [(each.number, each.cause, each.gained) for each in History.read(run).starts]
+    assert starts == [(1, SIGNAL, 20), (2, "", 0)]

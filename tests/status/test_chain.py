@@ -123,7 +123,7 @@ def queue(folder: Path, name: str, *after: str, **more: Any) -> RunDir:
     run.spec.write_text(spec.to_json())
     for index in range(len(spec.sweep)):
         queue(folder, f"{name}-{index}", *after)
-    events.add(run.events, events.Submitted, job_id="12", launcher="sbatch")
+    events.add(run.events, events.Submitted(job_id="12", launcher="sbatch"))
     return run
 
 
@@ -162,7 +162,7 @@ def test_runs_that_would_wait_for_each_other_are_refused(
     with pytest.raises(RequestError) as refusal:
         chain.check(seen, spec)
     assert words in str(refusal.value)
-    events.add(made["a"].events, events.Started, job_id="12", attempt=1)
+    events.add(made["a"].events, events.Started(job_id="12", attempt=1))
     chain.check(seen, spec)  # which has begun, and waits no more
 
 
@@ -172,11 +172,11 @@ def test_a_held_job_that_cannot_be_told_of_a_new_one_is_named_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
-    events.add(waiting.events, events.Waits, job_id="5", runs=("a",), held=True)
+    events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
+    events.add(waiting.events, events.Waits(job_id="5", runs=("a",), held=True))
     a = RunDir(waiting.path.with_name("a"))
     a.make()
-    events.add(a.events, events.AwaitedBy, by=str(waiting.path))
+    events.add(a.events, events.AwaitedBy(by=str(waiting.path)))
 
     def refuse(*_: str) -> None:
         raise SlurmError("Circular job dependency")
@@ -360,10 +360,10 @@ def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_
     job = JobState(state, HELD if held else "Dependency")
     monkeypatch.setattr(chain.slurm, "query", lambda ids: dict.fromkeys(ids, job))
     monkeypatch.setattr(chain.slurm, "dependency_of", lambda _: [])
-    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     a = RunDir(waiting.path.with_name("a"))
     a.make()
-    events.add(a.events, events.AwaitedBy, by=str(waiting.path))
+    events.add(a.events, events.AwaitedBy(by=str(waiting.path)))
     chain.rejoin(a)
     depends = [("depend", "5", "afterany:12")] if held or state is State.PENDING else []
     assert changes == [*depends, *([("release", "5")] if held else [])]
@@ -396,13 +396,13 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
 ) -> None:
     put_back: list[tuple[str, ...]] = []
     monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
-    events.add(waiting.events, events.Submitted, job_id="5", launcher="sbatch")
+    events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     assert chain.wait_again(waiting, "5", 0) == "waits for a (running)"
     assert put_back == [("5", "afterany:12")]
     for reason, shown in (("Dependency", ["a"]), ("BeginTime", ["a"]), ("Resources", [])):
         status = run_status(waiting, {"5": JobState(State.PENDING, reason)})
         assert (status.state, status.waits_for) == ("queued", shown)
-    events.add(waiting.events, events.Started, job_id="5", attempt=1)
+    events.add(waiting.events, events.Started(job_id="5", attempt=1))
     assert chain.wait_again(waiting, "5", 1) == ""
 
 
@@ -413,10 +413,10 @@ def test_a_point_waits_again_by_its_name_until_it_begins(
     monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    events.add(waiting.events, events.Submitted, job_id="7_3", launcher="sbatch")
+    events.add(waiting.events, events.Submitted(job_id="7_3", launcher="sbatch"))
     assert chain.wait_again(waiting, "9", 0) == "waits for a (running)"
     assert put_back == [("7_3", "afterany:12")]
     status = run_status(waiting, {"7_3": JobState(State.PENDING, "Dependency")})
     assert (status.state, status.waits_for) == ("queued", ["a"])
-    events.add(waiting.events, events.CancelAsked, job_id="7_3")
+    events.add(waiting.events, events.CancelAsked(job_id="7_3"))
     assert chain.wait_again(waiting, "9", 1) == ""  # which says so later on

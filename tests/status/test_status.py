@@ -12,6 +12,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import restart_policy
 from clusterddp.run.attempt import Attempt, begin, publish
+from clusterddp.run.events import Cause
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import JobState, State
@@ -373,9 +374,7 @@ def test_a_hostile_folder_is_quoted_in_the_next_command(
 
 
 def test_a_run_that_waits_after_preemption_takes_no_time(run: RunDir) -> None:
-    write_events(
-        run, submitted(), begun(1), left(1, restart_policy.REQUEUED), requeued(1, "preemption")
-    )
+    write_events(run, submitted(), begun(1), left(1, Cause.REQUEUED), requeued(1, "preemption"))
     waiting = run_status(run, {"7": JobState(State.PENDING, "BeginTime")})
     assert (waiting.state, waiting.elapsed_seconds) == ("queued", None)
     write_events(run, submitted(), begun(1))

@@ -308,17 +308,7 @@ def test_an_older_python_is_refused_in_one_sentence(carried: RunDir) -> None:
 
 def test_the_batch_side_needs_python_alone(carried: RunDir) -> None:
     alone = (sys.executable, "-I", "-S", carried.bundle)
-    for name in (
-        "batch",
-        "begin",
-        "finish",
-        "watch-step",
-        "exec",
-        "stop",
-        "status",
-        "logs",
-        "resubmit",
-    ):
+    for name in ("batch", "exec", "stop", "status", "logs", "resubmit"):
         assert f"clusterddp {name}" in said(*alone, name, "--help")
 
 

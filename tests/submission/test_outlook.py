@@ -101,7 +101,7 @@ def test_a_resubmission_that_no_partition_can_meet_is_refused_unless_a_person_in
     assert submit(site, "--run-name", "one", "-N", "2")[0] == 0
     site.command("squeue", "exit 0")
     events.add(
-        RunDir(site.root / "one").events, events.Ended, job_id="12", exit_code=1, cause="failed"
+        RunDir(site.root / "one").events, events.Ended(job_id="12", exit_code=1, cause="failed")
     )
     got = site.invoke("resubmit", "one", "-N", "3", "--code", "new")
     assert got.code == 2 and "--nodes 3: partition main has 2" in got.err, got.err

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_the_first_convolutions_former_strides_goes_on_to_the_sa
 
 
 def _relaid(value: Any) -> Any:
-    """A checkpoint's content with the strides that 0.1.0 left where there is one input channel."""
+    """A checkpoint's content with torch's usual strides where there is one input channel."""
     if isinstance(value, Tensor):
         one = value.dim() == 4 and value.shape[1] == 1
         layout = torch.contiguous_format if one else torch.preserve_format

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from clusterddp.files import read, write_record
-from clusterddp.run.attempt import Attempt, begin, summaries
+from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.history import History
 from clusterddp.run.records import AttemptRecord, SlowRank, SlowRanks
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.metrics import Paces
@@ -106,7 +107,7 @@ def test_a_second_spell_has_a_record_of_its_own(attempt: Attempt, logged: list[s
     ]
     assert len(logged) == 4
     write_record(attempt.record, AttemptRecord(number=1))
-    assert summaries(attempt.run)[0].stragglers == run.record
+    assert History.read(attempt.run).summaries()[0].stragglers == run.record
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,6 @@ def test_auto_captures_nothing_before_it_has_been_seen_on_a_gpu() -> None:
 def test_a_run_that_goes_on_is_captured_as_it_was_recorded(
     captured: bool, auto_captures: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one of 0.1.0, which captured models of one's own without being asked."""
     monkeypatch.setattr(agreement, "AUTO_CAPTURES", auto_captures)
     own = {"model": "package.module:net"}
     before = Agreement("nccl", "cuda", threads=1, world_size=1, cuda_graph=captured)

@@ -25,7 +25,7 @@ from clusterddp.request.spec import OPTIONS
 from clusterddp.submission.fields import interpreter
 
 if TYPE_CHECKING:
-    from clusterddp.doctor.diagnosis import Diagnosis
+    from clusterddp.doctor.site_checks import Diagnosis
 
 _NAMES = (
     *("partition", "account", "qos", "nodes", "gpus-per-node", "gpu-request"),
@@ -52,8 +52,8 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     Exit codes: 0 nothing is bad, 1 something is, 2 a wrong request.
     """
     from clusterddp import formatting
-    from clusterddp.doctor import diagnosis as found
     from clusterddp.doctor import examine
+    from clusterddp.doctor import site_checks as found
 
     before = None
     if write is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.doctor.diagnosis import BAD, GOOD, WARNING
+from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
 from tests import hostile
 from tests.cli.made_runs import Workplace, workplace
 from tests.waiting import PATIENCE, wait_for

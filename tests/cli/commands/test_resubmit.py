@@ -19,7 +19,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.restart_policy import causes_of
+from clusterddp.run.history import causes_of
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import bundle, snapshot
 from clusterddp.submission import resubmit as resubmission

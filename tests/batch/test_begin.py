@@ -1,8 +1,6 @@
-"""What scripts of 0.1.0 call: `begin` makes an attempt or says why not; `watch-step`."""
+"""The start of a job makes an attempt, or says why not."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,42 +10,53 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.commands.earlier_scripts import _srun_of
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
+from tests.batch.attempts import begin_attempt
 from tests.cli.made_runs import Outcome, Workplace, submitted, workplace
 from tests.event_lines import add_event, read_events
 from tests.request.test_spec import spec
-from tests.waiting import has_gone, wait_for
 
 __all__ = ["workplace"]
 
 
+# The start of a job in a process of its own, of the run in the folder `one`.
+BEGIN = """
+import sys
+from pathlib import Path
+from clusterddp import log
+from clusterddp.batch.begin import begin_attempt
+from clusterddp.batch.job import JobStart
+from clusterddp.errors import ClusterDDPError
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.run_dir import RunDir
+
+with log.to(print_to_job_log):
+    try:
+        begin_attempt(JobStart(RunDir(Path("one")), "7"), 0, 0.0, lambda run: [])
+    except ClusterDDPError as error:
+        log.info(str(error))
+        sys.exit(error.exit_code)
+"""
+
+
 def starts(
-    workplace: Workplace,
-    run: RunDir,
-    *options: str,
-    job_id: str = "7",
-    restart: int = 0,
-    cap: int = 20,
+    workplace: Workplace, run: RunDir, *, job_id: str = "7", restart: int = 0, cap: int = 20
 ) -> Outcome:
-    """What the batch script is told when it asks to start."""
-    return workplace.invoke(
-        "begin", str(run.path), f"--job-id={job_id}", f"--restart={restart}",
-        f"--max-requeues={cap}", "--patience=0", "--nodelist=h[01-02]", *options,
-    )  # fmt: skip
+    """What comes of a start of the job; `out` is the attempt's number."""
+    return begin_attempt(workplace, run, job_id=job_id, restart=restart, max_requeues=cap)
 
 
 def noted(event: str, job_id: str = "7", **fields: Any) -> dict[str, Any]:
     return {"event": event, "job_id": job_id, **fields}
 
 
-def test_the_number_is_all_that_it_prints(workplace: Workplace) -> None:
+def test_a_start_has_the_next_number_and_nothing_to_say(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("7"))
     for number in (1, 2):
         got = starts(workplace, run, restart=number - 1)
-        assert (got.code, got.out, got.err) == (0, f"{number}\n", "")
+        assert (got.code, got.out, got.err) == (0, f"{number}", "")
         event = read_events(run)[-1]
         assert (event["event"], event["attempt"], event["restart"]) == (
             "started",
@@ -82,7 +91,7 @@ def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> 
     assert starts(workplace, run, cap=0).code == 0
     assert starts(workplace, run, cap=0).code == 1
     add_event(run, "resubmit")  # its job can start before the line with the job's id is there
-    assert starts(workplace, run, job_id="8", cap=0).out == "2\n"
+    assert starts(workplace, run, job_id="8", cap=0).out == "2"
     add_event(run, "submitted", job_id="8", launcher="sbatch")
     assert starts(workplace, run, job_id="8", cap=0).code == 1
 
@@ -95,7 +104,7 @@ def test_an_array_element_that_is_given_to_sbatch_again_is_counted_anew(
     assert starts(workplace, run, job_id="8", cap=0).code == 1  # the same run, but of no array
     workplace.monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "9")
     workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
-    assert starts(workplace, run, job_id="9", cap=0).out == "2\n"
+    assert starts(workplace, run, job_id="9", cap=0).out == "2"
     assert starts(workplace, run, job_id="9", restart=1, cap=0).code == 1
 
 
@@ -108,19 +117,15 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
     else:  # the script was killed before it could judge
         Attempt(run, 1).record.write_text(json.dumps({"job_id": "7"}))
         Attempt(run, 1).end.write_text(json.dumps({"cause": "done", "step": 60}))
-    got = starts(workplace, run, "--or-done", restart=1)
-    assert (got.code, got.out) == (0, "done\n")
-    assert "one is done" in got.err
+    got = starts(workplace, run, restart=1)
+    assert (got.code, got.out) == (0, "")
+    assert "one is done" in got.err and got.err.endswith(" [CD1228]\n")
     assert len(attempts.attempts(run)) == 1
     assert read_events(run)[-1]["event"] == "not_started"
     status = json.loads(workplace.invoke("status", "one", "--json").out)
     assert (status["state"], status["attempt"], status["exit_code"]) == ("done", 1, 0)
-    # A script of before would go on after exit code 0.
-    again = starts(workplace, run, restart=2)
-    assert (again.code, len(attempts.attempts(run))) == (1, 1)
-    assert again.err.endswith(" [CD1228]\n")
     add_event(run, "resubmit")
-    assert starts(workplace, run, job_id="8").out == "2\n"
+    assert starts(workplace, run, job_id="8").out == "2"
 
 
 @pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
@@ -140,7 +145,7 @@ def test_what_a_person_took_back_while_it_waited_does_not_start(
     assert ended["exit_code"] == 75
     assert ended["cause"] == ("stopped" if event == "stop_asked" else "cancelled")
     add_event(run, "resubmit")
-    assert starts(workplace, run, job_id="8").out == "2\n"
+    assert starts(workplace, run, job_id="8").out == "2"
 
 
 def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
@@ -163,7 +168,7 @@ def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
 
 def test_a_job_given_to_sbatch_by_hand_starts_a_run_that_was_stopped(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("7"), noted("stop_asked"))
-    assert starts(workplace, run, job_id="9").out == "1\n"
+    assert starts(workplace, run, job_id="9").out == "1"
 
 
 def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
@@ -176,7 +181,7 @@ def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
     assert (got.code, got.out) == (1, "")
     assert "is still trained by job 7 on elsewhere" in got.err
     assert read_events(run)[-1]["cause"] == "failed"
-    assert starts(workplace, run, job_id="7", restart=1).out == "2\n"  # the same job, requeued
+    assert starts(workplace, run, job_id="7", restart=1).out == "2"  # the same job, requeued
 
 
 def test_a_directory_of_a_newer_version_is_refused(workplace: Workplace) -> None:
@@ -236,13 +241,13 @@ def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(
     script = (
         'cp -r "$1/one" one; cat /dev/zero >filler 2>/dev/null\n'
         'cat /dev/zero >>"one/events.jsonl" 2>/dev/null\n'
-        'SLURM_JOB_ID=7 SLURM_SUBMIT_DIR="$1" "$2" -m clusterddp begin one --job-id 7 2>/dev/full\n'
+        'SLURM_JOB_ID=7 SLURM_SUBMIT_DIR="$1" "$2" -c "$3" 2>/dev/full >/dev/full\n'
         'echo "exit $?"'
     )
     with RunDir.create(spec(run_dir=str(tmp_path / "one")), "") as run:
         add_event(run, "submitted", job_id="7")
     done = subprocess.run(
-        [*small_disk("size=1m"), "sh", "-c", script, "sh", str(tmp_path), sys.executable],
+        [*small_disk("size=1m"), "sh", "-c", script, "sh", str(tmp_path), sys.executable, BEGIN],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["exit", "1"], done.stderr
@@ -254,52 +259,5 @@ def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(
 def test_a_hostile_path_is_carried(workplace: Workplace, tmp_path: Path) -> None:
     run = workplace.run("one", submitted("7"))
     moved = RunDir(run.path.rename(tmp_path / "it's $(touch pwned); x"))
-    assert starts(workplace, moved).out == "1\n"
+    assert starts(workplace, moved).out == "1"
     assert not list(tmp_path.rglob("pwned"))
-
-
-def test_of_the_scripts_sruns_the_one_that_names_the_run_is_watched(tmp_path: Path) -> None:
-    """Not that of a set-up line, nor another script's, nor what is no srun."""
-    (tmp_path / "srun").symlink_to("/bin/sh")
-
-    def start(name: str, word: str) -> "subprocess.Popen[bytes]":
-        argv = [name, "-c", "read line; exit 0", word]
-        return subprocess.Popen(argv, stdin=subprocess.PIPE)
-
-    run_dir, srun = tmp_path / "a run's", str(tmp_path / "srun")
-    log = f"{run_dir}/logs/rank-%t.log"
-    with start(srun, "else") as other, start("/bin/sh", log) as shell, start(srun, log) as step:
-        assert _srun_of(os.getpid(), run_dir) == step.pid
-        assert _srun_of(os.getppid(), run_dir) is None
-        step.communicate(b"\n")
-        assert _srun_of(os.getpid(), run_dir) is None
-        for left in (other, shell):
-            left.communicate(b"\n")
-
-
-def test_it_outlives_the_scripts_signals_and_not_the_script(tmp_path: Path) -> None:
-    Attempt(RunDir(tmp_path / "run"), 1).outcomes.mkdir(parents=True)
-    line = (  # of the scripts of 0.1.0
-        '(trap \'\' TERM INT USR1 USR2; exec "$0" -m clusterddp watch-step "$1" --script "$$" '
-        '--job-id "$SLURM_JOB_ID" --attempt 1 --ranks 1) & disown || :'
-    )
-    script = f"{line}\necho $!; wait; read line"
-    argv = ["bash", "-c", script, sys.executable, str(tmp_path / "run")]
-    environ = {**os.environ, "SLURM_JOB_ID": "17"}
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as bash:
-        assert bash.stdin and bash.stdout
-        pid = int(bash.stdout.readline())
-        # The shell's own words hold `watch-step` as well, until it has become Python.
-        python, words = os.fsencode(sys.executable), Path(f"/proc/{pid}/cmdline")
-        wait_for(lambda: words.read_bytes().startswith(python + b"\0"), "Python")
-        # Python leaves a signal alone that is ignored as it starts, SIGINT too.
-        assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2} <= _ignored(pid)
-        bash.kill()  # after `wait`, which does not wait for it
-    assert has_gone(pid)
-
-
-def _ignored(pid: int) -> set[int]:
-    """The signals that a process ignores (SigIgn in proc(5))."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
-    return {number for number in range(1, 65) if mask >> (number - 1) & 1}

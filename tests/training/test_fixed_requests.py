@@ -1,6 +1,10 @@
-"""Fixed requests, whose weights are kept bit for bit, and the machine that the bits are of."""
+"""Fixed requests train to the weights that are kept, bit for bit on the machine that made them.
+
+On another torch or processor the loss alone is compared.
+"""
 
 import hashlib
+import json
 import os
 import struct
 import subprocess
@@ -9,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from clusterddp.files import read_json
@@ -19,12 +24,23 @@ _OPTIONS = [
     "--dataset=mnist", "--data-dir=data", "--device=cpu", "--threads=1", "--batch-size=32",
     "--epochs=1", "--warmup-steps=5",
 ]  # fmt: skip
+pytestmark = pytest.mark.slow
+
+KEPT = Path(__file__).parents[1] / "golden/weights.json"
 REQUESTS = {
     "convnet, fp32, one rank": (1, ["--precision=fp32"]),
     "convnet, bf16, two ranks": (2, ["--precision=bf16"]),
     "mlp, fp32, two ranks": (2, ["--model=mlp", "--precision=fp32"]),
 }
 """By name: the number of ranks, and what differs."""
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_fixed_requests_train_to_the_kept_weights(tmp_path: Path, name: str) -> None:
+    kept, report = json.loads(KEPT.read_text()), train(name, tmp_path)
+    assert report["loss"] == pytest.approx(kept[name]["loss"], rel=0.02)
+    if machine() == kept["machine"]:
+        assert report["weights_sha256"] == kept[name]["weights_sha256"]
 
 
 def machine() -> dict[str, str]:

@@ -1,0 +1,340 @@
+"""Begins an attempt of a run in a job that Slurm has started, or refuses it; records either."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from clusterddp import formatting, log, version
+from clusterddp.batch import nodes
+from clusterddp.batch.job import JobStart
+from clusterddp.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PAUSED,
+    ClusterDDPError,
+    SlurmError,
+)
+from clusterddp.ranks.variables import is_rehearsal
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import attempt as attempts
+from clusterddp.run import bad_nodes, events, logs, restart_policy
+from clusterddp.run.attempt import Attempt, NotStarted
+from clusterddp.run.events import Cause
+from clusterddp.run.history import History, causes_of
+from clusterddp.run.records import LastWord
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import client as slurm
+from clusterddp.slurm.forms import hosts_of
+from clusterddp.slurm.states import State
+
+ANOTHER_ATTEMPT_SECONDS = 300.0
+"""Patience with an attempt that still trains, where no rendezvous timeout is given."""
+_PAUSE_SECONDS = 5.0
+_MOST_CHANGES = 20
+_MOST_STARTS_IN_VAIN = 2
+"""Starts in a row that put the job back for the nodes that it was given; the next one does not."""
+
+
+class BackInQueue(NotStarted):
+    """Slurm has given a bad node or too few, and the job is back in the queue for others."""
+
+    exit_code = EXIT_DONE
+    code = "CD1227"
+
+
+class RunIsDone(NotStarted):
+    """An earlier attempt of this job has finished the run, and Slurm has started the job again."""
+
+    exit_code = EXIT_DONE
+    code = "CD1228"
+
+
+class _Withdrawn(NotStarted):
+    """A person has stopped the run or cancelled the job while it waited to start again."""
+
+    exit_code = EXIT_PAUSED
+    code = "CD1204"
+
+    def __init__(self, cause: str) -> None:
+        who = "'clusterddp cancel'" if cause == Cause.CANCELLED else "'clusterddp stop'"
+        super().__init__(f"not started again: {who} asked for it")
+        self.cause = cause
+
+
+def begin_attempt(
+    job: JobStart,
+    max_requeues: int,
+    patience: float,
+    code_changes: Callable[[RunDir], Sequence[str]],
+    spares: Sequence[str] = (),
+    needed: int = 0,
+) -> Attempt:
+    """Make the next attempt of the job's run.
+
+    patience: seconds to wait for an attempt that still trains. code_changes: lists what differs
+    from the submitted code, where the run uses no copy of it. spares: the job's nodes beside those
+    of the tasks. needed: nodes of a step.
+    Raises RunIsDone, BackInQueue where Slurm has given too few nodes, or a bad one that the next
+    start leaves out, and ClusterDDPError where the attempt is refused; all are recorded.
+    """
+    started = events.Started(
+        restart=job.restart,
+        nodelist=job.nodelist,
+        clusterddp=version.described(),
+        array_element=job.name if job.name != job.id else "",
+        spares=tuple(spares),
+    )
+    try:
+        attempt = _make(job, max_requeues, patience, needed)
+    except (RunIsDone, BackInQueue):
+        raise
+    except Exception as error:
+        expected = isinstance(error, ClusterDDPError)
+        bug = f"the attempt could not be made: {type(error).__name__}: "
+        ended = events.Ended(
+            restart=job.restart,
+            exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
+            cause=getattr(error, "cause", Cause.FAILED),
+            why=f"{'' if expected else bug}{error}",
+            code=getattr(error, "code", ""),
+        )
+        job.record(started)
+        job.record(ended)
+        raise
+    job.record(replace(started, attempt=attempt.number))
+    try:
+        _note_changed_code(job, attempt, code_changes(job.run)[:_MOST_CHANGES])
+    except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
+        log.warning(f"the code cannot be compared: {error} [CD0313]")
+    return attempt
+
+
+def _make(job: JobStart, max_requeues: int, patience: float, needed: int) -> Attempt:
+    """Make the attempt. Raises ClusterDDPError, and what else ends this process."""
+    run = job.run
+    try:
+        history = History.read(run)
+        _refuse_done(job, history)
+        spec = history.spec or run.load_spec()  # which says why it cannot be read
+        _await_runs(job, spec)
+        too_few = _give_too_few_back(job, spec, history, needed)
+        if not too_few:
+            history = _avoid_bad_nodes(job, spec, history)
+        _refuse_withdrawn(job, history)
+        if too_few:
+            raise NotStarted(f"{too_few}. Resume with: {run.resubmission} [CD1227]")
+        if job.name != job.id:
+            history = _note_new_job(job, history)
+        if len(causes_of(history.events)) > max_requeues:
+            raise NotStarted(
+                f"not started again: {restart_policy.capped(max_requeues)}. "
+                f"Resume with: {run.resubmission} [CD1222]"
+            )
+        attempts.await_silence(run, job.id, patience)
+        _await_other_job(job, history, patience)
+        attempt = attempts.begin(run)
+        attempt.set_room_aside()
+        logs.divide(attempt, job.id)
+        # Checked again now that the attempt can be seen: a later stop leaves its mark in it.
+        _refuse_withdrawn(job, history.again())
+        return attempt
+    except OSError as error:
+        raise NotStarted(
+            f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
+            "the folder back its write permission. [CD0504]"
+        ) from None
+
+
+def _refuse_done(job: JobStart, history: History) -> None:
+    """Raise RunIsDone where an earlier attempt of this job has finished the run.
+
+    Slurm starts a job once more whose node's daemon was lost with its script's last word, and one
+    that was preempted while it was ending (seen on 22.05 and 24.11).
+    """
+    if not job.restart or not (history.done_by(job.id) or _is_done_unsaid(job)):
+        return
+    words = f"{job.run.name} is done, so this start of job {job.id} has nothing left to do"
+    job.record(events.StartedInVain(restart=job.restart, nodelist=job.nodelist, why=words))
+    raise RunIsDone(words)
+
+
+def _is_done_unsaid(job: JobStart) -> bool:
+    """Record the end of ranks that were done, and whose script was lost before it could say so."""
+    latest = attempts.latest(job.run)
+    if latest is None:
+        return False
+    last_word, record = latest.read_last_word() or LastWord(), latest.read_record()
+    if last_word.cause != Cause.DONE or record is None or record.job_id != job.id:
+        return False
+    job.record(
+        events.Ended(attempt=latest.number, exit_code=0, cause=Cause.DONE, step=last_word.step)
+    )
+    return True
+
+
+def _await_runs(job: JobStart, spec: JobSpec) -> None:
+    """Put a job back into the queue that is to wait for other runs still. Raises BackInQueue.
+
+    Raises NotDue where the run is not to begin at all.
+    """
+    if not spec.after:
+        return
+    from clusterddp.status import chain  # few runs wait
+
+    if words := chain.wait_again(job.run, job.id, job.restart):
+        job.heed_withdrawal()
+        raise BackInQueue(f"{words}: job {job.id} is back in the queue")
+
+
+def _refuse_withdrawn(job: JobStart, history: History) -> None:
+    if cause := job.withdrawal(history):
+        raise _Withdrawn(cause)
+
+
+def _note_new_job(job: JobStart, history: History) -> History:
+    """Record that a person has submitted an array's element once more; sbatch notes nothing."""
+    if any(event.job_id == job.name for event in history.every(events.Submitted)):
+        return history  # whoever submitted it has recorded that
+    starts = [event.job_id for event in history.every(events.Started)]
+    if not starts or job.id in starts:
+        return history
+    job.record(events.Resubmitted())
+    return history.again()
+
+
+def _await_other_job(job: JobStart, history: History, patience: float) -> None:
+    """Wait while another job runs the latest attempt of a COMMAND, which shows no sign of life.
+
+    Slurm is asked, where nobody has recorded that attempt's end. Raises NotStarted after `patience`
+    seconds.
+    """
+    if is_rehearsal(os.environ):
+        return
+    deadline, announced = time.monotonic() + patience, False
+    while start := _unended_start(history):
+        name = start.array_element or start.job_id
+        state = slurm.query([name])[name].state if start.job_id != job.id else State.UNKNOWN
+        if state not in (State.RUNNING, State.SUSPENDED):
+            return
+        who = (
+            f"attempt {start.attempt} of {job.run.name} still runs as job {name} on "
+            f"{start.nodelist}"
+        )
+        if time.monotonic() > deadline:
+            raise NotStarted(
+                f"{who}, and has for {patience:g} s. Two jobs cannot write one run: cancel "
+                "one of them."
+            )
+        if not announced:
+            log.info(f"{who}; waiting up to {patience:g} s for it to end")
+            announced = True
+        time.sleep(_PAUSE_SECONDS)
+        history = history.again()
+
+
+def _unended_start(history: History) -> events.Started | None:
+    """Return the start of the latest attempt, if it has recorded neither an end nor its ranks."""
+    starts = [event for event in history.every(events.Started) if event.attempt is not None]
+    if not starts or Attempt(history.run, starts[-1].attempt or 0).read_record():
+        return None
+    return None if history.every(events.Ended, starts[-1].attempt) else starts[-1]
+
+
+def _note_changed_code(job: JobStart, attempt: Attempt, changed: Sequence[str]) -> None:
+    if changed:
+        job.record(events.CodeChanged(attempt=attempt.number, changes=tuple(changed)))
+        log.info(
+            f"the code has changed since the run was submitted: {', '.join(changed)}; "
+            "this attempt uses it as it is now"
+        )
+
+
+def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
+    """Put a job back into the queue that Slurm has started on a bad node. Raises BackInQueue.
+
+    As where Slurm has requeued it by itself, or it waited when the node was blamed. No attempt is
+    begun. Where that is of no use the start goes on: a few times in a row, with requeue off, where
+    the request needs the node. Returns the history with what was blamed.
+    """
+    if is_rehearsal(os.environ):
+        return history
+    try:
+        if nodes.blame_lost_script(history):
+            history = history.again()
+        blamed = bad_nodes.read_for(history)
+        bad = [host for host in hosts_of(job.nodelist) if host in blamed]
+        if not bad or job.withdrawal(history):
+            return history
+        choice, hosts = nodes.to_leave_out(job, spec, history)
+        given = [host for host in bad if host in choice.nodes]
+        words = f"Slurm has given {', '.join(given or bad)}, which is bad"
+        if not given:
+            for remark in choice.remarks:
+                log.info(remark)
+            return history
+        if not spec.requeues:
+            log.info(f"{restart_policy.requeue_is_off(words)}: it is used all the same")
+            return history
+        if _starts_in_vain(history) >= _MOST_STARTS_IN_VAIN:
+            log.info(f"{words}, once more: it is used all the same")
+            return history
+        job.requeue()
+    except (ClusterDDPError, OSError) as error:
+        log.warning(f"bad nodes cannot be avoided: {error} [CD1303]")
+        return history
+    _record_in_vain(job, words)
+    try:
+        slurm.exclude_nodes(job.name, hosts)
+        nodes.note_left_out(job, job.id, None, choice)
+    except SlurmError as error:
+        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
+    raise BackInQueue(f"{words}: job {job.id} is back in the queue")
+
+
+def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: int) -> str:
+    """Put a job back into the queue that has fewer nodes than a step needs. Raises BackInQueue.
+
+    As a person can have it, and a release of Slurm whose requeue asks for the nodes that the job
+    had at its end. Returns what is to be said where that is of no use; empty with nodes enough.
+    """
+    given = len(hosts_of(job.nodelist))
+    if given >= needed or is_rehearsal(os.environ):
+        return ""
+    words = (
+        f"Slurm has given {formatting.count(given, 'node')}, and a step of the run needs {needed}"
+    )
+    if not spec.requeues:
+        return restart_policy.requeue_is_off(words)
+    if job.withdrawal(history):
+        return words
+    if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:
+        return f"{words}, for {before + 1} starts in a row"
+    try:
+        job.requeue()
+    except (ClusterDDPError, OSError) as error:
+        return f"{words}, and the job cannot go back into the queue: {error}"
+    _record_in_vain(job, words)
+    asked = spec.resources.nodes + spec.resources.spare_nodes
+    try:
+        # As the job asked Slurm for them: torchrun's template starts one agent a node.
+        each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+        tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
+        slurm.ask_for_nodes(job.name, asked, tasks)
+    except SlurmError as error:
+        log.warning(f"the job cannot ask for {asked} nodes: {error} [CD0401]")
+    raise BackInQueue(f"{words}: job {job.id} is back in the queue, for {asked}")
+
+
+def _record_in_vain(job: JobStart, words: str) -> None:
+    """Record that a start has put its job back, of which a person may have thought better."""
+    job.record(events.StartedInVain(restart=job.restart, nodelist=job.nodelist, why=words))
+    job.record(events.Requeued(why=words))
+    job.heed_withdrawal()
+
+
+def _starts_in_vain(history: History) -> int:
+    """Count the latest starts in a row that began no attempt."""
+    starts = [e for e in history.events if isinstance(e, events.Started | events.StartedInVain)]
+    begun = [index for index, event in enumerate(starts) if isinstance(event, events.Started)]
+    return len(starts) - 1 - max(begun, default=-1)

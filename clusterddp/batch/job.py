@@ -1,0 +1,112 @@
+"""This start of a job: what it records, its way back into the queue, and out of it."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from clusterddp import log
+from clusterddp.errors import SlurmError
+from clusterddp.ranks.variables import own_name
+from clusterddp.run import events
+from clusterddp.run.attempt import Attempt, NotStarted, Superseded
+from clusterddp.run.events import Cause, Event
+from clusterddp.run.history import History, withdrawn
+from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.run_dir import RunDir
+from clusterddp.slurm import client as slurm
+from clusterddp.slurm.client import Ending
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 600.0
+"""Time for which slurmctld may be away before the run gives up on it."""
+_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class JobStart:
+    """Start of a job by Slurm, for a run."""
+
+    run: RunDir
+    id: str
+    """Slurm's job id."""
+    restart: int = 0
+    """SLURM_RESTART_COUNT."""
+    nodelist: str = ""
+    """Nodes of the tasks, in Slurm's form."""
+
+    @property
+    def name(self) -> str:
+        """Name by which Slurm's commands take the job: 89_0 of an array's element."""
+        return own_name(os.environ, self.id)
+
+    def record(self, event: Event) -> None:
+        """Add an event, by default of this job.
+
+        A run directory that is gone or full costs the record, not the run.
+        """
+        path = self.run.events
+        try:
+            events.add(path, event if event.job_id else replace(event, job_id=self.id))
+        except OSError as error:
+            line = f"cannot record {event.kind!r} in {path}: {error.strerror}. [CD0518]"
+            print_to_job_log(f"clusterddp: {line}", err=True)
+
+    def withdrawal(self, history: History) -> str:
+        """Return how a person has taken back this job, as `history.withdrawn` does.
+
+        Until an array's element has recorded a start, it is known by its name.
+        """
+        return withdrawn(history.events, self.id) or withdrawn(history.events, self.name)
+
+    def heed_withdrawal(self, successor: str = "") -> None:
+        """Withdraw the next job where a person has stopped or cancelled the run meanwhile.
+
+        successor: the job that goes on in place of this one; empty for this one itself.
+        """
+        if self.withdrawal(History.read(self.run)):
+            self.withdraw(successor)
+
+    def withdraw(self, successor: str = "") -> None:
+        """Take the next job out of the queue; one that stays there all the same starts nothing."""
+        name = successor or self.name
+        self.record(events.CancelAsked(job_id=name))
+        try:
+            slurm.cancel(name)
+        except SlurmError as error:
+            log.info(str(error))
+        log.info(f"job {successor or self.id} is cancelled: a person has taken it back")
+
+    def requeue(self, why: str = "") -> None:
+        """Requeue the job, unless a person cancelled it: Slurm would put that back as well."""
+        word = slurm.ending(self.name, self.restart)
+        if word is Ending.UNKNOWN:
+            raise SlurmError("Slurm does not say how the job is doing")
+        if word is Ending.CANCELLED and why != Cause.PREEMPTED:
+            raise NotStarted("the job was cancelled, and is not put back into the queue [CD1203]")
+        slurm.requeue(self.name)
+
+
+def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
+    """Ask Slurm again and again while slurmctld is away.
+
+    Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
+    up meanwhile, and its number is that of its successor.
+    """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        if attempt.is_superseded:
+            raise Superseded(
+                f"attempt {attempt.number} is superseded: a later one of the run has begun"
+            )
+        try:
+            return ask()
+        except slurm.RequeueRefused:
+            raise
+        except SlurmError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.info(f"{error}; trying again")
+        time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody

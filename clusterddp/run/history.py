@@ -1,0 +1,217 @@
+"""History of a run: its events, and the attempts that these and the records tell of.
+
+It is read once and passed on. Whoever needs what has been written since reads it `again`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from clusterddp import files
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import events
+from clusterddp.run.attempt import Attempt, attempts
+from clusterddp.run.events import Cause, Ended, Event, Failure, NodesBlamed, Started
+from clusterddp.run.records import AttemptRecord, AttemptSummary, LastWord, SlowRank, SlowRanks
+from clusterddp.run.run_dir import RunDir, newest_checkpoint
+from clusterddp.slurm.forms import hosts_of
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True)
+class PastAttempt:
+    """Attempt of a run, as its events and records tell."""
+
+    number: int
+    cause: str = ""
+    """Cause of its end; empty where nobody recorded it: killed together with its script."""
+    gained: int | None = None
+    """Steps by which its last checkpoint is beyond the one from which it started; None for a
+    command, whose steps nobody counts."""
+    told: bool = False
+    """True where its ranks left with exit code 0 because a signal told them to."""
+    nodes: Sequence[str] = ()
+    """Nodes of its tasks."""
+    failure: Failure | None = None
+    """Rank that failed first."""
+    first_step: int = 0
+    """Step from which it started."""
+    slow: Sequence[SlowRank] = ()
+    """Ranks that were named for being slow."""
+
+    @property
+    def reached(self) -> int | None:
+        """Step of its newest checkpoint; None where nobody counts steps."""
+        return None if self.gained is None else self.first_step + self.gained
+
+
+@dataclass(frozen=True)
+class History:
+    """Events of a run so far, in their order."""
+
+    run: RunDir
+    events: Sequence[Event]
+
+    @classmethod
+    def read(cls, run: RunDir) -> "History":
+        """Read a run's events. Raises OSError."""
+        return cls(run, events.read(run.events))
+
+    def again(self) -> "History":
+        """Read what the run has been through by now. Raises OSError."""
+        return History.read(self.run)
+
+    @cached_property
+    def spec(self) -> JobSpec | None:
+        """The run's request; None where its record is damaged."""
+        return self.run.read_spec()
+
+    def every(self, kind: type[E], attempt: int | None = None) -> list[E]:
+        """List the events of a kind, of one attempt where that is given."""
+        found = [event for event in self.events if isinstance(event, kind)]
+        return [event for event in found if attempt in (None, event.attempt)]
+
+    def blames(self, attempt: int, by: str = "") -> list[NodesBlamed]:
+        """List what was blamed in an attempt. by: a word of `bad_nodes`; empty for all."""
+        blamed = self.every(NodesBlamed, attempt)
+        return [event for event in blamed if by in ("", event.by)]
+
+    def blamed(self, attempt: int) -> set[str]:
+        """Return the nodes that were blamed in an attempt, whatever for."""
+        return {node for event in self.blames(attempt) for node in event.nodes}
+
+    def done_by(self, job_id: str) -> bool:
+        """Return whether a start of this job has finished the run since it was last submitted."""
+        causes = causes_of(self.events)
+        ends = [event for event in self.every(Ended) if event.job_id == job_id]
+        return any(causes.get(event.attempt or 0) == Cause.DONE for event in ends)
+
+    @cached_property
+    def starts(self) -> list[PastAttempt]:
+        """Attempts since a person last submitted the run, the latest last."""
+        return [self._past(number, cause) for number, cause in causes_of(self.events).items()]
+
+    def starts_with(self, number: int, **end: Any) -> list[PastAttempt]:
+        """Return `starts` with the latest attempt at last, whose end nobody has recorded yet.
+
+        end: fields of PastAttempt.
+        """
+        latest = next((s for s in self.starts if s.number == number), None)
+        earlier = [start for start in self.starts if start.number != number]
+        return [*earlier, replace(latest or self._past(number, ""), **end)]
+
+    def _past(self, number: int, cause: str) -> PastAttempt:
+        attempt, record = Attempt(self.run, number), Attempt(self.run, number).read_record()
+        started = next(iter(self.every(Started, number)), Started())
+        ended = next(reversed(self.every(Ended, number)), Ended())
+        return PastAttempt(
+            number,
+            cause,
+            gained(attempt, self.spec),
+            told=bool(ended.told),
+            nodes=hosts_of(started.nodelist),
+            failure=ended.first_failure,
+            first_step=(record.step or 0) if record else 0,
+            slow=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
+        )
+
+    def summaries(self) -> list[AttemptSummary]:
+        """Sum up the attempts in which ranks met, the latest last. Raises OSError."""
+        causes = {event.attempt: event.cause for event in self.every(Ended)}
+        met = [(each, record) for each in attempts(self.run) if (record := each.read_record())]
+        following: list[AttemptRecord | None] = [*(record for _, record in met[1:]), None]
+        return [
+            _summary(attempt, record, after, causes.get(attempt.number, ""))
+            for (attempt, record), after in zip(met, following, strict=False)
+        ]
+
+
+def _summary(
+    attempt: Attempt, record: AttemptRecord, after: AttemptRecord | None, cause: str
+) -> AttemptSummary:
+    began, first_step = record.began or 0.0, record.step or 0
+    last_word = attempt.read_last_word() or LastWord()
+    left_at = last_word.step
+    if left_at is None:
+        left_at = attempt.read_sign_of_life().step or 0
+    resumed_step = (after.step or 0) if after else 0
+    reached = max(first_step, left_at, resumed_step)
+    seconds_lost = (after.began or 0.0) - (after.saved or began) if after else 0.0
+    return AttemptSummary(
+        attempt=attempt.number,
+        job_id=record.job_id,
+        hosts=record.hosts,
+        began=began,
+        first_step=first_step,
+        last_step=reached,
+        cause=cause or last_word.cause or ("killed" if after else ""),
+        steps_done_twice=reached - resumed_step if after else 0,
+        seconds_lost=round(seconds_lost, 3),
+        stragglers=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
+    )
+
+
+def gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
+    """Steps that an attempt has brought onto the disk. spec: the run's request, if it is known."""
+    record = attempt.read_record()
+    if not record:
+        runs_a_command = spec is not None and spec.train is None
+        return None if runs_a_command and not attempt.run.resolved.exists() else 0
+    # The next attempt takes the files over, and says from which of them it started.
+    after = Attempt(attempt.run, attempt.number + 1).read_record()
+    newest = newest_checkpoint(attempt.checkpoints)
+    reached = max(newest[0] if newest else 0, (after.step or 0) if after else 0)
+    return max(reached - (record.step or 0), 0)
+
+
+def causes_of(history: Sequence[Event]) -> dict[int, str]:
+    """Each attempt since a person last submitted the run, with the cause of its end."""
+    causes: dict[int, str] = {}
+    jobs: dict[int, str] = {}
+    for event in history:
+        number, job_id = event.attempt, event.job_id
+        if _is_a_persons(event):
+            # A job can start before the submitting side has written its own line.
+            causes = {n: cause for n, cause in causes.items() if job_id and jobs[n] == job_id}
+        elif isinstance(event, events.Started) and number is not None:
+            causes[number], jobs[number] = "", job_id
+        elif isinstance(event, events.Ended) and number in causes:
+            causes[number] = event.cause
+    return causes
+
+
+def withdrawn(history: Sequence[Event], job_id: str) -> str:
+    """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
+
+    A stop that was asked for since the run last started counts for the jobs that the run knows
+    of, as it can come while one of them waits to start again; a job that a person has submitted
+    since, or gives to sbatch by hand, is another matter.
+    """
+    withdrawal, known = "", False
+    for event in history:
+        of_job = event.job_id == job_id
+        known = known or of_job
+        if _is_a_persons(event) or (
+            isinstance(event, events.Started) and withdrawal == Cause.STOPPED
+        ):
+            withdrawal = ""
+        elif isinstance(event, events.StopAsked):
+            withdrawal = withdrawal or Cause.STOPPED
+        elif isinstance(event, events.StopFailed) and withdrawal == Cause.STOPPED:
+            withdrawal = ""
+        elif isinstance(event, events.CancelAsked) and of_job:
+            withdrawal = Cause.CANCELLED
+        elif isinstance(event, events.CancelFailed) and of_job and withdrawal == Cause.CANCELLED:
+            withdrawal = ""
+    return withdrawal if known else ""
+
+
+def _is_a_persons(event: Event) -> bool:
+    """Return whether it is a submission of a person, with which the counting of starts begins anew.
+
+    `resubmit` stands before the submission proper, which the job's start can overtake.
+    """
+    submitted = isinstance(event, events.Submitted) and not event.in_place_of
+    return submitted or isinstance(event, events.Resubmitted)
