@@ -258,7 +258,7 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     script = sweep.element(3).script.read_text()
     assert "#SBATCH --mem=64G" in script
     assert "#SBATCH --array" not in script
-    assert "-- /bin/echo 3)" in script
+    assert "-- /bin/echo 3\n" in script
     assert "#SBATCH --mem" not in sweep.script.read_text()
     assert sweep.element(3).load_spec().point == (("n", "3"),)
 
