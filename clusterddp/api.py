@@ -223,7 +223,7 @@ def submit(
     if not isinstance(spec, JobSpec):
         given = {"check": check, "check_python": check_python, "force": force, **options}
         made = keywords.request(spec, run_name, given)
-        template_folder = template_folder or keywords.template_folder(options)
+        template_folder = template_folder or keywords.folder_of_templates(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
         with keywords.speaking_of_keywords():
             return submit(

@@ -35,6 +35,8 @@ NOTIFIED_PROGRAM_LEAVES = 5.0
 """Between TERM and KILL for one that takes longer."""
 CHILD_PAUSE = 0.01
 """Between two looks at a process of this machine, or at a file of it, which are cheap."""
+LATE_SIGNAL = 0.3
+"""Slurm's signals reach two processes of a step so far apart on a busy machine."""
 STACKS_ANSWER = 3.0
 """A Python that runs code answers at once, whatever else its machine does."""
 WORLD_PAUSES = (0.25, 60.0)

@@ -242,7 +242,7 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
         (["true"], {"node": 2}, "there is no option 'node' (did you mean 'nodes'?)"),
         (["true"], {"nodes": 0}, "nodes: 0 is not a positive whole number."),
         (["true"], {"nodes": 2.5}, "nodes: 2.5 is float, not int."),
-        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is str, not float."),
+        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is no number."),
         (["true"], {"env": 3}, "env: 3 is neither a text nor a list of texts."),
         (["true"], {"lr": 0.1}, "lr: of the MNIST training, but a command is given"),
         (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "against gpus_per_node 2: "),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -17,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from clusterddp.errors import OptionError, RequestError
+from clusterddp.request.given import DEFAULT, FLAG, Given
 from clusterddp.request.options import (
     EXPEDITE,
     GROUPS,
@@ -26,14 +27,13 @@ from clusterddp.request.options import (
     find_site,
     read_site,
 )
-from clusterddp.request.recipes import RECIPES
 from clusterddp.request.spec import OPTIONS, REQUEST
-from clusterddp.request.train_config import TRAINING, TrainConfig
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., object])
+FROM = "request_from"
 
 
 def options(
@@ -60,22 +60,26 @@ def options(
     return add
 
 
-def config_from(ctx: click.Context, **paths: str) -> TrainConfig:
-    """Return the checked configuration that a command's parameters give, with these paths.
+def held_by(ctx: click.Context) -> Given:
+    """Return what a command line holds, with what --from names; nothing else asks click for it."""
+    settings = ctx.obj if isinstance(ctx.obj, Settings) else Settings()
+    sources = {name: source(ctx, name) for name in ctx.params if not _is_default(ctx, name)}
+    held = Given(ctx.params, sources, ctx.meta.get("command"), settings.environment, os.environ)
+    if not ctx.params.get(FROM):
+        return held
+    from clusterddp.cli import request_file
 
-    A recipe gives those that have their default. Raises RequestError for a value that is not valid.
-    """
-    names = [row.parameter for row in TRAINING]
-    values = {name: ctx.params[name] for name in names if ctx.params[name] is not None} | paths
-    for name, value in recipe_settings(ctx.params["recipe"]).items():
-        if ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
-            values[name] = value
-    return TrainConfig(**values)
+    return request_file.taken(held, ctx.params[FROM])
 
 
-def recipe_settings(name: str | None) -> Mapping[str, object]:
-    """Return what a recipe gives to fields of TrainConfig, which itself refuses an unknown name."""
-    return RECIPES[name].settings if name in RECIPES else {}
+def from_option(function: F) -> F:
+    """Add --from, which `held_by` reads."""
+    return click.option(
+        "--from",
+        FROM,
+        metavar="RUN|FILE.toml",
+        help="Take the request of a run, or of a file with flags as its keys; flags come over it.",
+    )(function)
 
 
 def site_options(function: F) -> F:
@@ -155,36 +159,21 @@ class WithCommand(SettingsCommand):
         return super().parse_args(ctx, args[:cut])
 
 
-@contextlib.contextmanager
-def naming_sources(ctx: click.Context) -> Iterator[None]:
-    """Add the source of a value to the message that refuses it, unless it was typed."""
-    try:
-        yield
-    except OptionError as error:
-        name = error.option.removeprefix("--").replace("-", "_")
-        where = source(ctx, name) if name in ctx.params else "flag"
-        if where in ("flag", "default"):
-            raise
-        problem = str(error).removeprefix(error.option)
-        raise OptionError(error.option, f"{problem} (from {where})", code=error.code) from None
-
-
 def source(ctx: click.Context, name: str) -> str:
     """Return the source of a parameter's value, in words."""
     origin = ctx.get_parameter_source(name)
     if origin is ParameterSource.COMMANDLINE:
-        return "flag"
+        return FLAG
     if origin is ParameterSource.ENVIRONMENT:
         return f"CLUSTERDDP_{name.upper()}"
     if origin is ParameterSource.DEFAULT_MAP:
         assert isinstance(ctx.obj, Settings)
         return ctx.obj.sources[name.replace("_", "-")]
-    return "default"
+    return DEFAULT
 
 
-def typed_flags(ctx: click.Context, names: Iterable[str]) -> str:
-    """Return those of the parameters that were typed, as flags: `--epochs, --lr`."""
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names if source(ctx, name) == "flag")
+def _is_default(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) in (None, ParameterSource.DEFAULT)
 
 
 def _items(value: str) -> list[str]:
@@ -229,16 +218,10 @@ class Requeue(click.types.StringParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return True, False or `expedite`."""
-        word = str(value).strip().lower()
-        if word != EXPEDITE and word not in _WORDS:
-            self.fail(f"{value!r} is neither yes, no nor {EXPEDITE}.", param, ctx)
-        return _WORDS.get(word, EXPEDITE)
-
-
-_WORDS = {
-    **dict.fromkeys(("yes", "true", "on", "1", "y", "t"), True),
-    **dict.fromkeys(("no", "false", "off", "0", "n", "f"), False),
-}
+        try:
+            return OPTIONS["requeue"].parse(value)
+        except OptionError as error:
+            self.fail(str(error).removeprefix(f"{error.option}: "), param, ctx)
 
 
 class RequeueOption(click.Option):

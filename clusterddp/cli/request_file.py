@@ -11,25 +11,19 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import click
-from click.core import ParameterSource
-
-from clusterddp.cli.job_spec import template_folder
-from clusterddp.cli.options import SettingsCommand, recipe_settings, source
-from clusterddp.errors import RequestError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
-from clusterddp.request.options import Settings, nearest
+from clusterddp.request.given import FLAG, Given, recipe_settings
+from clusterddp.request.options import nearest
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING
 from clusterddp.slurm import forms
+from clusterddp.submission.fields import template_folder
 
-F = TypeVar("F", bound=Callable[..., object])
-
-FROM = "request_from"
 SUFFIX = ".toml"
 _COMMAND = "command"
 _BY_NAME = ("env", "sbatch")
@@ -40,27 +34,7 @@ _OF_A_SUBMISSION = ("run-name", "sweep", "sweep-file", "sample", "sample-seed", 
 """Options that make runs of a request, and are no keys of a file."""
 
 
-def from_option(function: F) -> F:
-    """Add --from, which `RequestCommand` reads."""
-    return click.option(
-        "--from",
-        FROM,
-        metavar=f"RUN|FILE{SUFFIX}",
-        help="Take the request of a run, or of a file with flags as its keys; flags come over it.",
-    )(function)
-
-
-class RequestCommand(SettingsCommand):
-    """Command whose options can be those of a run or of a file."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest = super().parse_args(ctx, args)
-        if ctx.params.get(FROM) and not ctx.resilient_parsing:
-            _take(ctx, ctx.params[FROM])
-        return rest
-
-
-def save(ctx: click.Context, spec: JobSpec, path: Path) -> list[str]:
+def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
     """Write a request to a new file, private to its owner, for --from.
 
     What was given is written, even where it is the default. A variable that is secret by its name
@@ -68,9 +42,8 @@ def save(ctx: click.Context, spec: JobSpec, path: Path) -> list[str]:
     """
     values = {
         name: value
-        for name, value in {**_others(ctx), **values_of(spec)}.items()
-        if value not in (None, ())
-        and (not _is_default(name, value) or source(ctx, name) != "default")
+        for name, value in {**_others(given), **values_of(spec)}.items()
+        if value not in (None, ()) and (not _is_default(name, value) or name in given.sources)
     }
     secret = [name for name, _ in spec.environment if re.search(forms.SECRET, name)]
     if "env" in values:
@@ -125,49 +98,46 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
     return {name: None if value == "" else value for name, value in values.items()}
 
 
-def _take(ctx: click.Context, text: str) -> None:
-    """Put the values of a run or a file in place of those that were not typed."""
-    assert isinstance(ctx.obj, Settings)
-    if text.endswith(SUFFIX):
-        where, values, command = text, *_read(ctx, Path(text))
-    else:
+def taken(given: Given, text: str) -> Given:
+    """Return what is given over the request of a run or a file.
+
+    A run's is whole: it holds what variables and site.cfg gave when it was submitted.
+    """
+    if not text.endswith(SUFFIX):
         from clusterddp.status.find import find_run
 
-        spec = find_run(Path(ctx.params["output_root"]), text).load_spec()
-        where, values, command = f"the request of {text}", values_of(spec), spec.command
-        # It holds what they gave when it was submitted.
-        ctx.obj = dataclasses.replace(ctx.obj, environment={})
-        ctx.meta["whole"] = True
+        spec = find_run(Path(given.values["output_root"]), text).load_spec()
+        where, recorded, command = f"the request of {text}", values_of(spec), spec.command
+        given = dataclasses.replace(given, environment={}, environ={})
+    else:
+        where, (recorded, command) = text, _read(Path(text))
     training = {row.parameter for row in TRAINING}
-    if ctx.meta.get("command"):  # a typed one takes the place of a training, too
-        values = {name: value for name, value in values.items() if name not in training}
-    elif "command" in ctx.meta:
-        ctx.meta["command"] = command
+    if given.command:  # a typed one takes the place of a training, too
+        recorded = {name: value for name, value in recorded.items() if name not in training}
+    elif given.command is not None:
+        given = dataclasses.replace(given, command=command)
     elif command:
         raise RequestError(
             f"--from {text}: it runs a command, which is for 'clusterddp submit'. [CD0204]"
         )
-    recipe = ctx.params.get("recipe") if source(ctx, "recipe") == "flag" else None
-    sources = dict(ctx.obj.sources)
-    for name, value in values.items():
-        if name not in ctx.params or name in recipe_settings(recipe):
+    values, sources = {**given.values}, {**given.sources}
+    of_recipe = recipe_settings(given.typed.get("recipe"))
+    for name, value in recorded.items():
+        if name not in values or name in of_recipe:
             continue
-        if source(ctx, name) == "flag":
+        if given.source(name) == FLAG:
             if name in _BY_NAME:
-                typed = ctx.params[name]
-                kept = () if "" in typed else value or ()
-                ctx.params[name] = (*kept, *filter(None, typed))
+                kept = () if "" in values[name] else value or ()
+                values[name] = (*kept, *filter(None, values[name]))
             continue
-        ctx.params[name] = value
+        values[name], sources[name] = value, where
         # A recipe's settings come over defaults, but the run was trained with these.
-        is_default = name not in training and _is_default(name, value)
-        origin = ParameterSource.DEFAULT if is_default else ParameterSource.DEFAULT_MAP
-        ctx.set_parameter_source(name, origin)
-        sources[name.replace("_", "-")] = where
-    ctx.obj = dataclasses.replace(ctx.obj, sources=sources)
+        if name not in training and _is_default(name, value):
+            del sources[name]
+    return dataclasses.replace(given, values=values, sources=sources)
 
 
-def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Read a file: the options' values by their parameters, and COMMAND. Raises RequestError."""
     import sys
 
@@ -194,7 +164,6 @@ def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ..
             "leave one of them out. [CD0204]"
         )
     values = {}
-    parameters = {parameter.name: parameter for parameter in ctx.command.params}
     for key, value in content.items():
         if key in _OF_A_SUBMISSION:
             raise RequestError(
@@ -206,35 +175,21 @@ def _read(ctx: click.Context, path: Path) -> tuple[dict[str, Any], tuple[str, ..
                 f"--from {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "
                 "Keys are submit's flags without '--'. [CD0204]"
             )
-        row = OPTIONS[key]
-        if row.parameter in parameters:
-            plain = _plain(f"--from {path}: {key}", value, row.type)
-            try:
-                values[row.parameter] = parameters[row.parameter].type_cast_value(ctx, plain)
-            except click.BadParameter as error:
-                raise type(error)(f"{error.message} (from {path})", ctx, error.param) from None
+        try:
+            values[OPTIONS[key].parameter] = OPTIONS[key].parse(value)
+        except OptionError as error:
+            raise OptionError(
+                f"{error.option}",
+                f"{str(error).removeprefix(error.option)} (from {path})",
+                code=error.code,
+            ) from None
     return values, tuple(command)
 
 
-def _plain(where: str, value: object, kind: type) -> object:
-    """Return a value as it would be typed. Raises RequestError for one of another kind."""
-    if kind is tuple:
-        items = value if isinstance(value, list) else [value]
-        if all(isinstance(item, str) for item in items):
-            return items
-        raise RequestError(f"{where} is a list of texts, not {value!r}. [CD0204]")
-    is_yes_or_no = isinstance(value, bool)
-    if isinstance(value, str) or (is_yes_or_no and kind is bool):
-        return value
-    if is_yes_or_no or not isinstance(value, int | float):
-        raise RequestError(f"{where} is a text or a number, not {value!r}. [CD0204]")
-    return str(value)
-
-
-def _others(ctx: click.Context) -> dict[str, Any]:
+def _others(given: Given) -> dict[str, Any]:
     """Return the given options that are no part of a JobSpec."""
-    values = {name: ctx.params[name] for name in _OTHERS if source(ctx, name) != "default"}
-    folder = template_folder(ctx)
+    values = {name: given.values[name] for name in _OTHERS if name in given.sources}
+    folder = template_folder(given)
     return {**values, "template_dir": os.path.abspath(folder)} if folder else values
 
 

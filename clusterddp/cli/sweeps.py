@@ -11,6 +11,7 @@ import click
 
 from clusterddp import errors, log
 from clusterddp.launchers import SentJob
+from clusterddp.request.given import Given
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
 
@@ -52,10 +53,10 @@ def sweep_options(function: F) -> F:
     return function
 
 
-def sweep_of(ctx: click.Context, max_parallel: int = 0) -> Sweep:
+def sweep_of(given: Given, max_parallel: int = 0) -> Sweep:
     """Return the sweep that was typed; none without its options. Raises OptionError."""
-    items, path = ctx.params["sweep"], ctx.params["sweep_file"]
-    sample, seed = ctx.params["sample"], ctx.params["sample_seed"]
+    items, path = given.values["sweep"], given.values["sweep_file"]
+    sample, seed = given.values["sample"], given.values["sample_seed"]
     if seed is not None and sample is None:
         raise errors.OptionError("--sample-seed", " is for draws: give --sample N.")
     if not items and path is None:

@@ -24,7 +24,7 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.slurm.forms import Form
@@ -46,6 +46,11 @@ EXPEDITE = "expedite"
 _CLUSTER = "cluster:"
 _GPU_GRES = r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?"
 _NO_REQUEUE = "SBATCH_NO_REQUEUE"
+
+_WORDS = {
+    **dict.fromkeys(("yes", "true", "on", "1", "y", "t"), True),
+    **dict.fromkeys(("no", "false", "off", "0", "n", "f"), False),
+}
 
 NEEDED_DIRECTIVES = ("nodes", "ntasks")
 """Directives that a run cannot do without."""
@@ -155,6 +160,8 @@ class Option:
     """True for --NAME / --no-NAME."""
     bare: str = ""
     """Value of a flag that is typed without one."""
+    also: str = ""
+    """Word that is a value as well as yes and no."""
     decisive: bool = False
     """True where it decides the weights that a training ends with."""
 
@@ -183,6 +190,40 @@ class Option:
     def variable(self) -> str:
         """Return the SBATCH_* variable that sets it; empty without one."""
         return next((word for word in self.names.split() if word.startswith("SBATCH_")), "")
+
+    def parse(self, value: Any) -> Any:
+        """Return the value that a text, or a plain value of Python or TOML, gives to the option.
+
+        Raises OptionError for one of another kind; `check_fields` looks at its form.
+        """
+        if self.type is tuple:
+            items = [value] if isinstance(value, str | os.PathLike) else value
+            if isinstance(items, Mapping):
+                items = [str(k) if v is None else f"{k}={v}" for k, v in items.items()]
+            if isinstance(items, list | tuple):
+                texts = [os.fspath(i) if isinstance(i, os.PathLike) else i for i in items]
+                if all(isinstance(text, str) for text in texts):
+                    return tuple(texts)
+            raise OptionError(self.flag, f": {value!r} is neither a text nor a list of texts.")
+        if self.type is bool:
+            word = value.strip().lower() if isinstance(value, str) else value
+            if isinstance(word, bool) or word in _WORDS:
+                return word if isinstance(word, bool) else _WORDS[word]
+            if word and word == self.also:
+                return word
+            words = f"neither yes, no nor {self.also}" if self.also else "neither yes nor no"
+            raise OptionError(self.flag, f": {value!r} is {words}.")
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        takes = {int: (int, str), float: (int, float, str)}.get(self.type, (int, float, str))
+        if isinstance(value, bool) or not isinstance(value, takes):
+            kinds = f"{type(value).__name__}, not {self.type.__name__}"
+            raise OptionError(self.flag, f": {value!r} is {kinds}.")
+        try:
+            return self.type(value)
+        except ValueError:
+            noun = "whole number" if self.type is int else "number"
+            raise OptionError(self.flag, f": {value!r} is no {noun}.") from None
 
     @property
     def metavar(self) -> str | None:

@@ -198,6 +198,7 @@ class JobSpec(Record):
         "Resume after the time limit, preemption or a lost node. expedite (Slurm 25.11 and "
         "later): after a hardware failure, ahead of all other jobs.",
         names="--requeue SBATCH_REQUEUE",
+        also=EXPEDITE,
         shown="on for the training, and for a COMMAND once it has begun a Loop",
         group=table.INTERRUPTED,
     )

@@ -34,7 +34,6 @@ _LIKE_RANGE = rf"{_NUMBER}\.\.{_NUMBER}"
 _ARRAY = r"(?m)^#SBATCH --array="
 _PLACE = rf"(?:--?[\w-]+=)?\{{({_NAME})\}}"
 _DRAWN = r"(log|lin):(.+)\.\.(.+)"
-_YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
     "recipe": "a recipe sets several options; sweep these",
@@ -338,18 +337,11 @@ def _values(names: Iterable[str], point: Iterable[str]) -> tuple[object, ...]:
 
 
 def _value(name: str, text: str) -> object:
-    row = _ROWS[name]
     try:
-        if row.type is bool:
-            if text.lower() in (*_YES, *_NO):
-                return text.lower() in _YES
-            raise ValueError
-        return row.type(text)
-    except ValueError:
-        nouns = {int: "whole number", float: "number", bool: "yes or no"}
-        raise OptionError(
-            f"--sweep {name}", f": {text!r} is no {nouns.get(row.type, 'value')}."
-        ) from None
+        return _ROWS[name].parse(text)
+    except OptionError as error:
+        problem = str(error).removeprefix(error.option)
+        raise OptionError(f"--sweep {name}", problem) from None
 
 
 def _list(name: str, text: str) -> list[str]:

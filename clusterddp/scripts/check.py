@@ -71,12 +71,12 @@ def _read(texts: Mapping[str, str]) -> tuple[dict[str, JobScript], dict[str, Pyt
     jobs = {name: JobScript(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
     for job in jobs.values():
         job.python = by_name
-        for run in job.in_tasks:
+        for run, step in job.in_tasks:
             script, is_named = job.python_of(run)
-            if script and is_named and run.step:
-                tasks = None if run.starts else job.step_tasks(run.step)
-                nodes, gpus = job.step_nodes(run.step), job.visible_gpus(run.step)
-                script.steps.add(Started(tasks, nodes, gpus, not job.asks_for_gpus_in(run.step)))
+            if script and is_named:
+                tasks = None if run.starts else job.step_tasks(step)
+                nodes, gpus = job.step_nodes(step), job.visible_gpus(step)
+                script.steps.add(Started(tasks, nodes, gpus, not job.asks_for_gpus_in(step)))
     return jobs, scripts
 
 

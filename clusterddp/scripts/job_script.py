@@ -299,8 +299,9 @@ class JobScript:
         return runs
 
     @cached_property
-    def in_tasks(self) -> list[Run]:
-        return [run for run in self.runs if run.step]
+    def in_tasks(self) -> list[tuple[Run, Step]]:
+        """Return the commands that each task runs, with their steps."""
+        return [(run, run.step) for run in self.runs if run.step]
 
     @cached_property
     def in_batch(self) -> list[Run]:

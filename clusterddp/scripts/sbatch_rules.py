@@ -68,15 +68,14 @@ _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
     source=f"{_TORCHRUN}: one agent a node",
 )
 def launcher_per_rank(job: JobScript) -> Iterator[Found]:
-    for run in job.in_tasks:
-        assert run.step
-        tasks = job.step_tasks_per_node(run.step)
+    for run, step in job.in_tasks:
+        tasks = job.step_tasks_per_node(step)
         if run.starts not in START_PYTHON or not tasks or tasks < 2:
             continue
         ranks = job.number(run.options.get("nproc-per-node"))
         each = run.options.get("nproc-per-node", "1")
-        agents, total = job.number(run.options.get("nnodes")), job.step_tasks(run.step)
-        own_gpus = (run.step.value("gpus-per-task") or job.file.value("gpus-per-task")) is not None
+        agents, total = job.number(run.options.get("nnodes")), job.step_tasks(step)
+        own_gpus = (step.value("gpus-per-task") or job.file.value("gpus-per-task")) is not None
         if own_gpus or (ranks == 1 and agents and agents == total):
             continue  # each task is a node of its own, with GPUs of its own
         same = tasks in (job.gpus_per_node, ranks) or each in ("gpu", "auto")
@@ -86,7 +85,7 @@ def launcher_per_rank(job: JobScript) -> Iterator[Found]:
             same and ranks != 1,
             f"each of the {tasks} tasks of a node starts {run.starts}, which itself starts "
             f"{how_many} ranks on the node: the ranks of several agents share each GPU.",
-            _one_task_a_node(job, run.step),
+            _one_task_a_node(job, step),
         )
 
 
@@ -96,14 +95,13 @@ def launcher_per_rank(job: JobScript) -> Iterator[Found]:
     source=f"{_TORCHRUN}: --nnodes is 1 where it is not given",
 )
 def agents_apart(job: JobScript) -> Iterator[Found]:
-    for run in job.in_tasks:
+    for run, step in job.in_tasks:
         if run.starts != "torchrun" or not run.launcher or run.launcher.command != run.texts:
             continue
-        assert run.step
-        tasks, line = job.step_tasks(run.step) or 1, job.line(run.line)
+        tasks, line = job.step_tasks(step) or 1, job.line(run.line)
         typed = _AGENT.search(line)
         is_meant = {"nnodes", "standalone"} & run.options.keys() or _OF_ONE_AGENT.search(job.typed)
-        if tasks < 2 or job.step_tasks_per_node(run.step) != 1 or is_meant or not typed:
+        if tasks < 2 or job.step_tasks_per_node(step) != 1 or is_meant or not typed:
             continue
         options = " --nnodes=$SLURM_JOB_NUM_NODES"
         if not run.options.keys() & set(_ADDRESS_OPTIONS):
@@ -124,14 +122,13 @@ def agents_apart(job: JobScript) -> Iterator[Found]:
     source="torch.multiprocessing's documentation, spawn; seen: all but one end with EADDRINUSE",
 )
 def spawn_per_task(job: JobScript) -> Iterator[Found]:
-    for run in job.in_tasks:
-        assert run.step
+    for run, step in job.in_tasks:
         script, named = job.python_of(run)
-        tasks, nodes = job.step_tasks(run.step), job.step_nodes(run.step)
+        tasks, nodes = job.step_tasks(step), job.step_nodes(step)
         if not script or not named or run.starts or not tasks or tasks <= (nodes or 1):
             continue
         its_own = _TELL_TASKS & set(script.names_in(script.tree))
-        if its_own or _OF_TASKS.search(run.step.command.source):
+        if its_own or _OF_TASKS.search(step.command.source):
             continue
         if line := script.always_spawns:
             yield Found(
@@ -140,7 +137,7 @@ def spawn_per_task(job: JobScript) -> Iterator[Found]:
                 f"each of the {tasks} tasks starts {PurePath(script.name).name}, which itself "
                 f"starts the ranks (line {line}): several worlds share the GPUs of a node, and "
                 "only one of them gets a fixed port.",
-                _one_task_a_node(job, run.step),
+                _one_task_a_node(job, step),
             )
 
 
@@ -167,7 +164,7 @@ def _in_line(job: JobScript, command: Command, instead: str) -> str:
     source=f"{_SBATCH}: the batch script runs once, on the first node",
 )
 def srun_missing(job: JobScript) -> Iterator[Found]:
-    if any(run.trains for run in job.in_tasks):
+    if any(run.trains for run, _ in job.in_tasks):
         return
     for run in job.in_batch:
         if not run.trains or _is_elsewhere(run):
@@ -205,9 +202,9 @@ def _srun(run: Run, line: str, job: JobScript) -> str:
 )
 def no_rank_variables(job: JobScript) -> Iterator[Found]:
     names = set(re.findall(r"\w+", job.typed))
-    for run in job.in_tasks:
+    for run, step in job.in_tasks:
         script, named = job.python_of(run)
-        step, started = run.step, nested_launcher.started(run.texts)
+        started = nested_launcher.started(run.texts)
         if not script or not named or run.starts or run.python_script not in started:
             continue
         assert step
@@ -248,7 +245,7 @@ def step_not_waited_for(job: JobScript) -> Iterator[Found]:
     commands = job.file.script.commands
     if any("wait" in re.split(r"\W+", command.source) for command in commands):
         return
-    steps = [run.step.command for run in job.in_tasks if run.step and run.trains]
+    steps = [step.command for run, step in job.in_tasks if run.trains]
     for command in steps[-1:]:
         behind = commands[commands.index(command) + 1 :]
         quick = all(each.texts[:1] and each.texts[0] in _QUICK for each in behind)
@@ -276,9 +273,8 @@ def step_not_waited_for(job: JobScript) -> Iterator[Found]:
 )
 def batch_shell_rank(job: JobScript) -> Iterator[Found]:
     reported: set[tuple[int, str]] = set()
-    for run in job.in_tasks:
-        assert run.step
-        tasks, nodes = job.step_tasks(run.step), job.step_nodes(run.step)
+    for run, step in job.in_tasks:
+        tasks, nodes = job.step_tasks(step), job.step_nodes(step)
         if in_loop(run.command) and tasks in (1, None):
             continue
         for text in run.texts:
@@ -338,19 +334,18 @@ def _exported_ranks(job: JobScript) -> Iterator[Found]:
             names = {each.name for each in job.expanded_by_batch(run, assignment.text)}
             if assignment.name in _RANKS and is_exported and names.intersection(_OF_A_TASK):
                 ranks[assignment.name] = assignment.line
-    for reader in job.in_tasks:
-        assert reader.step
+    for reader, step in job.in_tasks:
         read = [name for name in ranks if _reads_ranks(reader, name)]
-        tasks = job.step_tasks(reader.step)
+        tasks = job.step_tasks(step)
         if not read or tasks == 1:
             continue
         exports = " ".join(f"{name}=\\${_RANKS[name]}" for name in read)
         yield Found(
-            reader.step.command.line,
+            step.command.line,
             bool(tasks) and reader.trains,
             f"the batch shell sets {' and '.join(read)} once, to 0 (line {ranks[read[0]]}), and "
             "every task gets that.",
-            _in_task_shell(job, reader.step, f"export {exports}; exec "),
+            _in_task_shell(job, step, f"export {exports}; exec "),
         )
 
 
@@ -450,16 +445,15 @@ def _is_port(text: str) -> bool:
     source=f"{_ENV}: the address of rank 0, the same for all",
 )
 def address_per_task(job: JobScript) -> Iterator[Found]:
-    for run in job.in_tasks:
-        assert run.step
-        nodes = job.step_nodes(run.step)
+    for run, step in job.in_tasks:
+        nodes = job.step_nodes(step)
         if nodes == 1 or not run.in_own_shell:
             continue
         for _, text in _addresses(run):
             for expansion in run.script.expanded(text):
                 if job.is_of_batch(expansion) or not _is_own_name(expansion):
                     continue
-                command = run.step.command
+                command = step.command
                 source = on_one_line(command.source).replace(expansion.source, "$MASTER_ADDR")
                 yield Found(
                     command.line,
@@ -658,7 +652,7 @@ def _execs(job: JobScript) -> bool:
 
 
 def _no_handler(job: JobScript) -> bool:
-    scripts = [script for run in job.in_tasks if (script := job.python_of(run)[0])]
+    scripts = [script for run, _ in job.in_tasks if (script := job.python_of(run)[0])]
     return bool(scripts) and not any(each.handles_signals for each in scripts)
 
 
@@ -692,8 +686,7 @@ def _waited_for(command: Command) -> str:
 def cpus_for_srun(job: JobScript) -> Iterator[Found]:
     if not (job.cpus_per_task or 0) > 1 or "SRUN_CPUS_PER_TASK" in job.file.script.exported:
         return
-    for run in job.in_tasks:
-        step = run.step
+    for run, step in job.in_tasks:
         assert step
         if not run.trains or step.value("cpus-per-task", "cpus-per-gpu", "cpu-bind") is not None:
             continue
@@ -817,9 +810,8 @@ def _has_amd(job: JobScript) -> bool:
     source=f"{_SRUN}, --gpus-per-task; seen: each task has one device, number 0",
 )
 def local_rank_isolated(job: JobScript) -> Iterator[Found]:
-    for run in job.in_tasks:
-        assert run.step
-        step, tasks = run.step, job.step_tasks_per_node(run.step)
+    for run, step in job.in_tasks:
+        tasks = job.step_tasks_per_node(step)
         each = step.value("gpus-per-task") or job.file.value("gpus-per-task")
         bind = step.value("gpu-bind", "tres-bind") or job.file.value("gpu-bind", "tres-bind") or ""
         per_gpu = step.value("ntasks-per-gpu") or job.file.value("ntasks-per-gpu")
@@ -833,7 +825,7 @@ def local_rank_isolated(job: JobScript) -> Iterator[Found]:
         line = script.local_rank_device if script else 0
         if script and line:
             yield Found(
-                run.step.command.line,
+                step.command.line,
                 named and bool(tasks) and each == "1",
                 f"each task sees one GPU, number 0, and {PurePath(script.name).name} takes the one "
                 f"of its local rank (line {line}): there is none.",
@@ -858,14 +850,13 @@ def _gpus_per_node(job: JobScript, step: Step) -> str:
     source=f"{_SBATCH}, --gpus-per-node, --gres; torch.cuda.set_device's documentation",
 )
 def more_tasks_than_gpus(job: JobScript) -> Iterator[Found]:
-    for run in job.in_tasks:
-        assert run.step
+    for run, step in job.in_tasks:
         script, named = job.python_of(run)
-        tasks, gpus = job.step_tasks_per_node(run.step), job.visible_gpus(run.step)
+        tasks, gpus = job.step_tasks_per_node(step), job.visible_gpus(step)
         if not script or not named or run.starts or not tasks or not gpus or tasks <= gpus:
             continue
         if line := script.local_rank_device:
-            at, right = _with_tasks(job, run.step, gpus)
+            at, right = _with_tasks(job, step, gpus)
             yield Found(
                 at,
                 True,

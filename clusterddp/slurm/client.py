@@ -16,12 +16,8 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm.forms import (
-    ATTEMPT_VARIABLE,
-    FULL_PREFLIGHT_VARIABLE,
-    LOOP_VARIABLE,
-    NONCE_VARIABLE,
     RANK_VARIABLES,
-    SPARES_VARIABLE,
+    TASK_VARIABLES,
     array_indices,
     hosts_of,
     time_seconds,
@@ -652,8 +648,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     surrounding job would reach the new one (an inherited SLURM_CPU_BIND crowds its tasks).
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
-    own = ATTEMPT_VARIABLE, LOOP_VARIABLE, NONCE_VARIABLE, SPARES_VARIABLE
-    dropped = {*RANK_VARIABLES, *own, FULL_PREFLIGHT_VARIABLE}
+    dropped = {*RANK_VARIABLES, *TASK_VARIABLES}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
     return {

@@ -67,6 +67,12 @@ CODE_OF_VARIABLE = "CLUSTERDDP_RUN_CODE_OF"
 ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
 """Variable of a COMMAND: 0 under --no-arm-stacks."""
 
+TASK_VARIABLES = (
+    *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),
+    *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE),
+)
+"""Variables of the tasks of one attempt, which mean nothing to a job that a task submits."""
+
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 SECRET = r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)"

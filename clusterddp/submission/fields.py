@@ -1,20 +1,29 @@
-"""From the values of a request's options to a `JobSpec`, for the command and the Python API."""
+"""From what is given to a `JobSpec`, for the command line and the Python API alike."""
 
 import dataclasses
 import os
 import re
+import shlex
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.launchers import SHIPPED
-from clusterddp.request.options import COUNT, NEEDED_DIRECTIVES, PASSED_ON, REPLACED
+from clusterddp.launchers import SHIPPED, full_name
+from clusterddp.request.given import DEFAULT, FLAG, Given, recipe_settings
+from clusterddp.request.options import (
+    COUNT,
+    NEEDED_DIRECTIVES,
+    PASSED_ON,
+    REPLACED,
+    sbatch_directives,
+)
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
 CONTAINER = ("container_image", "container_runtime", "container_mount", "container_workdir")
@@ -26,31 +35,62 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 """Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
 
 
+CHANGEABLE = (
+    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
+    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
+    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
+    *("container_image", "container_runtime", "container_mounts", "container_workdir"),
+)
+"""Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
+OF_COMMAND = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
+"""Fields that it may change for a COMMAND: what decides the weights there is the person's own."""
+_NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
+
+
 def made_up_name(kind: str) -> str:
     """Return a name for a run, or a sweep, that nobody has named."""
     return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
-def request_of(
-    values: Mapping[str, Any],
-    run_name: str,
-    task: TrainConfig | tuple[str, ...],
-    *,
-    environment: Mapping[str, str | None],
-    directives: Mapping[str, str | None],
-    container: Mapping[str, Any],
-    template: str,
-    sweep: Sweep = NO_SWEEP,
-) -> JobSpec:
+def job_spec(given: Given, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
     """Return the checked request; paths among the values are meant from here.
 
-    values: those of options that are given or have a default, by parameter. task: what each rank
-    runs. environment, directives: those from elsewhere, under --env and --sbatch.
+    Raises RequestError, which names the source of a value that was not typed.
     """
-    train = task if isinstance(task, TrainConfig) else None
+    with given.naming_sources():
+        _check_typed(given, sweep)
+        spec = _job_spec(given, run_name, sweep)
+        check_new(spec)
+    return spec
+
+
+def _check_typed(given: Given, sweep: Sweep) -> None:
+    """Refuse options that contradict each other by being typed, and an empty one."""
+    for name in () if given.command else sweep.names:
+        if given.source(name.replace("-", "_")) == FLAG:
+            raise OptionError(
+                f"--{name}",
+                f" against --sweep {name}: leave the first out, or the second. [CD0103]",
+            )
+    flags = given.flags(row.parameter for row in TRAINING) if given.command else ""
+    if flags:
+        raise OptionError(
+            flags,
+            f" belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
+            "given; put the command's own options behind '--'. [CD0103]",
+        )
+    for name, value in given.typed.items():
+        if value == "":
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(flag, " is empty; give a value, or leave it out. [CD0102]")
+
+
+def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
+    values = {name: value for name, value in given.values.items() if value is not None}
+    train = None if given.command else given.training(**_paths(given))
     tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
     resources = changed_resources(Resources(), values, tasks)
-    environment_fields = environment_of(environment, values["env"])
+    environment, passed = environment_of(given.environment, values["env"])
     names = {field.name for field in dataclasses.fields(JobSpec)}
     fields = {name: value for name, value in values.items() if name in names - {*CONTAINER}}
     fields |= {
@@ -59,14 +99,14 @@ def request_of(
         "resources": resources,
         "train": train,
         "sweep": sweep,
-        "command": () if train else task,
-        "environment": environment_fields[0],
-        "pass_environment": environment_fields[1],
+        "command": given.command or (),
+        "environment": environment,
+        "pass_environment": passed,
         **{name: interpreter(values[name]) for name in ("python", "batch_python")},
-        **container,
+        **container_of(given),
         "after": _after(values, train),
-        "template": template,
-        "sbatch": directives_of(directives, values["sbatch"], resources),
+        "template": _template(given),
+        "sbatch": directives_of(sbatch_directives(given.environ), values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
         "srun_args": tuple(
             word for line in values["srun_args"] for word in forms.words("--srun-args", line)
@@ -78,6 +118,140 @@ def request_of(
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
     return JobSpec(**fields)
+
+
+def changed(given: Given, before: JobSpec) -> JobSpec:
+    """Return a recorded request with what is typed in the place of what it has.
+
+    Raises RequestError, also for options of the training where the run has none.
+    """
+    typed, asked = given.typed, before.resources
+    # Where it was one a GPU before, it stays so.
+    tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
+    of_container = {*CONTAINER, "python"}
+    fields = {name: typed[name] for name in typed if name in {*CHANGEABLE} - of_container}
+    fields |= container_fields({name: typed[name] for name in typed if name in of_container})
+    if "max_parallel" in typed:
+        fields["sweep"] = dataclasses.replace(before.sweep, max_parallel=typed["max_parallel"])
+    if "notify" in fields:
+        fields["notify"] = forms.words("--notify", fields["notify"])
+    if "after" in fields:
+        fields["after"] = awaited_runs(fields["after"], Path(given.values["output_root"]))
+    if "batch_python" in fields:
+        fields["batch_python"] = interpreter(fields["batch_python"])
+    image = fields.get("container_image")
+    if image == "":  # none any more, nor what was asked for beside it
+        fields = {**_NO_CONTAINER, **fields}
+    if image is not None and bool(image) != bool(before.container_image):
+        fields.setdefault("python", IMAGES_PYTHON if image else sys.executable)
+    fields["resources"] = changed_resources(asked, typed, tasks)
+    fields |= _of_command(given, before, fields["resources"])
+    if fields.get("signal") == "none":
+        fields["signal"] = ""
+    elif "signal" not in typed and before.is_usual("signal"):
+        fields["signal"] = None  # the default follows the time limit
+    return dataclasses.replace(before, **fields, train=_trained(given, before))
+
+
+def _trained(given: Given, before: JobSpec) -> TrainConfig | None:
+    """Return the training with what is typed, over a recipe that is typed."""
+    names = [row.parameter for row in TRAINING if row.name != "allow-changed"]
+    typed = {name: value for name, value in given.typed.items() if name in names}
+    if before.train is None:
+        if flags := given.flags(names):
+            problem = f" belongs to the MNIST training, but {before.run_name} runs a command."
+            raise OptionError(flags, problem, code="CD0103")
+        return None
+    typed = {**recipe_settings(typed.get("recipe")), **typed}
+    if typed.get("data_dir"):
+        typed["data_dir"] = os.path.abspath(typed["data_dir"])
+    return dataclasses.replace(before.train, **typed)
+
+
+def _of_command(given: Given, before: JobSpec, resources: Resources) -> dict[str, object]:
+    """Return the fields that belong to a COMMAND, with the typed ones in place of the recorded."""
+    typed, fields = given.typed, dict[str, object]()
+    if given.command and before.train is not None:
+        raise RequestError(
+            f"{shlex.join(given.command)} belongs to the run of a COMMAND, but {before.run_name} "
+            "trains MNIST. [CD0103]"
+        )
+    if given.command:
+        fields["command"] = given.command
+    if "env" in typed:
+        former = {**dict(before.environment), **dict.fromkeys(before.pass_environment)}
+        fields["environment"], fields["pass_environment"] = environment_of(
+            *_over(former, typed["env"])
+        )
+    if "sbatch" in typed:
+        fields["sbatch"] = directives_of(*_over(dict(before.sbatch), typed["sbatch"]), resources)
+    for option, field in (("module", "modules"), ("setup", "setup")):
+        if option in typed:
+            fields[field] = tuple(line for line in typed[option] if line)
+    return fields
+
+
+def _over(
+    former: Mapping[str, str | None], items: Sequence[str]
+) -> tuple[Mapping[str, str | None], list[str]]:
+    """Return the recorded values, unless an empty item drops them, and the other items."""
+    return ({} if "" in items else former), [item for item in items if item]
+
+
+def _paths(given: Given) -> dict[str, str]:
+    """Return the paths of a training, as they are meant from here."""
+    data_dir, resume = given.values["data_dir"], given.values["resume"]
+    paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
+    return paths | ({"resume": resume_path(resume, given.values["output_root"])} if resume else {})
+
+
+def container_of(given: Given) -> dict[str, Any]:
+    """Return the fields of a container; without an image only those that were typed.
+
+    A site's own stand for the runs that name an image. The tasks' Python is the image's.
+    """
+    fields = {name: given.values[name] for name in CONTAINER if given.values[name]}
+    if "container_image" in fields:
+        is_named = given.source("python") != DEFAULT
+        fields["python"] = given.values["python"] if is_named else IMAGES_PYTHON
+    else:
+        fields = {name: value for name, value in fields.items() if given.source(name) == FLAG}
+    return container_fields(fields)
+
+
+def template_folder(given: Given) -> Path | None:
+    """Return the folder of a person's own templates; raises OptionError where it is not there.
+
+    It is that of a file which --template names, too.
+    """
+    template, folder = given.values["template"], given.values["template_dir"]
+    path = Path(template)
+    if "/" in template and not path.is_file():
+        raise OptionError("--template", f": {template!r} is no file.")
+    if "/" in template or (path.is_file() and path.name not in SHIPPED):
+        return path.parent
+    if folder is not None and not Path(folder).is_dir():
+        raise OptionError("--template-dir", f": {str(folder)!r} is no folder.")
+    return None if folder is None else Path(folder)
+
+
+def _template(given: Given) -> str:
+    """Return the name of a template's file; raises OptionError where it could mean two."""
+    value, folder = given.values["template"], given.values["template_dir"]
+    if Path(value).name.startswith("_"):
+        raise OptionError("--template", f" {value}: it is part of another one, not for itself.")
+    template_folder(given)
+    if "/" in value:
+        return Path(value).name
+    is_own = folder and (Path(folder) / value).is_file()
+    is_named = given.source("template") != DEFAULT
+    if is_named and value in SHIPPED and not is_own and Path(value).is_file():
+        raise OptionError(
+            "--template",
+            f" {value}: there is a file of that name here, and a shipped template. Use ./{value} "
+            f"for the file, or {value.removesuffix('.sbatch.j2')} for the shipped one.",
+        )
+    return full_name(value, Path(folder) if folder else None)
 
 
 def check_new(spec: JobSpec) -> None:
@@ -159,21 +333,6 @@ def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[
     [status] = statuses([RunDir(Path(train.resume))])
     goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
     return (*after, (train.resume, ANY)) if goes_on else after
-
-
-def folder_of_template(template: str, folder: str | Path | None) -> Path | None:
-    """Return the folder of a person's own templates: that of a file which `template` names, too.
-
-    Raises OptionError where it is not there.
-    """
-    path = Path(template)
-    if "/" in template and not path.is_file():
-        raise OptionError("--template", f": {template!r} is no file.")
-    if "/" in template or (path.is_file() and path.name not in SHIPPED):
-        return path.parent
-    if folder is not None and not Path(folder).is_dir():
-        raise OptionError("--template-dir", f": {str(folder)!r} is no folder.")
-    return None if folder is None else Path(folder)
 
 
 def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:

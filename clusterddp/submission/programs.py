@@ -8,7 +8,9 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path, PurePath
+from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
@@ -95,29 +97,10 @@ def check_command(
     relative = [shlex.quote(name) for name in missing if _is_below(folder, name)]
     is_own = load(spec.launcher).prepare(spec, None) == script
     """False where a site's own template has the name of a shipped one."""
-    if relative and is_own:
-        is_newer = folder != Path.cwd() and any(os.path.exists(name) for name in missing)  # noqa: PTH110
-        raise RequestError(
-            f"COMMAND: there is no {relative[0]} in {folder}, where the tasks start it. "
-            + ("Take the current files with --code new" if is_newer else _FROM_ITS_FOLDER)
-            + ", or name a file that is there.",
-            code="CD0306",
-        )
-    if is_own and not spec.modules:
-        from clusterddp.submission import outside
-
-        remark = outside.src_remark(spec.command, folder, outside.pythonpath(spec))
-        if remark:
-            log.warning(coded(remark, "CD0306"))
-    if is_own and program and not missing:
-        _check_own_program(folder, program, may_be_on_path=bool(spec.modules))
-    reads_input = nested_launcher.is_python(program) or PurePath(program).name in _SHELLS
-    if is_own and reads_input and program == spec.command[-1] and not file:
-        typed = shlex.quote(program)
-        raise RequestError(
-            f"COMMAND: {typed} is given nothing to run: a task's standard input is empty. Type it "
-            f"as: {typed} FILE [CD0306]"
-        )
+    if is_own:
+        if relative:
+            _refuse_missing(relative[0], folder, missing)
+        _check_own(spec, folder, program, file, is_there=not missing)
     if program and not is_file and not spec.modules and not is_on_path:
         if is_own and not force and not _has_other_path(spec):
             raise RequestError(
@@ -129,6 +112,36 @@ def check_command(
     for name in missing:
         log.warning(
             f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it [CD0317]"
+        )
+
+
+def _refuse_missing(shown: str, folder: Path, missing: Sequence[str]) -> NoReturn:
+    is_newer = folder != Path.cwd() and any(os.path.exists(name) for name in missing)  # noqa: PTH110
+    raise RequestError(
+        f"COMMAND: there is no {shown} in {folder}, where the tasks start it. "
+        + ("Take the current files with --code new" if is_newer else _FROM_ITS_FOLDER)
+        + ", or name a file that is there.",
+        code="CD0306",
+    )
+
+
+def _check_own(spec: JobSpec, folder: Path, program: str, file: str, *, is_there: bool) -> None:
+    """Check what the tasks find as it is here, since no template of a site's brings another."""
+    from clusterddp.request import nested_launcher
+    from clusterddp.submission import outside
+
+    if not spec.modules and (
+        remark := outside.src_remark(spec.command, folder, outside.pythonpath(spec))
+    ):
+        log.warning(coded(remark, "CD0306"))
+    if program and is_there:
+        _check_own_program(folder, program, may_be_on_path=bool(spec.modules))
+    reads_input = nested_launcher.is_python(program) or PurePath(program).name in _SHELLS
+    if reads_input and program == spec.command[-1] and not file:
+        typed = shlex.quote(program)
+        raise RequestError(
+            f"COMMAND: {typed} is given nothing to run: a task's standard input is empty. Type it "
+            f"as: {typed} FILE [CD0306]"
         )
 
 

@@ -33,20 +33,12 @@ from clusterddp.status.status import RunStatus, run_status, statuses, submission
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, code_renewal, outlook, points, snapshot
 from clusterddp.submission.claim import Claim, claimed
+from clusterddp.submission.fields import CHANGEABLE, OF_COMMAND
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.programs import check_pythons, refuse_launcher
 from clusterddp.submission.submit import ask_for_partitions, check_commands, naming_the_job, send
 from clusterddp.version import of_script
 
-CHANGEABLE = (
-    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
-    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
-    *("container_image", "container_runtime", "container_mounts", "container_workdir"),
-)
-"""Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
-OF_COMMAND = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
-"""Fields that it may change for a COMMAND: what decides the weights there is the person's own."""
 _MOST_CHANGES = 20
 _MOST_COMMANDS = 20
 _EITHER = (

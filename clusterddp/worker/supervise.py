@@ -9,13 +9,12 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from clusterddp import files, log
+from clusterddp import files, log, patience
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -38,8 +37,6 @@ from clusterddp.run.run_dir import RunDir
 # Signals that Slurm, an agent or a user sends to a task, and that must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
-_LATE_SIGNAL_SECONDS = 0.3
-"""Time that can lie between the signals of Slurm to two processes of a step on a busy machine."""
 
 pulse: Pulse | None = None
 """Shows the parent of this task that Python runs in it; None where it has no such parent."""
@@ -176,9 +173,9 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
         if (
             waits_for_signal and is_success and seen.si_pid == pid
         ):  # not reaped: what it ignores is known
-            deadline = time.monotonic() + _LATE_SIGNAL_SECONDS
-            while not record.is_told and time.monotonic() < deadline:
-                time.sleep(0.01)
+            patience.wait_until(
+                lambda: record.is_told, patience.LATE_SIGNAL, every=patience.CHILD_PAUSE
+            )
         changed, status = os.waitpid(seen.si_pid, os.WUNTRACED | os.WCONTINUED)
         if changed != pid:
             continue

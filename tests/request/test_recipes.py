@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from clusterddp.cli.commands import submit
-from clusterddp.cli.options import config_from, options
+from clusterddp.cli.options import held_by, options
 from clusterddp.errors import RequestError
+from clusterddp.request.options import Settings
 from clusterddp.request.recipes import RECIPES
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig, changes
@@ -21,10 +22,11 @@ def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> T
 
     @click.pass_context
     def run(ctx: click.Context, **_params: Any) -> TrainConfig:
-        return config_from(ctx)
+        return held_by(ctx).training()
 
     command = click.command()(options(TRAINING, settings=settings)(run))
-    config = command.main(argv, standalone_mode=False, default_map=default_map)
+    site = Settings(sources=dict.fromkeys(default_map, "site.cfg [defaults]"))
+    config = command.main(argv, standalone_mode=False, default_map=default_map, obj=site)
     assert isinstance(config, TrainConfig)
     return config
 

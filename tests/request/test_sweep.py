@@ -171,7 +171,7 @@ def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
         (["learning=1"], "no such option"),
         (["lr=0.1,high"], "'high' is no number"),
         (["epochs=1.5"], "'1.5' is no whole number"),
-        (["compile=maybe"], "no yes or no"),
+        (["compile=maybe"], "neither yes nor no"),
         (["lr=1,-1"], "the point lr=-1"),
         (["precision=tf32"], "the point precision=tf32"),
         (["lr=0.3,0.1,1e-1"], ": lr=0.1 and lr=1e-1 are one point"),

@@ -91,6 +91,9 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MASTER_PORT", False),
         ("TORCHELASTIC_RUN_ID", False),
         ("OMPI_COMM_WORLD_RANK", False),
+        ("CLUSTERDDP_RUN_CODE", False),
+        ("CLUSTERDDP_RUN_CODE_OF", False),
+        ("CLUSTERDDP_RUN_STACKS", False),
     ],
 )
 def test_submission_environment_keeps_what_a_login_shell_has(name: str, kept: bool) -> None:

@@ -12,20 +12,21 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting, log
-from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import SettingsCommand, config_from, options, site_options, typed_flags
+from clusterddp.cli.options import SettingsCommand, held_by, options, site_options
 from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan, results
 from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
+from clusterddp.request.given import Given
 from clusterddp.request.options import Choice
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.slurm import forms
 from clusterddp.status.find import DEFAULT_ROOT
 from clusterddp.status.state import RunState
+from clusterddp.submission.fields import job_spec, template_folder
 from clusterddp.submission.inputs import find_own_functions, make_sure
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
@@ -144,20 +145,21 @@ def command(
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
     all: --threads 1 compares device with device.
     """
-    root = ctx.params["output_root"]
+    held = held_by(ctx)
+    root = held.values["output_root"]
     if dry_run and as_json:
         raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
         plots.check_file("--plot", plot)
     if of:
-        flags = typed_flags(ctx, (name for name in ctx.params if name not in _BESIDE_OF))
+        flags = held.flags(name for name in held.values if name not in _BESIDE_OF)
         if flags:
             raise click.UsageError(f"--of runs nothing, so {flags} has no part in it.", ctx)
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
-    config, base, rows = _rows(ctx, name, where)
+    config, base, rows = _rows(held, name, where)
     planned = plan.requests(rows, name, root, repeat, base)
-    templates = template_folder(ctx) if base else None
+    templates = template_folder(held) if base else None
     plan.log_remarks(planned)
     if dry_run:
         find_own_functions(config, base)
@@ -166,7 +168,7 @@ def command(
     make_sure(config, base)
     try:
         if base:
-            limit, force = ctx.params["snapshot_limit"], ctx.params["force"]
+            limit, force = held.values["snapshot_limit"], held.values["force"]
             trials, number = plan.train_as_jobs(planned, templates, limit, force=force), 0
         else:
             trials, number = plan.train_here(planned)
@@ -183,28 +185,26 @@ def command(
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
-def _rows(
-    ctx: click.Context, name: str, where: str
-) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
+def _rows(held: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
     """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
     _NAME.check("--name", name)
-    strategies = tuple(dict.fromkeys(ctx.params["strategies"].split(",")))
+    strategies = tuple(dict.fromkeys(held.values["strategies"].split(",")))
     for strategy in strategies:
         _STRATEGIES.check("--strategies", strategy)
-    counts = ctx.params["world_sizes"]
+    counts = held.values["world_sizes"]
     if counts is not None:
         _COUNTS.check("--world-sizes", counts)
     if where == "debug":
-        flags = typed_flags(ctx, (row.parameter for row in REQUEST if row.name != "output-root"))
+        flags = held.flags(row.parameter for row in REQUEST if row.name != "output-root")
         if flags:
-            raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.", ctx)
-        base, config = None, config_from(ctx)
+            raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.")
+        base, config = None, held.training()
     else:
-        base = job_spec(ctx, name)
-        config = base.train or config_from(ctx)
+        base = job_spec(held, name)
+        config = base.train or held.training()
     hosts = plan.hosts(config, base)
     sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(hosts)
-    fixed = ctx.params["fixed_global_batch"]
+    fixed = held.values["fixed_global_batch"]
     rows = plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
     return config, base, rows
 

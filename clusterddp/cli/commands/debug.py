@@ -8,9 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli.job_spec import given_container
-from clusterddp.cli.options import config_from, options, source
-from clusterddp.cli.request_file import RequestCommand, from_option
+from clusterddp.cli.options import SettingsCommand, from_option, held_by, options
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
@@ -20,11 +18,11 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
-from clusterddp.submission.fields import CONTAINER, container_fields
+from clusterddp.submission.fields import CONTAINER, container_of
 from clusterddp.submission.inputs import make_sure
 
 
-@click.command(cls=RequestCommand)
+@click.command(cls=SettingsCommand)
 @options(TRAINING)
 @options(OPTIONS[name.replace("_", "-")] for name in ("python", *CONTAINER))
 @click.option(
@@ -58,7 +56,6 @@ def command(
     procs: int,
     start_method: str | None,
     run_name: str | None,
-    output_root: Path,
     run_dir: str | None,
     **_values: object,
 ) -> int:
@@ -75,21 +72,21 @@ def command(
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 
-    ctx = click.get_current_context()
-    container = container_fields(given_container(ctx))
+    held = held_by(click.get_current_context())
+    container, values = container_of(held), held.values
     paths = ("data_dir", "resume") if container else ()
-    config = config_from(
-        ctx, **{name: os.path.abspath(ctx.params[name]) for name in paths if ctx.params[name]}
+    config = held.training(
+        **{name: os.path.abspath(values[name]) for name in paths if values[name]}
     )
     if container and start_method:
         raise RequestError(
             "--start-method: each rank of a container starts by itself; leave it out. [CD0103]"
         )
-    if not container and source(ctx, "python") == "flag":
+    if not container and "python" in held.typed:
         raise RequestError(
             "--python names the interpreter in an image: name --container-image, too. [CD1004]"
         )
-    path = _path(output_root, run_dir, run_name)
+    path = _path(values["output_root"], run_dir, run_name)
     spec = workstation.request(path, config, procs, **container)
     spec.refuse_pyxis()
     make_sure(config, spec if container else None)

@@ -16,13 +16,13 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.commands import submit
-from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import options, source
+from clusterddp.cli.options import held_by, options
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
+from clusterddp.request.given import Given
 from clusterddp.request.options import Settings, find_site, lacking, read_site
 from clusterddp.request.spec import OPTIONS
-from clusterddp.submission.fields import interpreter
+from clusterddp.submission.fields import interpreter, job_spec, template_folder
 
 if TYPE_CHECKING:
     from clusterddp.doctor.site_checks import Diagnosis
@@ -65,11 +65,11 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
         raise RequestError(error.format_message(), code="CD0101") from None
-    spec = job_spec(ctx, "doctor")
-    given_before = _in_force(ctx)
+    held = held_by(ctx)
+    spec, given_before = job_spec(held, "doctor"), _in_force(held)
     if sys.stderr.isatty():
         click.echo("clusterddp: asking Slurm and importing torch: a minute at most", err=True)
-    diagnosis = examine.examine(spec, template_folder(ctx))
+    diagnosis = examine.examine(spec, template_folder(held))
     text = found.site_cfg(diagnosis, given_before)
     if as_json:
         checks = [dataclasses.asdict(check) for check in diagnosis.checks]
@@ -104,13 +104,13 @@ def _words(seen: str, advice: str) -> str:
     return f"{seen}. To do: {advice}" if advice else seen
 
 
-def _in_force(ctx: click.Context) -> dict[str, str]:
+def _in_force(held: Given) -> dict[str, str]:
     """Return the settings that somebody has given, with paths as they are meant from here."""
     rows = [OPTIONS[name] for name in _PROPOSED]
     given = {
-        row.name: str(ctx.params[row.parameter])
+        row.name: str(held.values[row.parameter])
         for row in rows
-        if source(ctx, row.parameter) != "default" and ctx.params[row.parameter]
+        if row.parameter in held.sources and held.values[row.parameter]
     }
     for name in ("output-root", "data-dir"):
         if name in given:

@@ -7,12 +7,13 @@ from dataclasses import asdict
 import click
 
 from clusterddp.cli.commands import submit
-from clusterddp.cli.job_spec import job_spec
+from clusterddp.cli.options import held_by
 from clusterddp.errors import EXIT_DONE, RequestError
 from clusterddp.formatting import clean
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.check import is_python, read_script
 from clusterddp.scripts.submit_line import Note, SubmitLine, translate
+from clusterddp.submission.fields import job_spec
 
 
 @click.command(
@@ -63,7 +64,7 @@ def refusal(line: SubmitLine) -> str:
             argv[at + 1] = f"{value}="
     try:
         with submit.command.make_context("submit", argv) as ctx:
-            job_spec(ctx, "imported")
+            job_spec(held_by(ctx), "imported")
     except (click.ClickException, RequestError) as error:
         return error.message if isinstance(error, click.ClickException) else str(error)
     return ""

@@ -1,48 +1,26 @@
 """`clusterddp resubmit`: submits a run once more, in its own directory, to resume where it was."""
 
-import dataclasses
 import json
-import os
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
 from clusterddp import formatting
-from clusterddp.cli.options import (
-    SettingsCommand,
-    WithCommand,
-    options,
-    recipe_settings,
-    source,
-    typed_flags,
-)
+from clusterddp.cli.options import SettingsCommand, WithCommand, held_by, options
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
+from clusterddp.request.given import Given
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import REQUEST, JobSpec
+from clusterddp.request.spec import REQUEST
+from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
-from clusterddp.slurm import forms
 from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
-from clusterddp.submission.fields import (
-    CONTAINER,
-    IMAGES_PYTHON,
-    awaited_runs,
-    changed_resources,
-    container_fields,
-    directives_of,
-    environment_of,
-    interpreter,
-)
-from clusterddp.submission.resubmit import CHANGEABLE, Terms, resubmit
+from clusterddp.submission.fields import CONTAINER, changed
+from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -55,9 +33,6 @@ _ASKED = [
     if (row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED)
     or row.parameter in ("python", "batch_python", *CONTAINER, *_OF_COMMAND)
 ]
-
-
-_NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
 
 
 class ResubmitCommand(WithCommand):
@@ -139,12 +114,6 @@ def command(
     ctx: click.Context,
     /,
     run: str,
-    template_dir: Path | None,
-    code: str,
-    clusterddp: str,
-    snapshot_limit: float | None,
-    from_scratch: bool,
-    although_done: bool,
     dry_run: bool,
     wait: bool,
     output_root: Path,
@@ -176,31 +145,22 @@ def command(
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    sweep, more = find_sweep(output_root, run), sweep_of(ctx)
+    held = held_by(ctx)
+    sweep, more = find_sweep(output_root, run), sweep_of(held)
     if sweep is None and (more or max_parallel):
         raise RequestError(
             f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
         )
-    terms = Terms(
-        allow_changed=bool(ctx.params["allow_changed"]),
-        new_code=code == "new",
-        new_clusterddp=clusterddp == "new",
-        from_scratch=from_scratch,
-        although_done=although_done,
-        force=bool(ctx.params["force"]),
-        template_folder=template_dir,
-        snapshot_limit_mb=snapshot_limit,
-        more=more,
-    )
+    terms = _terms(held, more)
     has_own_copies = sweep is not None and terms.new_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
         if dry_run or wait or max_parallel:
             raise click.UsageError(
                 f"--dry-run, --wait and --max-parallel are for one job; {run} means several."
             )
-        return _resubmit_each(ctx, output_root, run, terms, as_json=as_json)
+        return _resubmit_each(held, output_root, run, terms, as_json=as_json)
     run_dir = sweep or find_run(output_root, run)
-    done = resubmit(run_dir, partial(changed_request, ctx), terms, dry_run=dry_run)
+    done = resubmit(run_dir, partial(changed, held), terms, dry_run=dry_run)
     if dry_run:
         fields: dict[str, object] = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
         if sweep:
@@ -209,12 +169,12 @@ def command(
         return EXIT_DONE
     assert done.submission
     if sweep:
+        points = done.indices
         return follow_sweep(
-            done.spec, sweep.path, done.submission, done.indices, wait=wait, as_json=as_json
+            done.spec, sweep.path, done.submission, points, wait=wait, as_json=as_json
         )
-    job = formatting.job(done.job_id, done.spec.launcher)
     words = (
-        f"submitted {done.spec.run_name} again as {job}: {done.spec.layout}; it {done.beginning}\n"
+        f"{_said(done)}\n"
         f"  status  clusterddp status {run_dir.shown}\n"
         f"  logs    clusterddp logs -f {run_dir.shown}"
     )
@@ -223,9 +183,27 @@ def command(
     )
 
 
-def _resubmit_each(
-    ctx: click.Context, root: Path, pattern: str, terms: Terms, *, as_json: bool
-) -> int:
+def _terms(held: Given, more: Sweep) -> Terms:
+    values = held.values
+    return Terms(
+        allow_changed=bool(values["allow_changed"]),
+        new_code=values["code"] == "new",
+        new_clusterddp=values["clusterddp"] == "new",
+        from_scratch=values["from_scratch"],
+        although_done=values["although_done"],
+        force=bool(values["force"]),
+        template_folder=values["template_dir"],
+        snapshot_limit_mb=values["snapshot_limit"],
+        more=more,
+    )
+
+
+def _said(done: Resubmission) -> str:
+    job = formatting.job(done.job_id, done.spec.launcher)
+    return f"submitted {done.spec.run_name} again as {job}: {done.spec.layout}; it {done.beginning}"
+
+
+def _resubmit_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
     """Submit those of several runs again that have not ended well; returns the exit code."""
     runs = select(root, pattern)
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
@@ -236,7 +214,7 @@ def _resubmit_each(
     code, fields = EXIT_DONE, []
     for run in again:
         try:
-            done = resubmit(run, partial(changed_request, ctx), terms)
+            done = resubmit(run, partial(changed, held), terms)
         except ClusterDDPError as error:
             click.echo(f"clusterddp: {coded(error)}", err=True)
             code = max(code, error.exit_code)
@@ -248,83 +226,3 @@ def _resubmit_each(
     if as_json:
         click.echo(json.dumps(fields))
     return code
-
-
-def changed_request(ctx: click.Context, before: JobSpec) -> JobSpec:
-    """Return the request with the typed options in place of the recorded ones.
-
-    Raises RequestError, or UsageError for options of the training where the run has none.
-    """
-    given = {name: value for name, value in ctx.params.items() if source(ctx, name) == "flag"}
-    asked = before.resources
-    # Where it was one a GPU before, it stays so.
-    tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
-    of_container = {*CONTAINER, "python"}
-    fields = {name: given[name] for name in given if name in {*CHANGEABLE} - of_container}
-    if "max_parallel" in given:
-        points = dataclasses.replace(before.sweep, max_parallel=given["max_parallel"])
-        fields["sweep"] = points
-    fields |= container_fields({name: given[name] for name in given if name in of_container})
-    if "notify" in fields:
-        fields["notify"] = forms.words("--notify", fields["notify"])
-    if "after" in fields:
-        fields["after"] = awaited_runs(fields["after"], ctx.params["output_root"])
-    if "batch_python" in fields:
-        fields["batch_python"] = interpreter(fields["batch_python"])
-    image = fields.get("container_image")
-    if image == "":  # none any more, nor what was asked for beside it
-        fields = {**_NO_CONTAINER, **fields}
-    if image is not None and bool(image) != bool(before.container_image):
-        fields.setdefault("python", IMAGES_PYTHON if image else sys.executable)
-    fields["resources"] = changed_resources(asked, given, tasks)
-    fields |= _of_command(ctx, given, before, fields["resources"])
-    if fields.get("signal") == "none":
-        fields["signal"] = ""
-    elif "signal" not in given and before.is_usual("signal"):
-        fields["signal"] = None  # the default follows the time limit
-    settings = [row.parameter for row in _TRAINED if row.name != "allow-changed"]
-    flags = typed_flags(ctx, settings)
-    if flags and before.train is None:
-        raise click.UsageError(
-            f"{flags} belongs to the MNIST training, but {before.run_name} runs a command.", ctx
-        )
-    if before.train is not None:
-        trained = {name: given[name] for name in settings if name in given}
-        trained = {**recipe_settings(trained.get("recipe")), **trained}
-        if trained.get("data_dir"):
-            trained["data_dir"] = os.path.abspath(trained["data_dir"])
-        fields["train"] = dataclasses.replace(before.train, **trained)
-    return dataclasses.replace(before, **fields)
-
-
-def _of_command(
-    ctx: click.Context, given: Mapping[str, Any], before: JobSpec, resources: Resources
-) -> dict[str, object]:
-    """Return the fields that belong to a COMMAND, with the typed ones in place of the recorded."""
-    fields: dict[str, object] = {}
-    if ctx.meta["command"] and before.train is not None:
-        words = shlex.join(ctx.meta["command"])
-        raise click.UsageError(
-            f"{words} belongs to the run of a COMMAND, but {before.run_name} trains MNIST.", ctx
-        )
-    if ctx.meta["command"]:
-        fields["command"] = ctx.meta["command"]
-    if "env" in given:
-        former: dict[str, str | None] = dict(before.environment)
-        former |= dict.fromkeys(before.pass_environment)
-        fields["environment"], fields["pass_environment"] = environment_of(
-            *_over(former, given["env"])
-        )
-    if "sbatch" in given:
-        fields["sbatch"] = directives_of(*_over(dict(before.sbatch), given["sbatch"]), resources)
-    for option, field in (("module", "modules"), ("setup", "setup")):
-        if option in given:
-            fields[field] = tuple(line for line in given[option] if line)
-    return fields
-
-
-def _over(
-    former: dict[str, str | None], items: Sequence[str]
-) -> tuple[dict[str, str | None], list[str]]:
-    """Return the recorded values, unless an empty item drops them, and the other items."""
-    return ({} if "" in items else former), [item for item in items if item]

@@ -10,13 +10,14 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.commands import submit
-from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import Completed, naming_sources, source
+from clusterddp.cli.options import Completed, held_by
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
 from clusterddp.request import options, sites
+from clusterddp.request.given import Given
 from clusterddp.request.options import Settings
 from clusterddp.request.spec import OPTIONS
+from clusterddp.submission.fields import job_spec, template_folder
 
 
 def _names(_ctx: click.Context, _incomplete: str) -> Iterable[str]:
@@ -59,8 +60,9 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
     except click.UsageError as error:
         raise RequestError(error.format_message(), code="CD0101") from None
     assert isinstance(ctx.obj, Settings)
+    held = held_by(ctx)
     rows = {
-        name: {"value": ctx.params[row.parameter], "source": source(ctx, row.parameter)}
+        name: {"value": held.values[row.parameter], "source": held.source(row.parameter)}
         for name, row in sorted(OPTIONS.items())
     }
     used = ctx.obj.path
@@ -75,7 +77,7 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
         click.echo(json.dumps(shown, indent=2))
     else:
         _print_table(ctx.obj, rows, others)
-    _check(ctx)
+    _check(held)
 
 
 @command.command("list")
@@ -128,11 +130,11 @@ def use_site(name: str, force: bool) -> None:
         click.echo(f"clusterddp: from here {found} comes before it", err=True)
 
 
-def _check(ctx: click.Context) -> None:
+def _check(held: Given) -> None:
     """Refuse what a submission with these settings would refuse, naming where it came from."""
-    spec = job_spec(ctx, "site")
-    with naming_sources(ctx):
-        folder = template_folder(ctx)
+    spec = job_spec(held, "site")
+    with held.naming_sources():
+        folder = template_folder(held)
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
             return
         raise OptionError(

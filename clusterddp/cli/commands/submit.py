@@ -7,19 +7,24 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import main
-from clusterddp.cli.job_spec import job_spec, template_folder
-from clusterddp.cli.options import WithCommand, options, site_options, source, typed_flags
-from clusterddp.cli.request_file import RequestCommand, from_option, save
+from clusterddp.cli.options import (
+    WithCommand,
+    from_option,
+    held_by,
+    options,
+    site_options,
+)
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
+from clusterddp.request.given import Given
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
 from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
-from clusterddp.submission.fields import made_up_name
+from clusterddp.submission.fields import job_spec, made_up_name, template_folder
 
 
-class SubmitCommand(RequestCommand, WithCommand):
+class SubmitCommand(WithCommand):
     """Answers sbatch's other forms with ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -92,73 +97,84 @@ def command(
     """
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
+    held = held_by(ctx)
     if run_name == "":
         raise RequestError("--run-name is empty; leave it out to have one made up. [CD0102]")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    checks = typed_flags(ctx, ("check", "check_python"))
+    checks = held.flags(("check", "check_python"))
     if dry_run and checks and not save_to:  # a request to save keeps them for its submission
         raise click.UsageError(
             f"--dry-run asks neither Slurm nor an interpreter: leave it out, or {checks}.", ctx
         )
-    swept = sweep_of(ctx, max_parallel or 0)
+    swept = sweep_of(held, max_parallel or 0)
     if max_parallel and not swept:
         raise OptionError(
             "--max-parallel",
             " is for the points of a sweep: give --sweep. [CD1104]",
         )
-    if save_to and swept:
-        raise OptionError(
-            "--save",
-            f" {save_to}: a file holds the request of one run, and no points. Save it without "
-            f"--sweep, and submit with --from {save_to} --sweep NAME=VALUES.",
-        )
-    spec = job_spec(ctx, run_name or made_up_name("sweep" if swept else "run"), swept)
-    script = load(spec.launcher).prepare(spec, template_folder(ctx))
+    spec = job_spec(held, run_name or made_up_name("sweep" if swept else "run"), swept)
+    script = load(spec.launcher).prepare(spec, template_folder(held))
     if save_to:
-        for name in save(ctx, spec, save_to):
-            click.echo(
-                f"clusterddp: {save_to} passes {name} by name, without its value, which is secret "
-                "by its name: set it where you submit",
-                err=True,
-            )
+        _save(held, spec, save_to)
     if dry_run:
-        _check_files(ctx, spec, script)
-        for remark in remarks(spec):
-            click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
-        if spec.after:
-            from clusterddp.status import chain
-
-            if words := chain.describe(chain.look(spec)):
-                click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)
+        _warn(held, spec, script)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
-        fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir}
-        fields["script"] = script
-        if swept:
-            fields |= described(swept)
-            if not as_json:
-                click.echo(table_of(spec), err=True)
-        click.echo(json.dumps(fields) if as_json else script, nl=as_json)
+        _print_script(spec, script, as_json=as_json)
         return EXIT_DONE
     main.go_on()
-    from clusterddp.submission import submit  # what follows has no part in a dry run
+    return _submit(held, spec, script, wait=wait, as_json=as_json)
 
+
+def _save(held: Given, spec: JobSpec, path: Path) -> None:
+    if spec.sweep:
+        raise OptionError(
+            "--save",
+            f" {path}: a file holds the request of one run, and no points. Save it without "
+            f"--sweep, and submit with --from {path} --sweep NAME=VALUES.",
+        )
+    from clusterddp.cli.request_file import save
+
+    for name in save(held, spec, path):
+        click.echo(
+            f"clusterddp: {path} passes {name} by name, without its value, which is secret "
+            "by its name: set it where you submit",
+            err=True,
+        )
+
+
+def _print_script(spec: JobSpec, script: str, *, as_json: bool) -> None:
+    fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
+    if spec.sweep:
+        fields |= described(spec.sweep)
+        if not as_json:
+            click.echo(table_of(spec), err=True)
+    click.echo(json.dumps(fields) if as_json else script, nl=as_json)
+
+
+def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bool) -> int:
+    """Submit the request, print how to follow it, and follow it where that is asked for."""
+    from clusterddp import formatting  # what follows has no part in a dry run
+    from clusterddp.cli.runs import follow_submitted
+    from clusterddp.submission import submit
+
+    values = held.values
     try:
-        limit, check = ctx.params["snapshot_limit"], ctx.params["check"]
-        python, force = ctx.params["check_python"], ctx.params["force"]
         run, submission = submit.submit(
-            spec, script, snapshot_limit_mb=limit, check=check, check_python=python, force=force
+            spec,
+            script,
+            snapshot_limit_mb=values["snapshot_limit"],
+            check=values["check"],
+            check_python=values["check_python"],
+            force=values["force"],
         )
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    if swept:
-        points = range(len(swept))
+    if spec.sweep:
+        points = range(len(spec.sweep))
         return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
-    from clusterddp import formatting
-    from clusterddp.cli.runs import follow_submitted
-
     job = formatting.job(submission.job_id, spec.launcher)
     words = (
         f"{'started' if spec.launcher == 'local' else 'submitted'} {spec.run_name} as {job}: "
@@ -171,16 +187,23 @@ def command(
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
 
 
-def _check_files(ctx: click.Context, spec: JobSpec, script: str) -> None:
-    """Say what a submission would refuse for files that are not there; refuse a function."""
-    has_folder = source(ctx, "data_dir") != "default"
+def _warn(held: Given, spec: JobSpec, script: str) -> None:
+    """Say what a submission would say, and refuse for files that are not there."""
+    has_folder = "data_dir" in held.sources
     if spec.starts_own_files or has_folder:
         from clusterddp.submission import inputs, submit  # which a plain dry run does without
 
         for train in spec.trainings:
             inputs.find_own_functions(train, spec)
         for refused in submit.refusals_of_files(
-            spec, script, has_folder=has_folder, force=ctx.params["force"]
+            spec, script, has_folder=has_folder, force=held.values["force"]
         ):
             said = f"warning: a submission would refuse this: {coded(refused)}"
             click.echo(f"clusterddp: {said}", err=True)
+    for remark in remarks(spec):
+        click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
+    if spec.after:
+        from clusterddp.status import chain
+
+        if words := chain.describe(chain.look(spec)):
+            click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)

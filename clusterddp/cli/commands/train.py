@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import main
-from clusterddp.cli.options import config_from, options
+from clusterddp.cli.options import held_by, options
 from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
@@ -73,7 +73,7 @@ def command(
     stopped ends with 0, for they would end the others.
     """
     ctx = click.get_current_context()
-    config = config_from(ctx)
+    config = held_by(ctx).training()
     env = dist_env.from_flags(**{name: ctx.params[name] for name in _BY_HAND})
     if env:
         dist_env.check_address(env.master_addr)

@@ -325,7 +325,7 @@ def test_a_command_that_is_done_can_be_given_another_one(workplace: Workplace) -
     assert "Give it another COMMAND" in refused(workplace, run, "--env", "A=9")
     workplace.command("python", "true")
     accepted(workplace, "one", "--", "python", "-m", "new")
-    assert "-- python -m new)" in sent(workplace)
+    assert "-- python -m new\n" in sent(workplace)
 
 
 @pytest.mark.parametrize("value", [value for value in CARRIED if value])
@@ -450,7 +450,7 @@ def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace
     workplace.command("python3.13", "true")
     accepted(workplace, "one", "--batch-python", "bin/python3.13")
     python = str(workplace.folder / "bin/python3.13")
-    assert f"; exec {python} " in sent(workplace)
+    assert f' {python} "$own" batch ' in sent(workplace)
     assert run.load_spec().python == "python"
     assert f"batch_python python3, now {python}" in resubmissions(run)[-1]
 

@@ -688,7 +688,7 @@ def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
     assert not file.exists()
     argv = ["submit", "--dry-run", "--json", "--run-name", "t"]
     shown = workplace.invoke(*argv, "--from", "s-3")
-    assert "-- /bin/echo 3)" in json.loads(shown.out)["script"]
+    assert "-- /bin/echo 3\n" in json.loads(shown.out)["script"]
     assert "points" not in json.loads(shown.out)
     file.write_text("lr = 0.5\nseed = 3\n")
     shown = workplace.invoke(*argv, "--from", str(file), "--sweep", "lr=0.1,0.2")

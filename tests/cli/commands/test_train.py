@@ -14,7 +14,7 @@ import click
 import pytest
 
 from clusterddp.checkpoints.catalog import step_of
-from clusterddp.cli.options import config_from, options
+from clusterddp.cli.options import held_by, options
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run.attempt import begin
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -394,7 +394,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
 def options_command(settings: bool) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, **_params: Any) -> TrainConfig:
-        return config_from(ctx)
+        return held_by(ctx).training()
 
     other = click.option("--nodes", default=2)
     return click.command()(other(options(TRAINING, settings=settings)(run)))
