@@ -14,7 +14,7 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.formatting import duration
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import printed
-from clusterddp.run.outcome import HUNG, note_hung
+from clusterddp.run.outcome import HUNG, any_began, note_hung
 from clusterddp.run.records import HungRanks, Silence
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
@@ -44,7 +44,7 @@ def watch(
         # Not by a clock: in a job that was suspended nobody could print.
         silent += pause
         now = printed(attempt.run)
-        if now != before or not any(attempt.outcomes.glob("rank-*.json")):  # none has begun
+        if now != before or not any_began(attempt.outcomes):  # none has begun
             before, silent = now, 0.0
     log.info(f"no rank has printed anything for {duration(seconds)}. Where they are:")
     rank_stacks: list[RankStacks] = []

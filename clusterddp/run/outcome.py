@@ -27,7 +27,7 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
-from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError
+from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError, announced
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import srun_lines
 from clusterddp.slurm.forms import SPARES_VARIABLE
@@ -91,7 +91,21 @@ def ended_for(folder: Path) -> HungRanks | None:
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
     """Read the record of one rank; None where there is none that can be read."""
-    return files.read(Outcome, folder / f"rank-{rank}.json", strict=True)
+    return files.read(Outcome, _path(folder, rank), strict=True)
+
+
+def any_began(folder: Path) -> bool:
+    """Return whether a rank of the attempt has recorded its start."""
+    return any(folder.glob("rank-*.json"))
+
+
+def last_sign(folder: Path, rank: int) -> float:
+    """Return the time of a rank's latest sign of life, as its parent gives it. Raises OSError."""
+    return _path(folder, rank).stat().st_mtime
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
@@ -265,7 +279,7 @@ class TaskRecord:
         self._run = run
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
-        self._writing = threading.Lock()
+        self._rank, self._writing = env.rank, threading.Lock()
         self._told_to_end = False
         self._fields: dict[str, object] = {
             "rank": env.rank,
@@ -315,7 +329,7 @@ class TaskRecord:
 
     @property
     def _path(self) -> Path:
-        return self._folder / f"rank-{self._fields['rank']}.json"
+        return _path(self._folder, self._rank)
 
     def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
         """Record the end and the error behind it; `status` is wait(2)'s, and is returned."""
@@ -516,7 +530,7 @@ def _exception(lines: Sequence[str], header: int) -> TaskError | None:
     # Frames are indented, and the exception is the first line that is not.
     below = range(header + 1, len(lines))
     first = next((at for at in below if lines[at] and lines[at][0] not in " \t"), None)
-    text = "" if first is None else "\n".join(_announced(lines, first))
+    text = "" if first is None else "\n".join(announced(lines[first:]))
     exception = _EXCEPTION.fullmatch(text)
     return _error(exception["type"], exception["message"]) if exception else None
 
@@ -536,13 +550,6 @@ def _is_of_launcher(error: TaskError) -> bool:
     name = error.type.rpartition(".")[2]
     of_python = name == "CalledProcessError" and re.search(r"python|torchrun", error.message)
     return name == "ChildFailedError" or bool(of_python)
-
-
-def _announced(lines: Sequence[str], first: int) -> Sequence[str]:
-    """Return a line, and those behind it that a colon at the end of each announces."""
-    behind = range(first, len(lines))
-    last = next((at for at in behind if not lines[at].endswith(":")), len(lines) - 1)
-    return lines[first : last + 1]
 
 
 def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:

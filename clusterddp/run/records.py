@@ -4,7 +4,7 @@ docs/records.md says what each field means, and since which version. What a reco
 the field's default. Times are seconds since the epoch. `events` has the lines of events.jsonl.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterddp.errors import EXIT_PAUSED
@@ -290,9 +290,14 @@ class Outcome:
 
 def _said(message: str) -> str:
     """Return the first line of an error, with those behind it that a colon announces."""
-    lines = [line.strip() for line in message.strip().splitlines() if line.strip()] or [""]
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    return " ".join(announced(lines))
+
+
+def announced(lines: Sequence[str]) -> Sequence[str]:
+    """Return the first of lines, and those behind it that a colon at the end of each announces."""
     last = next((n for n, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
-    return " ".join(lines[: last + 1])
+    return lines[: last + 1]
 
 
 @dataclass(frozen=True)

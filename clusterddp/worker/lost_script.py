@@ -13,7 +13,7 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.run import events
-from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt import SILENT_SECONDS, Attempt
 from clusterddp.run.history import History, causes_of, gained, withdrawn
 from clusterddp.run.outcome import read_outcome
 from clusterddp.run.restart_policy import Policy
@@ -21,7 +21,6 @@ from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
 
-_SILENT_SECONDS = 15.0
 _LOOK_SECONDS = 0.5
 
 
@@ -47,7 +46,7 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
     except OSError:  # a launcher that has no controller
         return False
     since = time.monotonic()
-    while time.monotonic() - since < _SILENT_SECONDS:
+    while time.monotonic() - since < SILENT_SECONDS:
         first = read_outcome(attempt.outcomes, 0)  # of all ranks it would cost a large job too much
         if first and first.failed and first.host == host:
             return False
