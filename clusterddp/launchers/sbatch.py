@@ -165,6 +165,8 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
     if spec.requeue is not None:  # an explicit one overrides the site's own default
         mode = spec.requeue if isinstance(spec.requeue, str) else None
         wanted["requeue" if spec.requeue else "no-requeue"] = mode
+    if spec.requeue:  # Slurm's own log keeps what a former start has left there
+        wanted["open-mode"] = "append"
     if spec.signal:
         wanted["signal"] = spec.signal
     if spec.export == "NONE":

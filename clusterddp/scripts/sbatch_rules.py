@@ -587,6 +587,7 @@ def signal_to_steps(job: JobScript) -> Iterator[Found]:
         return
     to_batch, name = _signal(directive.value)
     trapped = [run for run in job.in_batch if name in _trapped(run.command)]
+    waiting = [run for run in trapped if run.command.texts[1] not in ("", ":")]
     if any("srun" in run.texts for run in job.in_batch):
         return  # a function of the script's own starts the steps
     training = next((run for run in job.runs if run.trains), None)
@@ -602,8 +603,8 @@ def signal_to_steps(job: JobScript) -> Iterator[Found]:
         traps = set().union(*(_trapped(run.command) for run in job.in_batch))
         sure = not _sources(job) and "EXIT" not in traps and all(map(is_known, traps))
         yield Found(line, sure, why, trap)
-    elif not to_batch and trapped:
-        trap = f"the trap in line {trapped[0].line}"
+    elif not to_batch and waiting:
+        trap = f"the trap in line {waiting[0].line}"
         why = f"without B: SIG{name} goes to the steps, and {trap} never runs."
         sure = not job.in_tasks or _no_handler(job)
         right = _with_directive(directive, f"--signal=B:{directive.value}")
