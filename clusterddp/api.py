@@ -7,7 +7,7 @@ when one of them is used.
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -34,7 +34,7 @@ from clusterddp.status.stop import Cancellation, Stop
 from clusterddp.submission import keywords
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
-from clusterddp.submission.fields import check_new
+from clusterddp.submission.fields import check_new, slurm_folder
 from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import workstation
@@ -50,7 +50,12 @@ def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
     """
     folder = Path(template_folder) if template_folder else None
     check_new(spec)
-    return launchers.load(spec.launcher).prepare(spec, folder)
+    return launchers.load(spec.launcher).prepare(_with_slurm(spec), folder)
+
+
+def _with_slurm(spec: JobSpec) -> JobSpec:
+    """Return a request that says where Slurm's commands are here, as the command line's does."""
+    return spec if spec.slurm_folder else replace(spec, slurm_folder=slurm_folder())
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,7 @@ def submit(
             "a sweep is no single run: submit it with 'clusterddp submit --sweep …', or each "
             "spec.element(index) by itself. [CD0102]"
         )
+    spec = _with_slurm(spec)
     script = render(spec, template_folder)
     run, _ = submitting.submit(
         spec,

@@ -96,7 +96,8 @@ def test_the_api_loads_no_module_of_the_command_line() -> None:
 def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = submit(spec(folder))
     assert clusterddp.runs() == [run] == [clusterddp.Run(run.run_dir)]
-    assert (run.name, run.spec) == ("one", spec(folder))
+    asked = dataclasses.replace(spec(folder), slurm_folder=f"{folder}/bin")
+    assert (run.name, run.spec) == ("one", asked)
     program(folder, "squeue", "echo '7|PENDING|Priority|'")
     program(folder, "scancel", "exit 0")
     with pytest.raises(RequestError, match=r"has no rank-1\.log \(yet\): it is queued"):

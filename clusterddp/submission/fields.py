@@ -114,7 +114,7 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "notify": forms.words("--notify", values.get("notify", "")),
         "modules": values["module"],
         "launch_prefix": forms.words("--launch-prefix", values.get("launch_prefix", "")),
-        "slurm_folder": _slurm_folder(),
+        "slurm_folder": slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
     return JobSpec(**fields)
@@ -263,7 +263,7 @@ def check_new(spec: JobSpec) -> None:
     spec.check_points()
 
 
-def _slurm_folder() -> str:
+def slurm_folder() -> str:
     """Return the folder of Slurm's commands, where it is none of those on every PATH."""
     folders = os.get_exec_path()
     found = next((each for each in folders if os.access(f"{each}/sbatch", os.X_OK)), "")
