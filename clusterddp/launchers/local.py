@@ -343,7 +343,8 @@ class _Job:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
             event = events.CancelAsked if self._cancelled else events.TimeLimitReached
             with suppress(OSError):  # a full disk costs the record
-                events.add(self._run.events, event(job_id=str(os.getpid())))
+                if not self._has_ended():
+                    events.add(self._run.events, event(job_id=str(os.getpid())))
             self._signal(script, signal.SIGCONT, signal.SIGTERM)
         elif limit.signal and left <= limit.lead_seconds and not self._warned:
             self._warned = True
@@ -352,6 +353,15 @@ class _Job:
                 os.kill(script, limit.signal)
             else:
                 self._signal_tasks(limit.signal, signal.SIGCONT)
+
+    def _has_ended(self) -> bool:
+        """Return whether the verdict is recorded: who waited for it leaves, and cancels nothing."""
+        starts_and_ends = (
+            isinstance(event, events.Ended)
+            for event in reversed(events.read(self._run.events))
+            if isinstance(event, events.Started | events.Ended)
+        )
+        return next(starts_and_ends, False)
 
     def _signal(self, script: int, *numbers: int) -> None:
         """Signal, as scancel does, the tasks, the batch shell and its children, but not srun."""

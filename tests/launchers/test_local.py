@@ -23,6 +23,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
+from tests.made_events import ended, started
 from tests.request.test_spec import spec
 from tests.waiting import dying_with_us, processes_in, wait_for
 
@@ -693,3 +694,18 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     again = typed("resubmit", "a")
     assert again.returncode == 0, again.stderr
     assert [log.read_text().splitlines()[-1] for log in logs] == [f"at {n}" for n in range(4)]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_rehearsal_whose_verdict_is_recorded_is_not_cancelled_any_more(
+    tmp_path: Path, over: bool
+) -> None:
+    run = RunDir(tmp_path / "a")
+    run.path.mkdir()
+    verdict = json.dumps(ended(0)) if over else json.dumps(started())
+    run.script.write_text(f"echo '{verdict}' >>{run.events}\ntouch {tmp_path}/up\nsleep 600\n")
+    argv = [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)]
+    with subprocess.Popen(argv, cwd=tmp_path, preexec_fn=dying_with_us()) as stand_in:  # noqa: PLW1509
+        wait_for((tmp_path / "up").exists, "the script to tell its verdict")
+        stand_in.terminate()
+    assert [event["event"] for event in read_events(run)][1:] == ([] if over else ["cancelled"])
