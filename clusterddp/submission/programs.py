@@ -262,7 +262,9 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
 
 def check_notified(spec: JobSpec) -> None:
     """Warn of a program of --notify that is not here; it starts in the current folder."""
-    if spec.notify and shutil.which(spec.notify[0]) is None:
+    if not spec.notify:
+        return
+    if shutil.which(spec.notify[0], path=dict(spec.environment).get("PATH")) is None:
         typed = shlex.quote(spec.notify[0])
         where = f"in {Path.cwd()}, where it starts" if "/" in typed else "on the PATH"
         log.warning(

@@ -278,7 +278,10 @@ def test_a_name_that_can_be_taken_for_a_jobs_id_is_warned_of(
         (["--notify", "pkg/run.py x"], ""),
         (["--notify", "sbatch x"], ""),
         (["--notify", "run.py", "--env", "PATH=pkg"], ""),
-        (["--notify", "nosuchprog", "--module", "x"], ""),
+        (["--notify", "nosuchprog", "--env", "PATH=pkg"], "no such program on the PATH"),
+        # It starts outside the lines that load modules and set up.
+        (["--notify", "nosuchprog", "--module", "x"], "no such program on the PATH"),
+        (["--notify", "nosuchprog", "--setup", "true"], "no such program on the PATH"),
     ],
 )
 def test_a_program_to_be_told_that_is_not_here_is_warned_of(
