@@ -25,7 +25,7 @@ def test_everything_is_printed_and_the_exit_code_kept(tmp_path: Path) -> None:
     done = command(*DRY_RUN, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("#!/bin/bash\n")
-    assert done.stdout.endswith('"${task[@]}"\n')
+    assert done.stdout.endswith(f" --data-dir={tmp_path}/data\n")
     refused = command("submit", "--nodes=0", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--nodes" in refused.stderr
