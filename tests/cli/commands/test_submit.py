@@ -199,10 +199,10 @@ def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsew
         ("--job-name", value, f"#SBATCH {sbatch.directive('job-name', value or 'demo')}"),
         ("--env", f"K={value}", f"export K={sbatch.shell_word(value)}"),
         ("--setup", f"echo {quoted}", f"\necho {quoted}\n"),
-        ("--teardown", f"echo {quoted}", f"    echo {quoted}\n"),
+        ("--teardown", f"echo {quoted}", f"\ntear_down() (\n  echo {quoted}\n)\n"),
         ("--sbatch", f"comment={value}", f"#SBATCH {sbatch.directive('comment', value)}"),
-        ("--srun-args", quoted, f"  {sbatch.shell_word(value)} \\\n"),
-        ("--launch-prefix", quoted, f"prefix=({sbatch.shell_word(value)})"),
+        ("--srun-args", quoted, f" --open-mode=append {sbatch.shell_word(value)} --output="),
+        ("--launch-prefix", quoted, f' -- {sbatch.shell_word(value)} /usr/bin/python3 "$own" '),
     ):
         for launcher in ("sbatch", "local"):
             result = run("--dry-run", *FIXED, "--launcher", launcher, f"{option}={given}")
@@ -210,7 +210,7 @@ def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsew
                 assert f"{option} is empty" in str(result.exception)
                 continue
             assert result.exit_code == 0, option
-            assert expected in result.stdout, option
+            assert expected in result.stdout.replace(" \\\n  ", " "), option
     for option in (
         "--partition", "--account", "--qos", "--constraint", "--reservation", "--nodelist",
         "--exclude", "--dependency", "--mail-type", "--mail-user", "--mem", "--time", "--module",
@@ -345,7 +345,7 @@ def test_a_variable_that_would_not_arrive_cannot_be_passed_by_name(
 
 def test_sbatch_gets_the_dry_runs_bytes(tmp_path: Path, elsewhere: Path) -> None:
     env = fake_sbatch(tmp_path, f"cat >{tmp_path}/sent; echo 42")
-    expected = run("--dry-run", "--run-name", "a", "--", "true").stdout
+    expected = run("--dry-run", "--run-name", "a", "--", "true", env=env).stdout
     result = run("--run-name", "a", "--json", "--", "true", env=env)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sent").read_text() == expected
@@ -634,7 +634,7 @@ def test_a_launcher_as_the_command_is_refused_unless_it_is_allowed(elsewhere: Pa
         assert "type: clusterddp submit --template torchrun -- python train.py." in message
         assert not list(elsewhere.iterdir())
     script = dry_run("--allow-launcher", "--", "torchrun", "train.py")
-    assert "\n  -- torchrun train.py)\n" in script
+    assert script.endswith(' "$own" exec --run-dir="$run_dir" -- torchrun train.py\n')
 
 
 def test_a_launcher_in_a_script_is_a_warning(
