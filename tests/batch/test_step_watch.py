@@ -13,6 +13,8 @@ import pytest
 from clusterddp import log
 from clusterddp.batch import step_watch
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.events import StepEnded
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from tests.waiting import PATIENCE
 
@@ -66,6 +68,11 @@ class Step:
     def cancelled(self) -> list[str]:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
+    @property
+    def noted(self) -> list[StepEnded]:
+        """What the verdict on the attempt finds of it."""
+        return History.read(self.attempt.run).every(StepEnded, self.attempt.number)
+
 
 @pytest.fixture
 def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
@@ -83,7 +90,7 @@ def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
     step.end()
     step.watch()
     assert step.cancelled == ["17.3"]
-    assert step_watch.was_ended(step.attempt)
+    assert [event.step_id for event in step.noted] == ["3"]
     assert "every task's end is recorded" in step.said[0]
     assert len(step.said) == 1
 
@@ -110,7 +117,7 @@ def test_an_srun_that_ends_by_itself_is_left_alone(step: Step) -> None:
     step.srun.communicate(b"\n")
     step.watch()
     assert (step.cancelled, step.said) == ([], [])
-    assert not step_watch.was_ended(step.attempt)
+    assert not step.noted
 
 
 AT_WORK: dict[str, Callable[[Step], None]] = {

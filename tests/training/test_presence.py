@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.records import SignOfLife
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import presence
 from clusterddp.training.presence import Presence, poll_time_limit
@@ -44,7 +45,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
     steps = iter(range(1000))
     ours = Presence(attempt, StopRequest())
-    ours.step = lambda: next(steps)
+    ours.sign = lambda: SignOfLife(next(steps))
     with ours:
         wait_for(lambda: attempt.alive.exists() and _step(attempt) >= 3, "a third sign of life")
         assert attempt.is_alive()

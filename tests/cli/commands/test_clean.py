@@ -13,7 +13,7 @@ import pytest
 from clusterddp.checkpoints import catalog
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import notify
-from clusterddp.status import status as run_status
+from clusterddp.status.find import find_run
 from clusterddp.submission import clean
 from clusterddp.submission.claim import claimed
 from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make
@@ -312,7 +312,7 @@ def test_two_at_once_and_a_start_in_the_midst(
     [event] = [e for e in read_events(run) if e["event"] == "cleaned"]
     assert len(event["checkpoints"]) == 2
     monkeypatch.undo()
-    found = [run_status.find_run(workplace.root, "one")]
+    found = [find_run(workplace.root, "one")]
     codes: list[object] = []
 
     def clean_it() -> None:

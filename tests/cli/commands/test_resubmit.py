@@ -450,7 +450,7 @@ def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace
     workplace.command("python3.13", "true")
     accepted(workplace, "one", "--batch-python", "bin/python3.13")
     python = str(workplace.folder / "bin/python3.13")
-    assert f' {python} "$own" batch ' in sent(workplace)
+    assert f' {python} "$own" batch ' in sent(workplace).replace(" \\\n    ", " ")
     assert run.load_spec().python == "python"
     assert f"batch_python python3, now {python}" in resubmissions(run)[-1]
 
