@@ -691,11 +691,15 @@ class Controller:
 
 
 def _dying_with_this() -> Callable[[], None]:
-    """Return what has a child begin without ignored signals, and end with this process."""
+    """Return what has a child begin without ignored signals, and end with this process.
+
+    Whoever started the script may ignore some as well, as a shell has what it starts by & do.
+    """
     parent = os.getpid()
+    numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
     def begin() -> None:
-        for number in _NUMBERS:  # what is ignored from the start stays so in bash
+        for number in numbers:  # what is ignored from the start stays so in bash
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         die_with_parent(parent)
