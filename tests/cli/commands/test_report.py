@@ -156,7 +156,8 @@ def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplac
         add_event(run, "started", time=began + 3600 * hour, nodelist="h[01-02]", **times)
         add_event(run, "ended", time=began + 3600 * (hour + 5), cause="failed", **times)
     slow = SlowRank(3, "h\033[31m02", 0.412, 92.0, 610, 690, began)
-    for number, spent in ((1, Spent(began + 3600, 7200, 1800, 60)), (2, None)):
+    first, second = Spent(began + 3600, 7200, 1800, 60), Spent(began + 36000, waiting=0.0)
+    for number, spent in ((1, first), (2, second)):
         made = attempt(run, number, step=0 if number == 1 else 30, last=40)
         made.show_life(40, None, spent)
         write_record(made.stragglers, SlowRanks((slow,) if number == 1 else ()))
