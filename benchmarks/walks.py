@@ -88,7 +88,7 @@ try:
 except SystemExit as leaving:
     leave(leaving.code or 0)
 """
-_DRY_RUN = "submit --dry-run --nodes 2 --gpus-per-node 4 --cpus-per-task 8 --run-name x"
+_DRY_RUN = "submit --dry-run --nodes 2 --gpus-per-node 4 --run-name x"
 _TRAINING = "--dataset synthetic --epochs 1"
 
 WALKS = {
