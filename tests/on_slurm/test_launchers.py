@@ -331,8 +331,8 @@ def test_the_stand_in_ends_with_the_code_of_the_real_srun(
     )
     own = '{% extends "shipped/ddp.sbatch.j2" %}{% block launch %}\n'
     (tmp_path / "own.sbatch.j2").write_text(
-        own + 'launch bash -c \'srun --ntasks=2 --kill-on-bad-exit=1 -- "$0" task.py; '
-        'echo "srun ended with $?"\' {{ python | sh }}\n{% endblock %}\n'
+        own + "srun --ntasks=2 --kill-on-bad-exit=1 -- {{ python | sh }} task.py || code=$?\n"
+        'echo "srun ended with ${code:-0}"\nexit ${code:-0}\n{% endblock %}\n'
     )
     seen = {}
     for launcher in ("sbatch", "local"):
