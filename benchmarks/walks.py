@@ -89,6 +89,8 @@ except SystemExit as leaving:
     leave(leaving.code or 0)
 """
 _DRY_RUN = "submit --dry-run --nodes 2 --gpus-per-node 4 --run-name x"
+# Its lines are wrapped: with paths of a person's, wherever the figures are taken.
+_PATHS = "--python /opt/venv/bin/python --output-root /shared/me/jobs --data-dir /shared/me/data"
 _TRAINING = "--dataset synthetic --epochs 1"
 
 WALKS = {
@@ -143,8 +145,9 @@ def dry_run(root: Path) -> tuple[list[str], int, int, int]:
         counted = [sys.executable, "-c", _COUNTED, *_DRY_RUN.split()]
         _run(counted, folder, environ)  # leaves the bytecode behind that is counted
         done = _run(counted, folder, environ)
-        script, costs = done.stdout.splitlines(), json.loads(done.stderr.splitlines()[-1])
-        return (script, *costs)
+        costs = json.loads(done.stderr.splitlines()[-1])
+        shown = [sys.executable, "-m", "clusterddp", *_DRY_RUN.split(), *_PATHS.split()]
+        return (_run(shown, folder, environ).stdout.splitlines(), *costs)
 
 
 def _environ(root: Path, folder: Path) -> dict[str, str]:
