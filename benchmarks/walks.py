@@ -90,7 +90,10 @@ except SystemExit as leaving:
 """
 _DRY_RUN = "submit --dry-run --nodes 2 --gpus-per-node 4 --run-name x"
 # Its lines are wrapped: with paths of a person's, wherever the figures are taken.
-_PATHS = "--python /opt/venv/bin/python --output-root /shared/me/jobs --data-dir /shared/me/data"
+_PATHS = (
+    "--python /opt/venv/bin/python --batch-python /opt/venv/bin/python"
+    " --output-root /shared/me/jobs --data-dir /shared/me/data"
+)
 _TRAINING = "--dataset synthetic --epochs 1"
 
 WALKS = {
