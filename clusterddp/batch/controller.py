@@ -70,7 +70,8 @@ SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 """Signals that are passed on. Slurm sends TERM to the step itself."""
 _LOOK_SECONDS = 0.05
 """Time between two looks for what starts the tasks."""
-_NUMBERS = [*(signal.Signals[f"SIG{name}"] for name in SIGNALS), signal.SIGCHLD]
+_HELD = [signal.Signals[f"SIG{name}"] for name in SIGNALS]
+_NUMBERS = [*_HELD, signal.SIGCHLD]
 _SLURMS_FILE = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
 """Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
@@ -157,8 +158,17 @@ class Signals:
         signal.set_wakeup_fd(writer)
         for number in _NUMBERS:
             signal.signal(number, lambda *_: None)
-        self.were_held = signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # Programs that this process starts inherit the mask: a signal that Slurm sends to all in
+        # the job does not end a scontrol that puts it back into the queue.
+        before = signal.pthread_sigmask(signal.SIG_SETMASK, _HELD)
+        self.were_held = signal.SIGUSR1 in before
         """False where earlier ones are lost, as `env` could not block them."""
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self) -> None:
+        """Take them in a thread of its own, from which nothing is started."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        threading.Event().wait()
 
     def wait(self, seconds: float | None) -> None:
         """Wait until one comes, for so long at most."""

@@ -244,6 +244,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
     def begin() -> None:
         for name in _OURS:
             signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         die_with_parent(parent)
 
     source, target = os.pipe()
