@@ -31,7 +31,7 @@ _READY_SECONDS = 10.0
 
 
 class Step:
-    """What starts the tasks among a batch script's lines: srun, or whatever has their words."""
+    """Process among a batch script's lines that starts the tasks: srun, or what has their words."""
 
     def __init__(self, lines: int, attempt: Attempt) -> None:
         """lines: the process that runs the script's lines."""

@@ -56,7 +56,7 @@ _NOT_DECIDED = Decision(False, "")
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt ended, and what follows."""
+    """End of an attempt, and what follows."""
 
     ended: Ended
     """Its record."""

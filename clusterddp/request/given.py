@@ -1,4 +1,4 @@
-"""What is given for a request: the values of options, and where each comes from."""
+"""Values of options given for a request, and where each comes from."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ FLAG, DEFAULT = "flag", "default"
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line or the keywords of a call hold, as plain values."""
+    """Values that a command line or the keywords of a call hold, as plain ones."""
 
     values: Mapping[str, Any]
     """Values by parameter, those of defaults too; None is none."""

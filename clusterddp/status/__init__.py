@@ -1,1 +1,1 @@
-"""What a login node asks of runs, and does with them."""
+"""Questions and requests of a login node about runs: their state, stop, chain, stacks."""
