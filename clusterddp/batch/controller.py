@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec
 
-from clusterddp import files, formatting, log, version
+from clusterddp import files, formatting, log, patience, version
 from clusterddp.batch import finish, silence, spares, step_watch
-from clusterddp.batch.begin import ANOTHER_ATTEMPT_SECONDS, begin_attempt
+from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
 from clusterddp.batch.step_watch import Step
 from clusterddp.errors import (
@@ -75,8 +75,6 @@ _NUMBERS = [*_HELD, signal.SIGCHLD]
 _SLURMS_FILE = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
 """Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
-_AGENT_GRACE_SECONDS = 180.0
-"""Time for an agent to start its ranks again."""
 
 P = ParamSpec("P")
 
@@ -334,7 +332,7 @@ class Controller:
             self._attempt = begin_attempt(
                 JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.train.rendezvous_timeout if spec.train else ANOTHER_ATTEMPT_SECONDS,
+                spec.train.rendezvous_timeout if spec.train else patience.OTHER_ATTEMPT,
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,
@@ -653,7 +651,7 @@ class Controller:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
         spec = self._spec
         job = own_name(os.environ, self._job_id)
-        grace = _AGENT_GRACE_SECONDS if spec.restart_in_job else step_watch.GRACE_SECONDS
+        grace = patience.STEP_OF_AGENTS_ENDS if spec.restart_in_job else patience.STEP_ENDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
     def _watch_nodes(self, attempt: Attempt, step: Step) -> None:

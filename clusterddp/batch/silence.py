@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from clusterddp import files, log
+from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
 from clusterddp.formatting import duration
 from clusterddp.run.attempt import Attempt
@@ -19,7 +19,6 @@ from clusterddp.run.records import HungRanks, Silence
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
 
-_LONGEST_POLL_SECONDS = 30.0
 _LOOKS = 20
 """Looks at the logs until they count as silent."""
 
@@ -29,16 +28,17 @@ def watch(
     world_size: int,
     seconds: float,
     end: Callable[[], None] | None,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Print the stacks of all ranks once they have printed nothing for so many seconds.
 
     end: ends the tasks, where that is asked for; who is to blame is recorded before.
     """
-    pause = min(_LONGEST_POLL_SECONDS, seconds / _LOOKS)
+    pause = min(patience.OUTPUT_PAUSE, seconds / _LOOKS)
     before, silent = printed(attempt.run), 0.0
+    looks = patience.looks(every=pause)
+    next(looks)
     while silent < seconds:
-        sleep(pause)
+        next(looks)
         if attempt.is_superseded:
             return  # by one in the same job
         # Not by a clock: in a job that was suspended nobody could print.

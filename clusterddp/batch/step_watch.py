@@ -11,23 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from clusterddp import log
+from clusterddp import log, patience
 from clusterddp.errors import SlurmError
 from clusterddp.processes import table
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome, read_outcomes
 from clusterddp.slurm import client as slurm
-
-GRACE_SECONDS = 20.0
-"""After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
-_REPORT_SECONDS = 120.0
-"""Grace after rank 0's last word, where the end of some task is not recorded."""
-# srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled.
-_CANCEL_SECONDS = 35.0
-_POLL_SECONDS = 2.0
-_READY_SECONDS = 10.0
-"""Time for srun to listen to signals; one that came earlier would end it."""
 
 
 class Step:
@@ -89,7 +79,7 @@ class Step:
         pid = self.process()
         if not pid or table.takes(pid, number):
             return True
-        is_late = time.monotonic() > self._seen_time + _READY_SECONDS
+        is_late = time.monotonic() > self._seen_time + patience.SRUN_LISTENS
         return is_late and (self._has_tasks or not self._attempt.stop.exists())
 
     def signal(self, number: int) -> None:
@@ -128,7 +118,7 @@ def watch(
     try:
         if step:
             slurm.cancel(step)
-            await_end(srun, _CANCEL_SECONDS)
+            await_end(srun, patience.STEP_CANCELLED)
     except SlurmError as error:
         # The hosts have told slurmctld that the step is over: srun alone does not know.
         log.info(str(error))
@@ -137,9 +127,7 @@ def watch(
 
 def await_end(srun: Callable[[], int | None], seconds: float) -> None:
     """Wait until srun has ended, for so long at most; it may be no child of this process."""
-    deadline = time.monotonic() + seconds
-    while srun() and time.monotonic() < deadline:
-        time.sleep(min(_POLL_SECONDS, 0.5))
+    patience.wait_until(lambda: not srun(), seconds, every=patience.RECORDS_PAUSE)
 
 
 def kill(srun: Callable[[], int | None]) -> None:
@@ -167,7 +155,9 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     before: tuple[object, ...] = ()
     since = time.monotonic()
     first_at_work = 0
-    while not attempt.is_superseded:
+    for _ in patience.looks(every=patience.STEP_PAUSE):
+        if attempt.is_superseded:
+            break
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
         has_last_word = attempt.end.exists()
@@ -180,9 +170,9 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
                 if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
                     return "every task's end is recorded"
                 first_at_work = 0  # an agent has started its ranks anew, or there are more of them
-        elif has_last_word and quiet >= _REPORT_SECONDS:
-            return f"the training has ended, without a sign of life for {_REPORT_SECONDS:g} s"
-        time.sleep(_POLL_SECONDS)  # the records lie on a file system shared by hosts
+        elif has_last_word and quiet >= patience.STEP_LAST_WORD:
+            silent = f"{patience.STEP_LAST_WORD:g} s"
+            return f"the training has ended, without a sign of life for {silent}"
     return "a later attempt has begun"  # in the same job, whose srun is another one
 
 

@@ -15,12 +15,12 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from clusterddp import files, log
+from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.table import process_alive
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
@@ -261,30 +261,42 @@ def begin(run: RunDir) -> Attempt:
     return made
 
 
-def await_silence(run: RunDir, job_id: str, patience: float) -> None:
-    """Wait until no other job trains this run. Raises NotStarted after `patience` seconds.
+def await_silence(run: RunDir, job_id: str, seconds: float) -> None:
+    """Wait until no other job trains this run. Raises NotStarted after so many seconds.
 
     An earlier start of this very job is over, whatever its orphans still do: it is superseded.
     """
-    deadline = time.monotonic() + patience
     previous = latest(run)
-    announced = False
-    while previous and _is_at_work(previous, job_id):
+
+    def at_work() -> str:
+        if previous is None or not _is_at_work(previous, job_id):
+            return ""
         record = previous.read_record() or AttemptRecord()
-        who = (
-            f"attempt {previous.number} of {run.name} is still trained by job "
-            f"{record.job_id or '(none)'} on {record.host}"
-        )
-        if time.monotonic() > deadline:
-            raise NotStarted(
-                f"{who}: rank 0 has shown its life for all of {patience:g} s. Two jobs cannot "
-                "write one run: cancel one of them, or give this one a --run-name of its own (a "
-                "Loop: a folder)."
-            )
-        if not announced:
-            log.info(f"{who}; waiting up to {patience:g} s for it to end")
-            announced = True
-        time.sleep(0.5)  # a file's time is all that a lost node's process leaves to look at
+        who = f"job {record.job_id or '(none)'} on {record.host}"
+        return f"attempt {previous.number} of {run.name} is still trained by {who}"
+
+    refusal = (
+        f": rank 0 has shown its life for all of {seconds:g} s. Two jobs cannot write one run: "
+        "cancel one of them, or give this one a --run-name of its own (a Loop: a folder)."
+    )
+    wait_out(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
+
+
+def wait_out(at_work: Callable[[], str], seconds: float, refusal: str, *, every: float) -> None:
+    """Wait while somebody is at work, as `at_work` says. Raises NotStarted after so many seconds.
+
+    refusal: is said then of who it is.
+    """
+    is_announced = False
+    for is_last in patience.looks(seconds, every=every):
+        who = at_work()
+        if not who:
+            return
+        if is_last:
+            raise NotStarted(who + refusal)
+        if not is_announced:
+            log.info(f"{who}; waiting up to {seconds:g} s for it to end")
+            is_announced = True
 
 
 def _is_at_work(attempt: Attempt, job_id: str) -> bool:
