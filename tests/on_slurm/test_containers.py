@@ -175,6 +175,7 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(whole: RunDir) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.release  # worker/test_container_parent.py has an agent in a container
 def test_torchruns_agents_in_containers_start_the_ranks_of_their_hosts(
     site: Site, tmp_path: Path, synthetic_dir: Path
 ) -> None:
