@@ -17,10 +17,10 @@ from clusterddp.errors import (
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, logs, restart_policy
+from clusterddp.run import bad_nodes, events, logs
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, causes_of
+from clusterddp.run.history import History, capped, causes_of, requeue_is_off
 from clusterddp.run.records import LastWord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
@@ -124,7 +124,7 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
             history = _note_new_job(job, history)
         if len(causes_of(history.events)) > max_requeues:
             raise NotStarted(
-                f"not started again: {restart_policy.capped(max_requeues)}. "
+                f"not started again: {capped(max_requeues)}. "
                 f"Resume with: {run.resubmission} [CD1222]"
             )
         attempts.await_silence(run, job.id, seconds)
@@ -264,7 +264,7 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
                 log.info(remark)
             return history
         if not spec.requeues:
-            log.info(f"{restart_policy.requeue_is_off(words)}: it is used all the same")
+            log.info(f"{requeue_is_off(words)}: it is used all the same")
             return history
         if _starts_in_vain(history) >= _MOST_STARTS_IN_VAIN:
             log.info(f"{words}, once more: it is used all the same")
@@ -295,7 +295,7 @@ def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: i
         f"Slurm has given {formatting.count(given, 'node')}, and a step of the run needs {needed}"
     )
     if not spec.requeues:
-        return restart_policy.requeue_is_off(words)
+        return requeue_is_off(words)
     if job.withdrawal(history):
         return words
     if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from clusterddp import files, formatting, log, patience, version
-from clusterddp.batch import finish, silence, spares, step_watch
+from clusterddp.batch import finish, spares, step_watch
 from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
 from clusterddp.batch.step_watch import Step
@@ -38,15 +38,15 @@ from clusterddp.errors import (
 from clusterddp.files import write_atomically
 from clusterddp.processes import change_environment
 from clusterddp.processes.signals import die_with_parent
-from clusterddp.processes.worlds import listening_ports
+from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.history import Policy
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.records import PreflightRecord
-from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import (
@@ -681,7 +681,9 @@ class Controller:
                 slurm.cancel(name)
 
         ending = end if spec.end_silent else None
-        self._watch(silence.watch, attempt, spec.world_size, (spec.silence or 0) * 60, ending)
+        self._watch(
+            step_watch.watch_output, attempt, spec.world_size, (spec.silence or 0) * 60, ending
+        )
 
     def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
         """Run a watch of the attempt in a thread of its own."""

@@ -25,10 +25,9 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, gained
+from clusterddp.run.history import History, Policy, decide, gained
 from clusterddp.run.outcome import read_outcome, read_outcomes
 from clusterddp.run.records import Outcome
-from clusterddp.run.restart_policy import Policy, decide
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client, forms
 

@@ -3,7 +3,7 @@
 A requeued job, the next job of a run and a person's own each make an attempt. It alone writes below
 its directory, so that a lost node's orphan cannot touch what its successor reads: a checkpoint that
 it still writes lies where nobody looks any more. The directory is made by mkdir, which is atomic on
-network file systems too; no lock outlives a node.
+network file systems too; no lock outlives a node. A COMMAND's loop finds its attempt by a variable.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -34,7 +34,8 @@ from clusterddp.run.records import (
     StopRequest,
 )
 from clusterddp.run.run_dir import PathIn, RunDir
-from clusterddp.version import __version__
+from clusterddp.slurm.forms import LOOP_VARIABLE
+from clusterddp.version import __version__, bundle_file
 
 ALIVE_SECONDS = 2.0
 """Between two signs of life of an attempt's rank 0, and of its batch controller."""
@@ -384,3 +385,41 @@ def link(path: Path, target: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(path)
+
+
+_OFF = "off"
+"""Value by which a person's own --env keeps all of this away; the other one is `JOB:PATH`."""
+
+
+def show_loop(environ: MutableMapping[str, str], attempt: Attempt) -> None:
+    """Let a COMMAND import the run's own clusterddp, behind what its PYTHONPATH names already."""
+    if environ.get(LOOP_VARIABLE) == _OFF:
+        return
+    environ[LOOP_VARIABLE] = f"{environ.get('SLURM_JOB_ID', '')}:{attempt.path}"
+    own = bundle_file()
+    if own:
+        value = environ.get("PYTHONPATH")
+        parts = value.split(os.pathsep) if value else []  # an empty part is the current folder
+        environ["PYTHONPATH"] = os.pathsep.join([*filter(_is_a_persons, parts), own])
+
+
+def _is_a_persons(path: str) -> bool:
+    """Return whether a part of PYTHONPATH is anything but the file of a run that submitted this."""
+    name = Path(path).name
+    return not (name.startswith("clusterddp-") and name.endswith(".pyz"))
+
+
+def attempt_here(environ: Mapping[str, str]) -> Attempt | None:
+    """Return the attempt of the run in which this process is; None outside of one.
+
+    A job that was submitted from within another has inherited that one's variable.
+    """
+    job, _, path = environ.get(LOOP_VARIABLE, "").partition(":")
+    if not path or job != environ.get("SLURM_JOB_ID", ""):
+        return None
+    return attempt_at(Path(path))
+
+
+def attempt_at(path: Path) -> Attempt:
+    """Return the attempt of a directory."""
+    return Attempt(RunDir(path.parents[1]), int(path.name))

@@ -13,9 +13,8 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.run import events
 from clusterddp.run.attempt import SILENT_SECONDS, Attempt
-from clusterddp.run.history import History, causes_of, gained, withdrawn
+from clusterddp.run.history import History, Policy, causes_of, gained, withdrawn
 from clusterddp.run.outcome import read_outcome
-from clusterddp.run.restart_policy import Policy
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp import patience
-from clusterddp.batch import silence
+from clusterddp.batch import step_watch
 from clusterddp.errors import SlurmError
 from clusterddp.files import read_json
 from clusterddp.processes.stacks import Frame, Program
@@ -52,7 +52,7 @@ def watch(attempt: Attempt, sleep: Sleep, end: Callable[[], None] | None = None)
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patience, "time", clock)
-        silence.watch(attempt, 4, 600.0, end)
+        step_watch.watch_output(attempt, 4, 600.0, end)
 
 
 @pytest.mark.usefixtures("found")
