@@ -361,6 +361,7 @@ def _kill(site: Site, what: str) -> None:
             continue
 
 
+@pytest.mark.slow
 def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
     site: Site, tmp_path: Path, synthetic_dir: Path
 ) -> None:
