@@ -30,9 +30,10 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import logs
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import LONGEST_MESSAGE, TaskRecord, Traces
+from clusterddp.run.outcome import TaskRecord
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
+from clusterddp.worker.traces import LONGEST_MESSAGE, Traces
 
 # Signals that Slurm, an agent or a user sends to a task, and that must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

@@ -34,11 +34,11 @@ from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import is_peer_loss
 from clusterddp.training import stop
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.stop import Deadline
 from clusterddp.worker import supervise
+from clusterddp.worker.traces import is_peer_loss
 
 if TYPE_CHECKING:
     from clusterddp.data.user_dataset import OwnSets
