@@ -3,7 +3,7 @@
 import pytest
 
 from clusterddp.slurm.forms import gpus_of
-from clusterddp.slurm.partitions import Partition, parse
+from clusterddp.slurm.site import Partition, parse
 
 
 @pytest.mark.parametrize(
