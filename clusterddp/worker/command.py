@@ -50,8 +50,7 @@ def run_command(
     """
     from clusterddp.run.attempt import Attempt, show_loop
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.worker.supervise import supervise
-    from clusterddp.worker.traces import ERROR_FILE_VARIABLE
+    from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, supervise
 
     own = Attempt(RunDir(run_dir), attempt) if attempt is not None else None
     if own:  # an agent's own file is left to the agent, which reads it
@@ -92,7 +91,7 @@ def _watching(
     from clusterddp.request import nested_launcher
     from clusterddp.run.records import OwnWorld
     from clusterddp.worker import gpu_use
-    from clusterddp.worker.traces import ERROR_FILE_VARIABLE, Traces
+    from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, Traces
 
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)

@@ -38,7 +38,7 @@ from clusterddp.training import stop
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.stop import Deadline
 from clusterddp.worker import supervise
-from clusterddp.worker.traces import is_peer_loss
+from clusterddp.worker.supervise import is_peer_loss
 
 if TYPE_CHECKING:
     from clusterddp.data.user_dataset import OwnSets

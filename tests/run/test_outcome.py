@@ -16,7 +16,7 @@ from clusterddp.run.outcome import (
     read_outcomes,
 )
 from clusterddp.run.records import TaskError
-from clusterddp.worker.traces import (
+from clusterddp.worker.supervise import (
     is_peer_loss,
     parse_abort,
 )

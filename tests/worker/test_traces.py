@@ -18,7 +18,7 @@ from clusterddp.run.outcome import (
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import end_codes
-from clusterddp.worker.traces import (
+from clusterddp.worker.supervise import (
     LONGEST_MESSAGE,
     parse_error_file,
     parse_traceback,
