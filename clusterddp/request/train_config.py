@@ -349,17 +349,17 @@ _CONTRADICTIONS = (
 """Options that exclude each other, as `to_argv` writes them, and why."""
 
 
-def changes(before: Mapping[str, object], after: TrainConfig) -> list[str]:
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Return what has changed of the options that decide the weights: `--lr 0.001, now 0.01`.
 
-    before: the fields of a TrainConfig as a record holds them; one that is absent is passed over.
+    Both are values by parameters; those that a record lacks are passed over.
     """
     return [
-        f"{option.flag} {before[option.parameter]}, now {getattr(after, option.parameter)}"
+        f"{option.flag} {before[option.parameter]}, now {after[option.parameter]}"
         for option in TRAINING
         if option.decisive
         and option.parameter in before
-        and before[option.parameter] != getattr(after, option.parameter)
+        and before[option.parameter] != after[option.parameter]
     ]
 
 

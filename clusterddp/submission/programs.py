@@ -15,7 +15,7 @@ from typing import NoReturn
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
 from clusterddp.launchers import SHIPPED, load
-from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
+from clusterddp.request.spec import JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
 """Begin of sbatch's directives by which a job can find other files than there are here now."""
@@ -30,35 +30,6 @@ if sys.version_info < (3, 10):
 """
 _IMPORT_SECONDS = 60.0
 """Patience with an import of torch, which takes long on a cold shared file system."""
-
-
-def refuse_launcher(spec: JobSpec) -> None:
-    """Refuse a launcher in every task: its ranks would know only those of their own task.
-
-    A new request is checked; the record of a run that is queued is read without it. Raises
-    RequestError with the line to type.
-    """
-    if not spec.command or spec.allow_launcher:
-        return
-    from clusterddp.request import nested_launcher  # not needed for a training
-
-    nested = nested_launcher.find(spec.command)
-    if nested is None:
-        return
-    line = "clusterddp submit -- "
-    ours = spec.launcher != "submitit" and spec.template == DEFAULT_TEMPLATE
-    if ours and nested.name in nested_launcher.AGENTS:
-        line = "clusterddp submit --template torchrun -- "
-    line += shlex.join(nested.instead or ("python", "train.py"))
-    note = ""
-    if nested.adds_local_rank:
-        note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
-    raise RequestError(
-        f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-        f"already ({spec.layout}), so each would train a copy by itself. With your other "
-        f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
-        f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
-    )
 
 
 def check_command(
@@ -157,13 +128,16 @@ def _has_other_path(spec: JobSpec) -> bool:
 
 def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:
     """Warn of a training script that knows of no other rank, where several tasks start it."""
-    if not spec.command or spec.world_size == 1:
+    if spec.world_size == 1:
         return
     from clusterddp.request import nested_launcher
-    from clusterddp.scripts import check
 
     program, file = nested_launcher.started(spec.command)
     name = file or program
+    if not name:
+        return
+    from clusterddp.scripts import check
+
     if PurePath(program).name == "litgpt":
         _warn_of_litgpt(spec)
     remark = check.one_device_remark(shlex.quote(name), folder / name, tasks=spec.world_size)
@@ -251,13 +225,8 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
             "--check-python: the tasks' Python is their image's, which is not started here [CD0310]"
         )
         return
-    _try_imports("--python", spec.python, "torch, numpy" if spec.train else "os", spec)
-    if spec.command:
-        from clusterddp.request import nested_launcher
-
-        program, _ = nested_launcher.started(spec.command)
-        if nested_launcher.is_python(program):
-            _try_imports("COMMAND", program, "torch", spec)
+    for option, python, packages in spec.program.imports(spec.python):
+        _try_imports(option, python, packages, spec)
 
 
 def check_notified(spec: JobSpec) -> None:

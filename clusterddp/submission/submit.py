@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import RequestError, SlurmError, coded
 from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
 from clusterddp.log import info, warning
-from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import JobSpec
@@ -255,25 +254,20 @@ def refusals_of_files(
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
     """List the folders in a person's tree that hold no code: runs, and the shipped datasets."""
-    folders = run_folders(run)
-    if spec.train and not is_reference(spec.train.dataset):
-        # MNIST, which the tasks find by its absolute path, is larger than any code.
-        folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
-    return folders
+    # MNIST, which the tasks find by its absolute path, is larger than any code.
+    shipped = (each.data_dir for each in spec.trainings if not is_reference(each.dataset))
+    sets = [Path(folder, name) for folder in shipped for name in ("MNIST", "synthetic")]
+    return run_folders(run) + sets
 
 
 def runs_code_of(spec: JobSpec, tree: Path) -> bool:
     """Return whether the tasks run code of this tree, rather than ours or what is installed."""
-    if spec.train is None:
-        return True
-    functions = [function for train in spec.trainings for function in train.own_functions]
-    files = [user_functions.find(reference, tree) for _, reference in functions]
-    return any(file and file.is_relative_to(tree) for file in files)
+    return spec.program.has_own_code(spec.sweep, tree)
 
 
 def _warn_of_launcher(spec: JobSpec) -> None:
     """Warn of a COMMAND that is a shell script which may start ranks of its own in every task."""
-    if spec.command and not spec.allow_launcher:
+    if not spec.allow_launcher:
         from clusterddp.request import nested_launcher
 
         found = nested_launcher.in_script(spec.command, Path.cwd())

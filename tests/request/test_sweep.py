@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
+from clusterddp.request.program import Command, Training
 from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points, train_at
+from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
 from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
+
+COMMAND = Command(("a",))
 
 
 def training(*items: str, **more: object) -> JobSpec:
@@ -187,7 +190,7 @@ def test_points_that_the_training_cannot_have_are_refused(items: list[str], word
 
 def test_a_point_keeps_the_code_of_what_is_refused() -> None:
     with pytest.raises(OptionError, match="the point precision=tf32") as seen:
-        train_at(TrainConfig(device="cpu"), (("precision", "tf32"),))
+        Training(TrainConfig(device="cpu")).at((("precision", "tf32"),))
     assert seen.value.code == "CD0103"
 
 
@@ -207,18 +210,21 @@ def test_a_value_that_no_script_can_carry_is_refused(text: str) -> None:
 
 def test_points_are_appended_and_none_is_there_twice() -> None:
     before = parse(["a=1,2", "b=x"])
-    after = before.with_points(parse(["b=x,y", "a=2,3"]))
+    after = before.with_points(parse(["b=x,y", "a=2,3"]), COMMAND.meant)
     assert after.points == (("1", "x"), ("2", "x"), ("3", "x"), ("2", "y"), ("3", "y"))
-    assert before.with_points(parse(["a=1", "b=x"])) == before
+    assert before.with_points(parse(["a=1", "b=x"]), COMMAND.meant) == before
     with pytest.raises(OptionError, match="varies a, b, and the new points a"):
-        before.with_points(parse(["a=9"]))
+        before.with_points(parse(["a=9"]), COMMAND.meant)
 
 
 def test_values_of_the_training_count_and_not_how_they_are_written() -> None:
     before = parse(["lr=0.1,0.3", "seed=0"])
     more = parse(["seed=0,00", "lr=0.10,0.5"])
-    assert before.with_points(more, trained=True).points[2:] == (("0.5", "0"), ("0.5", "00"))
-    assert len(before.with_points(more)) == 6  # to a COMMAND they are different words
+    trained = before.with_points(more, Training(TrainConfig()).meant)
+    assert trained.points[2:] == (("0.5", "0"), ("0.5", "00"))
+    assert (
+        len(before.with_points(more, COMMAND.meant)) == 6
+    )  # to a COMMAND they are different words
     command("train", "{a}", sweep=parse(["a=0.1,0.10"])).check_points()
 
 
