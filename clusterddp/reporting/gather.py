@@ -222,8 +222,7 @@ def _paid(history: History, spec: JobSpec | None, status: RunStatus) -> records.
 
 def changed_settings(options: Mapping[str, object]) -> dict[str, object]:
     """Return the options of a training that differ from the defaults."""
-    defaults = vars(TrainConfig())
-    return {name: value for name, value in options.items() if value != defaults[name]}
+    return {name: value for name, value in options.items() if value != getattr(TrainConfig, name)}
 
 
 def differences(configs: Sequence[TrainConfig]) -> list[tuple[str, list[object]]]:

@@ -7,8 +7,7 @@ else has to know which of them it is.
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -69,6 +68,8 @@ class _Program(Record):
     """Word for a task that has a GPU."""
     again = "start its command again"
     """What a start without a checkpoint does."""
+    packages = "os"
+    """What the tasks' interpreter has to import."""
     shared_code = ""
     """What is to be known of one copy of the code for all points of a sweep, as a clause."""
 
@@ -98,11 +99,9 @@ class _Program(Record):
         return []
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Training(_Program):
     """The built-in training."""
 
-    config: TrainConfig
     starter = "train"
     resumable = True
     keeps_records = True
@@ -110,7 +109,11 @@ class Training(_Program):
     preflights = PREFLIGHTS
     rank = "GPU rank"
     again = "start again"
+    packages = "torch, numpy"
     refused = _OF_COMMANDS
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -221,24 +224,17 @@ class Training(_Program):
         files = [user_functions.find(reference, tree) for reference in named]
         return any(file and file.is_relative_to(tree) for file in files)
 
-    def started(self, python: str) -> str:
-        """Return the program whose packages it imports. python: the tasks' interpreter."""
-        return python
 
-    def imports(self, python: str) -> Iterator[tuple[str, str, str]]:
-        """Yield what names an interpreter of the tasks, its path, and what it has to import."""
-        yield "--python", python, "torch, numpy"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Command(_Program):
     """A COMMAND: of a program of one's own nothing is known ahead, but what its words say."""
 
-    command: tuple[str, ...]
     changeable = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
     shared_code = (
         ", one copy for all points: a relative path that the COMMAND writes is the same for all"
     )
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self.command = command
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -299,19 +295,6 @@ class Command(_Program):
 
     def has_own_code(self, sweep: Sweep, tree: Path | None = None) -> bool:
         return True
-
-    def started(self, python: str) -> str:
-        from clusterddp.request import nested_launcher
-
-        return nested_launcher.started(self.command)[0]
-
-    def imports(self, python: str) -> Iterator[tuple[str, str, str]]:
-        from clusterddp.request import nested_launcher
-
-        yield "--python", python, "os"
-        program = self.started(python)
-        if nested_launcher.is_python(program):
-            yield "COMMAND", program, "torch"
 
 
 Program: TypeAlias = Training | Command

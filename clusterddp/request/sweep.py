@@ -88,13 +88,6 @@ class Sweep(Record):
                 "there twice; it would be trained twice to the same end.",
             )
 
-    @classmethod
-    def of(
-        cls, names: Sequence[str] = (), points: Iterable[Sequence[str]] = (), **others: int | None
-    ) -> "Sweep":
-        """Return the sweep of a record's lists."""
-        return cls(tuple(names), tuple(map(tuple, points)), **others)  # type: ignore[arg-type]
-
     def __bool__(self) -> bool:
         return bool(self.points)
 

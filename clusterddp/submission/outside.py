@@ -113,7 +113,7 @@ def src_remark(command: Sequence[str], folder: Path, pythonpath: str | None) -> 
     if not package or not _has(folder / "src", package):
         return ""
     entries = [folder / part for part in (pythonpath or "").split(":")]  # empty: the folder itself
-    sites = list(_site_packages(nested_launcher.started(command)[0]))
+    sites = list(_site_packages(command))
     entries += [*sites, *(path for site in sites for path in _named_in(site))]
     if any(_has(entry, package) for entry in (folder, *entries)):
         return ""
@@ -144,7 +144,7 @@ def _sources(spec: JobSpec, folder: Path) -> list[Path]:
     found = [folder / part for part in (pythonpath(spec) or "").split(":") if part]
     # Modules of a site put their folders on it, too.
     found = [path for path in found if os.access(path, os.W_OK)]
-    for site in _site_packages(spec.program.started(spec.python)):
+    for site in _site_packages((*spec.command, spec.python)):  # a training is its Python's alone
         inside = Path(os.path.realpath(site))
         named = [*_named_in(site), *_editable(site)]
         found += [path for path in named if not _real(path).is_relative_to(inside.parent)]
@@ -162,11 +162,11 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _site_packages(program: str) -> Iterator[Path]:
-    """Yield the folders of packages of the environment that a program lies in."""
-    found = shutil.which(program)
-    if found:
-        prefix = Path(os.path.abspath(found)).parents[1]
+def _site_packages(command: Sequence[str]) -> Iterator[Path]:
+    """Yield the folders of packages of the environment that the command's program lies in."""
+    program = shutil.which(nested_launcher.started(command)[0] or "")
+    if program:
+        prefix = Path(os.path.abspath(program)).parents[1]
         yield from sorted(prefix.glob("lib/python3*/site-packages"))
 
 

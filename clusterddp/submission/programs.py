@@ -225,8 +225,12 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
             "--check-python: the tasks' Python is their image's, which is not started here [CD0310]"
         )
         return
-    for option, python, packages in spec.program.imports(spec.python):
-        _try_imports(option, python, packages, spec)
+    from clusterddp.request import nested_launcher
+
+    _try_imports("--python", spec.python, spec.program.packages, spec)
+    program, _ = nested_launcher.started(spec.command)
+    if nested_launcher.is_python(program):
+        _try_imports("COMMAND", program, "torch", spec)
 
 
 def check_notified(spec: JobSpec) -> None:

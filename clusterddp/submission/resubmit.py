@@ -16,8 +16,8 @@ from pathlib import Path
 from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
+from clusterddp.request.options import Record
 from clusterddp.request.remarks import remarks
-from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
@@ -573,11 +573,11 @@ def _former(path: Path, number: int) -> Path:
 def _differences(before: JobSpec, after: JobSpec) -> list[str]:
     """List the changes of the request, `time 1:00:00, now 2:00:00`."""
     before = dataclasses.replace(before, sweep=after.sweep)
-    parts = ((before, after), (before.resources, after.resources), (before.train, after.train))
+    records = ((before, after), (before.resources, after.resources))
+    options = (before.program.options, after.program.options)
     return [
-        f"{name} {value}, now {vars(new)[name]}"
-        for old, new in parts
-        if old and new
-        for name, value in vars(old).items()
-        if value != vars(new)[name] and not isinstance(value, Resources | TrainConfig)
+        f"{name} {value}, now {new[name]}"
+        for old, new in (*(map(vars, pair) for pair in records), options)
+        for name, value in old.items()
+        if value != new[name] and not isinstance(value, Record)
     ]

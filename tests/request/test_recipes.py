@@ -12,9 +12,8 @@ from clusterddp.cli.commands import submit
 from clusterddp.cli.options import held_by, options
 from clusterddp.errors import RequestError
 from clusterddp.request.options import Settings
-from clusterddp.request.recipes import RECIPES
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.train_config import TRAINING, TrainConfig, changes
+from clusterddp.request.train_config import RECIPES, TRAINING, TrainConfig, changes
 
 
 def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> TrainConfig:

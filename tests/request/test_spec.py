@@ -638,7 +638,7 @@ def test_spares_are_refused_where_the_job_chooses_no_nodes(
 
 NODES = "h1,h2"
 AFTER = (("/jobs/a", "ok"),)
-SWEEP = Sweep.of(["lr"], [["0.1"], ["0.2"]], max_parallel=1)
+SWEEP = Sweep(("lr",), (("0.1",), ("0.2",)), max_parallel=1)
 
 
 @pytest.mark.parametrize(

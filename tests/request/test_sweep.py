@@ -38,7 +38,7 @@ def command(*words: str, sweep: Sweep) -> JobSpec:
 def test_a_grid_has_every_combination(
     items: list[str], names: list[str], points: list[list[str]]
 ) -> None:
-    assert parse(items) == Sweep.of(names, points)
+    assert parse(items) == Sweep(tuple(names), tuple(map(tuple, points)))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_point_keeps_the_code_of_what_is_refused() -> None:
 
 
 def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
-    sweep = Sweep.of(["a", "b"], [["{b}", "x"]])
+    sweep = Sweep(("a", "b"), (("{b}", "x"),))
     spec = command("p", "{a}{b}", "{c}", "{ a }", "${a}", sweep=sweep)
     assert spec.element(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
     with pytest.raises(OptionError, match=r"there is no \{n\} in the COMMAND"):
@@ -205,7 +205,7 @@ def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_value_that_no_script_can_carry_is_refused(text: str) -> None:
     with pytest.raises(RequestError):
-        Sweep.of(["a"], [[text]])
+        Sweep(("a",), ((text,),))
 
 
 def test_points_are_appended_and_none_is_there_twice() -> None:
@@ -234,7 +234,7 @@ def test_an_array_of_submitit_is_refused() -> None:
 
 
 def test_hostile_values_are_points() -> None:
-    sweep = Sweep.of(["v"], [[text] for text in CARRIED])
+    sweep = Sweep(("v",), tuple((text,) for text in CARRIED))
     spec = command("p", "--v={v}", sweep=sweep)
     assert [spec.element(i).command[1] for i in range(len(sweep))] == [f"--v={t}" for t in CARRIED]
 
