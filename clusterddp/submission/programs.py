@@ -8,13 +8,13 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
-from clusterddp.launchers import SHIPPED, load
+from clusterddp.launchers import SHIPPED
 from clusterddp.request.spec import JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
@@ -33,7 +33,7 @@ _IMPORT_SECONDS = 60.0
 
 
 def check_command(
-    spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
+    spec: JobSpec, is_own: Callable[[], bool], folder: Path | None, *, force: bool
 ) -> None:
     """Refuse a COMMAND whose program or script is not where the tasks look for it.
 
@@ -43,8 +43,9 @@ def check_command(
     where set-up lines, a container, an earlier job, a site's own template or another folder may
     bring the file.
 
-    script: rendered from `spec`. folder: the one in which it starts, by default the current one.
-    force: warn of a program that is not on the PATH of this machine.
+    is_own: tells whether a template of ours gives the script; a site's own can bring files. folder:
+    the one in which it starts, by default the current one. force: warn of a program that is not on
+    the PATH of this machine.
     """
     _warn_of_one_device(spec, folder or Path.cwd())
     if spec.container_image:
@@ -66,14 +67,13 @@ def check_command(
     # Not Path.exists, which raises OSError for a name that is too long.
     missing = [name for name in names if not os.path.exists(folder / name)]  # noqa: PTH110
     relative = [shlex.quote(name) for name in missing if _is_below(folder, name)]
-    is_own = load(spec.launcher).prepare(spec, None) == script
-    """False where a site's own template has the name of a shipped one."""
-    if is_own:
+    is_ours = is_own()
+    if is_ours:
         if relative:
             _refuse_missing(relative[0], folder, missing)
         _check_own(spec, folder, program, file, is_there=not missing)
     if program and not is_file and not spec.modules and not is_on_path:
-        if is_own and not force and not _has_other_path(spec):
+        if is_ours and not force and not _has_other_path(spec):
             raise RequestError(
                 f"COMMAND: there is no program {shlex.quote(program)} on the PATH, where the tasks "
                 "look for it. Correct its name, say what brings it (--module, --setup), or add "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError, coded
-from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
+from clusterddp.launchers import SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request.options import is_reference
 from clusterddp.request.remarks import remarks
@@ -178,14 +178,12 @@ def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> l
 def check_commands(
     spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
 ) -> None:
-    """Check the COMMAND; of a sweep that of its first point, whose script is another one."""
-    if not spec.sweep:
-        check_command(spec, script, folder=folder, force=force)
-    elif spec.command:
-        first, prepare = spec.element(0), load(spec.launcher).prepare
-        is_own = prepare(spec, None) == script if spec.template in SHIPPED else False
-        script = prepare(first, None) if is_own else script
-        check_command(first, script, folder=folder, force=force)
+    """Check the COMMAND; of a sweep that of its first point, which has the sweep's script."""
+    first = spec.element(0) if spec.sweep else spec
+    # A site's own template can have the name of a shipped one.
+    check_command(
+        first, lambda: load(spec.launcher).prepare(spec, None) == script, folder, force=force
+    )
 
 
 def ask_for_partitions(spec: JobSpec) -> Question | None:
@@ -260,11 +258,6 @@ def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
     return run_folders(run) + sets
 
 
-def runs_code_of(spec: JobSpec, tree: Path) -> bool:
-    """Return whether the tasks run code of this tree, rather than ours or what is installed."""
-    return spec.program.has_own_code(spec.sweep, tree)
-
-
 def _warn_of_launcher(spec: JobSpec) -> None:
     """Warn of a COMMAND that is a shell script which may start ranks of its own in every task."""
     if not spec.allow_launcher:
@@ -286,7 +279,7 @@ def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
     Raises RequestError when it is too large or cannot be read.
     """
     tree, taken = Path.cwd(), None
-    if not runs_code_of(spec, tree):
+    if not spec.program.has_own_code(spec.sweep, tree):
         return
     from clusterddp.submission import outside, snapshot
 

@@ -118,6 +118,7 @@ def causes(run: RunDir) -> list[str]:
     return [event["cause"] for event in read_events(run) if event["event"] == "ended"]
 
 
+@pytest.mark.slow  # training/test_preflight.py has ranks that check their nodes
 def test_a_node_that_multiplies_wrongly_is_replaced_by_a_spare_in_the_same_job(
     four: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
@@ -155,16 +156,13 @@ def slow_link(cluster: SlurmCluster, _: Path) -> Callable[[], object]:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # above, a node fails the full checks; preflight/test_rank_verdict.py judges
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         # Where this machine's own load slows the others too, the exchange alone stands apart.
-        pytest.param(
-            busy_processor,
-            "rank 2 on cpu multiplies at |all-reduces with 2 other nodes reach ",
-            marks=pytest.mark.release,
-        ),
+        (busy_processor, "rank 2 on cpu multiplies at |all-reduces with 2 other nodes reach "),
         (slow_link, "all-reduces with 2 other nodes reach "),
     ],
 )
