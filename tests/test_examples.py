@@ -174,7 +174,7 @@ def test_a_script_goes_on_without_clusterddp_as_its_page_says(folder: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.release  # tests/test_loop.py shows it of loops of its own, on_slurm/test_spares.py of this
+@pytest.mark.release  # tests/test_loop.py shows it of others, on_slurm/test_spares.py of this one
 @pytest.mark.parametrize("script", ["resumable", "resumable_fsdp"])
 def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     folder: Path, script: str
