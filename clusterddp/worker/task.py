@@ -280,16 +280,13 @@ class _Ending:
 def _watchdog(
     config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress", ending: _Ending
 ) -> "Watchdog":
-    from clusterddp.distributed import heartbeat
-    from clusterddp.distributed.watchdog import Watchdog, noting, periods
+    from clusterddp.distributed.watchdog import Watchdog, noting
 
-    silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
-    return Watchdog(
-        partial(heartbeat.connect, env, os.environ, 10.0) if env.world_size > 1 else None,
+    return Watchdog.of_ranks(
         env,
         progress,
-        silent_seconds=silent,
-        beat_seconds=beat,
+        silent_seconds=config.watchdog,
+        group_seconds=config.process_group_timeout,
         host=joined.hello.host,
         note=noting(joined.attempt.outcomes),
         beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
@@ -331,7 +328,15 @@ def _train(
             return _find_batch_size(task, joined, sets, progress)
         content = state.load_together(Path(agreed.resume)) if agreed.resume else None
         training = Training(
-            config, agreed, env.rank, device, *sets, attempt, request, deadline, progress, content
+            config,
+            agreed,
+            device,
+            *sets,
+            attempt,
+            request,
+            deadline=deadline,
+            progress=progress,
+            resume_content=content,
         )
         del content
         ending.training = training
@@ -340,8 +345,7 @@ def _train(
         if held:
             held.close()  # DDP has begun on every rank, so all of them have mapped it
             held = None  # a GPU has the set in its own memory
-        saver = training.core.saver
-        presence.sign = training.core.sign_of_life
+        presence.sign = training.sign_of_life
         try:
             reason = train(training)
         except BaseException as error:
@@ -350,12 +354,11 @@ def _train(
             if batch_size.is_out_of_memory(error):
                 raise _too_large(joined, error) from error
             raise
-        if saver:  # on rank 0
-            last_saved = f"Its last checkpoint is that of step {saver.last_step}."
+        if training.saver and not reason:  # on rank 0
+            last_saved = f"Its last checkpoint is that of step {training.saver.last_step}."
             with start.writing(f"how the training ended to {attempt.run.path}", last_saved):
-                if not reason:
-                    log.info(report.write(training, env, task.began, os.environ))
-                training.core.note_end(reason)
+                log.info(report.write(training, env, task.began, os.environ))
+                training.note_end("")
     return reason
 
 
@@ -373,7 +376,7 @@ def _let_save_end(training: "Training") -> None:
     curves too."""
     from clusterddp.distributed.tcp_store import bounded
 
-    saver = training.core.saver
+    saver = training.saver
     if saver:
         for end, seconds in ((saver.wait, _SAVE_SECONDS), (training.journal.close, 5.0)):
             with suppress(Exception):  # the training's own failure is the one reported

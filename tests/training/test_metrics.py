@@ -238,7 +238,7 @@ def train_with_a_straggler(rank: int, world_size: int, settings: Any, run: Path)
     box = [agreed]
     torch.distributed.broadcast_object_list(box)
     nets.MODELS["convnet"] = lambda: Slow(rank == 1)
-    ours = build(rank, settings, box[0])
+    ours = build(settings, box[0])
     train(ours)
     return ours.ranks
 
