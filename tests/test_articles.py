@@ -95,8 +95,20 @@ def test_ranks_started_by_hand_wait_for_each_other(
     assert "2 ranks on" in told and "started by hand" in told
 
 
+# The others: cli/commands/test_compare.py, training/test_batch_size.py and test_profiling.py.
+KEPT = ("--strategy dp", "--start-method spawn")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [block[0] for block in ALONE])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            line, marks=[] if any(words in line for words in KEPT) else pytest.mark.release
+        )
+        for [line, *_] in ALONE
+    ],
+)
 def test_what_an_article_teaches_works_as_the_page_says(
     line: str, tmp_path: Path, data: str, request: pytest.FixtureRequest
 ) -> None:

@@ -80,7 +80,7 @@ def test_the_readme_has_a_command_for_each_file() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=[pytest.mark.slow] if index else [])
+        pytest.param(line, marks=[pytest.mark.slow, pytest.mark.release] if index else [])
         for index, line in enumerate(COMMANDS)
         if " -- " not in line
     ],

@@ -862,12 +862,13 @@ def _seeded(batch: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 * batch + rank)
 
 
-@pytest.mark.parametrize("stop_at", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "stop_at", [1, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.release])]
+)
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
         (3, {}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(8, {}, marks=pytest.mark.slow),
         pytest.param(3, {"gradient_as_bucket_view": True}, marks=pytest.mark.slow),
         pytest.param(3, {"find_unused_parameters": True}, marks=pytest.mark.slow),

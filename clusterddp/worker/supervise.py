@@ -78,52 +78,26 @@ def supervise(
         _redirect_output(run_dir, env)
     explain = explain or Traces().abort
     global pulse
-    record, pulse = record or TaskRecord(RunDir(run_dir), env, attempt), Pulse()
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    if attempt is not None and restarts.isdigit() and int(restarts):
-        logs.divide_own(attempt, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
-    forwards = forwards_signals(os.environ)
-
-    def pass_on(number: int, _earlier: int) -> None:
-        if hears(pid, number):
-            record.told(number)
-        if forwards and not (number == signal.SIGINT and _in_foreground()):
-            send(number, [pid])
-
-    previous_mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-    report_reader, report_writer = os.pipe()  # closed on exec, as all of Python's descriptors
-    go_reader, go_writer = os.pipe()
-    # From before the fork until both sides have their handlers no signal ends the parent, and
-    # none is lost to the child.
-    with Relay(SIGNALS, pass_on) as relay:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            os.close(report_reader)
-            os.close(go_writer)
-            stop = Attempt(RunDir(run_dir), attempt).stop if is_command and attempt else None
-            _become_task(parent, go_reader, report_writer, previous_mask, child, listen, stop)
-        os.close(report_writer)
-        os.close(go_reader)
-        pulse.watch(pid)
-        relay.hand_over(pid)
-        relay.listen()
-        os.close(go_writer)  # the child continues
-        record.started(pid)
+    run, pulse = RunDir(run_dir), Pulse()
+    record, own = record or TaskRecord(run, env, attempt), attempt and Attempt(run, attempt)
+    if own:
+        _divide_log(own)
+    task = _Task(child, listen, own.stop if own and is_command else None, record)
+    with Relay(SIGNALS, task.pass_on) as relay:
+        task.fork(relay)
+        record.started(task.pid)
         if began:
-            began(pid, record)
+            began(task.pid, record)
         status = record.ended(
-            _await_end(pid, env, record, waits_for_signal=is_command and not forwards),
-            lambda status: _read_report(report_reader) or explain(status),
+            _await_end(task.pid, env, record, waits_for_signal=is_command and not task.forwards),
+            lambda status: task.reported() or explain(status),
         )
         code = os.waitstatus_to_exitcode(status)
-        if code not in (0, EXIT_PAUSED) and attempt is not None:
+        if code not in (0, EXIT_PAUSED) and own:
             from clusterddp.worker import lost_script  # seldom needed
 
-            lost_script.put_back(Attempt(RunDir(run_dir), attempt), env)
-    if code == EXIT_PAUSED and not forwards:
+            lost_script.put_back(own, env)
+    if code == EXIT_PAUSED and not task.forwards:
         return 0
     return code if code >= 0 else 128 - code
 
@@ -147,6 +121,13 @@ def _redirect_output(run_dir: Path, env: DistEnv) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+
+
+def _divide_log(attempt: Attempt) -> None:
+    """Begin a part of the log where an agent starts the task again within its attempt."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    if restarts.isdigit() and int(restarts):
+        logs.divide_own(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:
@@ -190,44 +171,92 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
         log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
 
 
-def _become_task(
-    parent: int,
-    go_reader: int,
-    report_writer: int,
-    mask: set[int],
-    child: Callable[[], int],
-    listen: Callable[[], object] | None,
-    stop: Path | None,
-) -> NoReturn:
-    """The child's side of the fork: default signals, run, report, leave without clean-up.
+class _Task:
+    """The forked process of a task, with a pipe on which it waits and one on which it reports."""
 
-    stop: file that is there where a COMMAND was asked to stop before there was one. The signal for
-    that has reached srun alone then, or would end what has not even begun.
-    """
-    code = EXIT_FAILED
-    try:
-        for number in SIGNALS:
-            # An ignored SIGHUP is nohup's doing and meant; Python's SIGINT becomes Ctrl-C again.
-            if number == signal.SIGINT:
-                signal.signal(number, signal.default_int_handler)
-            elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-        if listen:
-            listen()
-        die_with_parent(parent)
-        os.read(go_reader, 1)
-        os.close(go_reader)
-        global _reports  # noqa: PLW0603 -- a process has one parent
-        _reports = report_writer
-        code = EXIT_PAUSED if stop and stop.exists() else _run(child, mask)
+    def __init__(
+        self,
+        child: Callable[[], int],
+        listen: Callable[[], object] | None,
+        stop: Path | None,
+        record: TaskRecord,
+    ) -> None:
+        """Take what the process does, which handlers it has, and what keeps it from beginning.
+
+        stop: file that is there where a COMMAND was asked to stop before there was one. The signal
+        for that has reached srun alone then, or would end what has not even begun.
+        """
+        self._child, self._listen, self._stop, self._record = child, listen, stop, record
+        self.forwards = forwards_signals(os.environ)
+        self._mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        self._reports = os.pipe()  # closed on exec, as all of Python's descriptors
+        self._go = os.pipe()
+        self.pid = 0
+
+    def fork(self, relay: Relay) -> None:
+        """Begin the process: it continues once both sides have their handlers.
+
+        Until then no signal ends this side, and none is lost to the other.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
-    except KeyboardInterrupt:  # a second one, while the first was answered
-        code = EXIT_INTERRUPTED
-    finally:
-        # The parent's exit handlers are not the child's, and a process group that has lost a
-        # peer may hang in its destructor.
-        os._exit(code)
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._reports[0])
+            os.close(self._go[1])
+            self._begin(parent)
+        os.close(self._reports[1])
+        os.close(self._go[0])
+        if pulse:
+            pulse.watch(self.pid)
+        relay.hand_over(self.pid)
+        relay.listen()
+        os.close(self._go[1])  # the child continues
+
+    def pass_on(self, number: int, _earlier: int) -> None:
+        """Note a signal, and send it to the process where it has not got it by itself."""
+        if hears(self.pid, number):
+            self._record.told(number)
+        if self.forwards and not (number == signal.SIGINT and _in_foreground()):
+            send(number, [self.pid])
+
+    def reported(self) -> TaskError | None:
+        """Read the error that ended it; not awaited, as a grandchild may still hold the pipe."""
+        reader = self._reports[0]
+        os.set_blocking(reader, False)
+        with contextlib.suppress(BlockingIOError, ValueError), os.fdopen(reader, "rb") as file:
+            return files.load(TaskError, json.loads(file.read() or b"null"))
+        return None
+
+    def _begin(self, parent: int) -> NoReturn:
+        """The child's side of the fork: default signals, run, report, leave without clean-up."""
+        code = EXIT_FAILED
+        try:
+            for number in SIGNALS:
+                # An ignored SIGHUP is nohup's doing and meant; Python's SIGINT becomes Ctrl-C
+                # again.
+                if number == signal.SIGINT:
+                    signal.signal(number, signal.default_int_handler)
+                elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            if self._listen:
+                self._listen()
+            die_with_parent(parent)
+            os.read(self._go[0], 1)
+            os.close(self._go[0])
+            global _reports  # noqa: PLW0603 -- a process has one parent
+            _reports = self._reports[1]
+            is_stopped = self._stop is not None and self._stop.exists()
+            code = EXIT_PAUSED if is_stopped else _run(self._child, self._mask)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except KeyboardInterrupt:  # a second one, while the first was answered
+            code = EXIT_INTERRUPTED
+        finally:
+            # The parent's exit handlers are not the child's, and a process group that has lost a
+            # peer may hang in its destructor.
+            os._exit(code)
 
 
 def _run(child: Callable[[], int], mask: set[int]) -> int:
@@ -266,14 +295,6 @@ def report(error: BaseException) -> None:
     if isinstance(error, ClusterDDPError):
         kind, code = "", error.code
     os.write(_reports, json.dumps(vars(TaskError(kind, message, peer_lost, code=code))).encode())
-
-
-def _read_report(report_reader: int) -> TaskError | None:
-    """Read what the child wrote; not awaited, as a grandchild may still hold the other end."""
-    os.set_blocking(report_reader, False)
-    with contextlib.suppress(BlockingIOError, ValueError), os.fdopen(report_reader, "rb") as file:
-        return files.load(TaskError, json.loads(file.read() or b"null"))
-    return None
 
 
 def _in_foreground() -> bool:

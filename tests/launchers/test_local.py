@@ -25,6 +25,8 @@ from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.made_events import ended, started
 from tests.request.test_spec import spec
+from tests.training.ranks import run_ranks
+from tests.training.trainings import config, train_rank
 from tests.waiting import dying_with_us, processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
@@ -390,8 +392,11 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
         "1", "--batch-size", "8", "--max-steps", "40", "--epochs", "100", "--warmup-steps", "2",
         "--log-every", "5", "--eval-every", "100epochs", "--save-every", "1000steps",
     ]  # fmt: skip
-    whole = submit(tmp_path, *training, "--run-name", "whole")
-    assert whole.returncode == 0, whole.stderr
+    settings = config(
+        synthetic_dir, batch_size=8, max_steps=40, epochs=100, warmup_steps=2, log_every=5,
+        eval_every="100epochs", save_every="1000steps", lr_scaling="linear",
+    )  # fmt: skip
+    whole, _ = run_ranks(2, train_rank, settings, tmp_path / "whole", None, False)
     # However fast or slow the machine is, it is in the middle of its training when the signal
     # comes: the CONT that comes with it lets it go on.
     holds = tmp_path / "holds"
@@ -420,8 +425,9 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert Attempt(run, 2).read_record().step == left["step"]
-    sums = [(read_json(tmp_path / f"jobs/{name}/report.json") or {}) for name in ("whole", "a")]
-    assert sums[0]["weights_sha256"] == sums[1]["weights_sha256"]
+    report = read_json(run.report)
+    assert report is not None
+    assert report["weights_sha256"] == whole["sha256"]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,16 @@ FIRST = ("batch-shell-rank", "launcher-per-rank", "export-none")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in CASES],
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([] if name in FIRST else [pytest.mark.slow]),
+                *([pytest.mark.release] if " " in name else []),  # a rule's second form
+            ],
+        )
+        for name in CASES
+    ],
 )
 def test_what_is_said_happens_and_the_line_to_write_mends_it(
     cluster: SlurmCluster, folder: Path, name: str

@@ -175,6 +175,7 @@ def test_a_run_in_containers_of_two_hosts_trains_to_the_end(whole: RunDir) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.release  # worker/test_container_parent.py has an agent in a container
 def test_torchruns_agents_in_containers_start_the_ranks_of_their_hosts(
     site: Site, tmp_path: Path, synthetic_dir: Path
 ) -> None:
@@ -278,7 +279,14 @@ def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stop", "scancel", "parent", "runtime", "host"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("stop", marks=pytest.mark.release),
+        *("scancel", "parent"),
+        *(pytest.param(how, marks=pytest.mark.release) for how in ("runtime", "host")),
+    ],
+)
 def test_no_container_is_left(site: Site, tmp_path: Path, synthetic_dir: Path, how: str) -> None:
     hold = Hold(tmp_path, HELD_AT, until_told=how in ("stop", "scancel"))
     data = ["--data-dir", str(synthetic_dir)]
@@ -380,7 +388,13 @@ def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["image", "mount", "runtime", "torch"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "image",  # the others: worker/test_container_parent.py
+        *(pytest.param(what, marks=pytest.mark.release) for what in ("mount", "runtime", "torch")),
+    ],
+)
 def test_what_one_host_lacks_is_named_and_nothing_starts_again(
     site: Site, tmp_path: Path, synthetic_dir: Path, what: str
 ) -> None:

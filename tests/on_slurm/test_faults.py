@@ -14,9 +14,14 @@ QUICK = [fault.name for fault in FAULTS_OF_ALL_SUBJECTS.values() if fault.quick]
 # What only a Slurm shows of the README's promises; endings and a rehearsal have two others, and
 # tests/test_loop.py and training/test_loop.py a checkpoint that is torn.
 FIRST = ("kill-middle-rank-1", "preempt-with-grace")
-# Those that need an uninterrupted run of their own: training/test_loop.py and tests/test_loop.py
-# stop four ranks and sharded ones without a Slurm.
-RELEASE = ("signal-four-ranks", "signal-four-ranks-buckets", "loop-fsdp-killed")
+# Without a Slurm, training/test_loop.py and tests/test_loop.py stop four ranks and sharded ones,
+# fill a disk and tear a checkpoint, and cli/commands/test_train.py refuses a run's second job; on
+# one, test_endings.py cancels, requeues, up to the cap as well, and has a set-up that is broken.
+RELEASE = (
+    *("signal-four-ranks", "signal-four-ranks-buckets", "loop-fsdp-killed", "newest-torn"),
+    *("disk-full-at-the-signal", "requeue-from-outside", "scancel", "requeue-cap"),
+    *("broken-script", "two-jobs-of-one-run"),
+)
 
 
 @pytest.fixture(scope="module")

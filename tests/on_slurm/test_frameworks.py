@@ -87,7 +87,13 @@ def frameworks() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("frameworks")
-@pytest.mark.parametrize("script", [LIGHTNING, JIT_CHECKPOINT], ids=["Lightning", "jit"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(LIGHTNING, id="Lightning"),
+        pytest.param(JIT_CHECKPOINT, id="jit", marks=pytest.mark.release),
+    ],
+)
 def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in_the_end(
     with_grace: SlurmCluster, tmp_path: Path, script: str
 ) -> None:

@@ -22,6 +22,7 @@ TRAINING = ["--dataset", "synthetic", "--max-steps", "8", "--threads", "1", "--w
             "--batch-size", "32"]  # fmt: skip
 HOOKS = Path(__file__).parent / "campaign/hooks"
 FOUR = ["--nodes", "2", "--tasks-per-node", "2", "--wait"]
+MORE = [pytest.mark.slow, pytest.mark.release]
 LAUNCHERS = {
     "sbatch": [],
     "torchrun": ["--template", "torchrun.sbatch.j2"],
@@ -143,12 +144,12 @@ def as_22_05(step: dict[str, str]) -> dict[str, str]:
         ["--nodes", "2", "--tasks-per-node", "2"],
         pytest.param(
             ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
-            marks=pytest.mark.slow,
+            marks=MORE,
         ),
         ["--nodes", "1", "--gpus-per-node", "2"],
         pytest.param(
             ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
-            marks=pytest.mark.slow,
+            marks=MORE,
         ),
         pytest.param(
             ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
@@ -196,7 +197,9 @@ def whole(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # with the run in one piece, three trainings in a row
-@pytest.mark.parametrize("moment", ["in its imports", "in the middle"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("in its imports", marks=pytest.mark.release), "in the middle"]
+)
 def test_a_killed_rank_starts_again_inside_the_job(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, whole: str, moment: str
 ) -> None:
@@ -259,8 +262,8 @@ while True:
 @pytest.mark.parametrize(
     ("template", "second", "goes_on"),
     [
-        pytest.param("ddp.sbatch.j2", 75, True, id="saved"),
-        pytest.param("ddp.sbatch.j2", 0, True, id="done"),
+        pytest.param("ddp.sbatch.j2", 75, True, id="saved", marks=pytest.mark.release),
+        pytest.param("ddp.sbatch.j2", 0, True, id="done", marks=pytest.mark.release),
         pytest.param("ddp.sbatch.j2", 3, False, id="failed"),
         pytest.param("torchrun.sbatch.j2", 75, True, id="saved, torchrun"),
     ],
@@ -315,10 +318,10 @@ def gone(rank):
 @pytest.mark.parametrize(
     ("program", "code"),
     [
-        ("sys.exit(0)", 0),
+        pytest.param("sys.exit(0)", 0, marks=pytest.mark.release),
         # Rank 1 fails once rank 0 has gone, or the step's end would reach rank 0 first.
         ("rank == 1 and (gone(0), sys.exit(3))", 3),
-        ("rank == 1 and sys.exit(3); signal.pause()", 143),
+        pytest.param("rank == 1 and sys.exit(3); signal.pause()", 143, marks=pytest.mark.release),
         ("rank == 1 and os.kill(os.getpid(), 9); signal.pause()", 143),
     ],
 )

@@ -82,7 +82,11 @@ def skewed_clock(cluster: SlurmCluster, _: str) -> Undo:
 
 FAULTS = [
     pytest.param(slow_link, "sends at most "),
-    pytest.param(blocked_port, "2 other nodes cannot connect to it", marks=pytest.mark.slow),
+    pytest.param(
+        blocked_port,
+        "2 other nodes cannot connect to it",
+        marks=[pytest.mark.slow, pytest.mark.release],  # below, behind a firewall
+    ),
     pytest.param(full_disk, "/dev/shm: No space left on device", marks=pytest.mark.slow),
     pytest.param(busy_core, "a fixed loop takes ", marks=[pytest.mark.slow, pytest.mark.alone]),
     pytest.param(skewed_clock, "clock 60.", marks=pytest.mark.slow),
@@ -146,7 +150,9 @@ OPEN = "6817:6818,50000:50999"
 @pytest.mark.parametrize(
     ("ports", "said"),
     [
-        (f"{OPEN},12000:31999", "preflight: 4 nodes passed in "),
+        pytest.param(
+            f"{OPEN},12000:31999", "preflight: 4 nodes passed in ", marks=pytest.mark.release
+        ),
         (OPEN, "preflight: could not run: h02 and 2 more cannot connect to port "),
     ],
 )

@@ -66,10 +66,10 @@ def uninterrupted(
     return weights(run)
 
 
-SCANCELS = {
-    "USR1 to the whole job": ["--full", "--signal=USR1"],
-    "TERM to the tasks": ["--signal=TERM"],
-}
+SCANCELS = [
+    pytest.param(["--full", "--signal=USR1"], id="USR1 to the whole job"),
+    pytest.param(["--signal=TERM"], id="TERM to the tasks", marks=pytest.mark.release),
+]
 
 
 def stops_and_goes_on(
@@ -105,7 +105,7 @@ def stops_and_goes_on(
     assert weights(run) == whole
 
 
-@pytest.mark.parametrize("scancel", SCANCELS.values(), ids=SCANCELS)
+@pytest.mark.parametrize("scancel", SCANCELS)
 def test_a_signal_pauses_all_ranks_at_one_step_and_the_run_goes_on(
     cluster: SlurmCluster,
     tmp_path: Path,
@@ -117,7 +117,9 @@ def test_a_signal_pauses_all_ranks_at_one_step_and_the_run_goes_on(
     stops_and_goes_on(cluster, run, hold, scancel, uninterrupted)
 
 
-RELEASE = ("torchrun, USR1 to the whole job", "submitit, TERM")
+RELEASE = (
+    "torchrun, USR1 to the whole job", "submitit, TERM", "submitit, which knows no limit",
+)  # fmt: skip
 OTHERS = {
     "torchrun, TERM to the agents as well": (
         ["--template", "torchrun.sbatch.j2"], ["--signal=TERM"], True,

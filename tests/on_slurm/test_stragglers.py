@@ -113,6 +113,7 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     assert next_one.returncode == 0, next_one.stderr
 
 
+@pytest.mark.release  # above, nobody of the other node is named
 def test_a_run_without_a_slow_node_names_nobody(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:

@@ -96,6 +96,11 @@ def test_a_dry_runs_output_works_in_sbatch_by_hand(cluster: SlurmCluster, tmp_pa
             for options in (
                 ["--launcher", "sbatch", "--template", "torchrun.sbatch.j2"],
                 ["--launcher", "submitit"],
+            )
+        ),
+        *(  # the very scripts of sbatch
+            pytest.param(options, marks=[pytest.mark.slow, pytest.mark.release])
+            for options in (
                 ["--launcher", "local"],
                 ["--launcher", "local", "--template", "torchrun.sbatch.j2"],
             )

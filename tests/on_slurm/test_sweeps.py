@@ -29,7 +29,7 @@ TRAINING = [
     "--warmup-steps", "2", "--eval-every", "1000epochs", "--save-every", "10steps",
     "--precision", "fp32",
 ]  # fmt: skip
-POINTS = [(lr, str(seed)) for lr in ("0.002", "0.005", "0.01") for seed in range(4)]
+POINTS = [(lr, str(seed)) for lr in ("0.002", "0.005") for seed in range(4)]
 FAILING = 6
 FAILS_ONCE = (
     "echo start {n}; if [ {n} = a ] || [ -e ok ]; then exit 0; fi; "
@@ -257,7 +257,7 @@ def three_hosts(slurm_available: None) -> Iterator[SlurmCluster]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # seventeen trainings, each a process that imports torch
+@pytest.mark.timeout(600)  # thirteen trainings, each a process that imports torch
 def test_a_sweep_that_is_struck_has_the_table_and_the_weights_of_single_runs(
     three_hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
@@ -308,7 +308,7 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
     hooks = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
     done = submit(
         cluster, folder, *training, "--run-name", "s", "--max-parallel", "6",
-        "--sweep", "lr=0.002,0.005,0.01", "--sweep", "seed=0..3",
+        "--sweep", "lr=0.002,0.005", "--sweep", "seed=0..3",
         "--setup", f"export CAMPAIGN_HOLDS={folder}/holds/$point_lr-$point_seed",
         env={"PYTHONPATH": hooks, "CAMPAIGN_PACE": "0.05"},
     )  # fmt: skip
@@ -348,7 +348,7 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
         return counts
 
     wait_for(lambda: {*states()} <= {"done", "failed"}, "the end of all points", LONG)
-    assert states() == {"done": 11, "failed": 1}
+    assert states() == {"done": 7, "failed": 1}
     for index in range(len(POINTS)):
         assert status(cluster, folder, f"s-{index}")["array_element"] == f"{array}_{index}"
         later = attempts(RunDir(folder / f"jobs/s-{index}"))[1:]

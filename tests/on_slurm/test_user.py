@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 SAVED_AT, HELD_AT = 50, 60
 TRAINING = [
-    "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
+    "--nodes", "2", "--dataset", "synthetic", "--threads", "1",
     "--batch-size", "8", "--warmup-steps", "2", "--epochs", "100", "--max-steps", "200",
     "--save-every", f"{SAVED_AT}steps", "--log-every", "50", "--eval-every", "1000epochs",
 ]  # fmt: skip
@@ -56,7 +56,7 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
             run = RunDir(home / "jobs" / name)
             job = str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
             if name == "requeued":
-                hold.wait(4)
+                hold.wait(2)
                 train_to(run.path, SAVED_AT)
                 typed(cluster, home, "scontrol", "requeue", job)
                 hold.release_after_requeue(run)

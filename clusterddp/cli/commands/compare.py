@@ -177,11 +177,7 @@ def command(
         return EXIT_INTERRUPTED
     failed = any(trial.state != RunState.DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
-    if plot is None and plots.can_draw():
-        plot = f"{root}/{name}.png"
-    elif plot is None:
-        log.info(f"no picture is drawn without matplotlib: {plots.INSTALL}")
-    code = _show(trials, name, as_json, plot)
+    code = _show(trials, name, as_json, _usual_picture(root, name) if plot is None else plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
@@ -207,6 +203,13 @@ def _rows(held: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | No
     fixed = held.values["fixed_global_batch"]
     rows = plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
     return config, base, rows
+
+
+def _usual_picture(root: str, name: str) -> str | None:
+    if plots.can_draw():
+        return f"{root}/{name}.png"
+    log.info(f"no picture is drawn without matplotlib: {plots.INSTALL}")
+    return None
 
 
 def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> None:

@@ -16,6 +16,7 @@ from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
 from clusterddp.request.spec import REQUEST
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
+from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
@@ -167,20 +168,7 @@ def command(
             fields = {"sweep": sweep.name, "indices": done.indices}
         echo_dry_run(done.spec, done.script, fields, indices=done.indices, as_json=as_json)
         return EXIT_DONE
-    assert done.submission
-    if sweep:
-        points = done.indices
-        return follow_sweep(
-            done.spec, sweep.path, done.submission, points, wait=wait, as_json=as_json
-        )
-    words = (
-        f"{_said(done)}\n"
-        f"  status  clusterddp status {run_dir.shown}\n"
-        f"  logs    clusterddp logs -f {run_dir.shown}"
-    )
-    return follow_submitted(
-        done.spec, run_dir, done.submission, words, wait=wait, as_json=as_json, lines=0
-    )
+    return _follow(done, run_dir, wait=wait, as_json=as_json)
 
 
 def _terms(held: Given, more: Sweep) -> Terms:
@@ -198,9 +186,19 @@ def _terms(held: Given, more: Sweep) -> Terms:
     )
 
 
-def _said(done: Resubmission) -> str:
-    job = formatting.job(done.job_id, done.spec.launcher)
-    return f"submitted {done.spec.run_name} again as {job}: {done.spec.layout}; it {done.beginning}"
+def _follow(done: Resubmission, run: RunDir, *, wait: bool, as_json: bool) -> int:
+    """Print what was submitted, and follow it where that is asked for; returns the exit code."""
+    spec, sent = done.spec, done.submission
+    assert sent
+    if isinstance(run, SweepDir):
+        return follow_sweep(spec, run.path, sent, done.indices, wait=wait, as_json=as_json)
+    job = formatting.job(done.job_id, spec.launcher)
+    words = (
+        f"submitted {spec.run_name} again as {job}: {spec.layout}; it {done.beginning}\n"
+        f"  status  clusterddp status {run.shown}\n"
+        f"  logs    clusterddp logs -f {run.shown}"
+    )
+    return follow_submitted(spec, run, sent, words, wait=wait, as_json=as_json, lines=0)
 
 
 def _resubmit_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:

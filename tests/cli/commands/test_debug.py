@@ -27,6 +27,8 @@ from tests.waiting import PATIENCE, dying_with_us, has_gone, wait_for
 
 __all__ = ["workplace"]
 
+MORE = [pytest.mark.slow, pytest.mark.release]
+
 # A model whose construction stops as a breakpoint does: it asks the person who typed the command.
 ASKING_MODEL = """
 import os, sys
@@ -203,7 +205,7 @@ class Terminal:
     ("stop", "at_once"),
     [
         pytest.param("breakpoint()", "pass", id="breakpoint"),
-        pytest.param("pdb.set_trace()", "pass", id="set_trace", marks=pytest.mark.slow),
+        pytest.param("pdb.set_trace()", "pass", id="set_trace", marks=MORE),
         pytest.param("pass", "breakpoint()", id="as the model is made", marks=pytest.mark.slow),
     ],
 )
@@ -246,14 +248,10 @@ def test_q_at_a_breakpoint_is_no_failure_and_no_bar_shares_the_prompts_line(
     ("procs", "method", "number", "code", "reason"),
     [
         (2, "", signal.SIGINT, 130, "interrupt"),
-        *(
-            pytest.param(*values, marks=pytest.mark.slow)
-            for values in (
-                (1, "", signal.SIGINT, 130, "interrupt"),
-                (2, "spawn", signal.SIGTERM, 75, "SIGTERM"),
-                (2, "forkserver", signal.SIGHUP, 75, "SIGTERM"),
-            )
-        ),
+        # compare's test has a single process; test_articles.py trains in spawned ones.
+        pytest.param(1, "", signal.SIGINT, 130, "interrupt", marks=MORE),
+        pytest.param(2, "spawn", signal.SIGTERM, 75, "SIGTERM", marks=MORE),
+        pytest.param(2, "forkserver", signal.SIGHUP, 75, "SIGTERM", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_request_has_it_save_leave_and_say_how_to_go_on(
@@ -380,7 +378,10 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.release)],
+)
 def test_before_the_ranks_have_met_a_request_ends_them(
     number: int, code: int, debug: Any, tmp_path: Path
 ) -> None:
@@ -399,7 +400,8 @@ def test_before_the_ranks_have_met_a_request_ends_them(
     assert all(has_gone(pid) for pid in pids)
 
 
-@pytest.mark.slow  # launchers/test_local.py has it of ranks that are programs of their own
+@pytest.mark.slow
+@pytest.mark.release  # launchers/test_local.py has it of ranks that are programs of their own
 def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Path) -> None:
     process = debug("--procs=2", "--start-method=forkserver", *LONG)
     wait_until(process)

@@ -139,15 +139,15 @@ def test_our_own_training_always_shows_its_stacks(
     (holds / "want-step-3").touch()
     hooks = {"PYTHONPATH": f"{HOOKS}:{PACKAGE}", "CAMPAIGN_HOLDS": str(holds)}
     run = rehearse(
-        "--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--threads", "1",
-        "--max-steps", "5", "--batch-size", "32", env=hooks,
+        "--nodes", "1", "--dataset", "synthetic", "--data-dir", str(synthetic_dir),
+        "--threads", "1", "--max-steps", "5", "--batch-size", "32", env=hooks,
     )  # fmt: skip
-    wait_for(lambda: len(list(holds.glob("held-step-3.*"))) == 4, "step 3")
+    wait_for(lambda: len(list(holds.glob("held-step-3.*"))) == 2, "step 3")
     told = run.stacks("--json")
     (holds / "want-step-3").unlink()
     assert told.returncode == 0, told.stdout + told.stderr
     programs = [rank["programs"][0] for rank in json.loads(told.stdout)]
-    assert [program["how"] for program in programs] == ["handler"] * 4
+    assert [program["how"] for program in programs] == ["handler"] * 2
     for program in programs:
         functions = {frame["function"] for frame in program["threads"][0]["frames"]}
         assert {"hold", "advance", "run_task"} <= functions

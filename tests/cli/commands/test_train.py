@@ -244,6 +244,7 @@ def pid_of(run_dir: Path, rank: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # on_slurm/test_signals.py stops ranks and has them go on
 def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -266,7 +267,7 @@ def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_task", [False, True])
+@pytest.mark.parametrize("to_task", [False, pytest.param(True, marks=pytest.mark.release)])
 def test_term_twice_is_harmless(
     to_task: bool, start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
