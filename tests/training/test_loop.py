@@ -227,17 +227,18 @@ def lines_by_skewed_clocks(
     dist.broadcast_object_list(box)
     assert box[0] is not None
     ours = build(settings, box[0])
-    step, tell, written = ours.journal.step, ours.log, list[int]()
+    step, tell, written = ours.journal.step, ours._log, list[int]()
 
     def goes_on() -> None:
         step()
         now[0] += seconds_a_step[rank]
 
     def told() -> None:
-        written.append(ours.position.step)
+        if ours.learner.tally.steps:
+            written.append(ours.steps)
         tell()
 
-    ours.journal.step, ours.log = goes_on, told  # type: ignore[method-assign]
+    ours.journal.step, ours._log = goes_on, told  # type: ignore[method-assign]
     train(ours)
     return written[:-1]  # without the one at the end
 
