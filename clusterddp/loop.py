@@ -73,6 +73,8 @@ class Loop(Resumable):
 
     _folders: ClassVar[set[Path]] = set()
     """Runs into which this process has a loop that is not closed."""
+    _resume_ranks = 0
+    """Ranks of the checkpoint."""
     _presence: Presence | None = None
     _watchdog: Watchdog | None = None
     _lines: Lines | None = None
@@ -112,14 +114,11 @@ class Loop(Resumable):
         self._sharded = sharded.part(self._objects)
         self._check_readable()
         self.rank, self.world_size = exchange.world()
-        self._resumed_ranks = self.world_size
-        """Ranks of the checkpoint."""
         self._unlisten = stop.requested.listen()
         try:
             attempt, source = self._begin(folder)
             wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
-            spec = attempt.run.read_spec() if self._in_run and self.rank == 0 else None
             modules, ready = [*wrappers.values()], lambda: self._mark(Phase.BACKWARD)
             super().__init__(
                 attempt,
@@ -132,7 +131,7 @@ class Loop(Resumable):
                 keep_last=keep_last,
                 is_resumed=source is not None,
                 request=stop.requested,
-                deadline=Deadline(spec.signal_lead if spec else 0),
+                deadline=self._deadline_of(attempt),
                 straggler_seconds=_STRAGGLER_SECONDS,
                 pace=Pace.of(modules, self.world_size, position.step, ready),
             )
@@ -268,7 +267,7 @@ class Loop(Resumable):
         ranks, loop, position = content["world_size"], content["loop"], Position.of(content)
         if loop["is_whole"]:
             position.next_epoch()
-        self._resume_batch, self._resumed_ranks = position.step_in_epoch, ranks
+        self._resume_batch, self._resume_ranks = position.step_in_epoch, ranks
         arranged: dict[str, list[int]] = {}
         if ranks == self.world_size:
             self._random = content["random_states"][self.rank] if self._keeps_random else None
@@ -281,6 +280,11 @@ class Loop(Resumable):
             where = f"epoch {position.epoch + 1}" if inside else f"after epoch {position.epoch}"
             log.info(f"resumes from step {position.step}, {where}: {source.name}")
         return position, arranged
+
+    def _deadline_of(self, attempt: Attempt) -> Deadline:
+        """Give the end of the job's time, which rank 0 learns."""
+        spec = attempt.run.read_spec() if self._in_run and self.rank == 0 else None
+        return Deadline(spec.signal_lead if spec else 0)
 
     def _check_alone(self, run: RunDir, own: Attempt | None) -> None:
         """Raise TrainingError where another loop writes into the run as well."""
@@ -447,7 +451,7 @@ class Loop(Resumable):
 
         At another number of ranks rounded down: some samples are trained twice, and none left out.
         """
-        batches, ranks = self._resume_batch, self._resumed_ranks
+        batches, ranks = self._resume_batch, self._resume_ranks
         if not batches or ranks == self.world_size:
             return batches
         if not (self._sharded or replay.is_dealt_out(loader, self.world_size)):

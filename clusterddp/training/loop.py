@@ -55,6 +55,15 @@ def train(training: "Training") -> str:
 class Training(Resumable):
     """One rank's training, from the start or from a checkpoint; needs a process group."""
 
+    result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
+    """The latest evaluation of the whole test set; NaN before."""
+    capture_seconds = 0.0
+    """Seconds before the first step: a pass without an update, or the capture."""
+    _evaluated = -1
+    """Step of the latest evaluation."""
+    _line_step = -math.inf
+    """Step of the last line of metrics that was due."""
+
     def __init__(
         self,
         config: TrainConfig,
@@ -69,19 +78,19 @@ class Training(Resumable):
         progress: Progress | None = None,
         resume_content: Content | None = None,
     ) -> None:
-        """request: this rank's; any rank's stops all of them.
+        """request: this rank's. deadline: the end of the job's time, on rank 0.
 
-        deadline: the end of the job's time, on rank 0.
         resume_content: content of the checkpoint to resume from; None without one.
         """
         self.config, self.agreed, self.device = config, agreed, device
         self.train_set, self.test_set = train_set, test_set
         rank, _ = exchange.world()
+        content = resume_content
         self.learner = Learner(
-            config, agreed, rank=rank, device=device, mark=self._mark, resume_content=resume_content
+            config, agreed, rank=rank, device=device, mark=self._mark, resume_content=content
         )
         self.model = self.learner.model
-        position = Position.of(resume_content) if resume_content else Position()
+        position = Position.of(content) if content else Position()
         super().__init__(
             attempt,
             self.learner.states,
@@ -95,35 +104,27 @@ class Training(Resumable):
             pace=Pace(self.learner.waiting, position.step),
             progress=progress,
         )
-        if resume_content and resume_content["world_size"] == agreed.world_size:
-            self._random = resume_content["random_states"][rank]
+        if content and content["world_size"] == agreed.world_size:
+            self._random = content["random_states"][rank]
             self._restore_random()
-        if resume_content and resume_content["best"]:
-            self._best = Best(**resume_content["best"])
+        if content and content["best"]:
+            self._best = Best(**content["best"])
         self.last_step = config.max_steps or sys.maxsize
         self.schedule = Schedule(config, agreed.reference_world_size, len(train_set))
         self.journal = Journal(config, attempt, rank, position, self._planned())
-        self.profiler = None
-        if config.profile and int(config.profile) == rank:
-            self.profiler = Profiler(attempt.path / "profile", rank, device)
+        is_profiled = config.profile and int(config.profile) == rank
+        self.profiler = Profiler(attempt.path / "profile", rank, device) if is_profiled else None
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
-        self.result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
-        """The latest evaluation of the whole test set; NaN before."""
         self.loads_kernels = device.type == "cuda"
         """True where the first pass has a GPU load its kernels, which are chosen by its size."""
-        self.capture_seconds = 0.0
-        """Seconds before the first step: a pass without an update, or the capture."""
-        self._evaluated = -1  # the step of that evaluation
         self._logged = replace(position)  # where the latest line of metrics ends
-        self._line_step = -math.inf  # of the last line that was due
         self._evaluating = Interval.parse(config.eval_every)
-        self.warnings = list(agreed.warnings)
+        poor = poor_statistics(self.model, config, agreed)
+        if poor and rank == 0:
+            log.warning(coded(poor, "CD0824"))
+        self.warnings = [*agreed.warnings, *([poor] if poor else [])]
         """Warnings for the user, also in the report."""
-        if poor := poor_statistics(self.model, config, agreed):
-            self.warnings.append(poor)
-            if rank == 0:
-                log.warning(coded(poor, "CD0824"))
 
     @property
     def position(self) -> Position:

@@ -304,10 +304,9 @@ def _train(
     ending: _Ending,
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
-    from clusterddp.checkpoints import state
     from clusterddp.training import batch_size, preflight, report
     from clusterddp.training.learner import check_fit
-    from clusterddp.training.loop import Training, train
+    from clusterddp.training.loop import train
     from clusterddp.worker import start
 
     config, env, deadline = task.config, task.env, task.deadline
@@ -326,19 +325,7 @@ def _train(
         )
         if config.find_batch_size:
             return _find_batch_size(task, joined, sets, progress)
-        content = state.load_together(Path(agreed.resume)) if agreed.resume else None
-        training = Training(
-            config,
-            agreed,
-            device,
-            *sets,
-            attempt,
-            request,
-            deadline=deadline,
-            progress=progress,
-            resume_content=content,
-        )
-        del content
+        training = _begin_training(task, joined, sets, progress)
         ending.training = training
         if config.own_functions:
             check_fit(config, training.model, *sets)
@@ -360,6 +347,27 @@ def _train(
                 log.info(report.write(training, env, task.began, os.environ))
                 training.note_end("")
     return reason
+
+
+def _begin_training(
+    task: _Task, joined: "Joined", sets: "Sets", progress: "Progress"
+) -> "Training":
+    """Build the training, or what its checkpoint holds of it; collective."""
+    from clusterddp.checkpoints import state
+    from clusterddp.training.loop import Training
+
+    resume = joined.agreed.resume
+    return Training(
+        task.config,
+        joined.agreed,
+        joined.device,
+        *sets,
+        joined.attempt,
+        stop.requested,
+        deadline=task.deadline,
+        progress=progress,
+        resume_content=state.load_together(Path(resume)) if resume else None,
+    )
 
 
 def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
