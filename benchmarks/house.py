@@ -30,15 +30,15 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_950, 31_500),
-    Row("modules", 216, 185),
+    Row("code lines", 36_890, 31_500),
+    Row("modules", 208, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 36, 24),
     Row(f"{_ENTERED}the batch process", 36, 22),
     Row(f"{_ENTERED}rank 0", 50, 42),
     Row(f"{_ENTERED}another rank", 47, 36),
-    Row(f"{_ENTERED}a COMMAND's task", 25, 16),
+    Row(f"{_ENTERED}a COMMAND's task", 23, 16),
     Row("places that ask for a run's kind", 84, 20),
     Row("lines of tests", 59_600, 50_000),
     Row("lines of the rendered script", 27, 27),

@@ -25,8 +25,7 @@ from torch import nn
 
 from clusterddp import log
 from clusterddp.checkpoints import sharded, state
-from clusterddp.checkpoints.state import Content, Position
-from clusterddp.checkpoints.tensors import why_unreadable
+from clusterddp.checkpoints.state import Content, Position, why_unreadable
 from clusterddp.distributed import exchange, heartbeat
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.distributed.watchdog import Watchdog, noting
@@ -40,8 +39,7 @@ from clusterddp.errors import (
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.variables import host_name
 from clusterddp.request.spec import DEFAULT_TEMPLATE
-from clusterddp.run.attempt import Attempt
-from clusterddp.run.loop_variables import attempt_at, attempt_here
+from clusterddp.run.attempt import Attempt, attempt_at, attempt_here
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay, resumable, stop

@@ -16,6 +16,34 @@ _GROWTH = 1.5
 SLURM_AWAY = 600.0
 """A slurmctld that is restarted, or fails over, is back within minutes."""
 SLURM_AWAY_PAUSE = 5.0
+SUBMITTED, SUBMITTED_PAUSE = 7.0, 2.0
+"""slurmctld may still be working on a submission to which it has given no answer."""
+OTHER_ATTEMPT = 300.0
+"""Another job may run the latest attempt for so long until this one gives up waiting for it."""
+RECORDS_PAUSE = 0.5
+"""Between two looks at a run's records, which lie on a file system that hosts share."""
+STEP_PAUSE = 2.0
+"""Between two looks at a step's records, for as long as it runs."""
+STEP_ENDS = 20.0
+"""After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
+STEP_OF_AGENTS_ENDS = 180.0
+"""Where an agent may start its ranks anew, which takes it longer."""
+STEP_LAST_WORD = 120.0
+"""Grace after rank 0's last word, where the end of some task is not recorded."""
+STEP_CANCELLED = 35.0
+"""srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled."""
+SRUN_LISTENS = 10.0
+"""Time for srun to listen to signals; one that came earlier would end it."""
+SPARES_IDLE_PAUSE = 30.0
+"""Between two looks at idle spares, for whose loss Slurm would end the whole job."""
+NODE_ANSWERS = 3.0
+"""Time that a slurmd has to take a connection."""
+LEFT_RANKS_LEAVE, LEFT_RANKS_KILLED = 5.0, 2.0
+"""Time for ranks beside a lost node to end by themselves: what they compute is lost anyway."""
+LOST_NODE_TAKEN_BACK = 120.0
+"""Slurm takes a second node back only once its accounting has recorded the first."""
+OUTPUT_PAUSE = 30.0
+"""Between two looks at what ranks print, at most."""
 FOLLOWED_FILES_PAUSE = 0.3
 """Between two looks at a run's files: as quick as a person sees a line come."""
 FOLLOWED_SLURM_PAUSES = (1.0, 10.0)

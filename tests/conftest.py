@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 # The files that take longest, most of it waiting: begun last, they would leave processors idle.
 LONGEST = (
     "on_slurm/test_endings.py", "on_slurm/test_faults.py", "on_slurm/test_launchers.py",
+    "on_slurm/test_containers.py", "on_slurm/test_spares.py", "on_slurm/test_preflight.py",
     "on_slurm/test_sweeps.py", "on_slurm/test_signals.py", "on_slurm/test_life.py",
     "cli/commands/test_debug.py", "on_slurm/test_cluster.py", "launchers/test_local.py",
     "test_articles.py", "on_slurm/test_submit.py", "on_slurm/test_client.py",

@@ -16,6 +16,7 @@ from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.workstation import free_port
+from tests import forked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text()
@@ -151,18 +152,24 @@ def test_the_readme_shows_the_five_lines_of_a_loop_that_resumes() -> None:
     assert len([each for each in changed[0] if each[0] == "+"]) == 5
 
 
+WITHOUT_US = """
+import runpy, sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "clusterddp"]:
+    del sys.modules[name]
+sys.modules["clusterddp"] = None
+runpy.run_path("resumable_fsdp.py", run_name="__main__")
+"""
+
+
 def test_a_script_goes_on_without_clusterddp_as_its_page_says(folder: Path) -> None:
     page = (EXAMPLES.parent / "docs/resumable.md").read_text()
     [shown] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert shown in (EXAMPLES / "resumable_fsdp.py").read_text()
-    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['clusterddp'] = None\n")
-    try:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        path = {"PYTHONPATH": str(folder), "MASTER_PORT": str(free_port())}
-        out = typed(folder, "python resumable_fsdp.py", **alone, **path)
-    finally:
-        (folder / "sitecustomize.py").unlink()
-    assert "epoch 3: loss 0." in out and "clusterddp" not in out
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    env = {**os.environ, **alone, "MASTER_PORT": str(free_port())}
+    done = forked.run("-c", WITHOUT_US, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 3: loss 0." in done.stdout and "clusterddp" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow  # tests/test_loop.py shows it of loops of its own

@@ -33,8 +33,8 @@ from clusterddp.loop import Loop
 from clusterddp.reporting.gather import gather
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
-from clusterddp.run import loop_variables
-from clusterddp.run.attempt import Attempt, attempts, begin
+from clusterddp.run import attempt as attempts_of_runs
+from clusterddp.run.attempt import Attempt, attempts, begin, show_loop
 from clusterddp.run.outcome import HUNG
 from clusterddp.run.records import HungRanks, SignOfLife
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
@@ -649,9 +649,9 @@ def test_the_runs_clusterddp_comes_behind_a_persons_path(
 ) -> None:
     """An empty part is the current folder."""
     own = str(tmp_path / "clusterddp-0.2-b.pyz")
-    monkeypatch.setattr(loop_variables, "bundle_file", lambda: own)
+    monkeypatch.setattr(attempts_of_runs, "bundle_file", lambda: own)
     environ = {} if before is None else {"PYTHONPATH": before}
-    loop_variables.show_loop(environ, Attempt(RunDir(tmp_path), 1))
+    show_loop(environ, Attempt(RunDir(tmp_path), 1))
     assert environ["PYTHONPATH"] == after.format(own=own)
 
 

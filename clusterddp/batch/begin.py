@@ -1,11 +1,10 @@
 """Begins an attempt of a run in a job that Slurm has started, or refuses it; records either."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from clusterddp import formatting, log, version
+from clusterddp import formatting, log, patience, version
 from clusterddp.batch import nodes
 from clusterddp.batch.job import JobStart
 from clusterddp.errors import (
@@ -18,19 +17,16 @@ from clusterddp.errors import (
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, logs, restart_policy
+from clusterddp.run import bad_nodes, events, logs
 from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, causes_of
+from clusterddp.run.history import History, capped, causes_of, requeue_is_off
 from clusterddp.run.records import LastWord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import State
 
-ANOTHER_ATTEMPT_SECONDS = 300.0
-"""Patience with an attempt that still trains, where no rendezvous timeout is given."""
-_PAUSE_SECONDS = 5.0
 _MOST_CHANGES = 20
 _MOST_STARTS_IN_VAIN = 2
 """Starts in a row that put the job back for the nodes that it was given; the next one does not."""
@@ -65,14 +61,14 @@ class _Withdrawn(NotStarted):
 def begin_attempt(
     job: JobStart,
     max_requeues: int,
-    patience: float,
+    seconds: float,
     code_changes: Callable[[RunDir], Sequence[str]],
     spares: Sequence[str] = (),
     needed: int = 0,
 ) -> Attempt:
     """Make the next attempt of the job's run.
 
-    patience: seconds to wait for an attempt that still trains. code_changes: lists what differs
+    seconds: seconds to wait for an attempt that still trains. code_changes: lists what differs
     from the submitted code, where the run uses no copy of it. spares: the job's nodes beside those
     of the tasks. needed: nodes of a step.
     Raises RunIsDone, BackInQueue where Slurm has given too few nodes, or a bad one that the next
@@ -86,7 +82,7 @@ def begin_attempt(
         spares=tuple(spares),
     )
     try:
-        attempt = _make(job, max_requeues, patience, needed)
+        attempt = _make(job, max_requeues, seconds, needed)
     except (RunIsDone, BackInQueue):
         raise
     except Exception as error:
@@ -110,7 +106,7 @@ def begin_attempt(
     return attempt
 
 
-def _make(job: JobStart, max_requeues: int, patience: float, needed: int) -> Attempt:
+def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Attempt:
     """Make the attempt. Raises ClusterDDPError, and what else ends this process."""
     run = job.run
     try:
@@ -128,11 +124,11 @@ def _make(job: JobStart, max_requeues: int, patience: float, needed: int) -> Att
             history = _note_new_job(job, history)
         if len(causes_of(history.events)) > max_requeues:
             raise NotStarted(
-                f"not started again: {restart_policy.capped(max_requeues)}. "
+                f"not started again: {capped(max_requeues)}. "
                 f"Resume with: {run.resubmission} [CD1222]"
             )
-        attempts.await_silence(run, job.id, patience)
-        _await_other_job(job, history, patience)
+        attempts.await_silence(run, job.id, seconds)
+        _await_other_job(job, history, seconds)
         attempt = attempts.begin(run)
         attempt.set_room_aside()
         logs.divide(attempt, job.id)
@@ -203,34 +199,28 @@ def _note_new_job(job: JobStart, history: History) -> History:
     return history.again()
 
 
-def _await_other_job(job: JobStart, history: History, patience: float) -> None:
+def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
     """Wait while another job runs the latest attempt of a COMMAND, which shows no sign of life.
 
-    Slurm is asked, where nobody has recorded that attempt's end. Raises NotStarted after `patience`
+    Slurm is asked, where nobody has recorded that attempt's end. Raises NotStarted after so many
     seconds.
     """
     if is_rehearsal(os.environ):
         return
-    deadline, announced = time.monotonic() + patience, False
-    while start := _unended_start(history):
+    read = [history]
+
+    def at_work() -> str:
+        start = _unended_start(read.pop() if read else history.again())
+        if start is None or start.job_id == job.id:
+            return ""
         name = start.array_element or start.job_id
-        state = slurm.query([name])[name].state if start.job_id != job.id else State.UNKNOWN
-        if state not in (State.RUNNING, State.SUSPENDED):
-            return
-        who = (
-            f"attempt {start.attempt} of {job.run.name} still runs as job {name} on "
-            f"{start.nodelist}"
-        )
-        if time.monotonic() > deadline:
-            raise NotStarted(
-                f"{who}, and has for {patience:g} s. Two jobs cannot write one run: cancel "
-                "one of them."
-            )
-        if not announced:
-            log.info(f"{who}; waiting up to {patience:g} s for it to end")
-            announced = True
-        time.sleep(_PAUSE_SECONDS)
-        history = history.again()
+        if slurm.query([name])[name].state not in (State.RUNNING, State.SUSPENDED):
+            return ""
+        of = f"attempt {start.attempt} of {job.run.name}"
+        return f"{of} still runs as job {name} on {start.nodelist}"
+
+    refusal = f", and has for {seconds:g} s. Two jobs cannot write one run: cancel one of them."
+    attempts.wait_out(at_work, seconds, refusal, every=patience.SLURM_AWAY_PAUSE)
 
 
 def _unended_start(history: History) -> events.Started | None:
@@ -274,7 +264,7 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
                 log.info(remark)
             return history
         if not spec.requeues:
-            log.info(f"{restart_policy.requeue_is_off(words)}: it is used all the same")
+            log.info(f"{requeue_is_off(words)}: it is used all the same")
             return history
         if _starts_in_vain(history) >= _MOST_STARTS_IN_VAIN:
             log.info(f"{words}, once more: it is used all the same")
@@ -305,7 +295,7 @@ def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: i
         f"Slurm has given {formatting.count(given, 'node')}, and a step of the run needs {needed}"
     )
     if not spec.requeues:
-        return restart_policy.requeue_is_off(words)
+        return requeue_is_off(words)
     if job.withdrawal(history):
         return words
     if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec
 
-from clusterddp import files, formatting, log, version
-from clusterddp.batch import finish, silence, spares, step_watch
-from clusterddp.batch.begin import ANOTHER_ATTEMPT_SECONDS, begin_attempt
+from clusterddp import files, formatting, log, patience, version
+from clusterddp.batch import finish, spares, step_watch
+from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
 from clusterddp.batch.step_watch import Step
 from clusterddp.errors import (
@@ -38,15 +38,15 @@ from clusterddp.errors import (
 from clusterddp.files import write_atomically
 from clusterddp.processes import change_environment
 from clusterddp.processes.signals import die_with_parent
-from clusterddp.processes.worlds import listening_ports
+from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.history import Policy
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.records import PreflightRecord
-from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import (
@@ -75,8 +75,6 @@ _NUMBERS = [*_HELD, signal.SIGCHLD]
 _SLURMS_FILE = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
 """Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
-_AGENT_GRACE_SECONDS = 180.0
-"""Time for an agent to start its ranks again."""
 
 P = ParamSpec("P")
 
@@ -334,7 +332,7 @@ class Controller:
             self._attempt = begin_attempt(
                 JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.train.rendezvous_timeout if spec.train else ANOTHER_ATTEMPT_SECONDS,
+                spec.train.rendezvous_timeout if spec.train else patience.OTHER_ATTEMPT,
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,
@@ -653,7 +651,7 @@ class Controller:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
         spec = self._spec
         job = own_name(os.environ, self._job_id)
-        grace = _AGENT_GRACE_SECONDS if spec.restart_in_job else step_watch.GRACE_SECONDS
+        grace = patience.STEP_OF_AGENTS_ENDS if spec.restart_in_job else patience.STEP_ENDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
     def _watch_nodes(self, attempt: Attempt, step: Step) -> None:
@@ -683,7 +681,9 @@ class Controller:
                 slurm.cancel(name)
 
         ending = end if spec.end_silent else None
-        self._watch(silence.watch, attempt, spec.world_size, (spec.silence or 0) * 60, ending)
+        self._watch(
+            step_watch.watch_output, attempt, spec.world_size, (spec.silence or 0) * 60, ending
+        )
 
     def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
         """Run a watch of the attempt in a thread of its own."""

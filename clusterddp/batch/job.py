@@ -1,12 +1,11 @@
 """This start of a job: what it records, its way back into the queue, and out of it."""
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from clusterddp import log
+from clusterddp import log, patience
 from clusterddp.errors import SlurmError
 from clusterddp.ranks.variables import own_name
 from clusterddp.run import events
@@ -19,10 +18,6 @@ from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 
 T = TypeVar("T")
-
-PATIENCE_SECONDS = 600.0
-"""Time for which slurmctld may be away before the run gives up on it."""
-_PAUSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,7 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
     Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
     up meanwhile, and its number is that of its successor.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
+    for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
         if attempt.is_superseded:
             raise Superseded(
                 f"attempt {attempt.number} is superseded: a later one of the run has begun"
@@ -106,7 +100,7 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
         except slurm.RequeueRefused:
             raise
         except SlurmError as error:
-            if time.monotonic() > deadline:
+            if is_last:
                 raise
             log.info(f"{error}; trying again")
-        time.sleep(_PAUSE_SECONDS)  # a slurmctld that comes back tells nobody
+    raise AssertionError("the last look answers or raises")

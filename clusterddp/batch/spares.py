@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from clusterddp import log
+from clusterddp import log, patience
 from clusterddp.batch import step_watch
 from clusterddp.errors import EXIT_PAUSED, SlurmError
 from clusterddp.run import bad_nodes
@@ -30,19 +30,11 @@ from clusterddp.slurm.forms import expand_nodelist
 
 SILENT_SECONDS = 3 * SIGN_SECONDS
 """Without a sign of life for so long, a node is asked for one."""
-_LOOK_SECONDS = 2.0
-_IDLE_SECONDS = 30.0
-"""Time between two looks at the idle spares, for whose loss Slurm would end the whole job."""
-_ANSWER_SECONDS = 3.0
 _LOOKS = 2
 """Looks in a row at which a lost node does not answer …"""
 _LOOKS_REFUSED = 6
 """… and where its kernel answers: slurmd alone may be starting again."""
-_LEAVE_SECONDS = 5.0
-"""Time for the ranks that are left to end by themselves: what they compute is lost anyway."""
-_KILL_SECONDS = 2.0
 _MOST_AT_ONCE = 32
-_GIVE_BACK_SECONDS = 120.0
 
 
 class Allocation:
@@ -86,12 +78,14 @@ def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, s
     Empty once `at_work` returns nothing, and once the attempt is superseded: the step of its number
     may be another one's by then.
     """
-    while True:
-        time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
+    looks = patience.looks(every=patience.STEP_PAUSE)
+    next(looks)  # nobody is lost at once
+    for _ in looks:
         if not at_work() or nodes.attempt.is_superseded:
             return {}
         if lost := nodes.look(time.monotonic()):
             return lost
+    return {}
 
 
 class NodeWatch:
@@ -138,7 +132,7 @@ class NodeWatch:
                 suspects[node] = f"it gave no sign of life for {SILENT_SECONDS:g} s"
         lost = {node: _and_no_answer(suspects[node]) for node in self._mute.look(suspects)}
         if now >= self._idle_due:
-            self._idle_due = now + _IDLE_SECONDS
+            self._idle_due = now + patience.SPARES_IDLE_PAUSE
             gone = self._mute_idle.look(self._idle)
             lost |= dict.fromkeys(gone, _and_no_answer("it was an idle spare"))
             self._idle.difference_update(gone)
@@ -192,10 +186,11 @@ def find_lost(
     ended = {each.host for each in outcomes} - {o.host for o in outcomes if o.ended is None}
     suspects = [node for node in nodes if not explained or node not in ended]
     mute = _Mute({*nodes, *others})
-    lost = mute.look(suspects)
-    while len(lost) < len(mute.looks):
-        time.sleep(_LOOK_SECONDS)  # a slurmd that is being restarted tells nobody
+    lost: list[str] = []
+    for _ in patience.looks(every=patience.STEP_PAUSE):
         lost = mute.look(suspects)
+        if len(lost) >= len(mute.looks):
+            break
     return {node: _and_no_answer("its step has ended with a failure") for node in lost}
 
 
@@ -225,7 +220,7 @@ def mute_nodes(nodes: Collection[str]) -> dict[str, bool]:
 def _refuses(address: tuple[str, int]) -> bool | None:
     """Return whether a connection is refused; None where it is taken."""
     try:
-        with socket.create_connection(address, _ANSWER_SECONDS):
+        with socket.create_connection(address, patience.NODE_ANSWERS):
             return None
     except socket.gaierror:
         return None  # nothing was asked
@@ -254,14 +249,14 @@ def end_step(
     if not step and (pid := srun()):  # no task has recorded its start: srun alone knows of some
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-        step_watch.await_end(srun, _LEAVE_SECONDS)
+        step_watch.await_end(srun, patience.LEFT_RANKS_LEAVE)
     try:
         if step:
             slurm.cancel(step)
-            step_watch.await_end(at_work, _LEAVE_SECONDS)
+            step_watch.await_end(at_work, patience.LEFT_RANKS_LEAVE)
         if step and at_work():
             slurm.kill_step(step)
-            step_watch.await_end(at_work, _KILL_SECONDS)
+            step_watch.await_end(at_work, patience.LEFT_RANKS_KILLED)
     except SlurmError as error:
         log.info(str(error))
     step_watch.kill(srun)
@@ -297,12 +292,11 @@ def give_back(job: str, allocation: Allocation) -> None:
         return ""
 
     def try_again() -> None:
-        deadline, problem = time.monotonic() + _GIVE_BACK_SECONDS, first
-        while problem and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
-            problem = trouble()
-        if problem:
-            log.info(f"{problem}; Slurm may requeue the job once it knows of the loss")
+        problem = first
+        for _ in patience.looks(patience.LOST_NODE_TAKEN_BACK, every=patience.STEP_PAUSE):
+            if not (problem := trouble()):
+                return
+        log.info(f"{problem}; Slurm may requeue the job once it knows of the loss")
 
     if (first := trouble()) and "try again" in first:
         threading.Thread(target=try_again, daemon=True).start()

@@ -1,8 +1,12 @@
-"""Ends a step whose srun waits for the exit message of a task that was lost on its way.
+"""Watches a job's step for what nobody tells: a message that is lost, ranks that print no more.
 
 srun waits for one message from each task. A host that is off the network while its tasks end gives
 its message up after some seconds (seen on 22.05: 12 s), and srun then waits until the time limit.
-The tasks' own records say that they have ended. The batch controller runs this in a thread.
+The tasks' own records say that they have ended, and the step is ended.
+
+Of a program of one's own nothing is known but what it prints. Once none of its ranks has printed
+anything for a while, the stacks of all go to the job's log, once an attempt, as a program may be
+silent for good reasons. The batch controller runs each of the two in a thread.
 """
 
 import os
@@ -11,23 +15,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from clusterddp import log
-from clusterddp.errors import SlurmError
+from clusterddp import files, log, patience
+from clusterddp.errors import ClusterDDPError, SlurmError
+from clusterddp.formatting import duration
 from clusterddp.processes import table
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import read_outcome, read_outcomes
+from clusterddp.run.logs import printed
+from clusterddp.run.outcome import HUNG, any_began, note_hung, read_outcome, read_outcomes
+from clusterddp.run.records import HungRanks, Silence
 from clusterddp.slurm import client as slurm
-
-GRACE_SECONDS = 20.0
-"""After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
-_REPORT_SECONDS = 120.0
-"""Grace after rank 0's last word, where the end of some task is not recorded."""
-# srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled.
-_CANCEL_SECONDS = 35.0
-_POLL_SECONDS = 2.0
-_READY_SECONDS = 10.0
-"""Time for srun to listen to signals; one that came earlier would end it."""
+from clusterddp.status import stacks
+from clusterddp.status.stacks import RankStacks
 
 
 class Step:
@@ -89,7 +88,7 @@ class Step:
         pid = self.process()
         if not pid or table.takes(pid, number):
             return True
-        is_late = time.monotonic() > self._seen_time + _READY_SECONDS
+        is_late = time.monotonic() > self._seen_time + patience.SRUN_LISTENS
         return is_late and (self._has_tasks or not self._attempt.stop.exists())
 
     def signal(self, number: int) -> None:
@@ -128,7 +127,7 @@ def watch(
     try:
         if step:
             slurm.cancel(step)
-            await_end(srun, _CANCEL_SECONDS)
+            await_end(srun, patience.STEP_CANCELLED)
     except SlurmError as error:
         # The hosts have told slurmctld that the step is over: srun alone does not know.
         log.info(str(error))
@@ -137,9 +136,7 @@ def watch(
 
 def await_end(srun: Callable[[], int | None], seconds: float) -> None:
     """Wait until srun has ended, for so long at most; it may be no child of this process."""
-    deadline = time.monotonic() + seconds
-    while srun() and time.monotonic() < deadline:
-        time.sleep(min(_POLL_SECONDS, 0.5))
+    patience.wait_until(lambda: not srun(), seconds, every=patience.RECORDS_PAUSE)
 
 
 def kill(srun: Callable[[], int | None]) -> None:
@@ -167,7 +164,9 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     before: tuple[object, ...] = ()
     since = time.monotonic()
     first_at_work = 0
-    while not attempt.is_superseded:
+    for _ in patience.looks(every=patience.STEP_PAUSE):
+        if attempt.is_superseded:
+            break
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
         has_last_word = attempt.end.exists()
@@ -180,9 +179,9 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
                 if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
                     return "every task's end is recorded"
                 first_at_work = 0  # an agent has started its ranks anew, or there are more of them
-        elif has_last_word and quiet >= _REPORT_SECONDS:
-            return f"the training has ended, without a sign of life for {_REPORT_SECONDS:g} s"
-        time.sleep(_POLL_SECONDS)  # the records lie on a file system shared by hosts
+        elif has_last_word and quiet >= patience.STEP_LAST_WORD:
+            silent = f"{patience.STEP_LAST_WORD:g} s"
+            return f"the training has ended, without a sign of life for {silent}"
     return "a later attempt has begun"  # in the same job, whose srun is another one
 
 
@@ -196,3 +195,95 @@ def _last_sign(attempt: Attempt) -> float | None:
         return attempt.alive.stat().st_mtime
     except OSError:
         return None
+
+
+_LOOKS = 20
+"""Looks at the logs until they count as silent."""
+
+
+def watch_output(
+    attempt: Attempt,
+    world_size: int,
+    seconds: float,
+    end: Callable[[], None] | None,
+) -> None:
+    """Print the stacks of all ranks once they have printed nothing for so many seconds.
+
+    end: ends the tasks, where that is asked for; who is to blame is recorded before.
+    """
+    pause = min(patience.OUTPUT_PAUSE, seconds / _LOOKS)
+    before, silent = printed(attempt.run), 0.0
+    looks = patience.looks(every=pause)
+    next(looks)
+    while silent < seconds:
+        next(looks)
+        if attempt.is_superseded:
+            return  # by one in the same job
+        # Not by a clock: in a job that was suspended nobody could print.
+        silent += pause
+        now = printed(attempt.run)
+        if now != before or not any_began(attempt.outcomes):  # none has begun
+            before, silent = now, 0.0
+    log.info(f"no rank has printed anything for {duration(seconds)}. Where they are:")
+    rank_stacks: list[RankStacks] = []
+    try:
+        rank_stacks = stacks.gather(attempt.run, world_size=world_size)
+        for line in stacks.described(rank_stacks).splitlines():
+            log.info(line)
+    except (ClusterDDPError, OSError) as error:
+        log.info(f"their stacks cannot be read: {error}")
+    ranks, where = _elsewhere(rank_stacks, world_size)
+    with suppress(OSError):
+        record = Silence(round(time.time() - seconds, 3), before, tuple(ranks), where)
+        files.write_record(attempt.silent, vars(record))
+    if not end:
+        log.info("the job goes on, and this is not printed again; --end-silent would end it")
+        return
+    if printed(attempt.run) != before:  # a look takes its time
+        log.info("the ranks print again: the job goes on, and this is not printed again")
+        return
+    log.info("ending the job for it, as --end-silent asks")
+    with suppress(OSError):
+        _blame(attempt, rank_stacks, world_size, seconds)
+    try:
+        end()
+    except ClusterDDPError as error:
+        log.info(f"the job cannot be ended, and goes on: {error}")
+        with suppress(OSError):
+            note_hung(attempt.outcomes, (), "")
+
+
+def _blame(
+    attempt: Attempt, rank_stacks: list[RankStacks], world_size: int, seconds: float
+) -> None:
+    """Record which ranks are elsewhere than most, or none where that is not sure.
+
+    Where the watchdog of a loop has named some, these are.
+    """
+    named = files.read(HungRanks, attempt.outcomes / HUNG)
+    if named and named.ranks:
+        note_hung(attempt.outcomes, named.ranks, named.reason, ended=True)
+        return
+    ranks, where = _elsewhere(rank_stacks, world_size)
+    reason = f"no rank printed anything for {duration(seconds)}"
+    if ranks:
+        reason = f"{reason}; it is in {where}"
+    elif stacks.places(rank_stacks):
+        reason += "; the job's log has their stacks"
+    note_hung(attempt.outcomes, ranks, reason, ended=True)
+
+
+def _elsewhere(rank_stacks: list[RankStacks], world_size: int) -> tuple[list[int], str]:
+    """Return the ranks that are elsewhere than most, and where both are; none where not sure.
+
+    It is sure where each rank was read, and they are in two places, one of which has most of them.
+    The ranks of an agent of its own have other numbers than the tasks, whose ends are recorded.
+    """
+    places = stacks.places(rank_stacks)
+    read = [rank for _, some in places for rank in some]
+    are_tasks = all(p.rank is None for each in rank_stacks for p in each.programs)
+    if are_tasks and sorted(read) == list(range(world_size)) and len(places) == 2:
+        (most, at_most), (place, elsewhere) = places
+        if len(at_most) > len(elsewhere):
+            return elsewhere, f"{place}, most are in {most}"
+    return [], ""

@@ -15,10 +15,20 @@ from clusterddp.batch import step_watch
 from clusterddp.batch.job import JobStart
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal
-from clusterddp.run import bad_nodes, events, hardware, restart_policy
+from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt
+from clusterddp.run.bad_nodes import named_hardware
 from clusterddp.run.events import Cause, Ended, Failure
-from clusterddp.run.history import History, causes_of, gained, withdrawn
+from clusterddp.run.history import (
+    OWN_CLOCK,
+    Decision,
+    History,
+    Policy,
+    causes_of,
+    decide,
+    gained,
+    withdrawn,
+)
 from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import (
     ended_for,
@@ -28,7 +38,6 @@ from clusterddp.run.outcome import (
     read_outcomes,
 )
 from clusterddp.run.records import LastWord, Outcome, Report
-from clusterddp.run.restart_policy import Decision, Policy, decide
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import srun_lines
 from clusterddp.slurm.client import Ending, ending
@@ -129,7 +138,7 @@ def _hardware(evidence: "Evidence", ended: Ended) -> str:
         return ""
     outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
     log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
-    return hardware.named(outcome.error if outcome else None, failure.exit_code, log)
+    return named_hardware(outcome.error if outcome else None, failure.exit_code, log)
 
 
 def _code(evidence: "Evidence", ended: Ended, hardware: str) -> str:
@@ -434,7 +443,7 @@ def _signalled(evidence: Evidence) -> Verdict | None:
         reason = evidence.last_word.reason or "a request to stop"
         line = f"{reason}: {evidence.was_saved}"
         # By the run's own clock, ahead of Slurm's word and without a signal.
-        how = restart_policy.OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
+        how = OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
         return Verdict(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
     if evidence.told:

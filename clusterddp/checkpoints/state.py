@@ -8,7 +8,9 @@ is the bare module's state dict, and needs nothing of clusterddp. `catalog` read
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import FORMAT, Best
-from clusterddp.checkpoints.tensors import copied
 from clusterddp.distributed import exchange
 from clusterddp.errors import CheckpointError
 from clusterddp.version import __version__
@@ -168,3 +169,43 @@ def weights_sha256(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def to_bytes(content: object) -> bytes:
+    """Serialise the content of a checkpoint."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def copied(value: Any, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """Copy a value with every tensor in it to the CPU, with the same strides.
+
+    copy: in place of that, what becomes of a tensor. Raises TypeError for a DTensor.
+    """
+    if isinstance(value, Tensor):
+        if hasattr(value, "device_mesh"):
+            raise TypeError("a DTensor, of which each rank holds a part: give its full_tensor()")
+        return copy(value) if copy else value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        items = {name: copied(item, copy) for name, item in value.items()}
+        if hasattr(value, "_metadata"):  # a module's state dict: the versions of its layouts
+            items = OrderedDict(items)
+            items._metadata = value._metadata  # type: ignore[attr-defined]
+        return items
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(copied(item, copy) for item in value)
+    return value
+
+
+def why_unreadable(state: object) -> str:
+    """Return the name of what torch.load refuses of a state with weights_only; empty for none."""
+    try:
+        hollow = copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype))
+        torch.load(io.BytesIO(to_bytes(hollow)), weights_only=True)
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        return name[1] if name else str(error).splitlines()[0]
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # lambda, file, DTensor
+        return str(error)
+    return ""

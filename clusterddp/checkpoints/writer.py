@@ -19,7 +19,7 @@ from typing import Any
 from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
-from clusterddp.checkpoints.tensors import to_bytes
+from clusterddp.checkpoints.state import to_bytes
 from clusterddp.errors import CheckpointError, coded
 from clusterddp.files import sync_folder, write_atomically
 from clusterddp.run.attempt import Attempt, attempts

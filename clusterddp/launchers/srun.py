@@ -10,12 +10,11 @@ import itertools
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp import files
+from clusterddp import files, patience
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import adopt, die_with_parent
 from clusterddp.processes.table import children
@@ -168,11 +167,11 @@ def _end_what_is_left() -> None:
     Such are the ranks of an agent of torchrun that was ended while it started them.
     """
     with suppress(OSError):  # there are no more
-        while True:
+        for _ in patience.looks(every=patience.CHILD_PAUSE):
             for pid in children(os.getpid()):
                 os.kill(pid, signal.SIGKILL)
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.01)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
 
 
 def _output(options: argparse.Namespace, task: Mapping[str, str]) -> Path | None:

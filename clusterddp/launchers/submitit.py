@@ -11,12 +11,12 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clusterddp import patience
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, sbatch
 from clusterddp.processes import replace_environment
@@ -25,9 +25,9 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, gained
+from clusterddp.run.history import History, Policy, decide, gained
 from clusterddp.run.outcome import read_outcome, read_outcomes
-from clusterddp.run.restart_policy import Policy, decide
+from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client, forms
 
@@ -157,13 +157,11 @@ class Task:
         if not attempt.stop.exists():
             with suppress(OSError):  # the ranks have had the signal as well
                 attempt.ask_to_stop("signal")
-        deadline = time.monotonic() + self.patience_seconds
-        outcomes = read_outcomes(attempt.outcomes)
-        while sum(o.ended is not None for o in outcomes) < self.world_size:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.2)  # the ranks' records lie on a file system shared by hosts
+        outcomes: list[Outcome] = []
+        for _ in patience.looks(self.patience_seconds, every=patience.RECORDS_PAUSE):
             outcomes = read_outcomes(attempt.outcomes)
+            if sum(outcome.ended is not None for outcome in outcomes) >= self.world_size:
+                break
         if outcomes and all(outcome.exit_code == 0 for outcome in outcomes):
             raise SystemExit(0)  # the signal met the end of the work; None would be an error
         return submitit.helpers.DelayedSubmission(self) if self._is_requeued(attempt) else None

@@ -1,10 +1,26 @@
-"""Processes of this machine, as proc(5) shows them."""
+"""Processes of this machine, and ranks among them, as proc(5) shows them.
 
+What starts ranks tells them who they are in their environment, which Linux shows as it was when the
+program began: so descendants of a task are found that form a world, as where each task starts
+torchrun. A rank that lives for less than a moment may be missed, and so is one that its launcher
+tells in another way.
+
+torch's rank 0 listens on MASTER_PORT, and who meets in another way listens on another port. Linux
+shows who listens, and what was connected a minute ago (net/tcp), and what a process has loaded.
+Nothing is changed or sent.
+"""
+
+import contextlib
+import itertools
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from clusterddp import patience
 
 _STATES = {
     "R": "running",
@@ -150,3 +166,154 @@ def start_ticks(pid: int) -> int | None:
     """
     process = read_process(pid)
     return process.ticks if process else None
+
+
+_SIZES = {
+    "WORLD_SIZE": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+"""Variables with the size of a world, and the rank in it: torch's, Open MPI's, MPICH's."""
+_PLACES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_PORT")
+"""Variables that tell one world from another of its size."""
+_LISTENS = "0A"
+_LOOPBACK = ("0100007F", "00000000000000000000000001000000")
+"""127.0.0.1 and ::1, where programs listen for their own children."""
+
+
+@dataclass(frozen=True)
+class World:
+    """World whose ranks are all descendants of one task."""
+
+    size: int
+    launcher: tuple[str, ...] = ()
+    """Command line of the process that started its ranks."""
+
+
+def watch(pid: int, own: Mapping[str, str], found: Callable[[World], None]) -> None:
+    """Look at a process's descendants until it has ended, or a world of their own is found.
+
+    own: the environment that the process was given. found: is called from another thread, once.
+    """
+    began = start_ticks(pid)
+
+    def look() -> None:
+        first, longest = patience.WORLD_PAUSES
+        for _ in patience.looks(every=first, longest=longest):
+            # Not another process that has its number by now.
+            if began is None or start_ticks(pid) != began:
+                return
+            if world := find(pid, own):
+                found(world)
+                return
+
+    threading.Thread(target=look, daemon=True, name="worlds").start()
+
+
+def find(pid: int, own: Mapping[str, str]) -> World | None:
+    """Return a world that is not the process's own and that its descendants make up, if any."""
+    ranks: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    parents: dict[tuple[str, ...], int] = {}
+    for child in descendants(pid):
+        environ = child.environ
+        for size, rank in _SIZES.items():
+            names = (size, rank, *_PLACES)
+            values = tuple(environ.get(name, "") for name in names)
+            is_own = values == tuple(own.get(name, "") for name in names)
+            if is_own or not values[0].isdecimal():
+                continue
+            world = (size, values[0], *values[2:])
+            ranks[world].add(values[1])
+            parents.setdefault(world, child.parent)
+    for world, members in ranks.items():
+        if len(members) == int(world[1]):
+            launcher = read_process(parents[world])
+            return World(int(world[1]), tuple(launcher.argv) if launcher else ())
+    return None
+
+
+class Meeting:
+    """Looks, until rank 0's process has ended, whether its program's ranks meet."""
+
+    def __init__(self, pid: int, port: int, found: Callable[[bool], None]) -> None:
+        """Start to look, from another thread.
+
+        found: is called with False once the program has loaded torch and nobody has listened, and
+            at last with True once the program or its children listen for other hosts, or somebody
+            on `port`.
+        """
+        self._pid, self._port, self._found = pid, port, found
+        self._has_torch = self._has_met = False
+        self._looking = threading.Lock()
+        threading.Thread(target=self._watch, daemon=True, name="meeting").start()
+
+    def look(self) -> None:
+        """Look once; at the end, too: what was connected at `port` is seen for a minute more."""
+        with self._looking:  # the watch and the end, one after the other
+            self._look()
+
+    def _look(self) -> None:
+        if self._has_met:
+            return
+        sockets = list(_sockets())
+        reachable = {s.inode for s in sockets if s.is_listening and s.address not in _LOOPBACK}
+        processes = [self._pid, *(child.pid for child in descendants(self._pid))]
+        if any(self._port in (s.port, s.remote_port) for s in sockets) or any(
+            reachable & _inodes(each) for each in processes
+        ):
+            self._has_met = True
+            self._found(True)
+        elif not self._has_torch and any(map(_has_torch, processes)):
+            self._has_torch = True
+            self._found(False)
+
+    def _watch(self) -> None:
+        began = start_ticks(self._pid)
+        dense = patience.looks(patience.MEETING_DENSE, every=patience.MEETING_DENSE_PAUSE)
+        for _ in itertools.chain(dense, patience.looks(every=patience.MEETING_PAUSE)):
+            # Not another process that has its number by now.
+            if began is None or start_ticks(self._pid) != began or self._has_met:
+                return
+            self.look()
+
+
+def listening_ports() -> set[int]:
+    """Return the ports of TCP on which somebody listens on this host."""
+    return {socket.port for socket in _sockets() if socket.is_listening}
+
+
+@dataclass(frozen=True)
+class _Socket:
+    """Line of proc(5)'s net/tcp."""
+
+    inode: str
+    address: str
+    """Local address, as the kernel writes it."""
+    port: int
+    remote_port: int
+    is_listening: bool
+
+
+def _sockets() -> Iterator[_Socket]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, remote, state, _, _, _, _, _, inode, *_ = line.split()
+                address, _, port = local.rpartition(":")
+                remote_port = int(remote.rpartition(":")[2], 16)
+                yield _Socket(inode, address, int(port, 16), remote_port, state == _LISTENS)
+
+
+def _inodes(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                target = os.readlink(entry.path)  # noqa: PTH115 -- of a link that leads nowhere
+                found.add(target.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def _has_torch(pid: int) -> bool:
+    return "/libtorch" in read_text(pid, "maps")

@@ -3,7 +3,7 @@
 A requeued job, the next job of a run and a person's own each make an attempt. It alone writes below
 its directory, so that a lost node's orphan cannot touch what its successor reads: a checkpoint that
 it still writes lies where nobody looks any more. The directory is made by mkdir, which is atomic on
-network file systems too; no lock outlives a node.
+network file systems too; no lock outlives a node. A COMMAND's loop finds its attempt by a variable.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from clusterddp import files, log
+from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.table import process_alive
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
@@ -34,7 +34,8 @@ from clusterddp.run.records import (
     StopRequest,
 )
 from clusterddp.run.run_dir import PathIn, RunDir
-from clusterddp.version import __version__
+from clusterddp.slurm.forms import LOOP_VARIABLE
+from clusterddp.version import __version__, bundle_file
 
 ALIVE_SECONDS = 2.0
 """Between two signs of life of an attempt's rank 0, and of its batch controller."""
@@ -261,30 +262,42 @@ def begin(run: RunDir) -> Attempt:
     return made
 
 
-def await_silence(run: RunDir, job_id: str, patience: float) -> None:
-    """Wait until no other job trains this run. Raises NotStarted after `patience` seconds.
+def await_silence(run: RunDir, job_id: str, seconds: float) -> None:
+    """Wait until no other job trains this run. Raises NotStarted after so many seconds.
 
     An earlier start of this very job is over, whatever its orphans still do: it is superseded.
     """
-    deadline = time.monotonic() + patience
     previous = latest(run)
-    announced = False
-    while previous and _is_at_work(previous, job_id):
+
+    def at_work() -> str:
+        if previous is None or not _is_at_work(previous, job_id):
+            return ""
         record = previous.read_record() or AttemptRecord()
-        who = (
-            f"attempt {previous.number} of {run.name} is still trained by job "
-            f"{record.job_id or '(none)'} on {record.host}"
-        )
-        if time.monotonic() > deadline:
-            raise NotStarted(
-                f"{who}: rank 0 has shown its life for all of {patience:g} s. Two jobs cannot "
-                "write one run: cancel one of them, or give this one a --run-name of its own (a "
-                "Loop: a folder)."
-            )
-        if not announced:
-            log.info(f"{who}; waiting up to {patience:g} s for it to end")
-            announced = True
-        time.sleep(0.5)  # a file's time is all that a lost node's process leaves to look at
+        who = f"job {record.job_id or '(none)'} on {record.host}"
+        return f"attempt {previous.number} of {run.name} is still trained by {who}"
+
+    refusal = (
+        f": rank 0 has shown its life for all of {seconds:g} s. Two jobs cannot write one run: "
+        "cancel one of them, or give this one a --run-name of its own (a Loop: a folder)."
+    )
+    wait_out(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
+
+
+def wait_out(at_work: Callable[[], str], seconds: float, refusal: str, *, every: float) -> None:
+    """Wait while somebody is at work, as `at_work` says. Raises NotStarted after so many seconds.
+
+    refusal: is said then of who it is.
+    """
+    is_announced = False
+    for is_last in patience.looks(seconds, every=every):
+        who = at_work()
+        if not who:
+            return
+        if is_last:
+            raise NotStarted(who + refusal)
+        if not is_announced:
+            log.info(f"{who}; waiting up to {seconds:g} s for it to end")
+            is_announced = True
 
 
 def _is_at_work(attempt: Attempt, job_id: str) -> bool:
@@ -372,3 +385,41 @@ def link(path: Path, target: str) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(path)
+
+
+_OFF = "off"
+"""Value by which a person's own --env keeps all of this away; the other one is `JOB:PATH`."""
+
+
+def show_loop(environ: MutableMapping[str, str], attempt: Attempt) -> None:
+    """Let a COMMAND import the run's own clusterddp, behind what its PYTHONPATH names already."""
+    if environ.get(LOOP_VARIABLE) == _OFF:
+        return
+    environ[LOOP_VARIABLE] = f"{environ.get('SLURM_JOB_ID', '')}:{attempt.path}"
+    own = bundle_file()
+    if own:
+        value = environ.get("PYTHONPATH")
+        parts = value.split(os.pathsep) if value else []  # an empty part is the current folder
+        environ["PYTHONPATH"] = os.pathsep.join([*filter(_is_a_persons, parts), own])
+
+
+def _is_a_persons(path: str) -> bool:
+    """Return whether a part of PYTHONPATH is anything but the file of a run that submitted this."""
+    name = Path(path).name
+    return not (name.startswith("clusterddp-") and name.endswith(".pyz"))
+
+
+def attempt_here(environ: Mapping[str, str]) -> Attempt | None:
+    """Return the attempt of the run in which this process is; None outside of one.
+
+    A job that was submitted from within another has inherited that one's variable.
+    """
+    job, _, path = environ.get(LOOP_VARIABLE, "").partition(":")
+    if not path or job != environ.get("SLURM_JOB_ID", ""):
+        return None
+    return attempt_at(Path(path))
+
+
+def attempt_at(path: Path) -> Attempt:
+    """Return the attempt of a directory."""
+    return Attempt(RunDir(path.parents[1]), int(path.name))

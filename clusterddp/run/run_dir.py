@@ -45,11 +45,12 @@ A sweep has a directory of its own beside those of its points, which are runs, S
                          what its points share: in their directories are links to these
 """
 
+import contextlib
 import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,6 @@ from typing import Protocol, TypeVar
 from clusterddp.errors import RequestError
 from clusterddp.files import write_atomically
 from clusterddp.request.spec import JobSpec
-from clusterddp.run import output_roots
 
 _Kind = TypeVar("_Kind", bound="RunDir")
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
@@ -213,7 +213,7 @@ class RunDir:
         except RequestError:
             undo(path, missing)
             raise
-        output_roots.note(path.parent)
+        note_root(path.parent)
 
     def make(self, *folders: Path) -> None:
         """Make the directory, private to its owner, and folders in it; they may be there already.
@@ -306,7 +306,7 @@ def elsewhere(
     if not text or "/" in text or text in (".", ".."):
         return []
     found: list[_Kind] = []
-    for other in output_roots.known():
+    for other in known_roots():
         if other.resolve() == root.resolve():
             continue
         with suppress(RequestError):  # it cannot be read
@@ -378,3 +378,37 @@ def undo(made: Path | None, parents: list[Path]) -> None:
             parent.rmdir()
         except OSError:
             return  # never made, or something else is in it already: not ours to remove
+
+
+def note_root(root: Path) -> None:
+    """Note a folder of runs, where the home takes it."""
+    with contextlib.suppress(OSError, ValueError):
+        file, path = _file_of_roots(os.environ), str(root.absolute())
+        if file is None or "\n" in path or path in _noted(file):
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8", errors="surrogateescape") as lines:
+            lines.write(f"{path}\n")
+
+
+def known_roots() -> list[Path]:
+    """Return the folders that are there, the latest first."""
+    file = _file_of_roots(os.environ)
+    lines = _noted(file) if file else []
+    found = {os.path.realpath(line): Path(line) for line in lines if os.path.isdir(line)}  # noqa: PTH112
+    return [*reversed(found.values())]
+
+
+def _noted(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return []
+    return [line for line in text.split("\n") if line]
+
+
+def _file_of_roots(environ: Mapping[str, str]) -> Path | None:
+    """Return the file with them, in the place of a user's state (XDG); None without a home."""
+    home = environ.get("HOME")
+    state = environ.get("XDG_STATE_HOME") or (f"{home}/.local/state" if home else "")
+    return Path(state, "clusterddp", "output-roots") if state else None

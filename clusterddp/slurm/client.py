@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from clusterddp import patience
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm.forms import (
     RANK_VARIABLES,
@@ -45,8 +46,6 @@ _DEVICES = "CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFI
 """Slurm sets them in a job that was given devices; elsewhere they are the user's own choice."""
 SBATCH_SECONDS = 60.0
 """Bound on sbatch; its own MessageTimeout is 10 s, and some sites set it to 60."""
-LOOKUP_PAUSES_SECONDS = (0.0, 2.0, 5.0)
-"""Waits before each look for a job whose sbatch gave no answer: it can be queued a little later."""
 # Words of getopt, and so of sbatch, for an option that another release has.
 _NO_SUCH_OPTION = re.compile(r"unrecognized option|doesn't allow an argument|invalid option")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
@@ -185,8 +184,8 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     seen = f"Slurm shows no job with the comment {comment!r}"
     if not comment:
         seen = "The job has no comment to look for"
-    for pause in LOOKUP_PAUSES_SECONDS if comment else ():
-        time.sleep(pause)  # slurmctld may still be working on the submission
+    looks = patience.looks(patience.SUBMITTED, every=patience.SUBMITTED_PAUSE)
+    for _ in looks if comment else ():
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         try:
             answer = ask(argv, environ)

@@ -56,7 +56,7 @@ FULL_PREFLIGHT_VARIABLE = "CLUSTERDDP_FULL_PREFLIGHT"
 """Variable of the tasks of an attempt whose ranks are to check their nodes before they train."""
 
 LOOP_VARIABLE = "CLUSTERDDP_LOOP"
-"""Variable by which a COMMAND's loop finds its attempt (`run.loop_variables`)."""
+"""Variable by which a COMMAND's loop finds its attempt (`run.attempt`)."""
 
 CODE_VARIABLE = "CLUSTERDDP_RUN_CODE"
 """Variable of the tasks with the run's copy of the code (`processes.armed`)."""

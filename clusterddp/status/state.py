@@ -13,7 +13,6 @@ from enum import Enum
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.formatting import moment, signal_name
 from clusterddp.processes.table import process_alive
-from clusterddp.run import restart_policy
 from clusterddp.run.events import (
     CancelAsked,
     CancelFailed,
@@ -28,7 +27,7 @@ from clusterddp.run.events import (
     StopFailed,
     Submitted,
 )
-from clusterddp.run.history import causes_of
+from clusterddp.run.history import NO_RESTART, OWN_CLOCK, causes_of, requeue_is_off
 from clusterddp.run.records import Report
 from clusterddp.slurm.states import HELD, JobState, State
 
@@ -58,7 +57,7 @@ ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 SETTLE_SECONDS = 60.0
 """Time for which a job that was put back into the queue may still show how it ended."""
 
-# Why a run is resumed: a word of `restart_policy`, in a sentence.
+# Why a run is resumed: a word of `history`, in a sentence.
 _AFTER: dict[str, str] = {
     Cause.TIME_LIMIT: "the time limit",
     Cause.SIGNAL: "a signal",
@@ -186,7 +185,7 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
             submission = _after(submission, event)
     causes = causes_of(history)
     ends = [event for event in history if isinstance(event, Ended)]
-    by_clock = {end.attempt for end in ends if end.how == restart_policy.OWN_CLOCK}
+    by_clock = {end.attempt for end in ends if end.how == OWN_CLOCK}
     return replace(
         submission,
         submitted=submission.submitted if persons is None else persons,
@@ -331,12 +330,12 @@ def _judge_ended(
     if not why:
         return _judge_undecided(submission, cause, f"{how}{at}", job, alive)
     if cause == Cause.FAILED:
-        more = "" if why == restart_policy.NO_RESTART else f"; {why}"
+        more = "" if why == NO_RESTART else f"; {why}"
         return FAILED, f"{how}{more}{held}"
     if cause == Cause.STOPPED:
         by = end.how or "'clusterddp stop'"
         return STOPPED, f"by {by}{at}"
-    says_how = why in (how, restart_policy.requeue_is_off(how))
+    says_how = why in (how, requeue_is_off(how))
     text = f"{why}{at}" if says_how else f"{how}{at}; {why}"
     if cause in _SLURMS_CAUSES and not end.saved:
         return FAILED, f"{text}; it ended without saving"
@@ -347,7 +346,7 @@ def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[
     """Judge a job that was put back into the queue, or submitted in another one's place."""
     verb = "resumes" if submission.resumes else "starts again"
     cause, end = submission.put_back, submission.end
-    if cause == Cause.SIGNAL and end and end.how == restart_policy.OWN_CLOCK:
+    if cause == Cause.SIGNAL and end and end.how == OWN_CLOCK:
         cause = Cause.TIME_LIMIT
     again = f"{verb} after {_AFTER.get(cause, cause)}"
     if job.problem:

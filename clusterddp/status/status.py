@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from clusterddp import files, formatting
 from clusterddp.errors import EXIT_INTERRUPTED, coded
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, logs, restart_policy
+from clusterddp.run import bad_nodes, events, logs
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Cause, Ended, Failure, Started
-from clusterddp.run.history import gained
+from clusterddp.run.history import NO_RESTART, gained
 from clusterddp.run.outcome import HUNG, first_failure, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
@@ -35,7 +35,6 @@ from clusterddp.slurm.client import query, slurmd_timeout
 from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import end_codes
-from clusterddp.status.progress import progress
 from clusterddp.status.state import (
     ACTIVE,
     ENDED,
@@ -663,7 +662,7 @@ def _next_command(
         return f"clusterddp logs -f {run.shown}"
     # Without a verdict of the script on its attempt there is little to read.
     end = submission.end or Ended()
-    judged = end.cause and end.why in ("", restart_policy.NO_RESTART)
+    judged = end.cause and end.why in ("", NO_RESTART)
     has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
     if has_failed and has_checkpoint and not judged:
         return again
@@ -714,3 +713,59 @@ def statuses_and_states(
     of_points = zip(points, submissions[len(runs) :], strict=True)
     states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
     return [run_status(run, jobs, now) for run in runs], states
+
+
+_LINES_OF_LATE = 20
+"""Lines of metrics of the attempt by which its pace is measured, evaluations between them too."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of an attempt; None where nothing is known."""
+
+    step: int | None = None
+    planned: int | None = None
+    """Step at which the training will be done."""
+    seconds_left: float | None = None
+    """Seconds until then, at the pace of late."""
+
+    @property
+    def percent(self) -> float | None:
+        """Return the share of its steps that is done, from 0 to 100."""
+        if self.step is None or not self.planned:
+            return None
+        return round(min(100 * self.step / self.planned, 100.0), 1)
+
+
+def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> Progress:
+    """Return how far an attempt has come, by rank 0's sign of life and its lines of metrics.
+
+    lines: the latest, in the order in which they were written; those of earlier attempts, which
+    stand there too, have no part in the pace.
+    """
+    latest = max((line.step for line in lines), default=-1)
+    if attempt is None:
+        return Progress(latest if latest >= 0 else None)
+    sign, record = attempt.read_sign_of_life(), attempt.read_record() or AttemptRecord()
+    step = max(latest, sign.step or 0)
+    if step <= 0 and latest < 0 and not sign.planned:
+        return Progress()
+    if not sign.planned or sign.planned < step:
+        return Progress(step)
+    pace = _pace(lines, record)
+    spent, trained = sign.spent, (sign.step or 0) - (record.step or 0)
+    if pace is None and spent and trained > 0:  # no two lines yet
+        pace = spent.training / trained
+    left = None if pace is None else round((sign.planned - step) * pace, 1)
+    return Progress(step, sign.planned, left)
+
+
+def _pace(lines: Sequence[MetricsLine], record: AttemptRecord) -> float | None:
+    """Return the seconds that a step takes of late, all that lies between the steps included."""
+    began = record.began or 0.0
+    own = [line for line in lines if line.step >= 0 and (line.time or 0.0) >= began]
+    if len(own) < 2:
+        return None
+    first, last = own[-_LINES_OF_LATE:][0], own[-1]
+    steps, seconds = last.step - first.step, (last.time or 0.0) - (first.time or 0.0)
+    return seconds / steps if steps > 0 and seconds > 0 else None

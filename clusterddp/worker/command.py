@@ -48,8 +48,7 @@ def run_command(
 
     environ: variables of COMMAND, to which those are added by which it finds its attempt.
     """
-    from clusterddp.run.attempt import Attempt
-    from clusterddp.run.loop_variables import show_loop
+    from clusterddp.run.attempt import Attempt, show_loop
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker.supervise import supervise
@@ -88,8 +87,8 @@ def _watching(
     env: DistEnv, environ: Mapping[str, str], outcomes: Path | None
 ) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None]]":
     """Return what explains how COMMAND ended, and what begins to look at it once it runs."""
-    from clusterddp.processes import worlds
-    from clusterddp.processes.worlds import Meeting
+    from clusterddp.processes import table
+    from clusterddp.processes.table import Meeting
     from clusterddp.request import nested_launcher
     from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
     from clusterddp.run.records import OwnWorld
@@ -105,11 +104,11 @@ def _watching(
         return traces.error(status)
 
     def began(pid: int, record: "TaskRecord") -> None:
-        def found(world: worlds.World) -> None:
+        def found(world: table.World) -> None:
             launcher = nested_launcher.find(world.launcher)
             record.found(OwnWorld(world.size, launcher.name if launcher else ""))
 
-        worlds.watch(pid, environ, found)
+        table.watch(pid, environ, found)
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
             met.append(Meeting(pid, int(port), record.met))

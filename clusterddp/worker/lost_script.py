@@ -5,23 +5,19 @@ slurmctld does not notice it where the host's processes end and its slurmd is ba
 """
 
 import os
-import time
 from contextlib import suppress
 
-from clusterddp import log
+from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.run import events
 from clusterddp.run.attempt import SILENT_SECONDS, Attempt
-from clusterddp.run.history import History, causes_of, gained, withdrawn
+from clusterddp.run.history import History, Policy, causes_of, gained, withdrawn
 from clusterddp.run.outcome import read_outcome
-from clusterddp.run.restart_policy import Policy
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
-
-_LOOK_SECONDS = 0.5
 
 
 def put_back(attempt: Attempt, env: DistEnv) -> None:
@@ -45,14 +41,12 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
         before = _changed(attempt)
     except OSError:  # a launcher that has no controller
         return False
-    since = time.monotonic()
-    while time.monotonic() - since < SILENT_SECONDS:
+    for _ in patience.looks(SILENT_SECONDS, every=patience.RECORDS_PAUSE):
         first = read_outcome(attempt.outcomes, 0)  # of all ranks it would cost a large job too much
         if first and first.failed and first.host == host:
             return False
         if attempt.is_superseded or _changed(attempt) != before:
             return False
-        time.sleep(_LOOK_SECONDS)  # the records lie on a file system shared by hosts
     return True
 
 

@@ -20,7 +20,7 @@ from clusterddp import log
 from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.finish import finish
 from clusterddp.batch.job import JobStart
-from clusterddp.run.restart_policy import Policy
+from clusterddp.run.history import Policy
 from clusterddp.run.run_dir import RunDir
 
 opened = []

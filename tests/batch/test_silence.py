@@ -1,12 +1,15 @@
 """A COMMAND that prints nothing for long has its ranks' stacks in the job's log, once."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.batch import silence
+from clusterddp import patience
+from clusterddp.batch import step_watch
 from clusterddp.errors import SlurmError
 from clusterddp.files import read_json
 from clusterddp.processes.stacks import Frame, Program
@@ -46,7 +49,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch(attempt: Attempt, sleep: Sleep, end: Callable[[], None] | None = None) -> None:
-    silence.watch(attempt, 4, 600.0, end, sleep)
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience, "time", clock)
+        step_watch.watch_output(attempt, 4, 600.0, end)
 
 
 @pytest.mark.usefixtures("found")

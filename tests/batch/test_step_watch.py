@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp import log
+from clusterddp import log, patience
 from clusterddp.batch import step_watch
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import StepEnded
@@ -32,9 +32,10 @@ class Step:
         self.bin = folder / "bin"
         self.bin.mkdir()
         monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
-        monkeypatch.setattr(step_watch, "_REPORT_SECONDS", 0.4)
-        monkeypatch.setattr(step_watch, "_CANCEL_SECONDS", 0.2)
-        monkeypatch.setattr(step_watch, "_POLL_SECONDS", 0.02)
+        monkeypatch.setattr(patience, "STEP_LAST_WORD", 0.4)
+        monkeypatch.setattr(patience, "STEP_CANCELLED", 0.2)
+        monkeypatch.setattr(patience, "STEP_PAUSE", 0.02)
+        monkeypatch.setattr(patience, "RECORDS_PAUSE", 0.02)
         self.scancel("exit 0")
         (self.bin / "srun").symlink_to("/bin/sh")
         argv = [self.bin / "srun", "-c", "read line; exit 0"]
@@ -85,7 +86,7 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
 def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_watch, "_CANCEL_SECONDS", PATIENCE)
+    monkeypatch.setattr(patience, "STEP_CANCELLED", PATIENCE)
     step.scancel(f"kill -9 {step.srun.pid}")
     step.end()
     step.watch()
@@ -149,6 +150,7 @@ def test_a_rank_that_is_at_work_is_waited_for(
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)
+    monkeypatch.setattr(patience, "time", clock)
     step.watch()
     assert looks > 50
     assert step.cancelled == ["17.3"]
@@ -177,6 +179,7 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)
+    monkeypatch.setattr(patience, "time", clock)
     step.watch()
     assert looks > 50 + 20  # the longer grace
     assert step.cancelled == ["17.3"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.batch import job as batch_job
+from clusterddp import patience
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -37,7 +37,7 @@ from clusterddp.batch.finish import finish
 from clusterddp.batch.job import JobStart
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import print_to_job_log
-from clusterddp.run.restart_policy import Policy
+from clusterddp.run.history import Policy
 from clusterddp.run.run_dir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
@@ -761,7 +761,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
 def test_a_controller_that_is_away_is_waited_for(
     workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_job, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "SLURM_AWAY_PAUSE", 0.01)
     away = "[ -f back ] || { : >back; echo 'Unable to contact slurm controller' >&2; exit 1; }"
     slurm_says(workplace, requeue=away)
     leave(run, **PAUSED)

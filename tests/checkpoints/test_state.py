@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best, checksum_of, name_of
-from clusterddp.checkpoints.state import Position
-from clusterddp.checkpoints.tensors import to_bytes
+from clusterddp.checkpoints.state import Position, to_bytes
 from clusterddp.errors import CheckpointError
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig

@@ -25,8 +25,7 @@ from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.made_events import ended, started
 from tests.request.test_spec import spec
-from tests.training.ranks import run_ranks
-from tests.training.trainings import config, train_rank
+from tests.training.trainings import weights_in_one_piece
 from tests.waiting import dying_with_us, processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
@@ -392,11 +391,9 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
         "1", "--batch-size", "8", "--max-steps", "40", "--epochs", "100", "--warmup-steps", "2",
         "--log-every", "5", "--eval-every", "100epochs", "--save-every", "1000steps",
     ]  # fmt: skip
-    settings = config(
-        synthetic_dir, batch_size=8, max_steps=40, epochs=100, warmup_steps=2, log_every=5,
-        eval_every="100epochs", save_every="1000steps", lr_scaling="linear",
-    )  # fmt: skip
-    whole, _ = run_ranks(2, train_rank, settings, tmp_path / "whole", None, False)
+    whole = weights_in_one_piece(
+        tmp_path / "whole", synthetic_dir, 2, batch_size=8, max_steps=40, eval_every="100epochs"
+    )
     # However fast or slow the machine is, it is in the middle of its training when the signal
     # comes: the CONT that comes with it lets it go on.
     holds = tmp_path / "holds"
@@ -427,7 +424,7 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
     assert Attempt(run, 2).read_record().step == left["step"]
     report = read_json(run.report)
     assert report is not None
-    assert report["weights_sha256"] == whole["sha256"]
+    assert report["weights_sha256"] == whole
 
 
 @pytest.mark.parametrize(

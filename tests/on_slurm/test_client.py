@@ -4,17 +4,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
 
-from clusterddp.request.resources import Resources
-from clusterddp.request.spec import JobSpec
-from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import HELD
-from tests.event_lines import add_event, read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.waiting import PATIENCE, wait_for
 
@@ -208,36 +202,6 @@ def test_submission_from_inside_a_job_is_as_from_a_login_shell(
 # -- the commands on runs --------------------------------------------------------------------
 
 
-def make_run(
-    root: Path, name: str, cluster: SlurmCluster, *lines: str, hold: bool = False
-) -> RunDir:
-    """A run whose script keeps the records that ours keep, submitted."""
-    path = root / name
-    spec = JobSpec(
-        run_name=name,
-        run_dir=str(path),
-        resources=Resources(nodes=1),
-        python=sys.executable,
-        train=TrainConfig(),
-    )
-    path.mkdir(parents=True)
-    run = RunDir(path)
-    run.logs.mkdir()
-    run.spec.write_text(spec.to_json())
-    body = script(
-        'record() { printf \'{"event": "%s", "time": %s, "job_id": "%s", "restart": %d%s}\\n\' \\',
-        '  "$1" "$(date +%s)" "$SLURM_JOB_ID" "${SLURM_RESTART_COUNT:-0}" "$2" \\',
-        f"  >>{path}/events.jsonl; }}",
-        'trap \'record ended ", \\"exit_code\\": $?"\' EXIT',
-        "trap 'exit 143' TERM",
-        'record started ", \\"nodelist\\": \\"$SLURM_JOB_NODELIST\\""',
-        *lines,
-    )
-    job_id = cluster.sbatch(body, *(["--hold"] if hold else []))
-    add_event(run, "submitted", job_id=job_id, launcher="sbatch")
-    return run
-
-
 def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str, str]:
     command = [*CLUSTERDDP, argv[0], "--output-root", str(root), *argv[1:]]
     got = cluster.run(command, timeout=120)
@@ -250,36 +214,29 @@ def states(cluster: SlurmCluster, root: Path) -> dict[str, str]:
     return {status["name"]: status["state"] for status in json.loads(out)}
 
 
-def job_of(run: RunDir) -> str:
-    return str(read_events(run)[-1]["job_id"])
-
-
 def test_runs_live_and_end_as_jobs_and_cancel_say(cluster: SlurmCluster, tmp_path: Path) -> None:
-    done = make_run(tmp_path, "done", cluster, "exit 0")
-    failed = make_run(tmp_path, "failed", cluster, "exit 3")
-    # TERM may reach the sleep before the shell, which is then at its end: not with 0.
-    running = make_run(tmp_path, "running", cluster, "sleep 300 & wait; exit 143")
-    make_run(tmp_path, "queued", cluster, hold=True)
-    by_hand = make_run(tmp_path, "by-hand", cluster, hold=True)
-    cluster.wait_job(job_of(done))
-    cluster.wait_job(job_of(failed))
-    wait_state(cluster, job_of(running), "RUNNING")
-    cluster.run(["scancel", job_of(by_hand)], check=True)
-    assert states(cluster, tmp_path) == {
-        "done": "done",
-        "failed": "failed",
-        "running": "running",
-        "queued": "queued",
-        "by-hand": "cancelled",
-    }
-    running_id = job_of(running)
+    jobs = {}
+    for name, options, command in (
+        ("done", [], "exit 0"), ("failed", [], "exit 3"), ("running", [], "sleep 300"),
+        ("queued", ["hold"], ""), ("by-hand", ["hold"], ""),
+    ):  # fmt: skip
+        asked = ["--run-name", name, "--json", *(f"--sbatch={option}" for option in options)]
+        code, out, err = clusterddp(cluster, tmp_path, "submit", *asked, "--", "sh", "-c", command)
+        assert code == 0, err
+        jobs[name] = json.loads(out)["job_id"]
+    cluster.wait_job(jobs["done"])
+    cluster.wait_job(jobs["failed"])
+    cluster.run(["scancel", jobs["by-hand"]], check=True)
+    wait_for((tmp_path / "running/logs/rank-0.log").exists, "the command")
+    before = {"done": "done", "failed": "failed", "queued": "queued", "by-hand": "cancelled"}
+    assert states(cluster, tmp_path) == {**before, "running": "running"}
     code, out, err = clusterddp(cluster, tmp_path, "cancel", "running", "queued", "done")
     assert code == 0, err
     assert "asked Slurm" in out
     assert "done has already ended: done" in out
-    cluster.wait_job(running_id)
-    after = states(cluster, tmp_path)
-    assert (after["running"], after["queued"], after["done"]) == ("cancelled", "cancelled", "done")
+    cluster.wait_job(jobs["running"])
+    cancelled = {"queued": "cancelled", "running": "cancelled"}
+    assert states(cluster, tmp_path) == {**before, **cancelled}
 
 
 @pytest.mark.slow
@@ -306,38 +263,3 @@ def test_elements_of_an_array_are_runs_that_live_and_are_cancelled_one_by_one(
         assert left() == others
     after = states(cluster, tmp_path)
     assert after["a-1"] == "running"
-
-
-def test_logs_f_follows_a_real_job_to_its_end(cluster: SlurmCluster, tmp_path: Path) -> None:
-    log, go = tmp_path / "one" / "logs" / "rank-0.log", tmp_path / "go"
-    until = f"until [ -e {go} ]; do sleep 0.1; done"
-    make_run(tmp_path, "one", cluster, f"echo hello >>{log}", until, f"echo bye >>{log}")
-    said = tmp_path / "said"
-    with (
-        said.open("w") as errors,
-        cluster.popen(
-            [*CLUSTERDDP, "logs", "--output-root", str(tmp_path), "-f", "one"],
-            stdout=PIPE, stderr=errors,
-        ) as follower,
-    ):  # fmt: skip
-        wait_for(lambda: "one: running on h0" in said.read_text(), "it follows")
-        go.touch()
-        out, _ = follower.communicate(timeout=PATIENCE)
-    assert (follower.returncode, out) == (0, "hello\nbye\n"), said.read_text()
-    assert "one: done" in said.read_text()
-
-
-@pytest.mark.slow
-def test_logs_f_goes_on_over_a_real_requeue(cluster: SlurmCluster, tmp_path: Path) -> None:
-    log = tmp_path / "one" / "logs" / "rank-0.log"
-    run = make_run(
-        tmp_path,
-        "one",
-        cluster,
-        f"echo attempt ${{SLURM_RESTART_COUNT:-0}} >>{log}",
-        '[ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0',
-        # TERM may reach the sleep before this shell, which is then at its end: not with 0.
-        'scontrol requeue "$SLURM_JOB_ID"; sleep 300 & wait; exit 143',
-    )
-    code, out, err = clusterddp(cluster, tmp_path, "logs", "-f", run.name)
-    assert (code, out) == (0, "attempt 0\nattempt 1\n"), err

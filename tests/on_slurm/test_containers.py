@@ -23,12 +23,20 @@ from clusterddp.run.run_dir import RunDir
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.held import LONG, Hold
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
-from tests.on_slurm.test_life import HELD_AT, STEPS, TRAINING, train_to, wait_held
+from tests.on_slurm.test_life import (
+    HELD_AT,
+    STEPS,
+    TRAINING,
+    train_to,
+    uninterrupted,
+    wait_held,
+    weights,
+)
 from tests.on_slurm.test_submit import CLUSTERDDP
 from tests.on_slurm.test_user import home
 from tests.waiting import wait_for
 
-__all__ = ["home"]
+__all__ = ["home", "uninterrupted"]
 pytestmark = pytest.mark.timeout(600)  # starts of jobs whose tasks start in containers
 
 SHARED = [*TRAINING, "--nodes", "2", "--tasks-per-node", "1"]
@@ -153,19 +161,14 @@ def nothing_left(site: Site, request: pytest.FixtureRequest) -> Iterator[None]:
     site.cluster.cancel_all()
 
 
-@pytest.fixture(scope="module")
-def whole(site: Site, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path) -> RunDir:
-    """A run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("whole")
+def test_a_run_in_containers_of_two_hosts_trains_to_the_end(
+    site: Site, tmp_path: Path, synthetic_dir: Path
+) -> None:
     before = {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")}
-    job = site.submit(folder, "box", "--data-dir", str(synthetic_dir))
+    job = site.submit(tmp_path, "box", "--data-dir", str(synthetic_dir))
     assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
     assert {path: path.stat().st_mtime for path in synthetic_dir.rglob("*")} == before
-    return RunDir(folder / "jobs/box")
-
-
-def test_a_run_in_containers_of_two_hosts_trains_to_the_end(whole: RunDir) -> None:
-    run = whole
+    run = RunDir(tmp_path / "jobs/box")
     report = read_json(run.report)
     assert report is not None
     assert (report["steps"], report["hosts"]) == (STEPS, ["h01", "h02"])
@@ -261,7 +264,7 @@ def test_an_ordinary_users_containers_write_that_users_files(
 
 @pytest.mark.slow
 def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
-    site: Site, tmp_path: Path, synthetic_dir: Path, whole: RunDir
+    site: Site, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
     hold = Hold(tmp_path, HELD_AT, until_told=True)
@@ -271,11 +274,8 @@ def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
     site.cluster.run(["scontrol", "requeue", job], check=True)
     hold.release_after_requeue(run)
     assert site.cluster.wait_job(job) == "COMPLETED", site.cluster.log_tail()
-    reports = [read_json(whole.report), read_json(run.report)]
     assert Attempt(run, 2).path.is_dir()
-    assert reports[0] is not None
-    assert reports[1] is not None
-    assert reports[0]["weights_sha256"] == reports[1]["weights_sha256"]
+    assert weights(run.path) == uninterrupted
 
 
 @pytest.mark.slow
@@ -361,6 +361,7 @@ def _kill(site: Site, what: str) -> None:
             continue
 
 
+@pytest.mark.slow
 def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
     site: Site, tmp_path: Path, synthetic_dir: Path
 ) -> None:

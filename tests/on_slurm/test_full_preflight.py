@@ -118,6 +118,7 @@ def causes(run: RunDir) -> list[str]:
     return [event["cause"] for event in read_events(run) if event["event"] == "ended"]
 
 
+@pytest.mark.slow  # training/test_preflight.py has ranks that check their nodes
 def test_a_node_that_multiplies_wrongly_is_replaced_by_a_spare_in_the_same_job(
     four: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:

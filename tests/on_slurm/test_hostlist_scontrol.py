@@ -17,7 +17,7 @@ from clusterddp.slurm.forms import expand_nodelist
 pytestmark = pytest.mark.slurm
 
 MARKER = "end-of-list"
-LISTS = 4000
+LISTS = 2000
 BATCH = 100
 
 

@@ -15,13 +15,14 @@ from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.training.trainings import weights_in_one_piece
 from tests.waiting import PATIENCE, wait_for
 
 # Sixteen processors a rank's worth of arithmetic would differ by the number of threads: pin it.
 TRAINING = ["--dataset", "synthetic", "--max-steps", "8", "--threads", "1", "--warmup-steps", "2",
             "--batch-size", "32"]  # fmt: skip
 HOOKS = Path(__file__).parent / "campaign/hooks"
-FOUR = ["--nodes", "2", "--tasks-per-node", "2", "--wait"]
+FOUR = ["--nodes", "2", "--tasks-per-node", "2"]
 MORE = [pytest.mark.slow, pytest.mark.release]
 LAUNCHERS = {
     "sbatch": [],
@@ -184,15 +185,10 @@ HELD_AT = 40
 
 
 @pytest.fixture(scope="module")
-def whole(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
-) -> str:
+def whole(tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path) -> str:
     """The weights of `SAVED` on four ranks, in one piece."""
     folder = tmp_path_factory.mktemp("whole")
-    data = ["--data-dir", str(synthetic_dir)]
-    done = submit(cluster, folder, *FOUR, *SAVED, *data, "--run-name", "whole")
-    assert done.returncode == 0, done.stderr
-    return weights(folder / "jobs/whole")
+    return weights_in_one_piece(folder, synthetic_dir, 4, batch_size=32, max_steps=80)
 
 
 @pytest.mark.slow
@@ -208,7 +204,7 @@ def test_a_killed_rank_starts_again_inside_the_job(
     run, hold = RunDir(tmp_path / "jobs/a"), tmp_path / f"want-step-{held_at}"
     hold.touch()
     sent = submit(
-        cluster, tmp_path, *FOUR[:-1], *SAVED, "--data-dir", str(synthetic_dir), "--run-name", "a",
+        cluster, tmp_path, *FOUR, *SAVED, "--data-dir", str(synthetic_dir), "--run-name", "a",
         "--template", "torchrun.sbatch.j2", "--restart-in-job", "2", "--json",
         env={"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": str(tmp_path)},
     )  # fmt: skip

@@ -15,6 +15,7 @@ from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.held import LONG, Hold
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.on_slurm.versions import SKIPPED_FOR_VERSION
+from tests.training.trainings import weights_in_one_piece
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # starts of jobs, and trainings
@@ -30,13 +31,12 @@ TRAINING = [
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cluster: SlurmCluster, tmp_path_factory: Any, synthetic_dir: Path) -> str:
+def uninterrupted(tmp_path_factory: Any, synthetic_dir: Path) -> str:
     """The weights that the training ends with when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    done = submit(cluster, folder, *TRAINING, "--data-dir", str(synthetic_dir), "--run-name", "a",
-                  "--launcher", "local", "--wait")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return weights(folder / "jobs/a")
+    return weights_in_one_piece(
+        tmp_path_factory.mktemp("uninterrupted"), synthetic_dir, 2, batch_size=32,
+        max_steps=STEPS, eval_every="1000epochs",
+    )  # fmt: skip
 
 
 def weights(run: Path) -> str:

@@ -16,6 +16,7 @@ from tests.event_lines import kinds, read_events
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.held import Hold
 from tests.on_slurm.test_submit import submit
+from tests.training.trainings import weights_in_one_piece
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two starts of a job, or four
@@ -57,13 +58,9 @@ def weights(run: RunDir) -> str:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
-) -> str:
-    run, hold = train(cluster, tmp_path_factory.mktemp("whole"), synthetic_dir)
-    hold.release()
-    wait_done(cluster, run)
-    return weights(run)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path) -> str:
+    whole = tmp_path_factory.mktemp("whole")
+    return weights_in_one_piece(whole, synthetic_dir, 2, batch_size=32, max_steps=STEPS)
 
 
 SCANCELS = [

@@ -27,6 +27,7 @@ from tests.on_slurm.held import HOOKS, LONG, Hold
 from tests.on_slurm.host_faults import frozen
 from tests.on_slurm.test_life import told, train_to
 from tests.on_slurm.test_submit import submit
+from tests.training.trainings import weights_in_one_piece
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)  # losses are waited for
@@ -55,18 +56,6 @@ def hosts(four_hosts: SlurmCluster) -> Iterator[SlurmCluster]:
     four_hosts.cancel_all()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(
-    four_hosts: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path
-) -> str:
-    """The weights that the training ends with when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = submit(four_hosts, folder, *TRAINING, "--data-dir", str(synthetic_dir),
-                  "--run-name", "a", "--launcher", "local", "--wait")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return weights(RunDir(folder / "jobs/a"))
-
-
 def weights(run: RunDir) -> str:
     report = read_json(run.report)
     assert report is not None
@@ -83,7 +72,7 @@ def wait_ended(run: RunDir, count: int) -> None:
 
 
 def test_a_killed_node_is_replaced_in_the_same_job(
-    hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path, undisturbed: str
+    hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     hold = Hold(tmp_path, HELD_AT)
     done = submit(hosts, tmp_path, *TRAINING, "--data-dir", str(synthetic_dir), "--run-name",
@@ -101,7 +90,10 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     wait_ended(run, 2)
 
     log = run.job_log.read_text()
-    assert weights(run) == undisturbed, log
+    assert weights(run) == weights_in_one_piece(
+        tmp_path / "undisturbed", synthetic_dir, 2, batch_size=32, max_steps=STEPS,
+        eval_every="1000epochs",
+    ), log  # fmt: skip
     ended = of_kind(run, "ended")
     assert [(end["cause"], end["job_id"], end["restart"]) for end in ended] == [
         ("node lost", first["job_id"], 0),
@@ -123,8 +115,8 @@ def test_a_killed_node_is_replaced_in_the_same_job(
 OFTEN = """
 import sys
 if "batch" in sys.orig_argv:
-    from clusterddp.batch import spares
-    spares._IDLE_SECONDS = 1.0
+    from clusterddp import patience
+    patience.SPARES_IDLE_PAUSE = 1.0
 """
 WAITS = "until [ -e go ]; do sleep 0.05; done"
 

@@ -17,6 +17,7 @@ from tests.on_slurm.held import LONG, Hold
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.on_slurm.test_life import train_to
 from tests.on_slurm.test_submit import CLUSTERDDP
+from tests.training.trainings import weights_in_one_piece
 
 pytestmark = pytest.mark.slow
 
@@ -39,34 +40,30 @@ def home(synthetic_dir: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.timeout(600)  # two jobs, one of them twice
+@pytest.mark.timeout(600)  # a job that starts twice
 def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_weights(
-    slurm_available: None, home: Path
+    slurm_available: None, home: Path, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
     with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
-        weights = {}
         hold = Hold(home, HELD_AT, until_told=True)
         for path in (hold.folder, *hold.folder.iterdir()):
             os.chown(path, NOBODY, NOBODY)
-        for name in ("main", "requeued"):
-            data = ["--data-dir", str(home / "data")]
-            options = [*data, *(hold.options if name == "requeued" else [])]
-            typed(cluster, home, *CLUSTERDDP, "submit", *TRAINING, *options, "--run-name", name)
-            run = RunDir(home / "jobs" / name)
-            job = str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
-            if name == "requeued":
-                hold.wait(2)
-                train_to(run.path, SAVED_AT)
-                typed(cluster, home, "scontrol", "requeue", job)
-                hold.release_after_requeue(run)
-            assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
-            report = read_json(run.report)
-            assert report is not None
-            weights[name] = report["weights_sha256"]
-        starts = [event["event"] for event in read_events(run)].count("started")
-        assert starts == 2
-        assert weights["main"] == weights["requeued"]
+        options = [*TRAINING, "--data-dir", str(home / "data"), *hold.options]
+        typed(cluster, home, *CLUSTERDDP, "submit", *options, "--run-name", "requeued")
+        run = RunDir(home / "jobs/requeued")
+        job = str(next(e["job_id"] for e in read_events(run) if e["event"] == "submitted"))
+        hold.wait(2)
+        train_to(run.path, SAVED_AT)
+        typed(cluster, home, "scontrol", "requeue", job)
+        hold.release_after_requeue(run)
+        assert cluster.wait_job(job) == "COMPLETED", cluster.log_tail()
+        report = read_json(run.report)
+        assert report is not None
+        assert report["weights_sha256"] == weights_in_one_piece(
+            tmp_path, synthetic_dir, 2, batch_size=8, max_steps=200, eval_every="1000epochs"
+        )
+        assert [event["event"] for event in read_events(run)].count("started") == 2
         shown = cluster.run(["scontrol", "show", "job", job], check=True).stdout
         assert f"({NOBODY})" in shown.partition("GroupId")[0]
     assert {path.stat().st_uid for path in home.rglob("*")} == {NOBODY}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.processes.worlds import Meeting, listening_ports
+from clusterddp.processes.table import Meeting, listening_ports
 from tests.waiting import PATIENCE, wait_for
 
 NOBODYS = 1

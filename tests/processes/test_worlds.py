@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.processes import worlds
-from clusterddp.processes.worlds import World, find, watch
+from clusterddp.processes import table
+from clusterddp.processes.table import World, find, watch
 from tests.waiting import PATIENCE, wait_for
 
 OWN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h01", "MASTER_PORT": "2000"}
@@ -47,7 +47,7 @@ def running(pid: int, program: bytes) -> list[int]:
     """The descendants that have become a program."""
     return [
         child.pid
-        for child in worlds.descendants(pid)
+        for child in table.descendants(pid)
         if Path(f"/proc/{child.pid}/cmdline").read_bytes().startswith(program)
     ]
 
@@ -110,7 +110,7 @@ def test_the_looking_ends_with_the_task(monkeypatch: pytest.MonkeyPatch) -> None
         seen.set()
         return looks(pid, own)
 
-    monkeypatch.setattr(worlds, "find", look)
+    monkeypatch.setattr(table, "find", look)
     with task({}) as pid:
         watch(pid, OWN, found.append)
         assert seen.wait(PATIENCE)
@@ -122,7 +122,7 @@ def test_the_looking_ends_where_another_process_has_its_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     starts, found = iter([100, 200]), list[World]()
-    monkeypatch.setattr(worlds, "start_ticks", lambda _pid: next(starts))
+    monkeypatch.setattr(table, "start_ticks", lambda _pid: next(starts))
     with task(rank(0, 1)) as pid:
         watch(pid, OWN, found.append)
         wait_for(lambda: not looking(), "the thread's end")

@@ -18,13 +18,12 @@ from clusterddp.batch import finish, spares
 from clusterddp.batch.job import JobStart
 from clusterddp.errors import RequestError
 from clusterddp.request.resources import Resources
-from clusterddp.run import bad_nodes, hardware
+from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt, NotStarted
-from clusterddp.run.bad_nodes import BadNode
+from clusterddp.run.bad_nodes import OF_LOG, OF_TORCH, BadNode, named_hardware
 from clusterddp.run.events import Failure
-from clusterddp.run.history import History, PastAttempt
+from clusterddp.run.history import History, PastAttempt, Policy
 from clusterddp.run.records import SlowRank, TaskError
-from clusterddp.run.restart_policy import Policy
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.partitions import Node
 from tests.batch.attempts import begin_attempt, finish_attempt
@@ -364,19 +363,19 @@ NEAR = {
 def test_what_names_hardware_is_named(name: str) -> None:
     kind, message, code, log = NAMED[name]
     error = TaskError(kind, message) if kind else None
-    assert hardware.named(error, code, log)
+    assert named_hardware(error, code, log)
 
 
 @pytest.mark.parametrize("name", NEAR)
 def test_near_misses_name_none(name: str) -> None:
     kind, message, code, log = NEAR[name]
     error = TaskError(kind, message) if kind else None
-    assert hardware.named(error, code, log) == ""
+    assert named_hardware(error, code, log) == ""
 
 
 def test_each_sign_has_its_source_in_the_documentation() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs/bad-nodes.md").read_text().split())
-    for sign in (*hardware.OF_TORCH, *hardware.OF_LOG):
+    for sign in (*OF_TORCH, *OF_LOG):
         assert sign.source in text
 
 

@@ -11,8 +11,17 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Cause, parse
-from clusterddp.run.history import History, PastAttempt, causes_of, gained, withdrawn
-from clusterddp.run.restart_policy import NO_RESTART, STOP_ASKED, Policy, decide
+from clusterddp.run.history import (
+    NO_RESTART,
+    STOP_ASKED,
+    History,
+    PastAttempt,
+    Policy,
+    causes_of,
+    decide,
+    gained,
+    withdrawn,
+)
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
 

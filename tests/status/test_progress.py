@@ -9,7 +9,7 @@ import pytest
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status.progress import Progress, progress
+from clusterddp.status.status import Progress, progress
 
 
 @pytest.fixture

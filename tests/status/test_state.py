@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from clusterddp.run import restart_policy
 from clusterddp.run.events import parse
+from clusterddp.run.history import NO_RESTART
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.state import Submission, jobs_to_ask, judge, latest_submission
 from tests.made_events import (
@@ -48,7 +48,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], {}, LATER, None,
      "queued", "resumes after the time limit: Slurm says EXPLORING"),
     # --requeue=expedite on healthy nodes
-    ([submitted(), begun(1), left(1, "failed", restart_policy.NO_RESTART)], {}, HELD, None,
+    ([submitted(), begun(1), left(1, "failed", NO_RESTART)], {}, HELD, None,
      "failed", "exit code 1; Slurm holds job 7: 'scancel 7' drops it"),
     # the run's own end
     ([submitted(), started(), ended(0)], {}, None, None, "done", ""),
@@ -104,7 +104,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      said(State.FAILED), None, "stopped", "preempted"),
     ([submitted(), begun(1), left(1, "cancelled", "cancelled")], {}, said(State.CANCELLED), None,
      "cancelled", "scancel"),
-    ([submitted(), begun(1), left(1, "failed", restart_policy.NO_RESTART)], {}, FORGOTTEN, None,
+    ([submitted(), begun(1), left(1, "failed", NO_RESTART)], {}, FORGOTTEN, None,
      "failed",
      "exit code 1"),
     ([submitted(), begun(1), left(1, "failed", "it has failed 3 times")], {}, FORGOTTEN, None,

@@ -10,9 +10,9 @@ import pytest
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run import restart_policy
 from clusterddp.run.attempt import Attempt, begin, publish
 from clusterddp.run.events import Cause
+from clusterddp.run.history import NO_RESTART
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import JobState, State
@@ -251,9 +251,9 @@ NEXT: list[tuple[list[Event], State, bool, str]] = [
     ([submitted(), begun(1), cancelled()], State.CANCELLED, True, "resubmit"),
     ([submitted(), cancelled()], State.CANCELLED, False, "resubmit"),
     ([submitted(), cancelled()], State.UNKNOWN, False, "resubmit"),
-    ([submitted(), begun(1), left(1, "failed", restart_policy.NO_RESTART)], State.FAILED, True,
+    ([submitted(), begun(1), left(1, "failed", NO_RESTART)], State.FAILED, True,
      "logs --job"),
-    ([submitted(), begun(1), left(1, "failed", restart_policy.NO_RESTART, first_failure=FAILURE)],
+    ([submitted(), begun(1), left(1, "failed", NO_RESTART, first_failure=FAILURE)],
      State.FAILED, True, "logs --rank 3"),
     ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE)], State.FAILED,
      True, "resubmit"),

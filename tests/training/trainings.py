@@ -25,6 +25,7 @@ from clusterddp.training import replay
 from clusterddp.training.loop import Training, train
 from clusterddp.training.stop import StopRequest
 from clusterddp.worker import start
+from tests.training.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -113,6 +114,12 @@ def train_rank(
         "buckets": _buckets(ours.learner.ddp),
         "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
     }
+
+
+def weights_in_one_piece(folder: Path, data_dir: Path, ranks: int, **fields: Any) -> str:
+    """A digest of the weights that ranks end with to which nothing happens, as a report has it."""
+    settings = config(data_dir, lr_scaling="linear", warmup_steps=2, epochs=100, **fields)
+    return str(run_ranks(ranks, train_rank, settings, folder, None, False)[0]["sha256"])
 
 
 def _buckets(model: torch.nn.Module) -> str:

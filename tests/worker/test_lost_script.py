@@ -3,11 +3,12 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clusterddp import files
+from clusterddp import files, patience
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
@@ -48,7 +49,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that were put back."""
     jobs: list[str] = []
     monkeypatch.setattr(lost_script, "SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(lost_script, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(patience, "RECORDS_PAUSE", 0.01)
     monkeypatch.setattr(lost_script.slurm, "ending", lambda *_: Ending.NONE)
     monkeypatch.setattr(lost_script.slurm, "requeue", jobs.append)
     return jobs
@@ -84,7 +85,8 @@ def test_a_controller_that_shows_its_life_judges_the_attempt(
         later = time.time() + 5
         os.utime(attempt.controller, (later, later))
 
-    monkeypatch.setattr(lost_script.time, "sleep", sleep)
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(patience, "time", clock)
     put_back(attempt)
     assert requeued == []
 

@@ -132,7 +132,9 @@ def test_a_task_shows_its_parent_that_python_runs_while_the_watchdog_is_on(
 def test_batch_sizes_are_tried_instead_of_training(
     synthetic_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = make_config(synthetic_dir, find_batch_size=True, batch_size=1000, precision="fp32")
+    asked = make_config(
+        synthetic_dir, model="mlp", find_batch_size=True, batch_size=1000, precision="fp32"
+    )
     assert run_task(asked, tmp_path) == 0
     run = RunDir(tmp_path)
     rows = json.loads(run.batch_sizes.read_text())

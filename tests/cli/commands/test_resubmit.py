@@ -687,7 +687,7 @@ def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Work
     root = ["--output-root", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
-    workplace.monkeypatch.setattr("clusterddp.slurm.client.LOOKUP_PAUSES_SECONDS", (0.0,))
+    workplace.monkeypatch.setattr("clusterddp.patience.SUBMITTED", 0.0)
     got = workplace.invoke("resubmit", "one", *root, "--code", "new")
     assert (got.code, "it is not known whether" in got.err) == (1, True)
     assert code_of(run)["train.py"] == "print(2)\n"
