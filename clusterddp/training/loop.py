@@ -78,10 +78,7 @@ class Training(Resumable):
         progress: Progress | None = None,
         resume_content: Content | None = None,
     ) -> None:
-        """request: this rank's. deadline: the end of the job's time, on rank 0.
-
-        resume_content: content of the checkpoint to resume from; None without one.
-        """
+        """request: this rank's. deadline: of the job, on rank 0. resume_content: a checkpoint's."""
         self.config, self.agreed, self.device = config, agreed, device
         self.train_set, self.test_set = train_set, test_set
         rank, _ = exchange.world()
@@ -112,8 +109,8 @@ class Training(Resumable):
         self.last_step = config.max_steps or sys.maxsize
         self.schedule = Schedule(config, agreed.reference_world_size, len(train_set))
         self.journal = Journal(config, attempt, rank, position, self._planned())
-        is_profiled = config.profile and int(config.profile) == rank
-        self.profiler = Profiler(attempt.path / "profile", rank, device) if is_profiled else None
+        is_profiled = bool(config.profile) and int(config.profile) == rank
+        self.profiler = Profiler(attempt.path / "profile", rank, device, is_on=is_profiled)
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
         self.loads_kernels = device.type == "cuda"
@@ -168,7 +165,7 @@ class Training(Resumable):
 
     def finish(self) -> None:
         """Evaluate, and save the end of the training."""
-        self._end_profile()
+        self.profiler.close()
         self._log()
         self.evaluate()
         self.ranks = of_ranks(self._paces, self.device)
@@ -176,13 +173,9 @@ class Training(Resumable):
 
     def leave(self, reason: str) -> NoReturn:
         """Save and raise Left."""
-        self._end_profile()
+        self.profiler.close()
         self._log()
         super().leave(reason)
-
-    def _end_profile(self) -> None:
-        if self.profiler:
-            self.profiler.close()
 
     def prepare(self) -> None:
         """Settle DDP's buckets, load a GPU's kernels, capture the step; then begin to measure.
@@ -243,8 +236,7 @@ class Training(Resumable):
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
         self.journal.step()
-        if self.profiler:
-            self.profiler.step()
+        self.profiler.step()
         if self._is_logged(self.steps):
             self._line_step = self.steps
             self._log()

@@ -120,7 +120,10 @@ def _run(task: _Task) -> int:
     if is_reference(config.dataset):
         reading = OwnSets(config)
     progress, watchdog, ending = Progress(), None, _Ending(env)
-    with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog), ending):
+    with (
+        ExitStack() as at_end,
+        _breaking_off(env, lambda: watchdog.suspect if watchdog else "", ending),
+    ):
         store = rendezvous.open_store(
             env,
             os.environ,
@@ -237,10 +240,6 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -
             f"{str(error).splitlines()[0]}. The log of the rank that failed first says "
             "why. [CD0909]"
         ) from error
-
-
-def _suspect(watchdog: "Watchdog | None") -> str:
-    return watchdog.suspect if watchdog else ""
 
 
 class _Ending:
