@@ -107,6 +107,7 @@ def test_an_own_model_and_dataset_train(folder: Path, synthetic_dir: Path, line:
 
 
 @pytest.mark.slow
+@pytest.mark.release  # submission/test_outside.py and on_slurm/test_own.py run copies
 def test_a_script_runs_as_it_is_in_the_copy_of_its_folder(folder: Path) -> None:
     [line] = [line for line in COMMANDS if " -- " in line]
     options, _, command = line.partition(" -- ")
@@ -172,10 +173,9 @@ def test_a_script_goes_on_without_clusterddp_as_its_page_says(folder: Path) -> N
     assert "epoch 3: loss 0." in done.stdout and "clusterddp" not in done.stdout + done.stderr
 
 
-@pytest.mark.slow  # tests/test_loop.py shows it of loops of its own
-@pytest.mark.parametrize(
-    "script", ["resumable", pytest.param("resumable_fsdp", marks=pytest.mark.release)]
-)
+@pytest.mark.slow
+@pytest.mark.release  # tests/test_loop.py shows it of others, on_slurm/test_spares.py of this one
+@pytest.mark.parametrize("script", ["resumable", "resumable_fsdp"])
 def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     folder: Path, script: str
 ) -> None:

@@ -305,32 +305,6 @@ def test_the_ranks_stop_by_their_own_clock_before_the_time_is_over(
     assert names_in(tmp_path)[-1] == "step-00000008.pt"
 
 
-def test_a_signal_that_would_come_too_late_is_told_once_the_cost_is_known(
-    synthetic_dir: Path,
-    tmp_path: Path,
-    alone: None,
-    monkeypatch: pytest.MonkeyPatch,
-    logged: list[str],
-) -> None:
-    clock = Clock(monkeypatch)
-    settings = config(synthetic_dir, save_every="3steps", max_steps=9)
-    ours = timed(clock, settings, tmp_path, 10.0, deadline=Deadline(signal_lead=30))
-    assert ours._saver is not None
-    ours._saver.costs.longest_seconds = 20.0
-    save = ours._saver.save
-
-    def at_once(*arguments: Any) -> None:
-        save(*arguments)
-        assert ours._saver and ours._saver.wait()
-
-    ours._saver.save = at_once  # type: ignore[method-assign]
-    train(ours)
-    said = [line for line in logged if "Slurm's signal" in line]
-    # Two steps of 10 s, a second, and two saves of 20 s: 61 s, five to spare, 30 for Slurm.
-    assert len(said) == 1
-    assert "30 s ahead" in said[0] and "takes 61.0 s" in said[0] and "B:USR1@96" in said[0]
-
-
 # What is written ----------------------------------------------------------------------------------
 
 

@@ -154,32 +154,24 @@ def test_our_own_training_always_shows_its_stacks(
     run.ends_well()
 
 
-@pytest.mark.parametrize("ends", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_silent_command_has_its_stacks_in_the_jobs_log(
-    rehearse: Begin, tmp_path: Path, *, ends: bool
-) -> None:
+def test_a_silent_command_has_its_stacks_in_the_jobs_log(rehearse: Begin, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     hooks, quiet = tmp_path / "hooks", tmp_path / "quiet"
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(JUMPS.format(quiet=str(quiet)))
     run = rehearse(
-        "--no-snapshot", *(["--end-silent"] if ends else []),
-        "--", sys.executable, "train.py", env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
+        "--no-snapshot", "--", sys.executable, "train.py",
+        env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
     )  # fmt: skip
     wait_for(run.is_up, "all ranks")
     quiet.touch()
-    last = "--end-silent"  # is in the last line of either
+    last = "--end-silent"  # is in the last line
     wait_for(lambda: last in run.run.job_log.read_text(), last)
     log = run.run.job_log.read_text()
     assert log.count("no rank has printed anything for 30m00s") == 1
     assert "3 of 4 (ranks 0, 2-3) in waits" in log
     assert "rank 1 on 127.0.0.1 in loads" in log
-    if not ends:
-        run.ends_well()
-        return
-    said, _ = run.submit.communicate()
-    assert run.submit.returncode == 1
-    assert "rank 1 on 127.0.0.1 failed first: hung: no rank printed anything for 30m00s" in said
+    run.ends_well()
 
 
 def test_a_run_that_does_not_run_has_no_stacks(workplace: Workplace) -> None:
