@@ -27,8 +27,7 @@ import torch.distributed as dist
 from benchmarks import hardware
 from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images
-from clusterddp.request.recipes import RECIPES
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.train_config import RECIPES, TrainConfig
 from clusterddp.run.attempt import begin
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir

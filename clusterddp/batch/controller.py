@@ -41,7 +41,8 @@ from clusterddp.processes.signals import die_with_parent
 from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
-from clusterddp.request.spec import FULL_PREFLIGHT, NO_PREFLIGHT, JobSpec
+from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
+from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.history import Policy
@@ -332,7 +333,7 @@ class Controller:
             self._attempt = begin_attempt(
                 JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.train.rendezvous_timeout if spec.train else patience.OTHER_ATTEMPT,
+                spec.program.options.get("rendezvous_timeout", patience.OTHER_ATTEMPT),
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,
@@ -527,7 +528,7 @@ class Controller:
         self._hear_of_end()
         if self._is_ending:
             return 128 + signal.SIGTERM
-        if self._is_stopped or (self._unsent and self._spec.command):
+        if self._is_stopped or (self._unsent and not self._spec.program.sees_marks):
             return EXIT_PAUSED  # asked before there was anything to stop
         lines = subprocess.Popen(
             [*_interpreter(self._script), str(self._script)],
@@ -633,7 +634,7 @@ class Controller:
                 self._stop(f"SIG{name}")
                 name = "USR1"  # noqa: PLW2901 -- srun itself takes the other two
             marked = self._attempt is not None and _mark(self._attempt.stop)
-            if self._spec.command or not marked:
+            if not (marked and self._spec.program.sees_marks):
                 self._unsent.append(name)
 
     def _stop(self, by: str) -> None:

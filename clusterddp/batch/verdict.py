@@ -160,7 +160,8 @@ class Evidence:
         self.job, self.run, self.history, self.attempt = job, job.run, history, attempt
         self.unwritable = bool(trouble)
         self.spec = spec = history.spec
-        self.trains = spec.train is not None if spec else self.run.metrics.exists()
+        self.keeps_records = spec.program.keeps_records if spec else self.run.metrics.exists()
+        """True where ranks leave a last word in any case."""
         last_word = attempt.read_last_word()
         self.has_last_word = last_word is not None
         """True where the ranks have recorded their common end."""
@@ -189,7 +190,7 @@ class Evidence:
             self.failure = None  # srun's lines may be of another step, run by the set-up
         self.code = _job_code(self.srun_code, self.failure)
         seems_done = self.code == 0 and not self.paused and not self.unwritable
-        if seems_done and not self.trains and self.last_word.cause != Cause.DONE:
+        if seems_done and not self.keeps_records and self.last_word.cause != Cause.DONE:
             # Killed with its parent: srun exits with 0 when it was told to end itself (TERM).
             killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
             self.failure = next(killed, None)
@@ -198,7 +199,7 @@ class Evidence:
     def _told(self) -> str:
         ended_well = [outcome for outcome in self.outcomes if outcome.exit_code == 0]
         # A rank that was told nothing has come to its end, and so had the others.
-        if self.trains or not ended_well or not all(each.left_early for each in ended_well):
+        if self.keeps_records or not ended_well or not all(each.left_early for each in ended_well):
             return ""
         if self.last_word.cause == Cause.DONE or self._says_finished():
             return ""
@@ -222,7 +223,7 @@ class Evidence:
         # Ranks without a record have left as asked, as srun reports no failure. A command's may as
         # well be done, unless it was asked to stop.
         no_code = not any(outcome.exit_code is not None for outcome in self.outcomes)
-        return no_code and (self.trains or self.attempt.asked_to_stop() is not None)
+        return no_code and (self.keeps_records or self.attempt.asked_to_stop() is not None)
 
     @property
     def has_left(self) -> bool:
@@ -297,7 +298,7 @@ class Evidence:
     @cached_property
     def was_saved(self) -> str:
         """A clause on what the next attempt finds."""
-        if not self.trains and not self.has_last_word:
+        if not self.keeps_records and not self.has_last_word:
             # Only a command's exit code is known, not what it saves without a loop of ours.
             asked = f"the {_ASKED_AGAIN}"
             if self.told:
@@ -322,7 +323,7 @@ def _done(evidence: Evidence) -> Verdict | None:
         late = (f"the script then ended with exit code {code}",) if code else ()
         return Verdict(Ended(cause=Cause.DONE, exit_code=0), (_achieved(evidence.run), *late))
     left = evidence.paused or evidence.last_word.cause == Cause.STOPPED
-    if evidence.code == 0 and not left and not evidence.trains:
+    if evidence.code == 0 and not left and not evidence.keeps_records:
         line = _achieved(evidence.run)
         if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
             line = "done: exit code 0; no task has recorded its end"
@@ -369,7 +370,7 @@ def _cancelled(evidence: Evidence) -> Verdict | None:
 def _stopped(evidence: Evidence) -> Verdict | None:
     asked = evidence.last_word.reason == "stop" or (
         # A command leaves no record of who asked, nor do ranks that have not started.
-        not (evidence.trains and evidence.outcomes) and evidence.is_stop_asked
+        not (evidence.keeps_records and evidence.outcomes) and evidence.is_stop_asked
     )
     if not (evidence.has_left and asked):
         return None
@@ -439,7 +440,7 @@ def _killed(evidence: Evidence) -> Verdict | None:
 def _signalled(evidence: Evidence) -> Verdict | None:
     if not evidence.has_left:
         return None
-    if evidence.trains or evidence.has_last_word:
+    if evidence.keeps_records or evidence.has_last_word:
         reason = evidence.last_word.reason or "a request to stop"
         line = f"{reason}: {evidence.was_saved}"
         # By the run's own clock, ahead of Slurm's word and without a signal.
@@ -481,7 +482,7 @@ def _failed(evidence: Evidence) -> Verdict | None:
     if failure is None:
         return None
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
-        if not evidence.trains and any(o.rank == failure.rank for o in evidence.outcomes):
+        if not evidence.keeps_records and any(o.rank == failure.rank for o in evidence.outcomes):
             why = "the command does not take that signal; nobody knows what it had saved before"
             line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
             return Verdict(
@@ -575,9 +576,9 @@ def _other_python(evidence: Evidence, reason: str) -> str:
     """Say that COMMAND's Python is the first on the PATH, of no environment that is activated."""
     spec = evidence.spec
     missing = re.search(r"No module named '?([\w.]+)", reason)
-    if spec is None or not spec.command or not missing or spec.container_image:
+    if spec is None or not missing or spec.container_image:
         return ""
-    program, *arguments = spec.command
+    program, arguments = "".join(spec.command[:1]), spec.command[1:]
     found = shutil.which(program) or ""
     activated = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
     is_meant = found == spec.python or any(a and Path(found).is_relative_to(a) for a in activated)

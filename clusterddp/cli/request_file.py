@@ -68,14 +68,14 @@ def to_toml(values: Mapping[str, object]) -> str:
 
 def values_of(spec: JobSpec) -> dict[str, Any]:
     """Return the values of submit's options, by their parameters, that give this request."""
-    asked, train = spec.resources, spec.train
-    records = (asked, spec, train) if train else (asked, spec)
-    values: dict[str, Any] = {
+    asked = spec.resources
+    values = {
         field.name: getattr(record, field.name)
-        for record in records
+        for record in (asked, spec)
         for field in dataclasses.fields(record)
         if "option" in field.metadata
     }
+    values |= spec.program.options
     usual_tasks = asked.tasks_per_node == (asked.gpus_per_node or 1)
     gpus = f"{asked.gpu_type}:" if asked.gpu_type else ""
     passed = [*(f"{name}={value}" for name, value in spec.environment), *spec.pass_environment]

@@ -150,12 +150,7 @@ def follow_sweep(
     if spec.sweep.sample_seed is not None:
         words += f"\n  drawn   with --sample-seed {spec.sweep.sample_seed}"
     if sweep.code.is_dir():
-        words += (
-            f"\n  code    {sweep.code_folder}, one copy for all points: a relative path that the "
-            "COMMAND writes is the same for all"
-            if spec.command
-            else f"\n  code    {sweep.code_folder}"
-        )
+        words += f"\n  code    {sweep.code_folder}{spec.program.shared_code}"
     if not as_json:
         click.echo(words)
     code = errors.EXIT_DONE

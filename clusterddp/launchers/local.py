@@ -133,7 +133,9 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
     Where all are hidden, or not wanted, the ranks compute on CPUs.
     """
     nodes, each = spec.resources.nodes, spec.resources.gpus_per_node
-    if spec.train and spec.train.device == "cpu":
+    options = spec.program.options
+    instead = ", train with --device cpu" if "device" in options else ""
+    if options.get("device") == "cpu":
         return
     if not gpus:
         log.warning(
@@ -147,9 +149,8 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
         counts += f" ({VISIBLE_GPUS}={os.environ[VISIBLE_GPUS]})"
     if not spec.shares_gpus:
         raise RequestError(
-            f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Ask for fewer"
-            f"{', train with --device cpu' if spec.train else ''}, or have ranks share a GPU: "
-            f"{spec.sharing}. [CD1305]"
+            f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Ask for fewer{instead}, or "
+            f"have ranks share a GPU: {spec.sharing}. [CD1305]"
         )
     log.warning(f"{counts}: the hosts share them [CD1305]")
 

@@ -37,8 +37,6 @@ SUBMITIT_SETUP = "_submitit.sbatch.j2"
 _EXCLUDE = r"(?m)^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)"
 _NODES = f'${{{forms.NODES_VARIABLE}:+--overlap --nodelist="${forms.NODES_VARIABLE}"}}'
 """Options of srun for the nodes of a step, in a job that has some to spare."""
-_POINT = "point"
-"""Variable of the script with the flags of our training's point."""
 _PLAIN = r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+"
 _COLUMNS = 100
 """Width of the script's lines, but for a longer word."""
@@ -305,13 +303,12 @@ def _in_container(spec: JobSpec, words: Sequence[str], ranks: int = 1) -> list[s
 
 def task_arguments(spec: JobSpec) -> list[str]:
     """Give the arguments of every rank, after `python -m clusterddp`; without those of a point."""
-    if spec.train:
-        lead = [f"--signal-lead={spec.signal_lead}"] if spec.signal_lead else []
-        argv = spec.train.to_argv(defaults=False)
-        common = [word for word in argv if word.partition("=")[0][2:] not in spec.sweep.names]
-        return ["train", f"--run-dir={spec.run_dir}", *lead, *common]
-    arming = [] if spec.arm_stacks else ["--no-arm-stacks"]
-    return ["exec", f"--run-dir={spec.run_dir}", *arming, "--", *spec.command]
+    return [spec.program.starter, f"--run-dir={spec.run_dir}", *_options(spec), *spec.command]
+
+
+def _options(spec: JobSpec) -> list[str]:
+    lead, names = spec.signal_lead, spec.sweep.names
+    return spec.program.task_options(names, lead=lead, arms=spec.arm_stacks)
 
 
 def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
@@ -327,24 +324,16 @@ def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     def variable(name: str) -> str:
         return f'"${{{name}//\\$/\\$\\$}}"' if agents else f'"${{{name}}}"'
 
-    arguments = task_arguments(spec)
+    program = spec.program
     is_plain = not (agents and "$" in spec.run_dir)
     own, run_dir = ('"$own"', '"$run_dir"') if is_plain else map(variable, ("own", "run_dir"))
     prefix = [] if agents else spec.launch_prefix
-    words = [*map(shell_word, (*prefix, spec.python)), own, arguments[0], f"--run-dir={run_dir}"]
+    words = [*map(shell_word, (*prefix, spec.python)), own, program.starter]
+    words.append(f"--run-dir={run_dir}")
     if agents:
         words.append("--own-log")
-    count = len(arguments) - len(spec.command)
-    words += map(word, arguments[2:count])
-    if spec.sweep and spec.train:
-        words.append(variable(f"{_POINT}[@]"))
-    pattern = sweep.placeholders(spec.sweep.names) if spec.sweep else None
-    for argument in spec.command:
-        parts = pattern.split(argument) if pattern else [argument]  # text, name, text, … text
-        texts = [word(text) if text else "" for text in parts]
-        texts[1::2] = [variable(sweep.variable(name)) for name in parts[1::2]]
-        words.append("".join(texts) or word(""))
-    return words
+    words += map(word, _options(spec))
+    return words + program.words(spec.sweep.names, word, variable)
 
 
 def agent_words(spec: JobSpec) -> list[str]:
@@ -387,10 +376,8 @@ def points(spec: JobSpec) -> list[str]:
     for index in range(len(spec.sweep)):
         point = spec.sweep.point(index)
         settings = [f"{sweep.variable(name)}={shell_word(text)}" for name, text in point]
-        if spec.train:
-            argv = sweep.train_at(spec.train, point).to_argv()
-            words = [word for word in argv if word.partition("=")[0][2:] in spec.sweep.names]
-            settings.append(f"{_POINT}=({' '.join(map(shell_word, words))})")
+        for name, words in spec.program.lists_at(point).items():
+            settings.append(f"{name}=({' '.join(map(shell_word, words))})")
         lines.append(f"{index}) {' '.join(settings)} ;;")
     return lines
 

@@ -8,7 +8,7 @@ figures.
 import base64
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -167,7 +167,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         stragglers=stragglers(ranks),
         attempts=starts,
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
-        settings=changed_settings(spec.train) if spec and spec.train else {},
+        settings=changed_settings(spec.program.options) if spec else {},
     )
     return Gathered(run, account, points, evaluation, spec)
 
@@ -220,10 +220,9 @@ def _paid(history: History, spec: JobSpec | None, status: RunStatus) -> records.
     return None
 
 
-def changed_settings(config: TrainConfig) -> dict[str, object]:
-    """Return the fields of a configuration that differ from the defaults."""
-    defaults = vars(TrainConfig())
-    return {name: value for name, value in vars(config).items() if value != defaults[name]}
+def changed_settings(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of a training that differ from the defaults."""
+    return {name: value for name, value in options.items() if value != getattr(TrainConfig, name)}
 
 
 def differences(configs: Sequence[TrainConfig]) -> list[tuple[str, list[object]]]:

@@ -31,7 +31,7 @@ _LEFT_OUT = "(left out)"
 def page(gathered: Sequence[Gathered]) -> str:
     """Render the page of runs; without matplotlib it has no plots, and says so."""
     reports = [each.report for each in gathered]
-    trained = [each.spec.train for each in gathered if each.spec and each.spec.train]
+    trained = [train for each in gathered if each.spec for train in each.spec.trainings]
     return _render(
         "page.html.j2",
         reports=reports,

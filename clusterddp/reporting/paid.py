@@ -71,7 +71,7 @@ def account(
         idle=hours("idle") if spec and spec.resources.spare_nodes else None,
         gpu_use=_gpu_use(known),
     )
-    if not met and (spec is None or spec.train is None):
+    if not met and not (spec and spec.program.keeps_records):
         return paid
     knows_waiting = all(each.waiting is not None for each in parts)
     computing, waiting = hours("computing"), hours("waiting")

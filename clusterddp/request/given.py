@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import OptionError
-from clusterddp.request.recipes import RECIPES
-from clusterddp.request.train_config import TRAINING, TrainConfig
+from clusterddp.request.train_config import RECIPES, TRAINING, TrainConfig
 
 FLAG, DEFAULT = "flag", "default"
 """Sources of a value that was typed, and of one that nobody has given."""

@@ -16,17 +16,16 @@ from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request import record
 from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
-from clusterddp.request.resources import Resources
-from clusterddp.request.sweep import (
-    NO_SWEEP,
-    Point,
-    Sweep,
-    check_command,
-    command_at,
-    refuse_equal,
-    refuse_names,
-    train_at,
+from clusterddp.request.program import (
+    NO_PREFLIGHT,
+    PREFLIGHTS,
+    QUICK,
+    Command,
+    Program,
+    Training,
 )
+from clusterddp.request.resources import Resources
+from clusterddp.request.sweep import NO_SWEEP, Point, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE, PATH, Form
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
-NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
 OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
 """Ends of an awaited run for which a run can ask: done; whatever it is; failed."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -56,12 +54,6 @@ _SPARES_OWN = (
 """Arguments of srun that decide on which nodes of the job a step runs."""
 _SCRIPTS_OWN = "run_dir own hold srun container"
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
-_OF_COMMANDS = {
-    "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
-    "silence": "the training has --watchdog SECONDS",
-    "end_silent": "the training has --process-group-timeout SECONDS",
-}
-"""Options that a training has no use for, and why."""
 _SILENCE_MINUTES = 30.0
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
@@ -70,7 +62,7 @@ _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 class JobSpec(Record):
     """Request for one run: its resources, its script, and what each task runs.
 
-    Exactly one of `train` and `command` is set.
+    Exactly one of `train` and `command` is set, and `program` answers for it.
     """
 
     run_name: str
@@ -305,7 +297,7 @@ class JobSpec(Record):
                 " against --no-requeue: the second forbids what the first asks for. Leave one of "
                 "them out. [CD0103]",
             )
-        self._check_kind()
+        self._check_program()
         for name, value in self._usual().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -330,37 +322,30 @@ class JobSpec(Record):
 
     def _usual(self) -> dict[str, object]:
         """Return the defaults that hang on the rest of the request, by their fields."""
-        of_kind = True if self.train else None
-        resumable = of_kind if self.resumable is None else self.resumable
+        resumable = self.program.resumable if self.resumable is None else self.resumable
         limit = forms.limit_seconds(self.resources.time)  # Slurm looks at limits twice a minute
         lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
         return {
-            "resumable": of_kind,
+            "resumable": self.program.resumable,
             "requeue": True if resumable or self.restart_on_failure else None,
             "signal": f"B:USR1@{max(lead, 1)}" if resumable else "",
             "silence": 0.0 if resumable else _SILENCE_MINUTES,
         }
 
-    def _check_kind(self) -> None:
-        """Refuse a COMMAND or a training that cannot start, and options of the other one."""
-        for word in self.command:
-            forms.text("COMMAND", word)
-        if self.command and not self.command[0]:
-            raise RequestError("COMMAND is empty; give a program to run after '--'. [CD0306]")
+    def _check_program(self) -> None:
+        """Refuse a program that cannot start, and options for which it has no use."""
         if self.end_silent and self.silence == 0:
             raise OptionError(
                 "--end-silent",
                 " against --silence 0, by which no silence counts. [CD0103]",
             )
-        if not self.train:
-            return
-        for name, why in _OF_COMMANDS.items():
+        for name, why in self.program.refused.items():
             if getattr(self, name):
                 raise OptionError(
                     f"--{name.replace('_', '-')}",
                     f" is for a COMMAND: {why}. [CD0103]",
                 )
-        self.train.check_ranks(self.resources)
+        self.program.check(self.resources)
 
     def _check_signal(self) -> None:
         limit = forms.limit_seconds(self.resources.time)
@@ -400,10 +385,7 @@ class JobSpec(Record):
                 " against --launcher submitit, whose array would number the points as it likes, "
                 "and requeue without their runs. Use --launcher sbatch. [CD0305]",
             )
-        if self.command:
-            check_command(self.command, self.sweep.names)
-        else:
-            refuse_names(self.sweep.names, {row.name for row in REQUEST})
+        self.program.refuse_names(self.sweep.names, {row.name for row in REQUEST})
 
     def check_points(self) -> None:
         """Check the request of each point of a sweep; raises RequestError as they do.
@@ -416,8 +398,7 @@ class JobSpec(Record):
                 f" {self.sweep.max_parallel}: has no part in --launcher local, which runs the "
                 "points one after the other. Leave it out. [CD0103]",
             )
-        if self.train:
-            refuse_equal(self.sweep)
+        self.sweep.refuse_equal(self.program.meant)
         for index in range(len(self.sweep)):
             self.element(index)
 
@@ -431,21 +412,21 @@ class JobSpec(Record):
             self,
             run_name=f"{self.run_name}-{index}",
             run_dir=f"{self.run_dir}-{index}",
-            train=train_at(self.train, point) if self.train else None,
-            command=command_at(self.command, point),
             notify=(),
             sweep=NO_SWEEP,
             point=point,
+            **self.program.at(point).fields,
         )
+
+    @property
+    def program(self) -> Program:
+        """Return what every task runs."""
+        return Training(self.train) if self.train else Command(self.command)
 
     @property
     def trainings(self) -> list[TrainConfig]:
         """Return the trainings that read different files: one, none, or several of a sweep."""
-        if not self.train:
-            return []
-        points = range(len(self.sweep))
-        each = [train_at(self.train, self.sweep.point(i)) for i in points] or [self.train]
-        return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
+        return self.program.trainings(self.sweep)
 
     @property
     def shared_dir(self) -> str:
@@ -575,12 +556,10 @@ class JobSpec(Record):
 
         Mount(self.run_dir, self.run_dir).check("--output-root")
         mounts = []
-        if self.train:
-            read = {"--data-dir": self.train.data_dir, "--resume": self.train.resume}
-            for option, path in read.items():
-                if path:
-                    mounts.append(Mount(path, path, read_only=True))
-                    mounts[-1].check(option)
+        for name in ("data_dir", "resume"):
+            if path := self.program.options.get(name):
+                mounts.append(Mount(path, path, read_only=True))
+                mounts[-1].check(f"--{name.replace('_', '-')}")
         if self.shared_dir:
             mounts.append(Mount(self.shared_dir, self.shared_dir))
         for text in self.container_mounts:
@@ -648,13 +627,14 @@ class JobSpec(Record):
     def shares_gpus(self) -> bool:
         """Return whether several ranks may compute on one GPU, because that was asked for."""
         by_nccl = dict(self.environment).get(SHARED_GPUS, "0") not in ("", "0")
-        by_gloo = self.train is not None and self.train.backend == "gloo"
+        by_gloo = self.program.options.get("backend") == "gloo"
         return by_gloo or by_nccl or SHARED_GPUS in self.pass_environment
 
     @property
     def sharing(self) -> str:
         """Return what to type for several ranks to share a GPU."""
-        return f"{'--backend gloo, or ' if self.train else ''}--env {SHARING}"
+        by_gloo = "--backend gloo, or " if "backend" in self.program.options else ""
+        return f"{by_gloo}--env {SHARING}"
 
     @property
     def layout(self) -> str:
@@ -678,7 +658,7 @@ class JobSpec(Record):
     @property
     def uses_own_code(self) -> bool:
         """Return whether the tasks run the user's code: a command, a model or a dataset."""
-        return bool(self.command) or any(train.own_functions for train in self.trainings)
+        return self.program.has_own_code(self.sweep)
 
     @property
     def starts_own_files(self) -> bool:
@@ -694,10 +674,9 @@ class JobSpec(Record):
         """
         if self.launcher == "local":
             return NO_PREFLIGHT
-        if self.command and self.preflight == FULL_PREFLIGHT:
-            return QUICK
         is_usual = self.launcher == "sbatch" and self.resources.nodes > 1
-        return self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
+        asked = self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
+        return asked if asked in self.program.preflights else self.program.preflights[-1]
 
     @property
     def requeues(self) -> bool:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import OptionError
 from clusterddp.request.options import Record
-from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
 if TYPE_CHECKING:
@@ -24,25 +23,17 @@ if TYPE_CHECKING:
 
 Point = tuple[tuple[str, str], ...]
 """Names with their values, as texts."""
+Meaning = Callable[[Sequence[str], Sequence[str]], tuple[object, ...]]
+"""What makes of names and texts the values that they mean to who reads them."""
 
 MOST_POINTS = 100_000
 """A mistyped range is refused ahead of what Slurm would say of it."""
-_NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
+NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
 _RANGE = r"(-?\d{1,18})\.\.(-?\d{1,18})"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _LIKE_RANGE = rf"{_NUMBER}\.\.{_NUMBER}"
 _ARRAY = r"(?m)^#SBATCH --array="
-_PLACE = rf"(?:--?[\w-]+=)?\{{({_NAME})\}}"
 _DRAWN = r"(log|lin):(.+)\.\.(.+)"
-_ROWS = {row.name: row for row in TRAINING}
-_KEPT = {
-    "recipe": "a recipe sets several options; sweep these",
-    "resume": "every point begins at the same checkpoint; submit one sweep for each",
-    "data-dir": "every point reads the same folder; submit one sweep for each",
-    "find-batch-size": "it trains nothing; run it once, without a sweep",
-    "allow-changed": "it belongs to the resubmission of a run",
-}
-"""Options of the training that a sweep cannot vary, and why."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,7 +52,7 @@ class Sweep(Record):
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if not re.fullmatch(_NAME, name):
+            if not re.fullmatch(NAME, name):
                 raise OptionError(
                     "--sweep",
                     f": {name!r} is no name: a letter, then letters, digits, '-' and '_', 40 at "
@@ -97,13 +88,6 @@ class Sweep(Record):
                 "there twice; it would be trained twice to the same end.",
             )
 
-    @classmethod
-    def of(
-        cls, names: Sequence[str] = (), points: Iterable[Sequence[str]] = (), **others: int | None
-    ) -> "Sweep":
-        """Return the sweep of a record's lists."""
-        return cls(tuple(names), tuple(map(tuple, points)), **others)  # type: ignore[arg-type]
-
     def __bool__(self) -> bool:
         return bool(self.points)
 
@@ -114,11 +98,11 @@ class Sweep(Record):
         """Return the values of a point by name. Raises IndexError."""
         return tuple(zip(self.names, self.points[index], strict=True))
 
-    def with_points(self, more: "Sweep", *, trained: bool = False) -> "Sweep":
+    def with_points(self, more: "Sweep", meant: Meaning) -> "Sweep":
         """Return this sweep with those points of another one appended that it does not have.
 
-        trained: they are of our training, to which 0.1 and 1e-1 are one value. Raises OptionError
-        where the other one has other names.
+        meant: what decides whether two points are one. Raises OptionError where the other one has
+        other names.
         """
         if {*more.names} != {*self.names}:
             raise OptionError(
@@ -127,15 +111,23 @@ class Sweep(Record):
                 f"{', '.join(more.names)}. Give a value for each, or submit a new sweep.",
             )
         order = [more.names.index(name) for name in self.names]
+        have = {meant(self.names, point) for point in self.points}
+        all_points = (tuple(point[i] for i in order) for point in more.points)
+        fresh = [point for point in all_points if meant(self.names, point) not in have]
+        return dataclasses.replace(self, points=(*self.points, *fresh))
 
-        def meant(point: tuple[str, ...]) -> tuple[object, ...]:
-            return _values(self.names, point) if trained else point
-
-        have = {*map(meant, self.points)}
-        fresh = [tuple(point[i] for i in order) for point in more.points]
-        return dataclasses.replace(
-            self, points=(*self.points, *(point for point in fresh if meant(point) not in have))
-        )
+    def refuse_equal(self, meant: Meaning) -> None:
+        """Refuse points that are one; raises OptionError, as `meant` does for a value not valid."""
+        earlier: dict[tuple[object, ...], tuple[str, ...]] = {}
+        for point in self.points:
+            first = earlier.setdefault(meant(self.names, point), point)
+            if first is not point:
+                one, other = (shown(tuple(zip(self.names, p, strict=True))) for p in (first, point))
+                raise OptionError(
+                    "--sweep",
+                    f": {one} and {other} are one point; it would be trained twice to the same "
+                    "end.",
+                )
 
 
 NO_SWEEP = Sweep()
@@ -243,105 +235,6 @@ def read_points(path: Path) -> list[dict[str, str]]:
     if not rows or not rows[0]:
         raise OptionError("--sweep-file", f" {path} has no points.")
     return [{name: row[name] for name in rows[0]} for row in rows]
-
-
-def refuse_names(names: Iterable[str], request: Iterable[str]) -> None:
-    """Refuse names that a sweep of our training cannot vary; raises OptionError with the reason.
-
-    request: names of the options that decide what Slurm is asked for.
-    """
-    asked = {*request}
-    for name in names:
-        if name in _KEPT:
-            raise OptionError("--sweep", f" {name}: {_KEPT[name]}.")
-        if name in asked:
-            raise OptionError(
-                "--sweep",
-                f" {name}: a sweep is one job array, whose elements all ask Slurm for the same. "
-                "Submit one sweep for each value.",
-            )
-        if name not in _ROWS:
-            import difflib
-
-            near = difflib.get_close_matches(name, _ROWS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise OptionError(
-                "--sweep",
-                f" {name}: the training has no such option.{hint} The arguments of a program of "
-                "your own stand behind '--', with {" + name + "} where the value belongs.",
-            )
-
-
-def refuse_equal(sweep: Sweep) -> None:
-    """Refuse points of our training that differ in how their values are written alone.
-
-    Raises OptionError, also for a value not valid.
-    """
-    earlier: dict[tuple[object, ...], tuple[str, ...]] = {}
-    for point in sweep.points:
-        first = earlier.setdefault(_values(sweep.names, point), point)
-        if first is not point:
-            one, other = (shown(tuple(zip(sweep.names, p, strict=True))) for p in (first, point))
-            raise OptionError(
-                "--sweep",
-                f": {one} and {other} are one point; it would be trained twice to the same end.",
-            )
-
-
-def train_at(train: TrainConfig, point: Point) -> TrainConfig:
-    """Return a training's configuration at a point. Raises OptionError for a value not valid."""
-    values = {_ROWS[name].parameter: _value(name, text) for name, text in point}
-    try:
-        return dataclasses.replace(train, **values)  # type: ignore[arg-type]
-    except OptionError as error:
-        raise OptionError(
-            error.option,
-            f"{str(error).removeprefix(error.option)} It is the point {shown(point)} of the sweep.",
-            code=error.code,
-        ) from None
-
-
-def command_at(command: Sequence[str], point: Point) -> tuple[str, ...]:
-    """Return a COMMAND's words with the values in place of `{name}`; other braces stay."""
-    values, pattern = dict(point), placeholders([name for name, _ in point])
-    return tuple(pattern.sub(lambda brace: values[brace[1]], word) for word in command)
-
-
-def placeholders(names: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of `{name}` for these names, the name as its group."""
-    return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")
-
-
-def unswept(command: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the words of a COMMAND that look like the place of a value, but of no name here."""
-    places = ((word, re.fullmatch(_PLACE, word)) for word in command)
-    return [word for word, place in places if place and place[1] not in names]
-
-
-def check_command(command: Sequence[str], names: Sequence[str]) -> None:
-    """Raise OptionError where a name has no place in the COMMAND."""
-    used = {name for word in command for name in placeholders(names).findall(word)}
-    for name in names:
-        if name not in used:
-            raise OptionError(
-                "--sweep",
-                f" {name}: there is no {{{name}}} in the COMMAND, so every point would run the "
-                f"same. Write it where the value belongs: -- python train.py --{name} {{{name}}}. "
-                "What is asked of Slurm is the same for all points.",
-            )
-
-
-def _values(names: Iterable[str], point: Iterable[str]) -> tuple[object, ...]:
-    """Return a point's values as our training reads them. Raises OptionError for one not valid."""
-    return tuple(_value(name, text) for name, text in zip(names, point, strict=True))
-
-
-def _value(name: str, text: str) -> object:
-    try:
-        return _ROWS[name].parse(text)
-    except OptionError as error:
-        problem = str(error).removeprefix(error.option)
-        raise OptionError(f"--sweep {name}", problem) from None
 
 
 def _list(name: str, text: str) -> list[str]:

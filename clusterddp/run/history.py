@@ -159,8 +159,8 @@ def gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
     """Steps that an attempt has brought onto the disk. spec: the run's request, if it is known."""
     record = attempt.read_record()
     if not record:
-        runs_a_command = spec is not None and spec.train is None
-        return None if runs_a_command and not attempt.run.resolved.exists() else 0
+        has_records = spec is None or spec.program.keeps_records or attempt.run.resolved.exists()
+        return 0 if has_records else None
     # The next attempt takes the files over, and says from which of them it started.
     after = Attempt(attempt.run, attempt.number + 1).read_record()
     newest = newest_checkpoint(attempt.checkpoints)

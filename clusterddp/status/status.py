@@ -431,11 +431,6 @@ def _works_in(run: RunDir, spec: JobSpec | None) -> str:
     return str(folder or "")
 
 
-def latest_metrics(path: Path) -> MetricsLine:
-    """Read from the end of metrics.jsonl: loss of the training, accuracy on the test set."""
-    return _summed_up(_last_lines(path))
-
-
 def _last_lines(path: Path) -> list[MetricsLine]:
     tail = files.parse_json_lines(files.read_tail(path, _METRICS_BYTES))
     return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from clusterddp import formatting, log
 from clusterddp.checkpoints import catalog
 from clusterddp.errors import ClusterDDPError, RequestError
+from clusterddp.request.program import Command
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
@@ -154,9 +155,9 @@ def why_kept(run: RunDir, status: RunStatus) -> str:
     if status.checkpoint_step is not None:
         return f"{status.state}, can go on from step {status.checkpoint_step}"
     spec = run.read_spec()
-    if spec is None or spec.command:
-        return f"{status.state}, can start its command again"
-    return f"{status.state}, can start again" if spec.uses_own_code else ""
+    if spec and not spec.uses_own_code:
+        return ""
+    return f"{status.state}, can {(spec.program if spec else Command).again}"
 
 
 def _plan(

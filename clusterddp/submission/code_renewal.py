@@ -16,7 +16,7 @@ from clusterddp.files import write_atomically
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import snapshot
-from clusterddp.submission.submit import no_code, runs_code_of
+from clusterddp.submission.submit import no_code
 
 _MOST_NAMES = 5
 
@@ -73,7 +73,7 @@ def renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list
     cannot be copied; nothing is changed then.
     """
     tree = run.top_of_code(Path.cwd())
-    if not runs_code_of(spec, Path.cwd()):
+    if not spec.program.has_own_code(spec.sweep, Path.cwd()):
         raise RequestError(
             f"--code new: {run.name} uses no code of {tree}: its tasks run what is "
             "installed. [CD0313]"

@@ -20,10 +20,11 @@ from clusterddp.request.options import (
     REPLACED,
     sbatch_directives,
 )
+from clusterddp.request.program import Command, Program, Training
 from clusterddp.request.resources import Resources
-from clusterddp.request.spec import ANY, CONDITIONS, DIRECTIVES, JobSpec
+from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
-from clusterddp.request.train_config import TRAINING, TrainConfig
+from clusterddp.request.train_config import TRAINING
 from clusterddp.slurm import forms
 
 CONTAINER = ("container_image", "container_runtime", "container_mount", "container_workdir")
@@ -41,9 +42,7 @@ CHANGEABLE = (
     *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
-"""Fields of a JobSpec that a resubmission may change; the others are the script's own lines."""
-OF_COMMAND = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
-"""Fields that it may change for a COMMAND: what decides the weights there is the person's own."""
+"""Fields of a JobSpec that a resubmission may change, beside those that its program names."""
 _NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
 
 
@@ -66,19 +65,19 @@ def job_spec(given: Given, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
 
 def _check_typed(given: Given, sweep: Sweep) -> None:
     """Refuse options that contradict each other by being typed, and an empty one."""
-    for name in () if given.command else sweep.names:
-        if given.source(name.replace("-", "_")) == FLAG:
-            raise OptionError(
-                f"--{name}",
-                f" against --sweep {name}: leave the first out, or the second. [CD0103]",
-            )
-    flags = given.flags(row.parameter for row in TRAINING) if given.command else ""
-    if flags:
+    flags = given.flags(row.parameter for row in TRAINING)
+    if given.command and flags:
         raise OptionError(
             flags,
             f" belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
             "given; put the command's own options behind '--'. [CD0103]",
         )
+    for name in sweep.names:
+        if f"--{name}" in flags.split(", "):
+            raise OptionError(
+                f"--{name}",
+                f" against --sweep {name}: leave the first out, or the second. [CD0103]",
+            )
     for name, value in given.typed.items():
         if value == "":
             flag = f"--{name.replace('_', '-')}"
@@ -87,8 +86,9 @@ def _check_typed(given: Given, sweep: Sweep) -> None:
 
 def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
     values = {name: value for name, value in given.values.items() if value is not None}
-    train = None if given.command else given.training(**_paths(given))
-    tasks = 1 if train and train.strategy != "ddp" else 0  # a single one drives all GPUs
+    program = _program(given)
+    # A single one drives all GPUs.
+    tasks = 0 if program.options.get("strategy", "ddp") == "ddp" else 1
     resources = changed_resources(Resources(), values, tasks)
     environment, passed = environment_of(given.environment, values["env"])
     names = {field.name for field in dataclasses.fields(JobSpec)}
@@ -97,14 +97,13 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "run_name": run_name,
         "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
         "resources": resources,
-        "train": train,
+        **program.fields,
         "sweep": sweep,
-        "command": given.command or (),
         "environment": environment,
         "pass_environment": passed,
         **{name: interpreter(values[name]) for name in ("python", "batch_python")},
         **container_of(given),
-        "after": _after(values, train),
+        "after": _after(values, program.options.get("resume", "")),
         "template": _template(given),
         "sbatch": directives_of(sbatch_directives(given.environ), values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
@@ -150,34 +149,23 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
         fields["signal"] = ""
     elif "signal" not in typed and before.is_usual("signal"):
         fields["signal"] = None  # the default follows the time limit
-    return dataclasses.replace(before, **fields, train=_trained(given, before))
+    return dataclasses.replace(before, **fields)
 
 
-def _trained(given: Given, before: JobSpec) -> TrainConfig | None:
-    """Return the training with what is typed, over a recipe that is typed."""
+def _changed_program(given: Given, before: JobSpec) -> Program:
+    """Return what the run runs with what is typed, over a recipe that is typed."""
     names = [row.parameter for row in TRAINING if row.name != "allow-changed"]
     typed = {name: value for name, value in given.typed.items() if name in names}
-    if before.train is None:
-        if flags := given.flags(names):
-            problem = f" belongs to the MNIST training, but {before.run_name} runs a command."
-            raise OptionError(flags, problem, code="CD0103")
-        return None
     typed = {**recipe_settings(typed.get("recipe")), **typed}
     if typed.get("data_dir"):
         typed["data_dir"] = os.path.abspath(typed["data_dir"])
-    return dataclasses.replace(before.train, **typed)
+    return before.program.changed(before.run_name, typed, given.flags(names), given.command or ())
 
 
 def _of_command(given: Given, before: JobSpec, resources: Resources) -> dict[str, object]:
-    """Return the fields that belong to a COMMAND, with the typed ones in place of the recorded."""
-    typed, fields = given.typed, dict[str, object]()
-    if given.command and before.train is not None:
-        raise RequestError(
-            f"{shlex.join(given.command)} belongs to the run of a COMMAND, but {before.run_name} "
-            "trains MNIST. [CD0103]"
-        )
-    if given.command:
-        fields["command"] = given.command
+    """Return the fields that decide what runs, with the typed ones in place of the recorded."""
+    typed = given.typed
+    fields = _changed_program(given, before).fields
     if "env" in typed:
         former = {**dict(before.environment), **dict.fromkeys(before.pass_environment)}
         fields["environment"], fields["pass_environment"] = environment_of(
@@ -198,11 +186,15 @@ def _over(
     return ({} if "" in items else former), [item for item in items if item]
 
 
-def _paths(given: Given) -> dict[str, str]:
-    """Return the paths of a training, as they are meant from here."""
+def _program(given: Given) -> Program:
+    """Return what is to run: COMMAND, or a training, whose paths are meant from here."""
+    if given.command:
+        return Command(given.command)
     data_dir, resume = given.values["data_dir"], given.values["resume"]
     paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
-    return paths | ({"resume": resume_path(resume, given.values["output_root"])} if resume else {})
+    if resume:
+        paths["resume"] = resume_path(resume, given.values["output_root"])
+    return Training(given.training(**paths))
 
 
 def container_of(given: Given) -> dict[str, Any]:
@@ -256,11 +248,35 @@ def _template(given: Given) -> str:
 
 def check_new(spec: JobSpec) -> None:
     """Check what the record of a request is read without; raises RequestError."""
-    if spec.command:
-        from clusterddp.submission.programs import refuse_launcher  # not needed for a training
-
-        refuse_launcher(spec)
+    refuse_launcher(spec)
     spec.check_points()
+
+
+def refuse_launcher(spec: JobSpec) -> None:
+    """Refuse a launcher in every task, unless it is meant; raises RequestError.
+
+    A new request is checked; the record of a run that is queued is read without it. The line to
+    type is in the message.
+    """
+    nested = None if spec.allow_launcher else spec.program.launcher()
+    if nested is None:
+        return
+    from clusterddp.request.nested_launcher import AGENTS
+
+    line = "clusterddp submit -- "
+    ours = spec.launcher != "submitit" and spec.template == DEFAULT_TEMPLATE
+    if ours and nested.name in AGENTS:
+        line = "clusterddp submit --template torchrun -- "
+    line += shlex.join(nested.instead or ("python", "train.py"))
+    note = ""
+    if nested.adds_local_rank:
+        note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
+    raise RequestError(
+        f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
+        f"already ({spec.layout}), so each would train a copy by itself. With your other "
+        f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
+        f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
+    )
 
 
 def slurm_folder() -> str:
@@ -322,17 +338,17 @@ def resume_path(value: str, output_root: str) -> str:
     )
 
 
-def _after(values: Mapping[str, Any], train: TrainConfig | None) -> tuple[tuple[str, str], ...]:
+def _after(values: Mapping[str, Any], resume: str) -> tuple[tuple[str, str], ...]:
     """Return the runs to wait for: those of --after, and that of --resume while it goes on."""
     after = awaited_runs(values["after"], Path(values["output_root"]))
-    if not train or not (Path(train.resume) / "spec.json").is_file() or train.resume in dict(after):
+    if not resume or not (Path(resume) / "spec.json").is_file() or resume in dict(after):
         return after
     from clusterddp.run.run_dir import RunDir
     from clusterddp.status.status import statuses
 
-    [status] = statuses([RunDir(Path(train.resume))])
+    [status] = statuses([RunDir(Path(resume))])
     goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
-    return (*after, (train.resume, ANY)) if goes_on else after
+    return (*after, (resume, ANY)) if goes_on else after
 
 
 def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:

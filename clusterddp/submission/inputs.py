@@ -1,6 +1,5 @@
 """Checks, before anything starts, the files that a training will read."""
 
-import dataclasses
 import shlex
 import sys
 from collections.abc import Callable
@@ -101,8 +100,8 @@ def _in_another_python(spec: JobSpec | None) -> bool:
 def _check_awaited(run: RunDir, config: TrainConfig, spec: JobSpec) -> None:
     """Check a request against a run that goes on, from whose last checkpoint it is to start."""
     before = run.read_spec()
-    if before and before.train:
-        _check_run(run, before.train, None, config, spec)
+    for train in before.trainings if before else ():
+        _check_run(run, train, None, config, spec)
     log.info(f"--resume: from the newest checkpoint that {run.name} has once it has ended")
 
 
@@ -116,9 +115,9 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | Non
         )
     for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
         before = RunDir(folder).read_spec()
-        if before and before.train:
-            _check_run(RunDir(folder), before.train, step, config, spec)
         if before:
+            for train in before.trainings:
+                _check_run(RunDir(folder), train, step, config, spec)
             return
 
 
@@ -126,7 +125,7 @@ def _check_run(
     run: RunDir, before: TrainConfig, step: int | None, config: TrainConfig, spec: JobSpec | None
 ) -> None:
     """Check a request against the run from whose checkpoint it starts."""
-    changed = changes(dataclasses.asdict(before), config)
+    changed = changes(vars(before), vars(config))
     if changed and not config.allow_changed:
         raise RequestError(
             f"--resume {config.resume}: it was trained with another configuration: "

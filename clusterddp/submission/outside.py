@@ -47,7 +47,7 @@ def warn_of_imports(spec: JobSpec, tree: Path, folder: Path) -> None:
             "which alone a copy is taken. To keep it too, install it without -e, or submit from a "
             "folder that holds both. [CD0320]"
         )
-    script = nested_launcher.started(spec.command)[1] if spec.command else ""
+    script = nested_launcher.started(spec.command)[1]
     if script.startswith("/") and Path(os.path.realpath(script)).is_relative_to(own):
         log.warning(
             f"COMMAND names {shlex.quote(script)} itself, and not the copy of it. Type it relative "
@@ -141,11 +141,10 @@ def _has(folder: Path, package: str) -> bool:
 
 def _sources(spec: JobSpec, folder: Path) -> list[Path]:
     """List the folders of source code, with links resolved, that the tasks' Python imports from."""
-    command = spec.command or (spec.python,)
     found = [folder / part for part in (pythonpath(spec) or "").split(":") if part]
     # Modules of a site put their folders on it, too.
     found = [path for path in found if os.access(path, os.W_OK)]
-    for site in _site_packages(command):
+    for site in _site_packages((*spec.command, spec.python)):  # a training is its Python's alone
         inside = Path(os.path.realpath(site))
         named = [*_named_in(site), *_editable(site)]
         found += [path for path in named if not _real(path).is_relative_to(inside.parent)]

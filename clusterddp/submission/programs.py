@@ -8,14 +8,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
-from clusterddp.launchers import SHIPPED, load
-from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
+from clusterddp.launchers import SHIPPED
+from clusterddp.request.spec import JobSpec
 
 _BRING_FILES = ("bb", "begin", "chdir", "container")
 """Begin of sbatch's directives by which a job can find other files than there are here now."""
@@ -32,37 +32,8 @@ _IMPORT_SECONDS = 60.0
 """Patience with an import of torch, which takes long on a cold shared file system."""
 
 
-def refuse_launcher(spec: JobSpec) -> None:
-    """Refuse a launcher in every task: its ranks would know only those of their own task.
-
-    A new request is checked; the record of a run that is queued is read without it. Raises
-    RequestError with the line to type.
-    """
-    if not spec.command or spec.allow_launcher:
-        return
-    from clusterddp.request import nested_launcher  # not needed for a training
-
-    nested = nested_launcher.find(spec.command)
-    if nested is None:
-        return
-    line = "clusterddp submit -- "
-    ours = spec.launcher != "submitit" and spec.template == DEFAULT_TEMPLATE
-    if ours and nested.name in nested_launcher.AGENTS:
-        line = "clusterddp submit --template torchrun -- "
-    line += shlex.join(nested.instead or ("python", "train.py"))
-    note = ""
-    if nested.adds_local_rank:
-        note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
-    raise RequestError(
-        f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-        f"already ({spec.layout}), so each would train a copy by itself. With your other "
-        f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
-        f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
-    )
-
-
 def check_command(
-    spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
+    spec: JobSpec, is_own: Callable[[], bool], folder: Path | None, *, force: bool
 ) -> None:
     """Refuse a COMMAND whose program or script is not where the tasks look for it.
 
@@ -72,8 +43,9 @@ def check_command(
     where set-up lines, a container, an earlier job, a site's own template or another folder may
     bring the file.
 
-    script: rendered from `spec`. folder: the one in which it starts, by default the current one.
-    force: warn of a program that is not on the PATH of this machine.
+    is_own: tells whether a template of ours gives the script; a site's own can bring files. folder:
+    the one in which it starts, by default the current one. force: warn of a program that is not on
+    the PATH of this machine.
     """
     _warn_of_one_device(spec, folder or Path.cwd())
     if spec.container_image:
@@ -95,14 +67,13 @@ def check_command(
     # Not Path.exists, which raises OSError for a name that is too long.
     missing = [name for name in names if not os.path.exists(folder / name)]  # noqa: PTH110
     relative = [shlex.quote(name) for name in missing if _is_below(folder, name)]
-    is_own = load(spec.launcher).prepare(spec, None) == script
-    """False where a site's own template has the name of a shipped one."""
-    if is_own:
+    is_ours = is_own()
+    if is_ours:
         if relative:
             _refuse_missing(relative[0], folder, missing)
         _check_own(spec, folder, program, file, is_there=not missing)
     if program and not is_file and not spec.modules and not is_on_path:
-        if is_own and not force and not _has_other_path(spec):
+        if is_ours and not force and not _has_other_path(spec):
             raise RequestError(
                 f"COMMAND: there is no program {shlex.quote(program)} on the PATH, where the tasks "
                 "look for it. Correct its name, say what brings it (--module, --setup), or add "
@@ -157,13 +128,16 @@ def _has_other_path(spec: JobSpec) -> bool:
 
 def _warn_of_one_device(spec: JobSpec, folder: Path) -> None:
     """Warn of a training script that knows of no other rank, where several tasks start it."""
-    if not spec.command or spec.world_size == 1:
+    if spec.world_size == 1:
         return
     from clusterddp.request import nested_launcher
-    from clusterddp.scripts import check
 
     program, file = nested_launcher.started(spec.command)
     name = file or program
+    if not name:
+        return
+    from clusterddp.scripts import check
+
     if PurePath(program).name == "litgpt":
         _warn_of_litgpt(spec)
     remark = check.one_device_remark(shlex.quote(name), folder / name, tasks=spec.world_size)
@@ -251,13 +225,12 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
             "--check-python: the tasks' Python is their image's, which is not started here [CD0310]"
         )
         return
-    _try_imports("--python", spec.python, "torch, numpy" if spec.train else "os", spec)
-    if spec.command:
-        from clusterddp.request import nested_launcher
+    from clusterddp.request import nested_launcher
 
-        program, _ = nested_launcher.started(spec.command)
-        if nested_launcher.is_python(program):
-            _try_imports("COMMAND", program, "torch", spec)
+    _try_imports("--python", spec.python, spec.program.packages, spec)
+    program, _ = nested_launcher.started(spec.command)
+    if nested_launcher.is_python(program):
+        _try_imports("COMMAND", program, "torch", spec)
 
 
 def check_notified(spec: JobSpec) -> None:

@@ -133,7 +133,8 @@ def _is_over(run: RunDir, status: RunStatus) -> bool:
 def begins_from(run: RunDir) -> Path | None:
     """Return the checkpoint, or the directory, from which a run's training begins with --resume."""
     spec = run.read_spec()
-    return Path(spec.train.resume).resolve() if spec and spec.train and spec.train.resume else None
+    resume = spec.program.options.get("resume") if spec else None
+    return Path(resume).resolve() if resume else None
 
 
 def _begins_within(other: RunDir, run: RunDir) -> bool:

@@ -16,8 +16,8 @@ from pathlib import Path
 from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
+from clusterddp.request.options import Record
 from clusterddp.request.remarks import remarks
-from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
@@ -33,9 +33,9 @@ from clusterddp.status.status import RunStatus, run_status, statuses, submission
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, code_renewal, outlook, points, snapshot
 from clusterddp.submission.claim import Claim, claimed
-from clusterddp.submission.fields import CHANGEABLE, OF_COMMAND
+from clusterddp.submission.fields import CHANGEABLE, refuse_launcher
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
-from clusterddp.submission.programs import check_pythons, refuse_launcher
+from clusterddp.submission.programs import check_pythons
 from clusterddp.submission.submit import ask_for_partitions, check_commands, naming_the_job, send
 from clusterddp.version import of_script
 
@@ -93,12 +93,7 @@ class Resubmission:
     @property
     def beginning(self) -> str:
         """`resumes from step 1200`: a clause on where the run begins."""
-        if self.spec.train is None:
-            return "starts its command again"
-        if self.source:
-            return f"resumes from step {checkpoint_step(self.source)}"
-        resume = self.spec.train.resume
-        return f"starts from {resume}" if resume else "starts from the beginning"
+        return self.spec.program.beginning(checkpoint_step(self.source) if self.source else None)
 
 
 def resubmit(
@@ -167,17 +162,17 @@ def _changed(
     run: RunDir, before: JobSpec, change: Callable[[JobSpec], JobSpec], terms: Terms
 ) -> JobSpec:
     """Return the new request, further points included; refuses a change of what is kept."""
-    if terms.from_scratch and before.train is None:
+    if terms.from_scratch and not before.resumable:
         raise RequestError(
             f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
             "which begins where it likes. [CD0511]"
         )
     after = change(before)
-    if after.train and terms.allow_changed:  # the ranks check their configuration too
-        train = dataclasses.replace(after.train, allow_changed=True)
-        after = dataclasses.replace(after, train=train)
+    if terms.allow_changed:  # the ranks check their configuration too
+        program = after.program.changed(run.name, {"allow_changed": True}, "", ())
+        after = dataclasses.replace(after, **program.fields)
     if terms.more:
-        whole = after.sweep.with_points(terms.more, trained=after.train is not None)
+        whole = after.sweep.with_points(terms.more, after.program.meant)
         after = dataclasses.replace(after, sweep=whole)
     after.check_points()
     _check_fields(run, dataclasses.replace(before, sweep=after.sweep), after)
@@ -205,7 +200,7 @@ def submission_folder_of(run: RunDir) -> Iterator[None]:
 
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     """Refuse a change of what a run keeps for good."""
-    new, open_to_change = vars(after), (*CHANGEABLE, *(() if before.train else OF_COMMAND))
+    new, open_to_change = vars(after), (*CHANGEABLE, *before.program.changeable)
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
         raise RequestError(
@@ -214,8 +209,9 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
         )
     if not before.point:
         return
-    swept = [name.replace("-", "_") for name, _ in before.point] if before.train else []
-    moved = [name for name in swept if getattr(before.train, name) != getattr(after.train, name)]
+    swept = [name.replace("-", "_") for name, _ in before.point]
+    old, now = before.program.options, after.program.options
+    moved = [name for name in swept if old.get(name) != now.get(name)]
     if moved or before.command != after.command:
         raise RequestError(
             f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, and "
@@ -226,8 +222,8 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
 
 def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
     """Return the script to send: the recorded one where nothing was changed, or a new one."""
-    if after.train and not terms.from_scratch:
-        _check_progress(run, after, after.train)
+    for train in () if terms.from_scratch else after.trainings:
+        _check_progress(run, after, train)
     render = launchers.load(after.launcher).prepare
     if not run.script.is_file():
         return render(after, terms.template_folder)
@@ -268,7 +264,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
     Raises RequestError where they would not begin.
     """
-    if spec.train is None or spec.sweep or terms.from_scratch:
+    if not spec.resumable or spec.sweep or terms.from_scratch:
         return None
     from clusterddp.checkpoints import catalog
 
@@ -372,16 +368,20 @@ def _check_done(
     run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus, terms: Terms
 ) -> None:
     """Refuse a run that is done and has nothing left to do."""
-    if status.state != RunState.DONE or _has_more(run, before, after):
+    if status.state != RunState.DONE:
         return
-    if not before.train:
-        if terms.although_done:
+    if before.train is None or after.train is None:
+        if after.command != before.command or terms.although_done:
             return
         raise RequestError(
             f"{run.name} is done: its command has ended with exit code 0. Give it another COMMAND, "
             "add --although-done to start it once more, or submit a new run. [CD0510]"
         )
     reached = newest_checkpoint(run.checkpoints)
+    old, new = vars(before.train), vars(after.train)
+    has_changed = changes(old, new) or old["max_steps"] != new["max_steps"]
+    if has_changed and not (reached and is_finished(run, reached[0], before.train, after.train)):
+        return
     is_at_most = reached and 0 < before.train.max_steps <= reached[0]
     more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
     raise RequestError(
@@ -431,13 +431,12 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
 
     Logs in what the folder differs from the copy of the code that the run uses.
     """
-    if not terms.allow_changed and before.train and after.train:
-        changed = changes(dataclasses.asdict(before.train), after.train)
-        if changed:
-            raise RequestError(
-                f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
-                "the options as they were, add --allow-changed, or submit a new run. [CD0703]"
-            )
+    changed = changes(before.program.options, after.program.options)
+    if changed and not terms.allow_changed:
+        raise RequestError(
+            f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
+            "the options as they were, add --allow-changed, or submit a new run. [CD0703]"
+        )
     if terms.new_code or not run.code_record.is_file():
         return
     if snapshot.is_cleaned(run):
@@ -487,17 +486,6 @@ def _recorded_script(run: RunDir) -> str:
         return run.script.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{run.script} cannot be read: {error}. [CD0505]") from None
-
-
-def _has_more(run: RunDir, before: JobSpec, after: JobSpec) -> bool:
-    """Return whether a run that is done has something left to do by the new options."""
-    if before.train is None or after.train is None:
-        return after.command != before.command
-    reached = newest_checkpoint(run.checkpoints)
-    if reached and is_finished(run, reached[0], before.train, after.train):
-        return False
-    old = dataclasses.asdict(before.train)
-    return bool(changes(old, after.train)) or before.train.max_steps != after.train.max_steps
 
 
 def _submit(
@@ -585,11 +573,11 @@ def _former(path: Path, number: int) -> Path:
 def _differences(before: JobSpec, after: JobSpec) -> list[str]:
     """List the changes of the request, `time 1:00:00, now 2:00:00`."""
     before = dataclasses.replace(before, sweep=after.sweep)
-    parts = ((before, after), (before.resources, after.resources), (before.train, after.train))
+    records = ((before, after), (before.resources, after.resources))
+    options = (before.program.options, after.program.options)
     return [
-        f"{name} {value}, now {vars(new)[name]}"
-        for old, new in parts
-        if old and new
-        for name, value in vars(old).items()
-        if value != vars(new)[name] and not isinstance(value, Resources | TrainConfig)
+        f"{name} {value}, now {new[name]}"
+        for old, new in (*(map(vars, pair) for pair in records), options)
+        for name, value in old.items()
+        if value != new[name] and not isinstance(value, Record)
     ]

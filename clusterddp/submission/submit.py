@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import RequestError, SlurmError, coded
-from clusterddp.launchers import SHIPPED, SentJob, load, notice_job
+from clusterddp.launchers import SentJob, load, notice_job
 from clusterddp.log import info, warning
-from clusterddp.request import user_functions
 from clusterddp.request.options import is_reference
 from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import JobSpec
@@ -179,14 +178,12 @@ def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> l
 def check_commands(
     spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
 ) -> None:
-    """Check the COMMAND; of a sweep that of its first point, whose script is another one."""
-    if not spec.sweep:
-        check_command(spec, script, folder=folder, force=force)
-    elif spec.command:
-        first, prepare = spec.element(0), load(spec.launcher).prepare
-        is_own = prepare(spec, None) == script if spec.template in SHIPPED else False
-        script = prepare(first, None) if is_own else script
-        check_command(first, script, folder=folder, force=force)
+    """Check the COMMAND; of a sweep that of its first point, which has the sweep's script."""
+    first = spec.element(0) if spec.sweep else spec
+    # A site's own template can have the name of a shipped one.
+    check_command(
+        first, lambda: load(spec.launcher).prepare(spec, None) == script, folder, force=force
+    )
 
 
 def ask_for_partitions(spec: JobSpec) -> Question | None:
@@ -255,25 +252,15 @@ def refusals_of_files(
 
 def no_code(spec: JobSpec, run: RunDir) -> list[Path]:
     """List the folders in a person's tree that hold no code: runs, and the shipped datasets."""
-    folders = run_folders(run)
-    if spec.train and not is_reference(spec.train.dataset):
-        # MNIST, which the tasks find by its absolute path, is larger than any code.
-        folders += [Path(spec.train.data_dir, name) for name in ("MNIST", "synthetic")]
-    return folders
-
-
-def runs_code_of(spec: JobSpec, tree: Path) -> bool:
-    """Return whether the tasks run code of this tree, rather than ours or what is installed."""
-    if spec.train is None:
-        return True
-    functions = [function for train in spec.trainings for function in train.own_functions]
-    files = [user_functions.find(reference, tree) for _, reference in functions]
-    return any(file and file.is_relative_to(tree) for file in files)
+    # MNIST, which the tasks find by its absolute path, is larger than any code.
+    shipped = (each.data_dir for each in spec.trainings if not is_reference(each.dataset))
+    sets = [Path(folder, name) for folder in shipped for name in ("MNIST", "synthetic")]
+    return run_folders(run) + sets
 
 
 def _warn_of_launcher(spec: JobSpec) -> None:
     """Warn of a COMMAND that is a shell script which may start ranks of its own in every task."""
-    if spec.command and not spec.allow_launcher:
+    if not spec.allow_launcher:
         from clusterddp.request import nested_launcher
 
         found = nested_launcher.in_script(spec.command, Path.cwd())
@@ -292,7 +279,7 @@ def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
     Raises RequestError when it is too large or cannot be read.
     """
     tree, taken = Path.cwd(), None
-    if not runs_code_of(spec, tree):
+    if not spec.program.has_own_code(spec.sweep, tree):
         return
     from clusterddp.submission import outside, snapshot
 

@@ -131,7 +131,7 @@ def _choose_checkpoint(
         content = state.load(source)
         check_fits(source, content, config, data_sha256=data_sha256)
         before = content["config"]
-        changed = changes(before, config)
+        changed = changes(before, vars(config))
         if changed and not config.allow_changed:
             raise CheckpointError(
                 f"the checkpoint {source} was trained with another configuration: "

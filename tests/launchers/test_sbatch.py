@@ -42,7 +42,7 @@ FULL: dict[str, Any] = {
         {},
         FULL,
         {"command": ("python", *CARRIED)},
-        {"sweep": Sweep.of(["weight-decay"], [["0"], ["0.1"]])},
+        {"sweep": Sweep(("weight-decay",), (("0",), ("0.1",)))},
     ],
 )
 def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_value_of_a_point_reaches_bash_as_it_is(template: str, tmp_path: Path) -> None:
-    sweep = Sweep.of(["v", "n-m"], [[value, str(i)] for i, value in enumerate(CARRIED)])
+    sweep = Sweep(("v", "n-m"), tuple((v, str(i)) for i, v in enumerate(CARRIED)))
     words = ("prog", "{v}", "it's {v}{n-m} {x}", "end")
     script = sbatch.render(spec(template=template, command=words, sweep=sweep))
     table = script[script.index("\ncase ") : script.index("\nesac\n") + 6]
@@ -297,7 +297,7 @@ def test_an_own_launch_block_without_the_nodes_of_the_step_takes_no_spares(tmp_p
         (27, {}),
         (36, {"command": ("python", "train.py", "--lr", "0.1")}),
         (36, {"container_image": "docker://pytorch/pytorch:2.9"}),
-        (36, {"sweep": Sweep.of(["lr"], [["0.1"], ["0.01"], ["0.001"]])}),
+        (36, {"sweep": Sweep(("lr",), (("0.1",), ("0.01",), ("0.001",)))}),
     ],
 )
 def test_the_script_is_short(most: int, fields: dict[str, Any]) -> None:

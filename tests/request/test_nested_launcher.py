@@ -9,7 +9,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.nested_launcher import LauncherInScript, find, in_script
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
-from clusterddp.submission.programs import refuse_launcher
+from clusterddp.submission.fields import refuse_launcher
 from tests.hostile import CARRIED, REFUSED
 
 # (the command as it is typed, the launcher, the command without it)

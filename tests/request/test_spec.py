@@ -137,11 +137,11 @@ def test_intervals_are_due_after_each_of_their_unit_and_minutes_by_the_clock_alo
 
 def test_what_decides_the_weights_and_has_changed_is_told() -> None:
     before = dataclasses.asdict(TrainConfig())
-    assert changes(before, TrainConfig()) == []
-    assert changes(before, TrainConfig(lr=0.5, seed=3, watchdog=0, max_steps=9)) == [
+    assert changes(before, vars(TrainConfig())) == []
+    assert changes(before, vars(TrainConfig(lr=0.5, seed=3, watchdog=0, max_steps=9))) == [
         "--lr 0.001, now 0.5", "--seed 0, now 3",
     ]  # fmt: skip
-    assert changes({"lr": 0.001}, TrainConfig(seed=3)) == [], "what an older record lacks"
+    assert changes({"lr": 0.001}, vars(TrainConfig(seed=3))) == [], "what an older record lacks"
 
 
 @pytest.mark.parametrize("value", REFUSED)
@@ -638,7 +638,7 @@ def test_spares_are_refused_where_the_job_chooses_no_nodes(
 
 NODES = "h1,h2"
 AFTER = (("/jobs/a", "ok"),)
-SWEEP = Sweep.of(["lr"], [["0.1"], ["0.2"]], max_parallel=1)
+SWEEP = Sweep(("lr",), (("0.1",), ("0.2",)), max_parallel=1)
 
 
 @pytest.mark.parametrize(

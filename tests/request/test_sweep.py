@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
+from clusterddp.request.program import Command, Training
 from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points, train_at
+from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
 from clusterddp.request.train_config import TrainConfig
 from tests.hostile import CARRIED, REFUSED
+
+COMMAND = Command(("a",))
 
 
 def training(*items: str, **more: object) -> JobSpec:
@@ -35,7 +38,7 @@ def command(*words: str, sweep: Sweep) -> JobSpec:
 def test_a_grid_has_every_combination(
     items: list[str], names: list[str], points: list[list[str]]
 ) -> None:
-    assert parse(items) == Sweep.of(names, points)
+    assert parse(items) == Sweep(tuple(names), tuple(map(tuple, points)))
 
 
 @pytest.mark.parametrize(
@@ -187,12 +190,12 @@ def test_points_that_the_training_cannot_have_are_refused(items: list[str], word
 
 def test_a_point_keeps_the_code_of_what_is_refused() -> None:
     with pytest.raises(OptionError, match="the point precision=tf32") as seen:
-        train_at(TrainConfig(device="cpu"), (("precision", "tf32"),))
+        Training(TrainConfig(device="cpu")).at((("precision", "tf32"),))
     assert seen.value.code == "CD0103"
 
 
 def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
-    sweep = Sweep.of(["a", "b"], [["{b}", "x"]])
+    sweep = Sweep(("a", "b"), (("{b}", "x"),))
     spec = command("p", "{a}{b}", "{c}", "{ a }", "${a}", sweep=sweep)
     assert spec.element(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
     with pytest.raises(OptionError, match=r"there is no \{n\} in the COMMAND"):
@@ -202,23 +205,26 @@ def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_value_that_no_script_can_carry_is_refused(text: str) -> None:
     with pytest.raises(RequestError):
-        Sweep.of(["a"], [[text]])
+        Sweep(("a",), ((text,),))
 
 
 def test_points_are_appended_and_none_is_there_twice() -> None:
     before = parse(["a=1,2", "b=x"])
-    after = before.with_points(parse(["b=x,y", "a=2,3"]))
+    after = before.with_points(parse(["b=x,y", "a=2,3"]), COMMAND.meant)
     assert after.points == (("1", "x"), ("2", "x"), ("3", "x"), ("2", "y"), ("3", "y"))
-    assert before.with_points(parse(["a=1", "b=x"])) == before
+    assert before.with_points(parse(["a=1", "b=x"]), COMMAND.meant) == before
     with pytest.raises(OptionError, match="varies a, b, and the new points a"):
-        before.with_points(parse(["a=9"]))
+        before.with_points(parse(["a=9"]), COMMAND.meant)
 
 
 def test_values_of_the_training_count_and_not_how_they_are_written() -> None:
     before = parse(["lr=0.1,0.3", "seed=0"])
     more = parse(["seed=0,00", "lr=0.10,0.5"])
-    assert before.with_points(more, trained=True).points[2:] == (("0.5", "0"), ("0.5", "00"))
-    assert len(before.with_points(more)) == 6  # to a COMMAND they are different words
+    trained = before.with_points(more, Training(TrainConfig()).meant)
+    assert trained.points[2:] == (("0.5", "0"), ("0.5", "00"))
+    assert (
+        len(before.with_points(more, COMMAND.meant)) == 6
+    )  # to a COMMAND they are different words
     command("train", "{a}", sweep=parse(["a=0.1,0.10"])).check_points()
 
 
@@ -228,7 +234,7 @@ def test_an_array_of_submitit_is_refused() -> None:
 
 
 def test_hostile_values_are_points() -> None:
-    sweep = Sweep.of(["v"], [[text] for text in CARRIED])
+    sweep = Sweep(("v",), tuple((text,) for text in CARRIED))
     spec = command("p", "--v={v}", sweep=sweep)
     assert [spec.element(i).command[1] for i in range(len(sweep))] == [f"--v={t}" for t in CARRIED]
 

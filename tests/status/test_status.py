@@ -16,7 +16,7 @@ from clusterddp.run.history import NO_RESTART
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.states import JobState, State
-from clusterddp.status.status import latest_metrics, run_status
+from clusterddp.status.status import run_status
 from tests.made_events import (
     BOOM,
     FAILURE,
@@ -155,7 +155,8 @@ def test_a_loss_that_is_not_a_number_is_kept_and_such_a_step_is_not(run: RunDir)
 def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
     with run.metrics.open("w") as file:
         file.writelines(json.dumps({"step": n, "loss": 1 / (n + 1)}) + "\n" for n in range(50_000))
-    assert latest_metrics(run.metrics).step == 49_999
+    write_events(run, submitted(), started())
+    assert run_status(run, {"7": said(State.RUNNING)}).step == 49_999
 
 
 # -- starts, and what it would go on from ------------------------------------------------------

@@ -13,8 +13,7 @@ from clusterddp.checkpoints.state import Position
 from clusterddp.data import shared_memory
 from clusterddp.data.loader import Images
 from clusterddp.models import nets
-from clusterddp.request.recipes import RECIPES
-from clusterddp.request.train_config import AUGMENTATIONS, TrainConfig
+from clusterddp.request.train_config import AUGMENTATIONS, RECIPES, TrainConfig
 from clusterddp.training import learner
 from clusterddp.training.metrics import Tally
 from clusterddp.training.step import Schedule, Step

@@ -197,7 +197,7 @@ def _rows(held: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | No
         base, config = None, held.training()
     else:
         base = job_spec(held, name)
-        config = base.train or held.training()
+        [config] = base.trainings
     hosts = plan.hosts(config, base)
     sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(hosts)
     fixed = held.values["fixed_global_batch"]
