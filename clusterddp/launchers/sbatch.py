@@ -307,8 +307,8 @@ def task_arguments(spec: JobSpec) -> list[str]:
 
 
 def _options(spec: JobSpec) -> list[str]:
-    lead, names = spec.signal_lead, spec.sweep.names
-    return spec.program.task_options(names, lead=lead, arms=spec.arm_stacks)
+    lead, arms, tracker = spec.signal_lead, spec.arm_stacks, spec.tracker
+    return spec.program.task_options(spec.sweep.names, lead=lead, arms=arms, tracker=tracker)
 
 
 def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:

@@ -128,10 +128,13 @@ class Training(_Program):
         """Refuse what cannot start on these resources; raises RequestError."""
         self.config.check_ranks(resources)
 
-    def task_options(self, swept: Sequence[str], *, lead: int, arms: bool) -> list[str]:
+    def task_options(
+        self, swept: Sequence[str], *, lead: int, arms: bool, tracker: str
+    ) -> list[str]:
         """Return the options of `starter`, without those that a sweep varies.
 
-        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`.
+        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`. tracker: a
+        list.
         """
         argv = self.config.to_argv(defaults=False)
         common = [word for word in argv if word.partition("=")[0][2:] not in swept]
@@ -251,8 +254,11 @@ class Command(_Program):
 
         return nested_launcher.find(self.command)
 
-    def task_options(self, swept: Sequence[str], *, lead: int, arms: bool) -> list[str]:
-        return [*([] if arms else ["--no-arm-stacks"]), "--"]
+    def task_options(
+        self, swept: Sequence[str], *, lead: int, arms: bool, tracker: str
+    ) -> list[str]:
+        of_stacks = [] if arms else ["--no-arm-stacks"]
+        return [*of_stacks, *([f"--tracker={tracker}"] if tracker else []), "--"]
 
     def words(self, swept: Sequence[str], text: Writer, value: Writer) -> list[str]:
         words = []

@@ -43,10 +43,12 @@ def run_command(
     attempt: int | None,
     *,
     own_log: bool,
+    tracker: str = "",
 ) -> int:
     """Run COMMAND below the small parent that records its outcome; returns as `supervise` does.
 
     environ: variables of COMMAND, to which those are added by which it finds its attempt.
+    tracker: trackers by which rank 0 continues one tracked run, as a list.
     """
     from clusterddp.run.attempt import Attempt, show_loop
     from clusterddp.run.run_dir import RunDir
@@ -56,10 +58,10 @@ def run_command(
     if own:  # an agent's own file is left to the agent, which reads it
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
         show_loop(environ, own)
-        if env.rank == 0 and (spec := own.run.read_spec()) and spec.tracker:
+        if env.rank == 0 and tracker:
             from clusterddp.worker.tracking import show_tracker
 
-            show_tracker(environ, own.run, spec.tracker.split(","), argv)
+            show_tracker(environ, own.run, tracker.split(","), argv)
 
     def child() -> int:
         try:
