@@ -136,14 +136,8 @@ def tell_as_job(run: RunDir) -> None:
     ClusterDDPError.
     """
     spec, own = run.load_spec(), os.environ.get("SLURM_JOB_ID", "")
-    waited_for = next(
-        (
-            event.job_id
-            for event in events.read(run.events)
-            if isinstance(event, events.NoticeQueued) and event.notice_job == own
-        ),
-        "",
-    )
+    queued = History.read(run).every(events.NoticeQueued)
+    waited_for = next((event.job_id for event in queued if event.notice_job == own), "")
     began = time.monotonic()
     for _ in patience.looks(every=patience.NOTICE_PAUSE):  # Slurm tells nobody when it has settled
         if mark_of(run).exists():
