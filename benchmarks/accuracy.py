@@ -131,7 +131,7 @@ def train(config: TrainConfig, train_set: Images, test_set: Images) -> Training:
             reference_world_size=1,
         )
         on = _device(config.device)
-        training = Training(config, agreed, 0, on, train_set, test_set, attempt, StopRequest())
+        training = Training(config, agreed, on, train_set, test_set, attempt, StopRequest())
         loop.train(training)
     return training
 

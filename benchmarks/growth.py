@@ -74,7 +74,7 @@ def main() -> None:
             global_batch_size=8,
             reference_world_size=1,
         )
-        training = Training(config, agreed, 0, cpu, train_set, test_set, attempt, StopRequest())
+        training = Training(config, agreed, cpu, train_set, test_set, attempt, StopRequest())
         step = training.journal.step
 
         def counted() -> None:

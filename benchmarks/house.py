@@ -30,8 +30,8 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_928, 31_500),
-    Row("modules", 208, 185),
+    Row("code lines", 36_950, 31_500),
+    Row("modules", 207, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 36, 24),

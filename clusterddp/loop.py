@@ -18,23 +18,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from clusterddp import log
 from clusterddp.checkpoints import sharded, state
 from clusterddp.checkpoints.state import Content, Position, why_unreadable
 from clusterddp.distributed import exchange, heartbeat
-from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.distributed.watchdog import Watchdog, noting, periods
+from clusterddp.distributed.heartbeat import Phase
+from clusterddp.distributed.watchdog import Watchdog, noting
 from clusterddp.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_PAUSED,
     CheckpointError,
     ClusterDDPError,
     RequestError,
@@ -64,12 +59,10 @@ _WATCHDOG_SECONDS = 300.0
 """Without progress between a batch and its step until the rank that hangs is named."""
 _GROUP_SECONDS = 600.0
 """Time-out of NCCL's process groups, the shorter of torch's two; the verdict comes before it."""
-_END = object()
-"""Stands for the end of an iterator."""
 _INTERVAL = re.compile(r"[1-9]\d{0,8}(step|epoch|minute)s?", re.ASCII)
 
 
-class Loop:
+class Loop(Resumable):
     """Training loop that saves, stops when it is asked to, and resumes where it was.
 
     Make it on every rank, after the process group, the model and the optimizer: it restores them
@@ -78,17 +71,12 @@ class Loop:
 
     _folders: ClassVar[set[Path]] = set()
     """Runs into which this process has a loop that is not closed."""
-    _epochs, _batches = 0, -1
-    """Epochs of all, and batches of this one; 0 and -1 where nobody has said."""
-    _in_epoch = _has_batches = False
-    """True where this epoch's batches come from `batches`; else it is one step, or none."""
-    _random: tuple[Any, Any] | None = None
-    """This rank's generators as they were saved: then, and at the beginning of the epoch."""
-    _start_random: Any = None
-    _postponed: tuple[str, bool] | None = None
+    _resume_ranks = 0
+    """Ranks of the checkpoint."""
     _presence: Presence | None = None
     _watchdog: Watchdog | None = None
     _lines: Lines | None = None
+    _unlisten: Callable[..., None] | None = None
 
     def __init__(
         self,
@@ -120,199 +108,40 @@ class Loop:
         """
         self._check(states, save_every, folder)
         self._objects = {name: _bare(each) for name, each in states.items()}
-        self._wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
-        self._arranged: dict[str, list[int]] = {}
-        """Arrangement of the buckets of each of DDP's wrappers, once it is known."""
         self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.part(self._objects)
         self._check_readable()
         self.rank, self.world_size = exchange.world()
-        self._position = Position()
-        self._resume_batch, self._resumed_ranks = 0, self.world_size
-        """Batches of the epoch that the checkpoint is of, and its ranks."""
-        self._generators: list[torch.Generator] = []
-        """Generators of the loader itself."""
-        self._unlisten: Callable[..., None] | None = stop.requested.listen()
+        self._unlisten = stop.requested.listen()
         try:
-            self.attempt, source = self._begin(folder)
+            attempt, source = self._begin(folder)
+            wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
+            position, arranged = self._resume(source, wrappers) if source else (Position(), {})
+            modules, ready = [*wrappers.values()], lambda: self._mark(Phase.BACKWARD)
+            super().__init__(
+                attempt,
+                self._objects,
+                position,
+                shards=self._sharded,
+                wrappers=wrappers,
+                arranged=arranged,
+                save_every=save_every,
+                keep_last=keep_last,
+                is_resumed=source is not None,
+                request=stop.requested,
+                deadline=self._deadline_of(attempt),
+                straggler_seconds=_STRAGGLER_SECONDS,
+                pace=Pace.of(modules, self.world_size, position.step, ready),
+            )
         except BaseException:
-            self._unlisten()
+            self._stop_listening()
             raise
-        self.is_resumed = source is not None
-        """True where it began with a checkpoint."""
-        self._earlier_seconds = self._position.seconds
-        modules, ready = [*self._wrappers.values()], partial(self._mark, Phase.BACKWARD)
-        self._pace = Pace.of(modules, self.world_size, self.steps, ready)
-        self._core = self._begin_core(save_every, log_every)
-
-    @property
-    def steps(self) -> int:
-        """Steps since the run began, over all its attempts."""
-        return self._position.step
-
-    @property
-    def epoch(self) -> int:
-        """Epoch that is being trained, from 0."""
-        return self._position.epoch
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of so many, from 0; saves at the end of the last.
-
-        An epoch takes its batches from `batches`, or is a single step: where it was cannot be told
-        otherwise.
-        """
-        self._restore_random(0)
-        self._epochs = count
-        if self.epoch >= count and self.rank == 0:
-            folder = "" if self._in_run else f"; remove {self.attempt.run.path} to begin anew"
-            log.info(f"nothing is left to train: epoch {count} is done{folder}")
-        while self.epoch < count:
-            self._in_epoch, self._has_batches = True, False
-            yield self.epoch
-            self._in_epoch = False
-            self._position.next_epoch()
-            self._batches, self._resume_batch = -1, 0
-            reason, save = self._postponed or ("", False)
-            self._postponed = None
-            self._save_or_leave(reason, save or self._core.is_due_at("epoch", self.epoch))
-        self.finish()
-
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, after a resume those left of the epoch; collective.
-
-        After a resume at another number of ranks the loader needs torch's DistributedSampler, or a
-        sharded model; raises CheckpointError without.
-
-        What lies before is skipped without being read where the loader is torch's without workers,
-        and read again otherwise, so that random transforms draw what they would have drawn.
-        """
-        if not self._in_epoch:
-            raise RuntimeError("loop.batches() belongs into the body of `for … in loop.epochs(…)`")
-        done, self._resume_batch, self._has_batches = self._done_of(loader), 0, True
-        self._generators = replay.generators_of(loader)
-        if done and self._random:
-            replay.restore(self._random[1], self._generators)
-            self._start_random = self._random[1]
-        else:
-            if self._random:
-                replay.restore_own(self._random[0], self._generators)
-            self._start_random = replay.random_state(self._generators)
-        if getattr(loader, "num_workers", 0):
-            replay.shield_workers(loader)
-        iterator = replay.beyond(loader, done)
-        if done:
-            self._restore_random(0)
-        lengths = set(exchange.gather(_length(loader)))  # the last batch is that of all ranks
-        self._batches = lengths.pop() if len(lengths) == 1 else -1
-        self._position.step_in_epoch = done
-        self._pace.clock.restart()  # what has come before is the epoch's own code
-        while True:
-            self._pace.clock.start()
-            self._mark(Phase.DATA)
-            batch = next(iterator, _END)
-            if batch is _END:
-                self._pace.clock.stop()
-                self._mark(Phase.OWN)
-                return
-            self._count(replay.count_samples(batch))
-            self._mark(Phase.FORWARD)
-            yield cast(T, batch)
-
-    def step(self, **metrics: Any) -> None:
-        """Count a step, log its metrics, save where it is due, leave if asked to; collective.
-
-        Call it on every rank after `optimizer.step()`. metrics: of rank 0; `loss`, `accuracy` and
-        `lr` are known to the reports, others are kept beside them.
-
-        Raises SystemExit with 75 after saving, where a stop was asked for; 130 after a Ctrl-C. At
-        the last batch of an epoch both wait for the epoch's own code, so that this is not skipped.
-        RuntimeError at the second step of an epoch that does not use `batches`.
-        """
-        if self._unlisten is None:  # it was finished, and goes on
-            self._unlisten = stop.requested.listen()
-        if self._in_epoch and not self._has_batches:
-            if self._position.step_in_epoch:
-                raise RuntimeError(
-                    "loop.step() came twice in an epoch that does not use loop.batches(): a resume "
-                    "would do its steps again. Write `for … in loop.batches(…)` there; it takes "
-                    "any iterable, such as range(100)"
-                )
-            self._position.step_in_epoch = self._batches = 1
-        if self._has_batches:
-            self._mark(Phase.UPDATE)
-        asks = self._core.poll.due(self.steps + 1)
-        self._pace.stop(exact=asks)
-        self._position.step += 1
-        self._position.seconds = self._earlier_seconds + self._pace.clock.elapsed
-        self._random = None  # it is on its way
-        if self._lines:
-            self._lines.step(metrics)
-        reason, save = self._agree() if asks else ("", False)
-        save = save or self._core.is_due_at("step", self.steps)
-        if self._position.step_in_epoch == self._batches:
-            before, was_due = self._postponed or ("", False)
-            self._postponed = reason or before, save or was_due
-        else:
-            self._save_or_leave(reason, save)
-        if not self._has_batches:
-            self._pace.clock.start()
-        self._mark(Phase.OWN)
+        self._watch(log_every)
 
     def test(self, **metrics: Any) -> None:
         """Log `accuracy` and `loss` on the test set, of rank 0; the reports know them."""
         if self._lines:
             self._lines.write("eval", metrics)
-
-    def stop_asked(self) -> str:
-        """Return why all ranks are to stop, empty where they are not; collective.
-
-        `step` looks by itself. For a loop of another form, or a long evaluation.
-        """
-        return self._agree()[0]
-
-    def save(self) -> None:
-        """Save, once a step at most; collective. A full disk is logged, and the next save tries."""
-        if self._core.saved_step == self.steps:
-            return
-        if self._lines:
-            self._lines.flush()
-        for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
-            if indices := replay.arrangement(self._wrappers[name]):
-                self._arranged[name] = indices
-        place = self._core.progress.place
-        with self._pace.clock.halted():
-            self._core.save()
-        self._core.progress.mark(place.step, place.phase)
-
-    def leave(self, reason: str) -> NoReturn:
-        """Save and raise SystemExit, as `step` does when it is asked to stop; collective."""
-        self.save()
-        self._core.stop()
-        self._core.note_end(reason)
-        self._stop_watching(is_over=True)
-        if self.world_size > 1:
-            dist.barrier()
-        code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
-        # An agent of torchrun's takes any other code for a failure; the record says what it was.
-        in_agent = "TORCHELASTIC_RUN_ID" in os.environ and self._in_run
-        raise SystemExit(0 if in_agent else code)
-
-    def finish(self) -> None:
-        """Save what the loop has come to, and wait until it is on the disk; collective.
-
-        `epochs` does so by itself. Raises CheckpointError, on all ranks, where it could not be
-        written.
-        """
-        reason, _ = self._postponed or ("", False)
-        if reason:  # a `break` has come before it
-            self.leave(reason)
-        self.save()
-        self._core.finish()
-        self._stop_listening()
-        self._stop_watching(is_over=True)
-        if not self._in_run:  # a run is done when its command is
-            with suppress(OSError):
-                self._core.note_end("")
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and end the sign of life.
@@ -320,8 +149,8 @@ class Loop:
         The end of the process does so by itself.
         """
         with suppress(Exception):
-            if self._core.saver:
-                self._core.saver.wait()
+            if self._saver:
+                self._saver.wait()
         self._stop_listening()
         self._stop_watching()
         Loop._folders.discard(self.attempt.run.path)
@@ -330,11 +159,28 @@ class Loop:
             self._presence = None
             self.attempt.end_life()
 
-    def _stop_watching(self, *, is_over: bool = False) -> None:
-        """Leave the others' watchdogs: as a rank that is done, or as one that they may miss."""
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left of so many, from 0; saves at the end of the last.
+
+        An epoch takes its batches from `batches`, or is a single step: where it was cannot be told
+        otherwise.
+        """
+        if self.epoch >= count and self.rank == 0:
+            folder = "" if self._in_run else f"; remove {self.attempt.run.path} to begin anew"
+            log.info(f"nothing is left to train: epoch {count} is done{folder}")
+        yield from super().epochs(count)
+        self.finish()
+
+    def finish(self) -> None:
+        super().finish()
+        self._stop_listening()
+        if not self._in_run:  # a run is done when its command is
+            with suppress(OSError):
+                self.note_end("")
+
+    def _stop_watching(self) -> None:
+        """Leave the others' watchdogs; they miss a rank that is not done."""
         if self._watchdog:
-            if is_over:
-                self._mark(Phase.DONE)
             self._watchdog.__exit__()
             self._watchdog = None
 
@@ -405,25 +251,38 @@ class Loop:
         path, source_path, failure = exchange.gather(settled)[0]
         if failure:
             raise failure(path)
-        attempt = attempt_at(Path(path))
-        if not source_path:
-            return attempt, None
-        source = Path(source_path)
+        return attempt_at(Path(path)), Path(source_path) if source_path else None
+
+    def _resume(
+        self, source: Path, wrappers: Mapping[str, nn.parallel.DistributedDataParallel]
+    ) -> tuple[Position, dict[str, list[int]]]:
+        """Restore a checkpoint on all ranks; returns its place, and the buckets of its wrappers."""
         content = state.load_together(source)
         self._on_all_ranks(source, lambda: self._restore(source, content))
         if self._sharded:
             self._on_all_ranks(source, lambda: sharded.check(source, self._sharded))
             self._on_all_ranks(source, lambda: sharded.restore(source, self._sharded))
-        if content["world_size"] == self.world_size:
-            self._arranged = content["loop"]["buckets"]
-            for name in sorted(self._wrappers.keys() & self._arranged.keys()):
-                replay.arrange(self._wrappers[name], self._arranged[name])
-        self._restore_random(0)
+        ranks, loop, position = content["world_size"], content["loop"], Position.of(content)
+        if loop["is_whole"]:
+            position.next_epoch()
+        self._resume_batch, self._resume_ranks = position.step_in_epoch, ranks
+        arranged: dict[str, list[int]] = {}
+        if ranks == self.world_size:
+            self._random = content["random_states"][self.rank] if self._keeps_random else None
+            arranged = loop["buckets"]
+            for name in sorted(wrappers.keys() & arranged.keys()):
+                replay.arrange(wrappers[name], arranged[name])
+        self._restore_random()
         if self.rank == 0:
-            inside = self._resume_batch or not self.epoch
-            where = f"epoch {self.epoch + 1}" if inside else f"after epoch {self.epoch}"
-            log.info(f"resumes from step {self.steps}, {where}: {source.name}")
-        return attempt, source
+            inside = self._resume_batch or not position.epoch
+            where = f"epoch {position.epoch + 1}" if inside else f"after epoch {position.epoch}"
+            log.info(f"resumes from step {position.step}, {where}: {source.name}")
+        return position, arranged
+
+    def _deadline_of(self, attempt: Attempt) -> Deadline:
+        """Give the end of the job's time, which rank 0 learns."""
+        spec = attempt.run.read_spec() if self._in_run and self.rank == 0 else None
+        return Deadline(spec.signal_lead if spec else 0)
 
     def _check_alone(self, run: RunDir, own: Attempt | None) -> None:
         """Raise TrainingError where another loop writes into the run as well."""
@@ -466,67 +325,35 @@ class Loop:
             raise CheckpointError(problem, code="CD0703")
         return results[0]
 
-    def _begin_core(self, save_every: str, log_every: int) -> Resumable:
-        """Begin what goes on beside the training; on rank 0 the sign of life and the time limit."""
-        spec = self.attempt.run.read_spec() if self._in_run and self.rank == 0 else None
-        deadline = Deadline(spec.signal_lead if spec else 0)
-        core = Resumable(
-            self.attempt,
-            self._objects,
-            self._position,
-            shards=self._sharded,
-            save_every=save_every,
-            keep_last=self._keep_last,
-            is_resumed=self.is_resumed,
-            request=stop.requested,
-            deadline=deadline,
-            straggler_seconds=_STRAGGLER_SECONDS,
-            random_state=self._random_state,
-            more=self._kept,
-            trained=lambda: self._pace.clock.elapsed,
-            planned=self._planned,
-        )
-        core.first_step = time.time()
+    def _watch(self, log_every: int) -> None:
+        """Begin what goes on beside the training: the watchdog; on rank 0 the sign of life too."""
+        self._first_step = time.time()
         if self.rank == 0:
             Loop._folders.add(self.attempt.run.path)
             self._presence = Presence(self.attempt, stop.requested)
-            self._presence.sign = core.sign_of_life
+            self._presence.sign = self.sign_of_life
             self._presence.__enter__()
-            poll_time_limit(deadline, os.environ)
-            path = self.attempt.metrics
-            self._lines = Lines(path, log_every, self._position, self._shown_epoch, self._pace)
-        core.progress.mark(self.steps, Phase.OWN)
-        self._watchdog = self._watch(core.progress)
-        atexit.register(self.close)
-        self._pace.clock.restart()
-        return core
-
-    def _watch(self, progress: Progress) -> Watchdog | None:
-        """Begin to watch for a rank that hangs between a batch and its step."""
+            poll_time_limit(self._deadline, os.environ)
+            path, position = self.attempt.metrics, self._position
+            self._lines = Lines(path, log_every, position, self._shown_epoch, self._pace)
+        self._progress.mark(self.steps, Phase.OWN)
         where: tuple[str, int] | None = ("127.0.0.1", 0)
         if self.world_size > 1:
             where = heartbeat.address_of_group()
-        if where is None:  # nobody could tell which rank the others wait for
-            return None
-        env = dist_env.of_hosts(self.rank, self._hosts, *where)
-        silent, beat = periods(_WATCHDOG_SECONDS, _GROUP_SECONDS, self.world_size)
-        connect = partial(heartbeat.connect, env, os.environ, 10.0)
-        watchdog = Watchdog(
-            connect if self.world_size > 1 else None,
-            env,
-            progress,
-            silent_seconds=silent,
-            beat_seconds=beat,
-            host=self._hosts[self.rank],
-            note=noting(self.attempt.outcomes) if self._in_run else lambda _: None,
-            has_own_code=True,
-        )
-        return watchdog.__enter__()
-
-    def _mark(self, phase: Phase) -> None:
-        """Tell the watchdog where this rank is; what comes before a step has its number."""
-        done = self.steps if phase >= Phase.LOG else self.steps + 1
-        self._core.progress.mark(done, phase)
+        if where:  # else nobody could tell which rank the others wait for
+            env = dist_env.of_hosts(self.rank, self._hosts, *where)
+            note = noting(self.attempt.outcomes) if self._in_run else lambda _: None
+            self._watchdog = Watchdog.of_ranks(
+                env,
+                self._progress,
+                silent_seconds=_WATCHDOG_SECONDS,
+                group_seconds=_GROUP_SECONDS,
+                host=self._hosts[self.rank],
+                note=note,
+                has_own_code=True,
+            ).__enter__()
+        atexit.register(self.close)
+        self._pace.clock.restart()
 
     def _settle(self, attempt: Attempt, hosts: list[str]) -> Path | None:
         """Choose on rank 0 the checkpoint to resume from, and publish the attempt."""
@@ -573,20 +400,56 @@ class Loop:
         """Restore all but what is sharded."""
         whole = {name: each for name, each in self._objects.items() if name not in self._sharded}
         state.restore(source, whole, content)
-        ranks, loop = content["world_size"], content["loop"]
-        self._position = Position.of(content)
-        if loop["is_whole"]:
-            self._position.next_epoch()
-        self._resume_batch, self._resumed_ranks = self._position.step_in_epoch, ranks
-        if ranks == self.world_size:
-            self._random = content["random_states"][self.rank] if self._keeps_random else None
+
+    # -- going on ----------------------------------------------------------------------------
+
+    def _rest_of(self, loader: Iterable[T]) -> Iterator[T]:
+        """Begin behind the batches that are done, with the random numbers of then."""
+        done, self._resume_batch = self._done_of(loader), 0
+        self._generators = replay.generators_of(loader)
+        if done and self._random:
+            replay.restore(self._random[1], self._generators)
+            self._start_random = self._random[1]
+        else:
+            if self._random:
+                replay.restore_own(self._random[0], self._generators)
+            self._start_random = replay.random_state(self._generators)
+        if getattr(loader, "num_workers", 0):
+            replay.shield_workers(loader)
+        iterator = replay.beyond(loader, done)
+        if done:
+            self._restore_random()
+        lengths = set(exchange.gather(_length(loader)))  # the last batch is that of all ranks
+        self._batches = lengths.pop() if len(lengths) == 1 else -1
+        self._position.step_in_epoch = done
+        return self._counted(iterator)
+
+    def _counted(self, batches: Iterator[T]) -> Iterator[T]:
+        for batch in batches:
+            self._count(replay.count_samples(batch))
+            yield batch
+
+    def _stepped(self, metrics: Mapping[str, Any]) -> bool:
+        if self._unlisten is None:  # it was finished, and goes on
+            self._unlisten = stop.requested.listen()
+        if self._lines:
+            self._lines.step(metrics)
+        return False
+
+    def _flush(self) -> None:
+        if self._lines:
+            self._lines.flush()
+
+    def _over(self) -> None:
+        super()._over()
+        self._stop_watching()
 
     def _done_of(self, loader: object) -> int:
         """Return how many of the epoch's batches are trained, counted as this world deals them.
 
         At another number of ranks rounded down: some samples are trained twice, and none left out.
         """
-        batches, ranks = self._resume_batch, self._resumed_ranks
+        batches, ranks = self._resume_batch, self._resume_ranks
         if not batches or ranks == self.world_size:
             return batches
         if not (self._sharded or replay.is_dealt_out(loader, self.world_size)):
@@ -609,41 +472,9 @@ class Loop:
             )
         return done
 
-    def _restore_random(self, index: int) -> None:
-        if self._random and self._random[index]:
-            replay.restore(self._random[index], ())
-
-    # -- going on ----------------------------------------------------------------------------
-
-    def _agree(self) -> tuple[str, bool]:
-        """Agree with all ranks whether to stop, and why, and to save; exchange their paces."""
-        answer = self._core.agree()
-        if exchanged := self._pace.exchange(self.steps):
-            paces, steps, seconds = exchanged
-            self._core.account(paces, steps=steps, seconds=seconds)
-        return answer
-
     def _shown_epoch(self) -> int:
         """Return the epoch that metrics are of, from 1."""
         return self.epoch + 1 if self._in_epoch else max(self.epoch, 1)
-
-    def _count(self, samples: int) -> None:
-        """Count a batch of this rank."""
-        self._pace.images += samples
-        self._position.step_in_epoch += 1
-        self._position.samples += samples * self.world_size
-        self._position.images += samples * self.world_size
-
-    def _save_or_leave(self, reason: str, save: bool) -> None:
-        if reason:
-            self.leave(reason)
-        if save:
-            self.save()
-
-    def _random_state(self) -> object:
-        """Return this rank's generators: now, and at the beginning of the epoch."""
-        now = replay.random_state(self._generators), self._start_random
-        return now if self._keeps_random else None
 
     def _kept(self) -> dict[str, object]:
         """Return what a checkpoint keeps beside the states and the position."""

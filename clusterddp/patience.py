@@ -18,6 +18,8 @@ SLURM_AWAY = 600.0
 SLURM_AWAY_PAUSE = 5.0
 SUBMITTED, SUBMITTED_PAUSE = 7.0, 2.0
 """slurmctld may still be working on a submission to which it has given no answer."""
+PARTITIONS = 1.0
+"""Time that a submission has for sinfo's answer, from the moment of the question."""
 OTHER_ATTEMPT = 300.0
 """Another job may run the latest attempt for so long until this one gives up waiting for it."""
 RECORDS_PAUSE = 0.5

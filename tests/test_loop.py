@@ -355,7 +355,7 @@ def test_it_leaves_with_the_step_that_it_has_saved(
 
 def test_it_leaves_before_the_limit_that_it_knows_of(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    assert left(training, lambda step: step == 2 and training.loop._core.deadline.set(0.1)) == 75
+    assert left(training, lambda step: step == 2 and training.loop._deadline.set(0.1)) == 75
     last_word = training.loop.attempt.read_last_word()
     assert last_word and (last_word.reason, last_word.saved) == ("time limit", 2)
 
@@ -712,7 +712,7 @@ def test_a_signal_that_comes_too_late_is_warned_of(
     in_run_of(1, tmp_path / "run", monkeypatch)
     loop = Loop(model=nn.Linear(1, 1), save_every="1step")
     loop.step()
-    assert loop._core.saver and loop._core.saver.wait()
+    assert loop._saver and loop._saver.wait()
     loop.step()
     loop.close()
     assert any("Slurm's signal comes 5 s ahead" in line for line in logged)
@@ -789,7 +789,7 @@ def rank_trains(
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
     loop = Loop(folder=folder, model=model, optimizer=optimizer, save_every="3steps")
-    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
     code = None
     try:
         for epoch in loop.epochs(epochs):
@@ -841,7 +841,7 @@ def rank_trains_deep(
     model = DistributedDataParallel(module, bucket_cap_mb=0.01, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loop = Loop(folder=folder, model=model, optimizer=optimizer)
-    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
     code, batches = None, [torch.randn(8, 32, generator=_seeded(n, rank)) for n in range(8)]
     try:
         for _ in loop.epochs(1):
@@ -960,7 +960,7 @@ def rank_counts(rank: int, world_size: int, folder: Path) -> int:
         for _ in loop.batches(range(2 + rank)):
             loop.step()
             if loop.steps == 2:
-                saved = loop._core.saved_step
+                saved = loop._saved_step
                 break
     loop.close()
     return saved
@@ -976,7 +976,7 @@ def rank_sees(rank: int, world_size: int, folder: Path, stop_at: int) -> tuple[A
     sampler = DistributedSampler(data, seed=3)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     loop = Loop(folder=folder, model=nn.Linear(1, 1))
-    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
     seen, code = [], None
     try:
         for _ in loop.epochs(1):
@@ -1010,7 +1010,7 @@ def test_at_another_number_of_ranks_no_sample_of_the_epoch_is_left_out(
 def rank_reads(rank: int, world_size: int, folder: Path, stop_at: int) -> str:
     """What is said to batches that nobody deals out."""
     loop = Loop(folder=folder, model=nn.Linear(1, 1))
-    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
     try:
         for _ in loop.epochs(1):
             for _ in loop.batches(range(9)):
@@ -1036,11 +1036,11 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
     """The phases in which its own code finds this rank, what it has waited, and its paces."""
     model = DistributedDataParallel(nn.Linear(4, 1))
     loop = Loop(folder=folder, model=model)
-    loop._core.poll.due = lambda _: True  # type: ignore[method-assign]
+    loop._poll.due = lambda _: True  # type: ignore[method-assign]
     phases = []
 
     def note() -> None:
-        phases.append(Phase(loop._core.progress.place.phase).name)
+        phases.append(Phase(loop._progress.place.phase).name)
 
     for _ in loop.epochs(1):
         note()
@@ -1050,7 +1050,7 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
             note()
             loop.step()
             note()
-    waiting, rates = loop._core.spent().waiting, loop._pace.rates
+    waiting, rates = loop.spent().waiting, loop._pace.rates
     loop.close()
     return phases, waiting, len(rates) == world_size and all(rate > 0 for rate in rates)
 

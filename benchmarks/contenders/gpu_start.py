@@ -77,7 +77,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         attempt = begin(RunDir(Path(name)))
         training = Training(
-            config, agreed, 0, device, train_set, test_set, attempt, StopRequest()
+            config, agreed, device, train_set, test_set, attempt, StopRequest()
         )  # fmt: skip
         training.prepare()
         mark("model, optimizer, capture")
@@ -110,7 +110,7 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
     steps = time.perf_counter() - began
     began = time.perf_counter()
     for number in range(_ASKS):
-        training.core.poll.ask(number, [0, 0])
+        training._poll.ask(number, [0, 0])
     asking = time.perf_counter() - began
     began = time.perf_counter()
     random_states = exchange.gather(replay.random_state(()), on_first=True)

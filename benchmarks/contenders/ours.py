@@ -31,7 +31,7 @@ from clusterddp.training.stop import StopRequest
 def main() -> None:
     asked = request()
     options = asked.options
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world_size = int(os.environ["WORLD_SIZE"])
     device = entered(asked)
     settings: dict[str, Any] = {
         "optimizer": "sgd", "lr": 1e-4, "momentum": 0.0, "lr_scaling": "none", "warmup_steps": 0,
@@ -62,9 +62,7 @@ def main() -> None:
                 cuda_graph=asked.device == "cuda" and config.cuda_graph == "on",
                 global_batch_size=asked.batch_size * world_size, reference_world_size=world_size,
             )  # fmt: skip
-            training = Training(
-                config, agreed, rank, device, train_set, few, attempt, StopRequest()
-            )
+            training = Training(config, agreed, device, train_set, few, attempt, StopRequest())
             if options.get("usual_layout"):
                 for parameter in training.model.parameters():
                     if parameter.dim() == 4 and parameter.shape[1] == 1:

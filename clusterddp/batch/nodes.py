@@ -14,7 +14,8 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Cause
 from clusterddp.run.history import History
 from clusterddp.slurm import client as slurm
-from clusterddp.slurm import partitions, srun_lines
+from clusterddp.slurm import srun_lines
+from clusterddp.slurm.site import nodes
 
 _LONGEST_REASON = 300
 _LOG_TAIL_BYTES = 1 << 20
@@ -72,7 +73,7 @@ def blame_lost_script(history: History) -> bool:
     lost = set(srun_lines.lost_nodes(text.rpartition(f", job {job_id} on ")[2]))
     with contextlib.suppress(SlurmError):
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
-        lost |= {node.name for node in partitions.nodes(partition, os.environ) if node.is_lost}
+        lost |= {node.name for node in nodes(partition, os.environ) if node.is_lost}
     blamed = history.blamed(latest.number)
     new = [host for host in latest.nodes if host in lost and host not in blamed]
     reason = f"lost during attempt {latest.number}, whose end nobody recorded"

@@ -66,13 +66,6 @@ class Position:
         """Number of the epoch of the last step, counted from 1."""
         return self.epoch + 1 if self.step_in_epoch else max(self.epoch, 1)
 
-    def advance(self, images: int) -> None:
-        """Count a step over so many images of all ranks."""
-        self.step += 1
-        self.step_in_epoch += 1
-        self.samples += images
-        self.images += images
-
     def next_epoch(self) -> None:
         """Begin the next epoch."""
         self.epoch += 1

@@ -13,12 +13,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
+from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Signs
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.outcome import note_hung
@@ -115,6 +117,21 @@ class Watchdog:
         self._said_unconnected = self._deserted = False
         self.suspect = ""
         """The rank that keeps this one waiting, described; empty when none is suspected."""
+
+    @classmethod
+    def of_ranks(
+        cls,
+        env: DistEnv,
+        progress: Progress,
+        *,
+        silent_seconds: float,
+        group_seconds: float,
+        **more: Any,
+    ) -> "Watchdog":
+        """Make that of a rank which has others, or none; group_seconds: see `periods`."""
+        silent, beat = periods(silent_seconds, group_seconds, env.world_size)
+        connect = partial(heartbeat.connect, env, os.environ, 10.0) if env.world_size > 1 else None
+        return cls(connect, env, progress, silent_seconds=silent, beat_seconds=beat, **more)
 
     def __enter__(self) -> "Watchdog":
         self._show_life(self._silent_seconds + self._quiet)

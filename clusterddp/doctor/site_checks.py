@@ -18,9 +18,9 @@ from clusterddp.errors import SlurmError
 from clusterddp.launchers import load
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
-from clusterddp.slurm import forms, partitions, site
+from clusterddp.slurm import forms, site
 from clusterddp.slurm.client import lists_exit_code, outlook
-from clusterddp.slurm.partitions import Partition
+from clusterddp.slurm.site import Partition, read_partitions
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
 
     config_asked = beside(site.configuration)
     accounting, accounts = beside(site.check_accounting), beside(site.accounts)
-    records_asked, known_asked = beside(site.partition_settings), beside(partitions.read)
+    records_asked, known_asked = beside(site.partition_settings), beside(read_partitions)
     submission = forecast(spec.resources)
     try:
         config, records, known = config_asked.result(), records_asked.result(), known_asked.result()

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterddp import files, log
+from clusterddp import files, log, patience
 from clusterddp.errors import OptionError, SlurmError, coded
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -26,9 +26,9 @@ from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.history import History, PastAttempt
 from clusterddp.run.records import TaskError
-from clusterddp.slurm import partitions
+from clusterddp.slurm import site
 from clusterddp.slurm.forms import hosts_of
-from clusterddp.slurm.partitions import Node
+from clusterddp.slurm.site import Node, features_of
 
 BY_PREFLIGHT = "preflight"
 """It failed a check ahead of the tasks or of the first step, or answered none."""
@@ -193,7 +193,7 @@ def choose(
     if partition and "," in asked.partition:
         partition = f"{partition},{asked.partition}"
     try:
-        nodes = partitions.nodes(partition or asked.partition, environ, seconds)
+        nodes = site.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
         return Choice(remarks=(f"{names} cannot be left out: {error}",))
     return among(bad, asked, nodes, count or asked.nodes + asked.spare_nodes)
@@ -212,7 +212,7 @@ def choose_for_submission(spec: JobSpec) -> Choice:
         spec.resources,
         os.environ,
         others=dict(spec.sbatch),
-        seconds=partitions.PATIENCE_SECONDS * 5,
+        seconds=patience.PARTITIONS * 5,
     )
     for remark in choice.remarks:
         log.warning(coded(remark, "CD1303"))
@@ -346,7 +346,7 @@ def straggling(starts: Sequence[PastAttempt]) -> dict[str, str]:
 def _fits(node: Node, asked: Resources) -> bool:
     """Return whether a node can serve the request now, as far as sinfo tells."""
     cpus = (asked.cpus_per_task or 1) * asked.tasks_per_node
-    wanted = partitions.features_of(asked.constraint)
+    wanted = features_of(asked.constraint)
     return (
         node.is_usable
         and node.cpus >= cpus

@@ -8,8 +8,7 @@ from clusterddp import formatting, log
 from clusterddp.errors import OptionError, RequestError, SlurmError
 from clusterddp.request.spec import JobSpec
 from clusterddp.slurm import forms
-from clusterddp.slurm.partitions import Partition
-from clusterddp.slurm.site import ArrayLimits
+from clusterddp.slurm.site import ArrayLimits, Partition
 
 _MOST_NAMES = 30
 

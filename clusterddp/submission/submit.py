@@ -22,8 +22,7 @@ from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
 from clusterddp.slurm.client import sbatch_options
-from clusterddp.slurm.partitions import Question
-from clusterddp.slurm.site import array_limits
+from clusterddp.slurm.site import Question, array_limits
 from clusterddp.status import chain
 from clusterddp.submission import bundle, outlook, points
 from clusterddp.submission.inputs import check_folder, make_sure

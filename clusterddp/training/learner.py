@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from clusterddp.checkpoints import state
-from clusterddp.checkpoints.state import Content, Position, Stateful
+from clusterddp.checkpoints.state import Content, Stateful
 from clusterddp.data.loader import Images, Loaded, as_images, generators_kept, seed_generators
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
@@ -25,7 +25,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import device as devices
-from clusterddp.training import replay, step
+from clusterddp.training import step
 from clusterddp.training.cuda_graph import GraphedStep, SideStream
 from clusterddp.training.metrics import Tally
 from clusterddp.training.paces import Waiting
@@ -65,10 +65,9 @@ class Learner:
             self.model = step.synchronise(self.model, config.model)
         _channels_last(self.model)
         self.optimizer = step.build_optimizer(config, self.model, captured=agreed.cuda_graph)
-        self.position = Position()
         seed_generators(config.seed + rank)  # from here on each rank draws its own numbers
         if resume_content is not None:
-            self._restore(rank, resume_content)
+            self._restore(resume_content)
         self.tally = Tally(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
         self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
@@ -105,7 +104,6 @@ class Learner:
         """Train on a batch, as `loader.as_images` takes it, and its labels (N,)."""
         with _naming_the_operation():
             self._train(self._augment(images) if self._augment else images, labels)
-        self.position.advance(len(labels) * self.agreed.world_size)
 
     @property
     def is_captured(self) -> bool:
@@ -154,14 +152,11 @@ class Learner:
         self.optimizer.zero_grad()
         self.model.train()
 
-    def _restore(self, rank: int, content: Content) -> None:
+    def _restore(self, content: Content) -> None:
         """Restore a checkpoint, but for fp16's scaler, which comes with the step."""
         with step.settings_kept(self.optimizer):
             states: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer}
             state.restore(Path(self.agreed.resume), states, content)
-        self.position = Position.of(content)
-        if content["world_size"] == self.agreed.world_size:
-            replay.restore(content["random_states"][rank], ())
 
 
 def check_fit(

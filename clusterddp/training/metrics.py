@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
+from clusterddp.distributed import exchange
 from clusterddp.errors import TrainingError
 from clusterddp.files import append_line, read_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import MetricsLine
-from clusterddp.training.paces import Pace, Paces
+from clusterddp.training.paces import Pace
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -314,7 +314,6 @@ class Tally:
         self.sums = [self._loss, self._correct]
         """The tensors that `add` changes."""
         self._count = self.steps = 0
-        self._began = time.perf_counter()
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
         """Sum up one pass of this rank, on the device alone; `loss` is its mean."""
@@ -326,31 +325,11 @@ class Tally:
         self._count += images
         self.steps += 1
 
-    def collect(self, waited: float = 0.0) -> "tuple[float, float, Paces]":
-        """Return mean loss and accuracy over all ranks, and each rank's pace; starts a new sum.
-
-        waited: seconds that this rank has waited for others since the last lap; NaN
-            where that is not known.
-        """
-        busy = time.perf_counter() - self._began - waited
-        counts = torch.tensor([self._count, busy], dtype=torch.float64, device=self._loss.device)
-        of_rank = torch.cat([torch.stack([self._loss, self._correct.double()]), counts])
-        everyone = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, of_rank)
-        losses, correct, images, seconds = torch.stack(everyone).T.tolist()
+    def collect(self) -> tuple[float, float]:
+        """Return mean loss and accuracy over all ranks; starts a new sum."""
+        own = torch.stack([self._loss, self._correct.double()]).tolist()
+        loss, correct, count = map(sum, zip(*exchange.rows([*own, self._count]), strict=True))
         self._loss.zero_()
         self._correct.zero_()
         self._count = self.steps = 0
-        count = sum(images)
-        return sum(losses) / count, sum(correct) / count, Paces(images, seconds)
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the lap began."""
-        return time.perf_counter() - self._began
-
-    def lap(self) -> float:
-        """Begin a lap: what lay before is left out of it. Returns the seconds of the last one."""
-        now = time.perf_counter()
-        seconds, self._began = now - self._began, now
-        return seconds
+        return loss / count, correct / count

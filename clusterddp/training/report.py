@@ -29,7 +29,7 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     report = _report(training, env, environ, began, finished)
     write_record(run.evaluation, evaluation)
     write_record(run.report, report, indent=2)
-    if position.step == training.core.start_step and position.step:
+    if position.step and not training.has_trained:
         return (
             f"done: nothing was left to train, the run has its {position.step} steps; test "
             f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
@@ -51,7 +51,8 @@ def _report(
     history = History.read(training.attempt.run)
     *earlier, last = history.summaries()
     attempts = (*earlier, replace(last, cause="done", last_step=position.step))
-    costs = vars(training.core.costs)
+    assert training.saver, "rank 0 writes it"
+    costs = vars(training.saver.costs)
     saving = {field.name: round(costs[field.name], 4) for field in fields(SavingReport)}
     return Report(
         accuracy=training.result.accuracy,
@@ -93,7 +94,7 @@ def _report(
         seconds_lost=round(sum(each.seconds_lost for each in attempts), 3),
         attempts=attempts,
         saving=SavingReport(**saving),
-        paid=account(history, history.spec, until=finished, spent=training.core.spent()),
+        paid=account(history, history.spec, until=finished, spent=training.spent()),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         finished=round(finished, 3),

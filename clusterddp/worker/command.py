@@ -49,9 +49,8 @@ def run_command(
     environ: variables of COMMAND, to which those are added by which it finds its attempt.
     """
     from clusterddp.run.attempt import Attempt, show_loop
-    from clusterddp.run.outcome import ERROR_FILE_VARIABLE
     from clusterddp.run.run_dir import RunDir
-    from clusterddp.worker.supervise import supervise
+    from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, supervise
 
     own = Attempt(RunDir(run_dir), attempt) if attempt is not None else None
     if own:  # an agent's own file is left to the agent, which reads it
@@ -90,9 +89,9 @@ def _watching(
     from clusterddp.processes import table
     from clusterddp.processes.table import Meeting
     from clusterddp.request import nested_launcher
-    from clusterddp.run.outcome import ERROR_FILE_VARIABLE, Traces
     from clusterddp.run.records import OwnWorld
     from clusterddp.worker import gpu_use
+    from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, Traces
 
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)

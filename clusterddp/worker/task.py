@@ -34,11 +34,11 @@ from clusterddp.ranks.variables import IMAGE_VARIABLE, own_mig_device
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.outcome import is_peer_loss
 from clusterddp.training import stop
 from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.stop import Deadline
 from clusterddp.worker import supervise
+from clusterddp.worker.supervise import is_peer_loss
 
 if TYPE_CHECKING:
     from clusterddp.data.user_dataset import OwnSets
@@ -120,7 +120,10 @@ def _run(task: _Task) -> int:
     if is_reference(config.dataset):
         reading = OwnSets(config)
     progress, watchdog, ending = Progress(), None, _Ending(env)
-    with ExitStack() as at_end, _breaking_off(env, lambda: _suspect(watchdog), ending):
+    with (
+        ExitStack() as at_end,
+        _breaking_off(env, lambda: watchdog.suspect if watchdog else "", ending),
+    ):
         store = rendezvous.open_store(
             env,
             os.environ,
@@ -239,10 +242,6 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -
         ) from error
 
 
-def _suspect(watchdog: "Watchdog | None") -> str:
-    return watchdog.suspect if watchdog else ""
-
-
 class _Ending:
     """End of a task that fails: by its own exception or by the watchdog, whichever comes first."""
 
@@ -280,16 +279,13 @@ class _Ending:
 def _watchdog(
     config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress", ending: _Ending
 ) -> "Watchdog":
-    from clusterddp.distributed import heartbeat
-    from clusterddp.distributed.watchdog import Watchdog, noting, periods
+    from clusterddp.distributed.watchdog import Watchdog, noting
 
-    silent, beat = periods(config.watchdog, config.process_group_timeout, env.world_size)
-    return Watchdog(
-        partial(heartbeat.connect, env, os.environ, 10.0) if env.world_size > 1 else None,
+    return Watchdog.of_ranks(
         env,
         progress,
-        silent_seconds=silent,
-        beat_seconds=beat,
+        silent_seconds=config.watchdog,
+        group_seconds=config.process_group_timeout,
         host=joined.hello.host,
         note=noting(joined.attempt.outcomes),
         beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
@@ -307,10 +303,9 @@ def _train(
     ending: _Ending,
 ) -> str:
     """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
-    from clusterddp.checkpoints import state
     from clusterddp.training import batch_size, preflight, report
     from clusterddp.training.learner import check_fit
-    from clusterddp.training.loop import Training, train
+    from clusterddp.training.loop import train
     from clusterddp.worker import start
 
     config, env, deadline = task.config, task.env, task.deadline
@@ -329,19 +324,14 @@ def _train(
         )
         if config.find_batch_size:
             return _find_batch_size(task, joined, sets, progress)
-        content = state.load_together(Path(agreed.resume)) if agreed.resume else None
-        training = Training(
-            config, agreed, env.rank, device, *sets, attempt, request, deadline, progress, content
-        )
-        del content
+        training = _begin_training(task, joined, sets, progress)
         ending.training = training
         if config.own_functions:
             check_fit(config, training.model, *sets)
         if held:
             held.close()  # DDP has begun on every rank, so all of them have mapped it
             held = None  # a GPU has the set in its own memory
-        saver = training.core.saver
-        presence.sign = training.core.sign_of_life
+        presence.sign = training.sign_of_life
         try:
             reason = train(training)
         except BaseException as error:
@@ -350,13 +340,33 @@ def _train(
             if batch_size.is_out_of_memory(error):
                 raise _too_large(joined, error) from error
             raise
-        if saver:  # on rank 0
-            last_saved = f"Its last checkpoint is that of step {saver.last_step}."
+        if training.saver and not reason:  # on rank 0
+            last_saved = f"Its last checkpoint is that of step {training.saver.last_step}."
             with start.writing(f"how the training ended to {attempt.run.path}", last_saved):
-                if not reason:
-                    log.info(report.write(training, env, task.began, os.environ))
-                training.core.note_end(reason)
+                log.info(report.write(training, env, task.began, os.environ))
+                training.note_end("")
     return reason
+
+
+def _begin_training(
+    task: _Task, joined: "Joined", sets: "Sets", progress: "Progress"
+) -> "Training":
+    """Build the training, or what its checkpoint holds of it; collective."""
+    from clusterddp.checkpoints import state
+    from clusterddp.training.loop import Training
+
+    resume = joined.agreed.resume
+    return Training(
+        task.config,
+        joined.agreed,
+        joined.device,
+        *sets,
+        joined.attempt,
+        stop.requested,
+        deadline=task.deadline,
+        progress=progress,
+        resume_content=state.load_together(Path(resume)) if resume else None,
+    )
 
 
 def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
@@ -373,7 +383,7 @@ def _let_save_end(training: "Training") -> None:
     curves too."""
     from clusterddp.distributed.tcp_store import bounded
 
-    saver = training.core.saver
+    saver = training.saver
     if saver:
         for end, seconds in ((saver.wait, _SAVE_SECONDS), (training.journal.close, 5.0)):
             with suppress(Exception):  # the training's own failure is the one reported

@@ -49,7 +49,6 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
     dist.broadcast_object_list(box)
     assert box[0] is not None
     ours = build(
-        rank,
         settings,
         box[0],
         train_set=Loaded(Turned([None] * 50), CPU, workers),

@@ -140,6 +140,7 @@ def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> Non
     assert client(cluster, code, "clusterddp:a|b", str(time.time())) == mine
 
 
+@pytest.mark.slow  # a command that meets no slurmctld tries for some ten seconds
 def test_a_controller_that_is_down_is_named(cluster: SlurmCluster) -> None:
     job_id = cluster.sbatch(script("true"), "--hold")
     cluster.kill_slurmctld()

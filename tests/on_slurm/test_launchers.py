@@ -147,7 +147,7 @@ def as_22_05(step: dict[str, str]) -> dict[str, str]:
             ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
             marks=MORE,
         ),
-        ["--nodes", "1", "--gpus-per-node", "2"],
+        pytest.param(["--nodes", "1", "--gpus-per-node", "2"], marks=pytest.mark.slow),
         pytest.param(
             ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
             marks=MORE,

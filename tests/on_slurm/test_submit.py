@@ -204,8 +204,8 @@ def test_a_failed_rank_ends_the_job_and_is_named(cluster: SlurmCluster, tmp_path
 
 # However busy this machine is, Slurm's answer is waited for.
 PATIENT = """
-from clusterddp.slurm import partitions
-partitions.PATIENCE_SECONDS = 60.0
+from clusterddp import patience
+patience.PARTITIONS = 60.0
 from clusterddp.__main__ import main
 main()
 """

@@ -25,7 +25,7 @@ from clusterddp.run.events import Failure
 from clusterddp.run.history import History, PastAttempt, Policy
 from clusterddp.run.records import SlowRank, TaskError
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm.partitions import Node
+from clusterddp.slurm.site import Node
 from tests.batch.attempts import begin_attempt, finish_attempt
 from tests.cli.made_runs import Workplace, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events

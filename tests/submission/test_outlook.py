@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import api
+from clusterddp import api, patience
 from clusterddp.errors import RequestError
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
-from clusterddp.slurm import partitions
+from clusterddp.slurm import site as slurm_site
 from tests.cli.made_runs import Workplace, workplace
 
 __all__ = ["workplace"]
@@ -22,7 +22,7 @@ ASKED = "sinfo -h -a -e -o %P|%l|%c|%D|%G"
 @pytest.fixture
 def site(workplace: Workplace) -> Workplace:
     """A Slurm that answers; however busy this machine is, its answer is waited for."""
-    workplace.monkeypatch.setattr(partitions, "PATIENCE_SECONDS", 60.0)
+    workplace.monkeypatch.setattr(patience, "PARTITIONS", 60.0)
     workplace.command("sbatch", "/bin/cat >sent; echo 12")
     workplace.command("sinfo", SINFO)
     return workplace
@@ -149,14 +149,14 @@ def test_a_slurm_that_is_silent_is_left(
     site: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     may_answer = threading.Event()
-    ask = partitions.ask
+    ask = slurm_site.ask
 
     def silent(*arguments: object) -> object:
         may_answer.wait(60)
         return ask(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(partitions, "ask", silent)
-    monkeypatch.setattr(partitions, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(slurm_site, "ask", silent)
+    monkeypatch.setattr(patience, "PARTITIONS", 0.1)
     try:
         code, _ = submit(site, "-p", "mian")
         assert code == 0

@@ -167,7 +167,9 @@ def test_a_checkpoint_of_the_first_convolutions_former_strides_goes_on_to_the_sa
     whole = learner(0, 1, momentum=0.9)
     whole.learn(*first)
     drawn = [replay.random_state(())]
-    content = dict(state.collect(whole.states, whole.position, world_size=1, random_states=drawn))
+    content = dict(
+        state.collect(whole.states, state.Position(1), world_size=1, random_states=drawn)
+    )
     older = _relaid(content)
     assert older["model"]["layer1.0.weight"].stride() == (25, 25, 5, 1)
     whole.learn(*second)

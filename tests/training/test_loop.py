@@ -175,18 +175,18 @@ def stopped_by_one_rank(
     box = [agree(settings, run, world_size) if rank == 0 else None]
     dist.broadcast_object_list(box)
     assert box[0] is not None
-    ours = build(rank, settings, box[0])
-    asked = ours.core.poll.ask
+    ours = build(settings, box[0])
+    asked = ours._poll.ask
     seen_at: list[int] = []
 
     def ask(step: int, wishes: list[int]) -> list[int]:
         seen_at.append(step)
         return asked(step, wishes)
 
-    ours.core.poll.ask = ask  # type: ignore[method-assign]
+    ours._poll.ask = ask  # type: ignore[method-assign]
     if rank == 1:
-        after(ours, 5, lambda: ours.request.note("SIGTERM"))
-        after(ours, 6, lambda: ours.request.note("SIGTERM"))  # twice is once
+        after(ours, 5, lambda: ours._request.note("SIGTERM"))
+        after(ours, 6, lambda: ours._request.note("SIGTERM"))  # twice is once
     return train(ours), ours.position.step, seen_at
 
 
@@ -205,7 +205,7 @@ def timed(
     clock: Clock, settings: TrainConfig, run: Path, seconds_a_step: float, **more: Any
 ) -> loop.Training:
     """A training whose steps take so long, and whose ranks look at every one."""
-    ours = build(0, settings, agree(settings, run), **more)
+    ours = build(settings, agree(settings, run), **more)
     asked_at_once(ours, -1)
     step = ours.journal.step
 
@@ -226,18 +226,19 @@ def lines_by_skewed_clocks(
     box = [agree(settings, run, world_size) if rank == 0 else None]
     dist.broadcast_object_list(box)
     assert box[0] is not None
-    ours = build(rank, settings, box[0])
-    step, tell, written = ours.journal.step, ours.log, list[int]()
+    ours = build(settings, box[0])
+    step, tell, written = ours.journal.step, ours._log, list[int]()
 
     def goes_on() -> None:
         step()
         now[0] += seconds_a_step[rank]
 
     def told() -> None:
-        written.append(ours.position.step)
+        if ours.learner.tally.steps:
+            written.append(ours.steps)
         tell()
 
-    ours.journal.step, ours.log = goes_on, told  # type: ignore[method-assign]
+    ours.journal.step, ours._log = goes_on, told  # type: ignore[method-assign]
     train(ours)
     return written[:-1]  # without the one at the end
 
@@ -335,7 +336,7 @@ def test_a_full_disk_under_the_metrics_is_said_once_and_ends_nothing(
     metrics = Attempt(RunDir(tmp_path), 1).metrics
     metrics.unlink()
     metrics.symlink_to("/dev/full")
-    ours = build(0, settings, agreed)
+    ours = build(settings, agreed)
     assert train(ours) == ""
     said = "\n".join(logged)
     assert said.count(f"cannot write {metrics}: No space left on device") == 1
@@ -418,7 +419,7 @@ def test_two_ranks_step_as_one_process_does_on_the_joined_batch(
 def test_every_epoch_has_an_order_of_its_own_and_holds_each_image_once(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
-    ours = build(0, config(synthetic_dir), agree(config(synthetic_dir), tmp_path))
+    ours = build(config(synthetic_dir), agree(config(synthetic_dir), tmp_path))
     taken: list[list[int]] = []
     batches = ours.train_set.batches
 
@@ -448,10 +449,8 @@ def test_a_rank_is_profiled_where_it_is_the_one_named(
     wanted: str, recorded: bool, synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     agreed = agree(config(synthetic_dir), tmp_path)
-    training = build(0, config(synthetic_dir, profile=wanted), agreed)
-    assert bool(training.profiler) is recorded
-    if training.profiler:
-        training.profiler.close()
+    training = build(config(synthetic_dir, profile=wanted), agreed)
+    assert bool(training.profiler._profile) is recorded
 
 
 # A captured step ---------------------------------------------------------------------------------
@@ -470,7 +469,7 @@ def build_captured(
     """Of sgd, which computes with a rate of float32, as a captured step reads it."""
     ours = config(synthetic_dir, **{"optimizer": "sgd", "max_steps": 12, **settings})
     agreed = agree(replace(ours, cuda_graph="auto"), run)
-    return build(0, ours, replace(agreed, cuda_graph=captured))
+    return build(ours, replace(agreed, cuda_graph=captured))
 
 
 def test_a_captured_training_comes_to_the_weights_of_a_plain_one(

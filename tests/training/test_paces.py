@@ -13,8 +13,7 @@ from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.history import History
 from clusterddp.run.records import AttemptRecord, SlowRank, SlowRanks
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training.metrics import Paces
-from clusterddp.training.paces import Stragglers, shares
+from clusterddp.training.paces import Paces, Stragglers, shares
 
 FINE, SLOW = 1.0, 0.5
 NOW = 1000.0

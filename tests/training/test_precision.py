@@ -56,14 +56,14 @@ def test_the_scale_of_fp16_is_in_the_checkpoint(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     settings = config(synthetic_dir, precision="fp16", max_steps=3)
-    ours = build(0, settings, agree(settings, tmp_path))
+    ours = build(settings, agree(settings, tmp_path))
     ours.learner.step.scaler.load_state_dict(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
     )
     train(ours)
     path = ours.attempt.checkpoints / catalog.name_of(3)
     assert state.load(path)["scaler"]["scale"] == 4.0
-    again = build(0, settings, agree(settings, tmp_path))
+    again = build(settings, agree(settings, tmp_path))
     assert again.learner.step.scaler.get_scale() == 4.0
 
 
@@ -98,14 +98,14 @@ def test_reading_by_the_loader_trains_to_the_very_weights(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     settings = config(synthetic_dir, max_steps=4)
-    kept = build(0, settings, agree(settings, tmp_path / "kept"))
+    kept = build(settings, agree(settings, tmp_path / "kept"))
     train(kept)
     sets = [
         loader.Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
         for train in (True, False)
     ]
     agreed = agree(settings, tmp_path / "read")
-    read = build(0, settings, agreed, train_set=sets[0], test_set=sets[1])
+    read = build(settings, agreed, train_set=sets[0], test_set=sets[1])
     train(read)
     assert state.weights_sha256(read.model) == state.weights_sha256(kept.model)
     assert (read.result.accuracy, read.result.loss) == (kept.result.accuracy, kept.result.loss)
@@ -118,7 +118,7 @@ def test_the_model_is_compiled_where_that_is_asked_for(
     monkeypatch.setattr(torch, "compile", lambda model, **_: calls.append(model) or model)
     for chosen in (False, True):
         settings = config(synthetic_dir, max_steps=1, compile=chosen)
-        train(build(0, settings, agree(settings, tmp_path / str(chosen))))
+        train(build(settings, agree(settings, tmp_path / str(chosen))))
         assert len(calls) == chosen
 
 
@@ -258,7 +258,7 @@ def test_bf16_of_a_checkpoint_is_refused_on_a_gpu_without_it(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     first = config(synthetic_dir, precision="bf16", max_steps=1)
-    train(build(0, first, agree(first, tmp_path / "first")))
+    train(build(first, agree(first, tmp_path / "first")))
     later = config(
         synthetic_dir, resume=str(tmp_path / "first"), device="auto", allow_changed=True
     )  # fmt: skip
@@ -273,7 +273,7 @@ def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
     """Its precision is known after the graph has been decided on: auto does without one."""
     monkeypatch.setattr(agreement, "AUTO_CAPTURES", True)
     first = config(synthetic_dir, precision="fp16", max_steps=1)
-    train(build(0, first, agree(first, tmp_path / "first")))
+    train(build(first, agree(first, tmp_path / "first")))
     more = {"resume": str(tmp_path / "first"), "device": "auto", "allow_changed": True}
 
     def settled(**options: Any) -> Agreement:
@@ -374,7 +374,7 @@ def test_a_checkpoints_precision_is_kept_by_another_run_that_leaves_it_at_auto(
 ) -> None:
     for before in ("bf16", "fp32"):
         first = config(synthetic_dir, precision=before, max_steps=2)
-        train(build(0, first, agree(first, tmp_path / before)))
+        train(build(first, agree(first, tmp_path / before)))
         source = str(tmp_path / before)
         later = config(synthetic_dir, max_steps=3, resume=source, allow_changed=True)
         assert agree(later, tmp_path / f"after {before}").precision == before

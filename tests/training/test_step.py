@@ -75,8 +75,7 @@ def test_the_sums_count_every_image_of_every_pass(alone: None) -> None:
     ours = step(model, accumulate=4)
     ours(images, labels)
     assert ours.tally.steps == 1
-    *means, paces = ours.tally.collect()
-    assert [*means, *paces.images] == pytest.approx([float(loss), float(correct), 10], rel=1e-5)
+    assert ours.tally.collect() == pytest.approx((float(loss), float(correct)), rel=1e-5)
 
 
 def test_in_bf16_the_network_computes_and_the_weights_stay_fp32() -> None:

@@ -67,7 +67,7 @@ def agree(
     return start.settle_attempt(settings, run, number, {"SLURM_JOB_ID": "7"}, hellos)
 
 
-def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:
+def build(settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:
     sets = {
         "train_set": _images(settings.data_dir, True),
         "test_set": _images(settings.data_dir, False),
@@ -75,7 +75,7 @@ def build(rank: int, settings: TrainConfig, agreed: Agreement, **more: Any) -> T
     attempt = Attempt(RunDir(Path(agreed.run_dir)), agreed.attempt)
     given = {**sets, "request": StopRequest(), **more}
     content = state.load(Path(agreed.resume)) if agreed.resume else None
-    return Training(settings, agreed, rank, CPU, attempt=attempt, resume_content=content, **given)
+    return Training(settings, agreed, CPU, attempt=attempt, resume_content=content, **given)
 
 
 def train_rank(
@@ -97,7 +97,7 @@ def train_rank(
         agreed = box[0]
         random.seed(rank + (999 if agreed.resume else 0))
         np.random.seed(rank + (999 if agreed.resume else 0))
-        ours = build(rank, settings, agreed)
+        ours = build(settings, agreed)
     finally:
         nets.MODELS["convnet"] = plain
     asked_at_once(ours, at)
@@ -110,7 +110,7 @@ def train_rank(
         "weights": [parameter.detach().numpy().copy() for parameter in ours.model.parameters()],
         "sha256": state.weights_sha256(ours.model),
         "accuracy": ours.result.accuracy,
-        "best": ours.core.best,
+        "best": ours._best,
         "buckets": _buckets(ours.learner.ddp),
         "draws": (torch.rand(3).tolist(), random.random(), np.random.random()),
     }
@@ -137,8 +137,8 @@ def train_alone(
 
 def asked_at_once(ours: Training, at: int, reason: str = "signal") -> None:
     """Have the ranks look after every step, and this one be asked to stop at step `at`."""
-    ours.core.poll.due = lambda _: True  # type: ignore[method-assign]
-    after(ours, at, lambda: ours.request.note(reason))
+    ours._poll.due = lambda _: True  # type: ignore[method-assign]
+    after(ours, at, lambda: ours._request.note(reason))
 
 
 def after(ours: Training, at: int, act: Callable[[], object]) -> None:

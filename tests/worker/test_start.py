@@ -303,7 +303,7 @@ def test_ranks_started_again_inside_a_job_go_on_from_their_attempts_own_checkpoi
     ours = Attempt(run, number)
     for stop in (5, 7):  # with the number that the script has given to both
         agreed = trainings.agree(settings, run.path, number=number)
-        training = trainings.build(0, settings, agreed)
+        training = trainings.build(settings, agreed)
         trainings.asked_at_once(training, stop)
         train(training)
     agreed = trainings.agree(settings, run.path, number=number)
@@ -311,7 +311,7 @@ def test_ranks_started_again_inside_a_job_go_on_from_their_attempts_own_checkpoi
     record = ours.read_record()
     assert (record.step, record.starts_in_job) == (3, 3)
     assert record.resumed_from == "attempts/0001/checkpoints/step-00000003.pt"
-    training = trainings.build(0, settings, agreed)
+    training = trainings.build(settings, agreed)
     train(training)
     assert state.weights_sha256(training.model) == whole["sha256"]
     steps = [line["step"] for line in read_json_lines(run.metrics) if line["kind"] == "train"]
@@ -325,7 +325,7 @@ def test_a_damaged_checkpoint_of_the_attempt_itself_is_passed_over(
     trainings.train_alone(settings, tmp_path / "run", stop=3, noisy=False)
     run = RunDir(tmp_path / "run")
     number = attempts.begin(run).number
-    training = trainings.build(0, settings, trainings.agree(settings, run.path, number=number))
+    training = trainings.build(settings, trainings.agree(settings, run.path, number=number))
     trainings.asked_at_once(training, 5)
     train(training)
     ours = Attempt(run, number)

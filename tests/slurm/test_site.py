@@ -3,7 +3,7 @@
 import pytest
 
 from clusterddp.slurm.forms import gpus_of
-from clusterddp.slurm.partitions import Partition, parse
+from clusterddp.slurm.site import Partition, parse_partitions
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_gpus_are_counted_by_their_type(gres: str, gpus: dict[str, int]) -> None
 
 def test_a_partition_has_what_the_best_of_its_nodes_have() -> None:
     week = 7 * 24 * 3600
-    assert parse(
+    assert parse_partitions(
         [
             "CLUSTER: one",
             "main*|7-00:00:00|16|2|gpu:4",
