@@ -109,8 +109,8 @@ class Training(Resumable):
         self.last_step = config.max_steps or sys.maxsize
         self.schedule = Schedule(config, agreed.reference_world_size, len(train_set))
         self.journal = Journal(config, attempt, rank, position, self._planned())
-        is_profiled = bool(config.profile) and int(config.profile) == rank
-        self.profiler = Profiler(attempt.path / "profile", rank, device, is_on=is_profiled)
+        is_profiled = config.profile and int(config.profile) == rank
+        self.profiler = Profiler(attempt.path / "profile", rank, device) if is_profiled else None
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, once all is done."""
         self.loads_kernels = device.type == "cuda"
@@ -165,16 +165,20 @@ class Training(Resumable):
 
     def finish(self) -> None:
         """Evaluate, and save the end of the training."""
-        self.profiler.close()
         self._log()
+        self._end_profile()
         self.evaluate()
         self.ranks = of_ranks(self._paces, self.device)
         super().finish()
 
+    def _end_profile(self) -> None:
+        if self.profiler:
+            self.profiler.close()
+
     def leave(self, reason: str) -> NoReturn:
         """Save and raise Left."""
-        self.profiler.close()
         self._log()
+        self._end_profile()
         super().leave(reason)
 
     def prepare(self) -> None:
@@ -236,7 +240,8 @@ class Training(Resumable):
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
         self.journal.step()
-        self.profiler.step()
+        if self.profiler:
+            self.profiler.step()
         if self._is_logged(self.steps):
             self._line_step = self.steps
             self._log()

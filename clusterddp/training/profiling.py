@@ -21,21 +21,17 @@ _ROWS = 10
 class Profiler:
     """Records steps 11 to 15 of a rank."""
 
-    def __init__(
-        self, folder: Path, rank: int, device: torch.device, *, is_on: bool = True
-    ) -> None:
-        """folder: for the trace; made when there is one. is_on: else it does nothing."""
+    def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
+        """folder: for the trace; made when there is one."""
         self._path = folder / f"rank-{rank}.trace.json.gz"
         self._on_gpu = device.type == "cuda"
         of_gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
-        self._profile: profile | None = None
-        if is_on:
-            self._profile = profile(
-                activities=[ProfilerActivity.CPU, *of_gpu],
-                schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
-                on_trace_ready=self._keep,
-            )
-            self._profile.start()
+        self._profile: profile | None = profile(
+            activities=[ProfilerActivity.CPU, *of_gpu],
+            schedule=schedule(wait=_WAIT, warmup=_WARM_UP, active=_RECORDED, repeat=1),
+            on_trace_ready=self._keep,
+        )
+        self._profile.start()
 
     def step(self) -> None:
         """Count an optimizer step; after the last recorded one the trace is written."""

@@ -450,7 +450,7 @@ def test_a_rank_is_profiled_where_it_is_the_one_named(
 ) -> None:
     agreed = agree(config(synthetic_dir), tmp_path)
     training = build(config(synthetic_dir, profile=wanted), agreed)
-    assert bool(training.profiler._profile) is recorded
+    assert bool(training.profiler) is recorded
 
 
 # A captured step ---------------------------------------------------------------------------------
