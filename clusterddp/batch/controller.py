@@ -492,7 +492,7 @@ class Controller:
             return ""
         if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
             return "demanded by --nodelist"
-        if {*failed} <= {*record.slow} and not self._spec.requeues:
+        if {*failed} <= {*record.slow} and not self._spec.requeue:
             return "slow, with requeue off and no spare"
         return ""
 
