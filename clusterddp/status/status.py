@@ -719,6 +719,7 @@ class Progress:
     """Progress of an attempt; None where nothing is known."""
 
     step: int | None = None
+    """Steps that are done."""
     planned: int | None = None
     """Step at which the training will be done."""
     seconds_left: float | None = None
