@@ -63,27 +63,15 @@ def fsync(descriptor: int, _plain: object = os.fsync) -> None:
 
 
 def pace_steps(module: object) -> None:
-    position = module.Position  # type: ignore[attr-defined]
-    plain = position.advance
-
-    def advance(self: object, images: int) -> None:
-        plain(self, images)
-        time.sleep(PACE_SECONDS)
-        hold(f"step-{self.step}")  # type: ignore[attr-defined]
-
-    position.advance = advance
-
-
-def pace_own_steps(module: object) -> None:
-    """A loop of one's own: the moment comes before the ranks look whether to stop."""
-    plain = module.Loop.step  # type: ignore[attr-defined]
+    """Of the training and of a loop of one's own, before the ranks look whether to stop."""
+    plain = module.Resumable.step  # type: ignore[attr-defined]
 
     def step(self: object, **metrics: object) -> None:
         time.sleep(PACE_SECONDS)
         hold(f"step-{self.steps + 1}")  # type: ignore[attr-defined]
         plain(self, **metrics)
 
-    module.Loop.step = step  # type: ignore[attr-defined]
+    module.Resumable.step = step  # type: ignore[attr-defined]
 
 
 def hold_after_report(module: object) -> None:
@@ -109,14 +97,13 @@ def hold_after_leaving(module: object) -> None:
 
 AFTER = {
     "clusterddp.distributed.rendezvous": hold_after_leaving,
-    "clusterddp.checkpoints.state": pace_steps,
-    "clusterddp.loop": pace_own_steps,
+    "clusterddp.training.resumable": pace_steps,
     "clusterddp.training.report": hold_after_report,
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Lets every import pass; four modules are touched once they are loaded."""
+    """Lets every import pass; three modules are touched once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
