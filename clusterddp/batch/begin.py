@@ -263,7 +263,7 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
             for remark in choice.remarks:
                 log.info(remark)
             return history
-        if not spec.requeues:
+        if not spec.requeue:
             log.info(f"{requeue_is_off(words)}: it is used all the same")
             return history
         if _starts_in_vain(history) >= _MOST_STARTS_IN_VAIN:
@@ -294,7 +294,7 @@ def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: i
     words = (
         f"Slurm has given {formatting.count(given, 'node')}, and a step of the run needs {needed}"
     )
-    if not spec.requeues:
+    if not spec.requeue:
         return requeue_is_off(words)
     if job.withdrawal(history):
         return words

@@ -45,7 +45,7 @@ from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
-from clusterddp.run.history import Policy
+from clusterddp.run.history import History, Policy
 from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
@@ -492,7 +492,7 @@ class Controller:
             return ""
         if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
             return "demanded by --nodelist"
-        if {*failed} <= {*record.slow} and not self._spec.requeues:
+        if {*failed} <= {*record.slow} and not self._spec.requeue:
             return "slow, with requeue off and no spare"
         return ""
 
@@ -596,7 +596,7 @@ class Controller:
     def _place_of_code(self) -> dict[str, str]:
         """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
         nothing = {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # not another job's, which submitted it
-        submitted = [e for e in events.read(self._run.events) if isinstance(e, events.Submitted)]
+        submitted = History.read(self._run).every(events.Submitted)
         recorded = next((each.folder for each in submitted if each.folder), "")
         folder = recorded or os.environ.get("SLURM_SUBMIT_DIR", "")
         if not (self._run.code.is_dir() and folder):

@@ -22,7 +22,7 @@ from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
 from clusterddp.run.history import History
-from clusterddp.run.outcome import SIGN_SECONDS, last_sign, read_outcomes
+from clusterddp.run.outcome import SIGN_SECONDS, last_sign, path_of, read_outcomes
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
@@ -141,7 +141,7 @@ class NodeWatch:
 
     def _changed(self, outcome: Outcome) -> float:
         with suppress(OSError):
-            return last_sign(self.attempt.outcomes, outcome.rank)
+            return last_sign(path_of(self.attempt.outcomes, outcome.rank))
         return 0.0
 
 

@@ -22,7 +22,14 @@ from clusterddp.processes import table
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.logs import printed
-from clusterddp.run.outcome import HUNG, any_began, note_hung, read_outcome, read_outcomes
+from clusterddp.run.outcome import (
+    HUNG,
+    any_began,
+    last_sign,
+    note_hung,
+    read_outcome,
+    read_outcomes,
+)
 from clusterddp.run.records import HungRanks, Silence
 from clusterddp.slurm import client as slurm
 from clusterddp.status import stacks
@@ -169,8 +176,10 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
             break
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
-        has_last_word = attempt.end.exists()
-        now = first_at_work, has_last_word, _last_sign(attempt)
+        has_last_word, sign = attempt.end.exists(), 0.0
+        with suppress(OSError):  # a COMMAND gives none
+            sign = last_sign(attempt.alive)
+        now = first_at_work, has_last_word, sign
         if now != before:
             before, since = now, time.monotonic()
         quiet = time.monotonic() - since
@@ -188,13 +197,6 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
 def _has_ended(attempt: Attempt, rank: int) -> bool:
     outcome = read_outcome(attempt.outcomes, rank)
     return outcome is not None and outcome.ended is not None
-
-
-def _last_sign(attempt: Attempt) -> float | None:
-    try:
-        return attempt.alive.stat().st_mtime
-    except OSError:
-        return None
 
 
 _LOOKS = 20

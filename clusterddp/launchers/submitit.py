@@ -203,7 +203,7 @@ def _by_protocol(spec: JobSpec) -> bool:
     """Return whether submitit can tell what its signal means, by the limit of --time."""
     timed = "time" in sbatch.directive_values(spec)
     limit = forms.limit_seconds(spec.resources.time) if timed else None
-    return spec.requeues and bool(spec.signal) and limit is not None
+    return bool(spec.requeue and spec.signal) and limit is not None
 
 
 def _python(spec: JobSpec) -> str:

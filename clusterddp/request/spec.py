@@ -16,14 +16,7 @@ from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request import record
 from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
-from clusterddp.request.program import (
-    NO_PREFLIGHT,
-    PREFLIGHTS,
-    QUICK,
-    Command,
-    Program,
-    Training,
-)
+from clusterddp.request.program import NO_PREFLIGHT, PREFLIGHTS, QUICK, Command, Program, Training
 from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import NO_SWEEP, Point, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -677,11 +670,6 @@ class JobSpec(Record):
         is_usual = self.launcher == "sbatch" and self.resources.nodes > 1
         asked = self.preflight or (QUICK if is_usual else NO_PREFLIGHT)
         return asked if asked in self.program.preflights else self.program.preflights[-1]
-
-    @property
-    def requeues(self) -> bool:
-        """Return whether the script puts the job back into the queue by itself."""
-        return bool(self.requeue)
 
     @property
     def signal_lead(self) -> int:

@@ -264,7 +264,7 @@ class Policy:
     def of(cls, spec: JobSpec) -> "Policy":
         """Return what a request allows."""
         undecided = spec.requeue is None
-        return cls(spec.requeues, spec.max_requeues, spec.restart_on_failure, undecided)
+        return cls(bool(spec.requeue), spec.max_requeues, spec.restart_on_failure, undecided)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def ended_for(folder: Path) -> HungRanks | None:
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
     """Read the record of one rank; None where there is none that can be read."""
-    return files.read(Outcome, _path(folder, rank), strict=True)
+    return files.read(Outcome, path_of(folder, rank), strict=True)
 
 
 def any_began(folder: Path) -> bool:
@@ -94,13 +94,19 @@ def any_began(folder: Path) -> bool:
     return any(folder.glob("rank-*.json"))
 
 
-def last_sign(folder: Path, rank: int) -> float:
-    """Return the time of a rank's latest sign of life, as its parent gives it. Raises OSError."""
-    return _path(folder, rank).stat().st_mtime
-
-
-def _path(folder: Path, rank: int) -> Path:
+def path_of(folder: Path, rank: int) -> Path:
+    """Return the record of a rank, whose time its parent renews as a sign of life."""
     return folder / f"rank-{rank}.json"
+
+
+def last_sign(path: Path) -> float:
+    """Return when a rank, or the controller, has last given a sign of its life. Raises OSError.
+
+    path: the file whose time is that sign. It is opened, as a network file system answers stat from
+    what it knew some time ago.
+    """
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
@@ -324,7 +330,7 @@ class TaskRecord:
 
     @property
     def _path(self) -> Path:
-        return _path(self._folder, self._rank)
+        return path_of(self._folder, self._rank)
 
     def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
         """Record the end and the error behind it; `status` is wait(2)'s, and is returned."""

@@ -22,7 +22,7 @@ from clusterddp.request.spec import ANY, CONDITIONS, FAILED, OK, JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import NotStarted
 from clusterddp.run.events import Cause
-from clusterddp.run.history import causes_of, withdrawn
+from clusterddp.run.history import History, causes_of, withdrawn
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import HELD, State
@@ -481,5 +481,4 @@ def _record_wait(
 
 def _awaited_by(run: RunDir) -> list[str]:
     """Return the directories of the runs that wait for this one, or did."""
-    noted = [e.by for e in events.read(run.events) if isinstance(e, events.AwaitedBy)]
-    return list(dict.fromkeys(noted))
+    return list(dict.fromkeys(each.by for each in History.read(run).every(events.AwaitedBy)))

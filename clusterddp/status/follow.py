@@ -13,6 +13,7 @@ from typing import BinaryIO
 from clusterddp import formatting, log, patience
 from clusterddp.errors import RequestError
 from clusterddp.run import events
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
@@ -133,7 +134,7 @@ def default_log(run: RunDir, status: RunStatus) -> Path:
 
 def _script_output(run: RunDir) -> Path | None:
     """Find the file of the newest job's script, which stays where the job gave no verdict."""
-    submitted = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
+    submitted = History.read(run).every(events.Submitted)
     if not submitted or not submitted[-1].folder:
         return None
     output = Path(submitted[-1].folder) / f"slurm-{submitted[-1].job_id}.out"

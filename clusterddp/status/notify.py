@@ -24,6 +24,7 @@ from clusterddp.errors import ClusterDDPError
 from clusterddp.processes.signals import adopted, die_with_parent
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import JobState, State
@@ -135,14 +136,8 @@ def tell_as_job(run: RunDir) -> None:
     ClusterDDPError.
     """
     spec, own = run.load_spec(), os.environ.get("SLURM_JOB_ID", "")
-    waited_for = next(
-        (
-            event.job_id
-            for event in events.read(run.events)
-            if isinstance(event, events.NoticeQueued) and event.notice_job == own
-        ),
-        "",
-    )
+    queued = History.read(run).every(events.NoticeQueued)
+    waited_for = next((event.job_id for event in queued if event.notice_job == own), "")
     began = time.monotonic()
     for _ in patience.looks(every=patience.NOTICE_PAUSE):  # Slurm tells nobody when it has settled
         if mark_of(run).exists():
@@ -211,7 +206,7 @@ def is_awaited(run: RunDir) -> bool:
     spec = run.read_spec()
     if not (spec and spec.notify) or mark_of(run).exists():
         return False
-    return any(isinstance(event, events.NoticeQueued) for event in events.read(run.events))
+    return bool(History.read(run).every(events.NoticeQueued))
 
 
 def mark_of(run: RunDir) -> Path:
@@ -225,7 +220,7 @@ def mark_of(run: RunDir) -> Path:
 
 def _withdraw_job(run: RunDir) -> None:
     """Take the job that waits to tell the program out of the queue: it has been told."""
-    queued = [e for e in events.read(run.events) if isinstance(e, events.NoticeQueued)]
+    queued = History.read(run).every(events.NoticeQueued)
     if queued:
         slurm.cancel(queued[-1].notice_job)
 

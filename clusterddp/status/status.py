@@ -20,8 +20,8 @@ from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events, logs
 from clusterddp.run.attempt import Attempt, latest
 from clusterddp.run.events import Cause, Ended, Failure, Started
-from clusterddp.run.history import NO_RESTART, gained
-from clusterddp.run.outcome import HUNG, first_failure, read_outcomes
+from clusterddp.run.history import NO_RESTART, History, gained
+from clusterddp.run.outcome import HUNG, first_failure, last_sign, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
     HungRanks,
@@ -305,7 +305,7 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, st
     if submission.is_local or submission.attempt is None:
         return None
     try:
-        changed = Attempt(run, submission.attempt).controller.stat().st_mtime
+        changed = last_sign(Attempt(run, submission.attempt).controller)
     except OSError:  # submitit has none
         return None
     silent = now - changed
@@ -417,7 +417,7 @@ def _left_out(
 
 def submission_folder(run: RunDir) -> Path | None:
     """Return the folder of the run's first submission; None where none is recorded."""
-    recorded = (e for e in events.read(run.events) if isinstance(e, events.Submitted))
+    recorded = History.read(run).every(events.Submitted)
     return next((Path(each.folder) for each in recorded if each.folder), None)
 
 
@@ -719,6 +719,7 @@ class Progress:
     """Progress of an attempt; None where nothing is known."""
 
     step: int | None = None
+    """Steps that are done."""
     planned: int | None = None
     """Step at which the training will be done."""
     seconds_left: float | None = None

@@ -14,6 +14,7 @@ from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.processes.table import process_alive
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.status.state import ENDED, RunState, Submission, latest_submission
@@ -213,7 +214,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
 def awaits_turn(run: RunDir) -> bool:
     """Return whether a point waits for a rehearsal of its sweep, which runs them in turn."""
     name, _, index = run.name.rpartition("-")
-    sent = [e for e in events.read(run.events) if isinstance(e, events.Submitted)]
+    sent = History.read(run).every(events.Submitted)
     if not (name and index.isdecimal()) or any(event.launcher != "local" for event in sent[-1:]):
         return False
     history = events.read(SweepDir(run.path.with_name(name)).events)

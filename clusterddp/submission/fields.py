@@ -65,19 +65,17 @@ def job_spec(given: Given, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
 
 def _check_typed(given: Given, sweep: Sweep) -> None:
     """Refuse options that contradict each other by being typed, and an empty one."""
-    flags = given.flags(row.parameter for row in TRAINING)
-    if given.command and flags:
-        raise OptionError(
-            flags,
-            f" belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
-            "given; put the command's own options behind '--'. [CD0103]",
-        )
-    for name in sweep.names:
-        if f"--{name}" in flags.split(", "):
+    if given.command:
+        if flags := given.flags(row.parameter for row in TRAINING):
             raise OptionError(
-                f"--{name}",
-                f" against --sweep {name}: leave the first out, or the second. [CD0103]",
+                flags,
+                f" belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
+                "given; put the command's own options behind '--'. [CD0103]",
             )
+    elif name := next((n for n in sweep.names if given.source(n.replace("-", "_")) == FLAG), ""):
+        raise OptionError(
+            f"--{name}", f" against --sweep {name}: leave the first out, or the second. [CD0103]"
+        )
     for name, value in given.typed.items():
         if value == "":
             flag = f"--{name.replace('_', '-')}"

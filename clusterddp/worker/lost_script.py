@@ -14,7 +14,7 @@ from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.run import events
 from clusterddp.run.attempt import SILENT_SECONDS, Attempt
 from clusterddp.run.history import History, Policy, causes_of, gained, withdrawn
-from clusterddp.run.outcome import read_outcome
+from clusterddp.run.outcome import last_sign, read_outcome
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
@@ -38,25 +38,16 @@ def put_back(attempt: Attempt, env: DistEnv) -> None:
 def _is_lost(attempt: Attempt, host: str) -> bool:
     """Wait for a sign of life of the controller or its host; returns whether none came for long."""
     try:
-        before = _changed(attempt)
+        before = last_sign(attempt.controller)
     except OSError:  # a launcher that has no controller
         return False
     for _ in patience.looks(SILENT_SECONDS, every=patience.RECORDS_PAUSE):
         first = read_outcome(attempt.outcomes, 0)  # of all ranks it would cost a large job too much
         if first and first.failed and first.host == host:
             return False
-        if attempt.is_superseded or _changed(attempt) != before:
+        if attempt.is_superseded or last_sign(attempt.controller) != before:
             return False
     return True
-
-
-def _changed(attempt: Attempt) -> float:
-    """Return the time of the controller's latest sign of life. Raises OSError.
-
-    Opened, as a network file system answers stat from what it knew some time ago.
-    """
-    with attempt.controller.open() as file:
-        return os.fstat(file.fileno()).st_mtime
 
 
 def _requeue(attempt: Attempt, job_id: str, host: str) -> None:

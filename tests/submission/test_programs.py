@@ -9,7 +9,9 @@ import pytest
 from clusterddp.errors import RequestError
 from clusterddp.launchers import sbatch
 from clusterddp.request.spec import DEFAULT_TEMPLATE
+from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.submission.programs import check_pythons
+from clusterddp.submission.submit import check_commands
 from tests.cli.made_runs import Workplace, workplace
 from tests.request.test_spec import spec
 
@@ -343,6 +345,16 @@ def test_the_python_of_an_image_is_not_started(tree: Path, workplace: Workplace)
     got = workplace.invoke(*argv, "--", "python", "nets.py")
     assert got.code == 0, got.err
     assert "warning: --check-python: the tasks' Python is their image's" in got.err
+
+
+@pytest.mark.parametrize("sweep", [NO_SWEEP, Sweep(("lr",), (("0.1",), ("0.2",)))])
+def test_an_image_that_is_not_here_is_warned_of(
+    sweep: Sweep, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = spec(container_image="/absent.sif", python="python3", sweep=sweep)
+    check_commands(asked, "")
+    warned = "the image /absent.sif is not on this machine: the nodes need it"
+    assert warned in capfd.readouterr().err
 
 
 def test_a_batch_python_that_needs_the_shells_variables_is_refused_where_they_stay_behind(

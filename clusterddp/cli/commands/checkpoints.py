@@ -13,6 +13,7 @@ from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
 from clusterddp.errors import CheckpointError, coded
 from clusterddp.run import events
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.find import find_run
 
@@ -42,7 +43,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     else:
         click.echo(formatting.table([_HEADER, *(_row(entry, time.time()) for entry in entries)]))
         there = {entry.step for entry in entries}
-        cleaned = [e for e in events.read(run_dir.events) if isinstance(e, events.Cleaned)]
+        cleaned = History.read(run_dir).every(events.Cleaned)
         gone = {step for event in cleaned for step in event.checkpoints} - there
         if gone:
             steps = formatting.some([str(step) for step in sorted(gone)], 8)

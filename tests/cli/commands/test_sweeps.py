@@ -661,6 +661,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
         ),
         (["submit", "--sample", "2"], "name what to draw"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
+        (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes against --sweep nodes"),
         (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
     ],
 )

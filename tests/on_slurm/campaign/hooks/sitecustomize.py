@@ -63,7 +63,7 @@ def fsync(descriptor: int, _plain: object = os.fsync) -> None:
 
 
 def pace_steps(module: object) -> None:
-    """Of the built-in training, and of a loop of one's own: before the ranks look at requests."""
+    """Of the training and of a loop of one's own, before the ranks look whether to stop."""
     plain = module.Resumable.step  # type: ignore[attr-defined]
 
     def step(self: object, **metrics: object) -> None:
