@@ -54,11 +54,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from clusterddp.errors import RequestError
 from clusterddp.files import write_atomically
-from clusterddp.request.spec import JobSpec
+
+if TYPE_CHECKING:
+    from clusterddp.request.spec import JobSpec
 
 _Kind = TypeVar("_Kind", bound="RunDir")
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt", re.ASCII)
@@ -176,7 +178,7 @@ class RunDir:
 
     @classmethod
     @contextmanager
-    def create(cls, spec: JobSpec, script: str | None) -> Iterator["RunDir"]:
+    def create(cls, spec: "JobSpec", script: str | None) -> Iterator["RunDir"]:
         """Make the directory of a new run with its records, or nothing at all.
 
         Records are laid down in a hidden sibling that is renamed into place when complete. What
@@ -225,8 +227,10 @@ class RunDir:
         for folder in folders:
             folder.mkdir(mode=0o700, exist_ok=True)
 
-    def load_spec(self) -> JobSpec:
+    def load_spec(self) -> "JobSpec":
         """Read the request; raises RequestError when there is none or it is damaged."""
+        from clusterddp.request.spec import JobSpec  # a task needs none
+
         try:
             return JobSpec.from_json(self.spec.read_text(errors="replace"), self.spec.name)
         except OSError as error:
@@ -236,7 +240,7 @@ class RunDir:
         except RequestError as error:
             raise RequestError(f"{self.path}: {error}", code=error.code) from None
 
-    def read_spec(self) -> JobSpec | None:
+    def read_spec(self) -> "JobSpec | None":
         """Read the request; None for a damaged one, which takes nothing from what else is known."""
         try:
             return self.load_spec()
