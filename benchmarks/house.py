@@ -30,7 +30,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_945, 31_500),
+    Row("code lines", 36_955, 31_500),
     Row("modules", 207, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
@@ -39,7 +39,7 @@ HELD = (
     Row(f"{_ENTERED}rank 0", 50, 42),
     Row(f"{_ENTERED}another rank", 47, 36),
     Row(f"{_ENTERED}a COMMAND's task", 18, 16),
-    Row("places that ask for a run's kind", 17, 20),
+    Row("places that ask for a run's kind", 18, 20),
     Row("lines of tests", 59_600, 50_000),
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 22_000, 18_000),

@@ -172,11 +172,16 @@ class Loop(Resumable):
         self.finish()
 
     def finish(self) -> None:
+        """Save what the loop has come to, and wait until it is on the disk; collective.
+
+        `epochs` does so by itself. Raises CheckpointError, on all ranks, where it could not be
+        written.
+        """
         super().finish()
         self._stop_listening()
         if not self._in_run:  # a run is done when its command is
             with suppress(OSError):
-                self.note_end("")
+                self._note_end("")
 
     def _stop_watching(self) -> None:
         """Leave the others' watchdogs; they miss a rank that is not done."""
@@ -331,7 +336,7 @@ class Loop(Resumable):
         if self.rank == 0:
             Loop._folders.add(self.attempt.run.path)
             self._presence = Presence(self.attempt, stop.requested)
-            self._presence.sign = self.sign_of_life
+            self._presence.sign = self._sign_of_life
             self._presence.__enter__()
             poll_time_limit(self._deadline, os.environ)
             path, position = self.attempt.metrics, self._position

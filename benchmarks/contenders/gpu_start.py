@@ -95,6 +95,7 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
 
     from clusterddp.checkpoints import state
     from clusterddp.distributed import exchange
+    from clusterddp.distributed.agreement import Poll
     from clusterddp.training import replay
     from clusterddp.training.device import peak_bytes
 
@@ -109,8 +110,9 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
         torch.cuda.synchronize()
     steps = time.perf_counter() - began
     began = time.perf_counter()
+    poll = Poll()
     for number in range(_ASKS):
-        training._poll.ask(number, [0, 0])
+        poll.ask(number, [0, 0])
     asking = time.perf_counter() - began
     began = time.perf_counter()
     random_states = exchange.gather(replay.random_state(()), on_first=True)

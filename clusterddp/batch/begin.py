@@ -68,7 +68,7 @@ def begin_attempt(
 ) -> Attempt:
     """Make the next attempt of the job's run.
 
-    seconds: seconds to wait for an attempt that still trains. code_changes: lists what differs
+    seconds: for which it waits for an attempt that still trains. code_changes: lists what differs
     from the submitted code, where the run uses no copy of it. spares: the job's nodes beside those
     of the tasks. needed: nodes of a step.
     Raises RunIsDone, BackInQueue where Slurm has given too few nodes, or a bad one that the next

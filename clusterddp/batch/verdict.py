@@ -576,9 +576,9 @@ def _other_python(evidence: Evidence, reason: str) -> str:
     """Say that COMMAND's Python is the first on the PATH, of no environment that is activated."""
     spec = evidence.spec
     missing = re.search(r"No module named '?([\w.]+)", reason)
-    if spec is None or not missing or spec.container_image:
+    if spec is None or not spec.command or not missing or spec.container_image:
         return ""
-    program, arguments = "".join(spec.command[:1]), spec.command[1:]
+    program, *arguments = spec.command
     found = shutil.which(program) or ""
     activated = (os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX"))
     is_meant = found == spec.python or any(a and Path(found).is_relative_to(a) for a in activated)

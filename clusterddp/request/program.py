@@ -99,7 +99,7 @@ class _Program(Record):
         return []
 
 
-class Training(_Program):
+class BuiltIn(_Program):
     """The built-in training."""
 
     starter = "train"
@@ -152,11 +152,11 @@ class Training(_Program):
         argv = self.at(point).config.to_argv()
         return {_LIST: [word for word in argv if word.partition("=")[0][2:] in names]}
 
-    def at(self, point: Point) -> "Training":
+    def at(self, point: Point) -> "BuiltIn":
         """Return the program at a point of a sweep. Raises OptionError for a value not valid."""
         values: dict[str, Any] = {_ROWS[name].parameter: _value(name, v) for name, v in point}
         try:
-            return Training(dataclasses.replace(self.config, **values))
+            return BuiltIn(dataclasses.replace(self.config, **values))
         except OptionError as error:
             problem = str(error).removeprefix(error.option)
             raise OptionError(
@@ -198,7 +198,7 @@ class Training(_Program):
         each = [self.at(point).config for point in points] or [self.config]
         return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
 
-    def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "Training":
+    def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "BuiltIn":
         """Return it with the options, or the COMMAND, that are typed for the run of this name.
 
         flags: those of the options. Raises RequestError for what belongs to another program.
@@ -208,7 +208,7 @@ class Training(_Program):
                 f"{shlex.join(typed)} belongs to the run of a COMMAND, but {run} trains "
                 "MNIST. [CD0103]"
             )
-        return Training(dataclasses.replace(self.config, **options))
+        return BuiltIn(dataclasses.replace(self.config, **options))
 
     def beginning(self, step: int | None) -> str:
         """Return a clause on where a start begins. step: of the run's checkpoint, if it has one."""
@@ -258,7 +258,7 @@ class Command(_Program):
         self, swept: Sequence[str], *, lead: int, arms: bool, tracker: str
     ) -> list[str]:
         of_stacks = [] if arms else ["--no-arm-stacks"]
-        return [*of_stacks, *([f"--tracker={tracker}"] if tracker else []), "--"]
+        return [*of_stacks, *([f"--trackers={tracker}"] if tracker else []), "--"]
 
     def words(self, swept: Sequence[str], text: Writer, value: Writer) -> list[str]:
         words = []
@@ -303,7 +303,7 @@ class Command(_Program):
         return True
 
 
-Program: TypeAlias = Training | Command
+Program: TypeAlias = BuiltIn | Command
 
 
 def _value(name: str, text: str) -> object:

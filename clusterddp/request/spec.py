@@ -16,7 +16,7 @@ from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request import record
 from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
-from clusterddp.request.program import NO_PREFLIGHT, PREFLIGHTS, QUICK, Command, Program, Training
+from clusterddp.request.program import NO_PREFLIGHT, PREFLIGHTS, QUICK, BuiltIn, Command, Program
 from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import NO_SWEEP, Point, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -414,7 +414,7 @@ class JobSpec(Record):
     @property
     def program(self) -> Program:
         """Return what every task runs."""
-        return Training(self.train) if self.train else Command(self.command)
+        return BuiltIn(self.train) if self.train else Command(self.command)
 
     @property
     def trainings(self) -> list[TrainConfig]:

@@ -715,7 +715,7 @@ _LINES_OF_LATE = 20
 
 
 @dataclass(frozen=True)
-class Progress:
+class _Progress:
     """Progress of an attempt; None where nothing is known."""
 
     step: int | None = None
@@ -733,7 +733,7 @@ class Progress:
         return round(min(100 * self.step / self.planned, 100.0), 1)
 
 
-def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> Progress:
+def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> _Progress:
     """Return how far an attempt has come, by rank 0's sign of life and its lines of metrics.
 
     lines: the latest, in the order in which they were written; those of earlier attempts, which
@@ -741,19 +741,19 @@ def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> Progress:
     """
     latest = max((line.step for line in lines), default=-1)
     if attempt is None:
-        return Progress(latest if latest >= 0 else None)
+        return _Progress(latest if latest >= 0 else None)
     sign, record = attempt.read_sign_of_life(), attempt.read_record() or AttemptRecord()
     step = max(latest, sign.step or 0)
     if step <= 0 and latest < 0 and not sign.planned:
-        return Progress()
+        return _Progress()
     if not sign.planned or sign.planned < step:
-        return Progress(step)
+        return _Progress(step)
     pace = _pace(lines, record)
     spent, trained = sign.spent, (sign.step or 0) - (record.step or 0)
     if pace is None and spent and trained > 0:  # no two lines yet
         pace = spent.training / trained
     left = None if pace is None else round((sign.planned - step) * pace, 1)
-    return Progress(step, sign.planned, left)
+    return _Progress(step, sign.planned, left)
 
 
 def _pace(lines: Sequence[MetricsLine], record: AttemptRecord) -> float | None:

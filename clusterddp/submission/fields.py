@@ -20,7 +20,7 @@ from clusterddp.request.options import (
     REPLACED,
     sbatch_directives,
 )
-from clusterddp.request.program import Command, Program, Training
+from clusterddp.request.program import BuiltIn, Command, Program
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
@@ -192,7 +192,7 @@ def _program(given: Given) -> Program:
     paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
     if resume:
         paths["resume"] = resume_path(resume, given.values["output_root"])
-    return Training(given.training(**paths))
+    return BuiltIn(given.training(**paths))
 
 
 def container_of(given: Given) -> dict[str, Any]:

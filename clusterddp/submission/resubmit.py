@@ -162,7 +162,7 @@ def _changed(
     run: RunDir, before: JobSpec, change: Callable[[JobSpec], JobSpec], terms: Terms
 ) -> JobSpec:
     """Return the new request, further points included; refuses a change of what is kept."""
-    if terms.from_scratch and not before.resumable:
+    if terms.from_scratch and not before.program.keeps_records:
         raise RequestError(
             f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
             "which begins where it likes. [CD0511]"
@@ -264,7 +264,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
     Raises RequestError where they would not begin.
     """
-    if not spec.resumable or spec.sweep or terms.from_scratch:
+    if not spec.program.keeps_records or spec.sweep or terms.from_scratch:
         return None
     from clusterddp.checkpoints import catalog
 

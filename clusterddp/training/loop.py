@@ -25,7 +25,7 @@ from clusterddp.run.records import Agreement, MetricsLine, RankReport
 from clusterddp.training import evaluation
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
-from clusterddp.training.paces import Pace, of_ranks
+from clusterddp.training.paces import Pace, Paces, of_ranks
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.resumable import Left, Resumable
 from clusterddp.training.step import Schedule
@@ -59,6 +59,8 @@ class Training(Resumable):
     """The latest evaluation of the whole test set; NaN before."""
     capture_seconds = 0.0
     """Seconds before the first step: a pass without an update, or the capture."""
+    _logged_paces = Paces()
+    """Those up to the latest line of metrics."""
     _evaluated = -1
     """Step of the latest evaluation."""
     _line_step = -math.inf
@@ -102,8 +104,7 @@ class Training(Resumable):
             progress=progress,
         )
         if content and content["world_size"] == agreed.world_size:
-            self._random = content["random_states"][rank]
-            self._restore_random()
+            self._random = content["random_states"][rank]  # for `epochs` to restore
         if content and content["best"]:
             self._best = Best(**content["best"])
         self.last_step = config.max_steps or sys.maxsize
@@ -122,6 +123,9 @@ class Training(Resumable):
             log.warning(coded(poor, "CD0824"))
         self.warnings = [*agreed.warnings, *([poor] if poor else [])]
         """Warnings for the user, also in the report."""
+
+    note_end, spent = Resumable._note_end, Resumable._spent
+    sign_of_life = Resumable._sign_of_life
 
     @property
     def position(self) -> Position:
@@ -165,8 +169,8 @@ class Training(Resumable):
 
     def finish(self) -> None:
         """Evaluate, and save the end of the training."""
-        self._log()
         self._end_profile()
+        self._log()
         self.evaluate()
         self.ranks = of_ranks(self._paces, self.device)
         super().finish()
@@ -177,8 +181,8 @@ class Training(Resumable):
 
     def leave(self, reason: str) -> NoReturn:
         """Save and raise Left."""
-        self._log()
         self._end_profile()
+        self._log()
         super().leave(reason)
 
     def prepare(self) -> None:
@@ -228,24 +232,28 @@ class Training(Resumable):
     def _asks(self, step: int) -> bool:
         return step < self.last_step and super()._asks(step)
 
-    def _is_logged(self, step: int) -> bool:
-        """Return whether a line of metrics is due after this step, the same on every rank.
-
-        By default after a hundred steps, or the next hundred after half a second: by the pace that
-        the ranks have agreed on, never by a clock, as they write a line together.
-        """
-        every = self.config.log_every
-        paced = step % _LOG_STEPS == 0 and step - self._line_step >= self._poll.pace
-        return step % every == 0 if every else paced
+    def _mark(self, phase: Phase) -> None:
+        if phase != Phase.OWN:  # there is no code here of which the watchdog knows nothing
+            super()._mark(phase)
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
         self.journal.step()
         if self.profiler:
             self.profiler.step()
-        if self._is_logged(self.steps):
+        if self._is_line_due():
             self._line_step = self.steps
             self._log()
         return self._is_best_due("step", self.steps)
+
+    def _is_line_due(self) -> bool:
+        """Return whether a line of metrics is due after this step, the same on every rank.
+
+        By default after a hundred steps, or the next hundred after half a second: by the pace that
+        the ranks have agreed on, never by a clock, as they write a line together.
+        """
+        step, every = self.steps, self.config.log_every
+        paced = step % _LOG_STEPS == 0 and step - self._line_step >= self._poll.pace
+        return step % every == 0 if every else paced
 
     def _is_best_due(self, unit: str, count: int) -> bool:
         """Evaluate where an interval is over; returns whether this is the best, which is kept."""
@@ -279,11 +287,14 @@ class Training(Resumable):
         if not tally.steps:
             return
         self._progress.mark(self.steps, Phase.LOG)
+        self._stop_clock(exact=True)
         self._account()
         since, self._logged = self._logged, replace(position)
+        paces, self._logged_paces = self._paces - self._logged_paces, self._paces
         loss, accuracy = tally.collect()
         speed = (position.images - since.images) / max(position.seconds - since.seconds, 1e-9)
-        self._record("train", loss, accuracy, speed, tuple(round(r, 1) for r in self._pace.rates))
+        rates = [round(rate, 1) for rate in paces.images_per_second]
+        self._record("train", loss, accuracy, speed, tuple(rates))
 
     def _record(
         self, kind: str, loss: float, accuracy: float, speed: float, rates: tuple[float, ...] = ()

@@ -125,6 +125,10 @@ class Paces:
     images: Sequence[float] = ()
     seconds: Sequence[float] = ()
 
+    def __sub__(self, earlier: "Paces") -> "Paces":
+        """Return these without those of an earlier span."""
+        return self + Paces(*([-each for each in part] for part in vars(earlier).values()))
+
     @property
     def images_per_second(self) -> list[float]:
         """Throughput of each rank by itself; empty where the time they wait is not known."""
@@ -177,7 +181,7 @@ class Stopwatch:
 
 
 class Pace:
-    """Measures the steps of this rank in a loop of one's own, for which it starts and stops."""
+    """Measures the steps of this rank, for which it starts and stops."""
 
     def __init__(self, waiting: Waiting, step: int) -> None:
         self.clock, self.images = Stopwatch(), 0
@@ -210,6 +214,7 @@ class Pace:
     def stop(self, *, exact: bool) -> None:
         """End a step; exact: once the GPU has done what it was given for it."""
         if exact and self._waiting.on_gpu:
+            self.clock.start()
             torch.cuda.synchronize()
         self.clock.stop()
         self._first_pass.close()
@@ -271,7 +276,7 @@ class Stragglers:
 
     A rank is named when its speed was below SLOW of the other ranks' median for `patience` seconds
     of training and 50 steps on end, and keeps up again once it was not for as long. Where speeds
-    are not known (`metrics.Waiting`), and for a rank alone, nobody is named.
+    are not known (`Waiting`), and for a rank alone, nobody is named.
     """
 
     def __init__(self, attempt: Attempt, rank: int, patience: float) -> None:

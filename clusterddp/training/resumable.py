@@ -97,7 +97,9 @@ class Resumable:
         request: this rank's; any rank's stops all of them. deadline: known on rank 0.
         pace: measures this rank's steps.
         """
-        self.attempt, self.is_resumed = attempt, is_resumed
+        self.attempt = attempt
+        self.is_resumed = is_resumed
+        """True where it began with a checkpoint."""
         self.rank, self.world_size = exchange.world()
         self._position, self._pace = position, pace
         self._shards, self._wrappers = shards or {}, wrappers or {}
@@ -194,9 +196,8 @@ class Resumable:
         if self._has_batches:
             self._mark(Phase.UPDATE)
         asks = self._asks(self.steps + 1)
-        self._pace.stop(exact=asks or self._is_logged(self.steps + 1))
+        self._stop_clock(exact=asks)
         self._position.step += 1
-        self._position.seconds = self._earlier_seconds + self._pace.clock.elapsed
         self._random = None  # it is on its way
         save = self._stepped(metrics)
         reason, is_time = self._agree() if asks else ("", False)
@@ -231,7 +232,7 @@ class Resumable:
         """Save and raise SystemExit, as `step` does when it is asked to stop; collective."""
         self.save()
         self._await_checkpoint()
-        self.note_end(reason)
+        self._note_end(reason)
         self._over()
         if self.world_size > 1:
             dist.barrier()
@@ -241,11 +242,7 @@ class Resumable:
         raise Left(0 if in_agent else code, reason)
 
     def finish(self) -> None:
-        """Save what the loop has come to, and wait until it is on the disk; collective.
-
-        A Loop's `epochs` does so by itself. Raises CheckpointError, on all ranks, where it could
-        not be written.
-        """
+        """Save the end, and wait until it is on the disk; collective. Raises CheckpointError."""
         reason, _ = self._postponed or ("", False)
         if reason:  # a `break` has come before it
             self.leave(reason)
@@ -268,10 +265,6 @@ class Resumable:
     def _asks(self, step: int) -> bool:
         """Return whether the ranks agree at this step; the same on all of them."""
         return self._poll.due(step)
-
-    def _is_logged(self, step: int) -> bool:
-        """Return whether all ranks log at this step together."""
-        return False
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
         """Log a step; returns whether to save now."""
@@ -365,8 +358,8 @@ class Resumable:
         return trouble
 
     def _trouble(self) -> str:
-        if self._saver is None:  # rank 0 is the one that is waited for
-            self._progress.mark(self.steps, Phase.DONE)
+        # Rank 0 is the one that is waited for.
+        self._progress.mark(self.steps, Phase.SAVE if self._saver else Phase.DONE)
         trouble = "" if self._saver is None or self._saver.wait() else self._saver.trouble
         return exchange.gather(trouble)[0]
 
@@ -386,6 +379,11 @@ class Resumable:
         done = self.steps if phase >= Phase.LOG else self.steps + 1
         self._progress.mark(done, phase)
 
+    def _stop_clock(self, *, exact: bool) -> None:
+        """Count no more as training; exact: once the GPU has done what it was given."""
+        self._pace.stop(exact=exact)
+        self._position.seconds = self._earlier_seconds + self._pace.clock.elapsed
+
     def _count(self, samples: int) -> None:
         """Count a batch of this rank."""
         self._pace.images += samples
@@ -403,13 +401,13 @@ class Resumable:
             now = time.time()
             self._stragglers.add(paces, steps=steps, seconds=seconds, step=self.steps, now=now)
 
-    def note_end(self, reason: str) -> None:
+    def _note_end(self, reason: str) -> None:
         """Record on rank 0 that the training is done, or stopped for a reason; see `note_end`."""
         if self._saver:
             saved, trouble = self._saver.last_step, self._saver.trouble
             note_end(self.attempt, reason, self.steps, saved, trouble)
 
-    def spent(self) -> Spent:
+    def _spent(self) -> Spent:
         """Sum up what this attempt's time has gone into, from any thread of rank 0.
 
         Steps that nobody has accounted for yet count as those before them.
@@ -423,10 +421,10 @@ class Resumable:
             round(self._costs.copy_seconds + self._costs.blocked_seconds, 3),
         )
 
-    def sign_of_life(self) -> SignOfLife:
+    def _sign_of_life(self) -> SignOfLife:
         """Return how far the training is, from any thread of rank 0."""
         saved = self._saver.last_step if self._saver else None
-        return SignOfLife(self.steps, saved, self.spent(), self._planned())
+        return SignOfLife(self.steps, saved, self._spent(), self._planned())
 
 
 def note_end(

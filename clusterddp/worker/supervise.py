@@ -90,7 +90,7 @@ def supervise(
     record, own = record or TaskRecord(run, env, attempt), attempt and Attempt(run, attempt)
     if own:
         _divide_log(own)
-    task = _Task(child, listen, own.stop if own and is_command else None, record)
+    task = _Forked(child, listen, own.stop if own and is_command else None, record)
     with Relay(SIGNALS, task.pass_on) as relay:
         task.fork(relay)
         record.started(task.pid)
@@ -179,7 +179,7 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
         log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
 
 
-class _Task:
+class _Forked:
     """The forked process of a task, with a pipe on which it waits and one on which it reports."""
 
     def __init__(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.program import Command, Training
+from clusterddp.request.program import BuiltIn, Command
 from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -190,7 +190,7 @@ def test_points_that_the_training_cannot_have_are_refused(items: list[str], word
 
 def test_a_point_keeps_the_code_of_what_is_refused() -> None:
     with pytest.raises(OptionError, match="the point precision=tf32") as seen:
-        Training(TrainConfig(device="cpu")).at((("precision", "tf32"),))
+        BuiltIn(TrainConfig(device="cpu")).at((("precision", "tf32"),))
     assert seen.value.code == "CD0103"
 
 
@@ -220,7 +220,7 @@ def test_points_are_appended_and_none_is_there_twice() -> None:
 def test_values_of_the_training_count_and_not_how_they_are_written() -> None:
     before = parse(["lr=0.1,0.3", "seed=0"])
     more = parse(["seed=0,00", "lr=0.10,0.5"])
-    trained = before.with_points(more, Training(TrainConfig()).meant)
+    trained = before.with_points(more, BuiltIn(TrainConfig()).meant)
     assert trained.points[2:] == (("0.5", "0"), ("0.5", "00"))
     assert (
         len(before.with_points(more, COMMAND.meant)) == 6

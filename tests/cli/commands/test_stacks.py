@@ -150,7 +150,7 @@ def test_our_own_training_always_shows_its_stacks(
     assert [program["how"] for program in programs] == ["handler"] * 2
     for program in programs:
         functions = {frame["function"] for frame in program["threads"][0]["frames"]}
-        assert {"hold", "advance", "run_task"} <= functions
+        assert {"hold", "step", "run_task"} <= functions
     run.ends_well()
 
 
