@@ -82,5 +82,5 @@ def command(
         )
 
     return run_command(
-        run_dir.absolute(), env, argv, environ, attempt, own_log=own_log, tracker=trackerss
+        run_dir.absolute(), env, argv, environ, attempt, own_log=own_log, tracker=trackers
     )
