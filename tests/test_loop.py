@@ -1050,7 +1050,7 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
             note()
             loop.step()
             note()
-    waiting, rates = loop.spent().waiting, loop._pace.rates
+    waiting, rates = loop._spent().waiting, loop._pace.rates
     loop.close()
     return phases, waiting, len(rates) == world_size and all(rate > 0 for rate in rates)
 

@@ -9,7 +9,8 @@ import pytest
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
-from clusterddp.status.status import Progress, progress
+from clusterddp.status.status import _Progress as Progress
+from clusterddp.status.status import progress
 
 
 @pytest.fixture
