@@ -1,4 +1,4 @@
-"""What every task of a run runs: the built-in training, or a COMMAND, a program of one's own.
+"""The program that every task of a run runs: the built-in training, or a COMMAND of one's own.
 
 `JobSpec.program` is one of the two. Each answers by itself what the rest asks of it, so that nobody
 else has to know which of them it is.
@@ -48,7 +48,7 @@ _KEPT = {
 
 
 class _Program(Record):
-    """What is known of a program that says no more of itself."""
+    """Answers of a program that has no answer of its own."""
 
     starter = "exec"
     """Command of ours by which a task starts it."""

@@ -134,7 +134,7 @@ class Training(Resumable):
 
     @property
     def saver(self) -> Saver | None:
-        """What writes the checkpoints, on rank 0."""
+        """Writer of the checkpoints, on rank 0."""
         return self._saver
 
     @property
