@@ -22,6 +22,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import replay
+from clusterddp.training.device import computes_in_bf16
 from clusterddp.training.loop import Training, train
 from clusterddp.training.stop import StopRequest
 from clusterddp.worker import start
@@ -117,7 +118,11 @@ def train_rank(
 
 
 def weights_in_one_piece(folder: Path, data_dir: Path, ranks: int, **fields: Any) -> str:
-    """A digest of the weights that ranks end with to which nothing happens, as a report has it."""
+    """A digest of the weights that ranks end with to which nothing happens, as a report has it.
+
+    They compute in what --precision auto comes to on this machine, as the run that is compared.
+    """
+    fields = {"precision": "bf16" if computes_in_bf16("cpu") else "fp32", **fields}
     settings = config(data_dir, lr_scaling="linear", warmup_steps=2, epochs=100, **fields)
     return str(run_ranks(ranks, train_rank, settings, folder, None, False)[0]["sha256"])
 
