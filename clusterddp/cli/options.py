@@ -17,11 +17,13 @@ import click
 from click.core import ParameterSource
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.given import DEFAULT, FLAG, Given
 from clusterddp.request.options import (
+    DEFAULT,
     EXPEDITE,
+    FLAG,
     GROUPS,
     Choice,
+    Given,
     Option,
     Settings,
     find_site,

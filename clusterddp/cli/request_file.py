@@ -17,10 +17,9 @@ from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
-from clusterddp.request.given import FLAG, Given, recipe_settings
-from clusterddp.request.options import nearest
+from clusterddp.request.options import FLAG, Given, nearest
 from clusterddp.request.spec import OPTIONS, JobSpec
-from clusterddp.request.train_config import TRAINING
+from clusterddp.request.train_config import TRAINING, recipe_settings
 from clusterddp.slurm import forms
 from clusterddp.submission.fields import template_folder
 

@@ -11,7 +11,7 @@ import click
 
 from clusterddp import errors, log
 from clusterddp.launchers import SentJob
-from clusterddp.request.given import Given
+from clusterddp.request.options import Given
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
 

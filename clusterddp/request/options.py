@@ -1,4 +1,4 @@
-"""The table of options, and their values that nobody types.
+"""The table of options, and the values that a person, variables and site.cfg give to them.
 
 `option` makes a field of a request's dataclass a row of the table. From the row come the flag, the
 CLUSTERDDP_* and SBATCH_* variable, the key of site.cfg, the directive, the refusals and the line of
@@ -14,6 +14,7 @@ sbatch would let the submitter's SBATCH_* variables override the script's direct
 read here, rendered, and kept out of the submission (`slurm.client`).
 """
 
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -51,6 +52,9 @@ _WORDS = {
     **dict.fromkeys(("yes", "true", "on", "1", "y", "t"), True),
     **dict.fromkeys(("no", "false", "off", "0", "n", "f"), False),
 }
+
+FLAG, DEFAULT = "flag", "default"
+"""Sources of a value that was typed, and of one that nobody has given."""
 
 NEEDED_DIRECTIVES = ("nodes", "ntasks")
 """Directives that a run cannot do without."""
@@ -302,6 +306,48 @@ def check_fields(record: object) -> None:
         items = value if isinstance(value, tuple) else (value,)
         for item in items if row["form"] else ():
             row["form"].check(flag, item)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values that a command line or the keywords of a call hold, as plain ones."""
+
+    values: Mapping[str, Any]
+    """Values by parameter, those of defaults too; None is none."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Source of each value but those of defaults: FLAG, or in words a variable or a file."""
+    command: tuple[str, ...] | None = ()
+    """COMMAND; None where there can be none."""
+    environment: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """Variables below those of --env."""
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables of the shell, of which SBATCH_* can be directives below those of --sbatch."""
+
+    def source(self, name: str) -> str:
+        """Return the source of a value, in words."""
+        return self.sources.get(name, DEFAULT)
+
+    @property
+    def typed(self) -> dict[str, Any]:
+        """Return the values that were typed."""
+        return {name: v for name, v in self.values.items() if self.sources.get(name) == FLAG}
+
+    def flags(self, names: Iterable[str]) -> str:
+        """Return those of the parameters that were typed, as flags: `--epochs, --lr`."""
+        typed = (name for name in names if self.sources.get(name) == FLAG)
+        return ", ".join(f"--{name.replace('_', '-')}" for name in typed)
+
+    @contextlib.contextmanager
+    def naming_sources(self) -> Iterator[None]:
+        """Add the source of a value to the message that refuses it, unless it was typed."""
+        try:
+            yield
+        except OptionError as error:
+            where = self.source(error.option.removeprefix("--").replace("-", "_"))
+            if where in (FLAG, DEFAULT):
+                raise
+            problem = str(error).removeprefix(error.option)
+            raise OptionError(error.option, f"{problem} (from {where})", code=error.code) from None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

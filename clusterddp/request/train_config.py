@@ -17,6 +17,7 @@ from clusterddp.request.options import (
     POSITIVE,
     SHARE,
     Choice,
+    Given,
     Record,
     decisive,
     option,
@@ -344,6 +345,19 @@ class TrainConfig(Record):
             f"evenly. Start it on a number of ranks that divides {images}."
         )
 
+    @classmethod
+    def of(cls, given: Given, **paths: str) -> "TrainConfig":
+        """Return the checked configuration that the values of options give, with these paths.
+
+        A recipe gives those that have their default. Raises RequestError for a value not valid.
+        """
+        names = (row.parameter for row in TRAINING)
+        values = {name: given.values[name] for name in names if given.values.get(name) is not None}
+        for name, value in recipe_settings(values.get("recipe")).items():
+            if name not in given.sources:
+                values[name] = value
+        return cls(**{**values, **paths})
+
     def missing_package(self) -> str:
         """Name a package that the training needs and this interpreter lacks; empty without one.
 
@@ -377,6 +391,11 @@ class TrainConfig(Record):
             for flag, value in values.items()
             if value is not False and value != "" and (defaults or value != usual[flag])
         ]
+
+
+def recipe_settings(name: str | None) -> FieldValues:
+    """Return what a recipe gives to fields of TrainConfig, which itself refuses an unknown name."""
+    return RECIPES[name].settings if name in RECIPES else {}
 
 
 TRAINING = tuple(table.options_of(TrainConfig, table.TRAINED))

@@ -12,19 +12,21 @@ from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED, full_name
-from clusterddp.request.given import DEFAULT, FLAG, Given, recipe_settings
 from clusterddp.request.options import (
     COUNT,
+    DEFAULT,
+    FLAG,
     NEEDED_DIRECTIVES,
     PASSED_ON,
     REPLACED,
+    Given,
     sbatch_directives,
 )
 from clusterddp.request.program import BuiltIn, Command, Program
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
-from clusterddp.request.train_config import TRAINING
+from clusterddp.request.train_config import TRAINING, TrainConfig, recipe_settings
 from clusterddp.slurm import forms
 
 CONTAINER = ("container_image", "container_runtime", "container_mount", "container_workdir")
@@ -192,7 +194,7 @@ def _program(given: Given) -> Program:
     paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
     if resume:
         paths["resume"] = resume_path(resume, given.values["output_root"])
-    return BuiltIn(given.training(**paths))
+    return BuiltIn(TrainConfig.of(given, **paths))
 
 
 def container_of(given: Given) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from clusterddp import log
 from clusterddp.errors import RequestError
-from clusterddp.request.given import FLAG, Given
-from clusterddp.request.options import nearest
+from clusterddp.request.options import FLAG, Given, nearest
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING
 from clusterddp.submission.fields import job_spec, made_up_name, template_folder

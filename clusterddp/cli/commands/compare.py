@@ -19,8 +19,7 @@ from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.processes import processors
 from clusterddp.reporting import plots
-from clusterddp.request.given import Given
-from clusterddp.request.options import Choice
+from clusterddp.request.options import Choice, Given
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.request.train_config import STRATEGIES, TrainConfig
 from clusterddp.slurm import forms
@@ -194,7 +193,7 @@ def _rows(held: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | No
         flags = held.flags(row.parameter for row in REQUEST if row.name != "output-root")
         if flags:
             raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.")
-        base, config = None, held.training()
+        base, config = None, TrainConfig.of(held)
     else:
         base = job_spec(held, name)
         [config] = base.trainings

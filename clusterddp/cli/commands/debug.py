@@ -75,8 +75,8 @@ def command(
     held = held_by(click.get_current_context())
     container, values = container_of(held), held.values
     paths = ("data_dir", "resume") if container else ()
-    config = held.training(
-        **{name: os.path.abspath(values[name]) for name in paths if values[name]}
+    config = TrainConfig.of(
+        held, **{name: os.path.abspath(values[name]) for name in paths if values[name]}
     )
     if container and start_method:
         raise RequestError(

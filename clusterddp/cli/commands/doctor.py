@@ -19,8 +19,7 @@ from clusterddp.cli.commands import submit
 from clusterddp.cli.options import held_by, options
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
-from clusterddp.request.given import Given
-from clusterddp.request.options import Settings, find_site, lacking, read_site
+from clusterddp.request.options import Given, Settings, find_site, lacking, read_site
 from clusterddp.request.spec import OPTIONS
 from clusterddp.submission.fields import interpreter, job_spec, template_folder
 

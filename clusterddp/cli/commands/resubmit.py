@@ -11,8 +11,7 @@ from clusterddp.cli.options import SettingsCommand, WithCommand, held_by, option
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
-from clusterddp.request.given import Given
-from clusterddp.request.options import ASKED, INTERRUPTED, KEPT
+from clusterddp.request.options import ASKED, INTERRUPTED, KEPT, Given
 from clusterddp.request.spec import REQUEST
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING

@@ -14,8 +14,7 @@ from clusterddp.cli.options import Completed, held_by
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
 from clusterddp.request import options, sites
-from clusterddp.request.given import Given
-from clusterddp.request.options import Settings
+from clusterddp.request.options import Given, Settings
 from clusterddp.request.spec import OPTIONS
 from clusterddp.submission.fields import job_spec, template_folder
 

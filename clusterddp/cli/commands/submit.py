@@ -17,8 +17,7 @@ from clusterddp.cli.options import (
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
-from clusterddp.request.given import Given
-from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, unused_variables
+from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, Given, unused_variables
 from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
 from clusterddp.submission.fields import job_spec, made_up_name, template_folder

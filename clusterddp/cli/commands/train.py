@@ -10,7 +10,7 @@ from clusterddp.cli.options import held_by, options
 from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.request.train_config import TRAINING
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 from clusterddp.training import stop
 
@@ -73,7 +73,7 @@ def command(
     stopped ends with 0, for they would end the others.
     """
     ctx = click.get_current_context()
-    config = held_by(ctx).training()
+    config = TrainConfig.of(held_by(ctx))
     env = dist_env.from_flags(**{name: ctx.params[name] for name in _BY_HAND})
     if env:
         dist_env.check_address(env.master_addr)

@@ -395,7 +395,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
 def options_command(settings: bool) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, **_params: Any) -> TrainConfig:
-        return held_by(ctx).training()
+        return TrainConfig.of(held_by(ctx))
 
     other = click.option("--nodes", default=2)
     return click.command()(other(options(TRAINING, settings=settings)(run)))
