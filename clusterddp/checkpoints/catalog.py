@@ -454,8 +454,7 @@ def _check_content(path: Path, data: bytes, fits: bool) -> None:
     """
     if not data.startswith(_HEAD) or (fits and _MARK not in data):
         raise UnusableError(
-            "foreign",
-            f"{path} is no checkpoint of clusterddp: another file has its name. [CD0704]",
+            "foreign", f"{path} is no checkpoint of clusterddp: another file has its name. [CD0704]"
         )
     if not fits:
         cut = "" if data[-_TAIL_BYTES:].startswith(_TAIL) else "it is cut off and "

@@ -345,10 +345,7 @@ def agent_words(spec: JobSpec) -> list[str]:
     resources = spec.resources
     of_node, rendezvous = (
         ['--node-rank="$SLURM_NODEID"'],
-        [
-            '--master-addr="$MASTER_ADDR"',
-            '--master-port="$MASTER_PORT"',
-        ],
+        ['--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"'],
     )
     if spec.restart_in_job:
         of_node = [

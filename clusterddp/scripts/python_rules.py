@@ -397,10 +397,7 @@ def _collectives(script: PythonFile) -> Iterator[ast.Call]:
 
 
 def _is_met(
-    script: PythonFile,
-    call: ast.Call,
-    guard: tuple[ast.If, bool],
-    collectives: list[ast.Call],
+    script: PythonFile, call: ast.Call, guard: tuple[ast.If, bool], collectives: list[ast.Call]
 ) -> bool:
     """Return whether the other ranks may call the same elsewhere in the script."""
     for other in collectives:

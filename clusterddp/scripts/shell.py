@@ -183,12 +183,7 @@ def is_known(text: str) -> bool:
     return not _MARKS.search(text)
 
 
-def read(
-    text: str,
-    *,
-    first_line: int = 1,
-    outer: Script | None = None,
-) -> Script:
+def read(text: str, *, first_line: int = 1, outer: Script | None = None) -> Script:
     """Read shell text.
 
     outer: the script whose value the text is; its marks keep their meaning.

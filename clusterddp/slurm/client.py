@@ -59,8 +59,7 @@ _REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MU
 _SLURMD_PORT = 6818  # SlurmdPort of slurm.conf(5)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
-    r"JobState=\w+ Reason=.*? Dependency=.* Reboot=\d+ ExitCode=(\d+:\d+) RunTime=",
-    re.DOTALL,
+    r"JobState=\w+ Reason=.*? Dependency=.* Reboot=\d+ ExitCode=(\d+:\d+) RunTime=", re.DOTALL
 )
 _RESTARTS = re.compile(r" Restarts=(\d+) BatchFlag=\d+ Reboot=\d+ ExitCode=\S+ RunTime=$")
 

@@ -192,11 +192,7 @@ class Pace:
 
     @classmethod
     def of(
-        cls,
-        modules: Sequence[nn.Module],
-        world_size: int,
-        step: int,
-        ready: Callable[[], None],
+        cls, modules: Sequence[nn.Module], world_size: int, step: int, ready: Callable[[], None]
     ) -> "Pace":
         """Begin to measure from a step on; waiting is seen in the exchange of one DDP module.
 
@@ -325,10 +321,7 @@ class Stragglers:
             if not self._is_long(spell.seconds, spell.steps):
                 return
             spell.record = SlowRank(
-                rank,
-                self._host(rank),
-                since=round(spell.since, 3),
-                first_step=spell.since_step,
+                rank, self._host(rank), since=round(spell.since, 3), first_step=spell.since_step
             )
             self._records.append(spell.record)
             log.warning(
