@@ -4,13 +4,13 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from clusterddp.errors import RequestError
 from clusterddp.scripts import sbatch_file
-from clusterddp.scripts.findings import Finding, Rules
+from clusterddp.scripts.findings import Finding, Rules, rule_name
 from clusterddp.scripts.job_script import JobScript
 from clusterddp.scripts.python_file import PythonFile, Started
 from clusterddp.scripts.python_rules import PYTHON_RULES
@@ -152,16 +152,13 @@ def is_python(name: str, text: str) -> bool:
 
 def _apply(
     rules: Rules, subject: object, name: str, line_at: Callable[[int], str]
-) -> list[Finding]:
+) -> Collection[Finding]:
     findings: dict[tuple[str, int, str], Finding] = {}
     try:
-        every = [(rule, found) for rule in rules.all for found in rule.find(subject)]
+        for rule, found in ((each, found) for each in rules for found in each(subject)):
+            kind, line, text = rule_name(rule), found.line, line_at(found.line)
+            finding = Finding(kind, name, line, found.is_sure, found.why, text, found.instead)
+            findings.setdefault((kind, line, found.why), finding)
     except RecursionError:
         raise RequestError(f"{name}: nested too deeply to be read. [CD0315]") from None
-    for rule, found in every:
-        line = line_at(found.line)
-        finding = Finding(
-            rule.name, name, found.line, found.is_sure, found.why, line, found.instead
-        )
-        findings.setdefault((rule.name, found.line, found.why), finding)
-    return list(findings.values())
+    return findings.values()

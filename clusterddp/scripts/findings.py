@@ -42,31 +42,19 @@ class Found:
     instead: str
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One kind of mistake."""
-
-    name: str
-    mistake: str
-    """The mistake, in the words of the documentation."""
-    source: str
-    """The text that says so."""
-    find: Callable[[Any], Iterator[Found]]
+Rule = Callable[[Any], Iterator[Found]]
+"""A function that finds one kind of mistake; its docstring has the mistake, and who says so."""
 
 
-class Rules:
+class Rules(list[Rule]):
     """The rules for one kind of script, in the order in which they are defined."""
 
-    def __init__(self) -> None:
-        self.all: list[Rule] = []
-
-    def __call__(
-        self, name: str, mistake: str, *, source: str
-    ) -> Callable[[Callable[[Any], Iterator[Found]]], Callable[[Any], Iterator[Found]]]:
+    def __call__(self, find: Rule) -> Rule:
         """Make a function a rule."""
+        self.append(find)
+        return find
 
-        def add(find: Callable[[Any], Iterator[Found]]) -> Callable[[Any], Iterator[Found]]:
-            self.all.append(Rule(name, mistake, source, find))
-            return find
 
-        return add
+def rule_name(rule: Rule) -> str:
+    """Return a rule's name as it is shown: that of its function."""
+    return rule.__name__.replace("_", "-")

@@ -13,9 +13,6 @@ from clusterddp.scripts.python_file import PythonFile
 
 PYTHON_RULES = rule = Rules()
 
-_DISTRIBUTED = "torch.distributed's documentation"
-_SAMPLER = "torch.utils.data.distributed.DistributedSampler's documentation"
-_TUTORIAL = "the tutorial Getting Started with Distributed Data Parallel"
 
 _SAMPLERS = ("DistributedSampler",)
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard")
@@ -96,12 +93,13 @@ def _target(script: PythonFile, node: ast.AST) -> str:
 # Data
 
 
-@rule(
-    "sampler-epoch",
-    "DistributedSampler without set_epoch",
-    source=f"{_SAMPLER}: without it, the same order in every epoch",
-)
+@rule
 def sampler_epoch(script: PythonFile) -> Iterator[Found]:
+    """DistributedSampler without set_epoch.
+
+    Source: torch.utils.data.distributed.DistributedSampler's documentation: without it, the same
+    order in every epoch.
+    """
     if script.is_managed or "set_epoch" in set(script.names_in(script.tree)):
         return
     for call in script.calls(*_SAMPLERS):
@@ -164,12 +162,13 @@ def _calls_training(script: PythonFile, loop: ast.For, loaders: set[str]) -> boo
     return False
 
 
-@rule(
-    "no-sampler",
-    "a training DataLoader without DistributedSampler",
-    source=f"{_SAMPLER}; {_DISTRIBUTED}",
-)
+@rule
 def no_sampler(script: PythonFile) -> Iterator[Found]:
+    """A training DataLoader without DistributedSampler.
+
+    Source: torch.utils.data.distributed.DistributedSampler's documentation; torch.distributed's
+    documentation.
+    """
     if not _own_ranks(script) or not any(True for _ in script.calls(*_WRAPPERS)):
         return
     if any(True for _ in script.calls(*_SAMPLERS)):
@@ -214,12 +213,12 @@ def _is_split(script: PythonFile, dataset: ast.AST) -> bool:
     return any(streams.search(name) for name in names) or script.mentions_rank(dataset)
 
 
-@rule(
-    "download-per-rank",
-    "every rank downloads the dataset",
-    source="torchvision's documentation, download; seen: ranks that unpack into one folder",
-)
+@rule
 def download_per_rank(script: PythonFile) -> Iterator[Found]:
+    """Every rank downloads the dataset.
+
+    Source: torchvision's documentation, download; seen: ranks that unpack into one folder.
+    """
     if not _own_ranks(script):
         return
     downloads = [
@@ -261,12 +260,13 @@ def _comes_after_start(script: PythonFile, call: ast.Call) -> bool:
 # Files
 
 
-@rule(
-    "save-per-rank",
-    "every rank, or one of each node, saves to one file",
-    source=f"{_TUTORIAL}, Save and Load Checkpoints: saving in one process",
-)
+@rule
 def save_per_rank(script: PythonFile) -> Iterator[Found]:
+    """Every rank, or one of each node, saves to one file.
+
+    Source: the tutorial Getting Started with Distributed Data Parallel, Save and Load
+    Checkpoints: saving in one process.
+    """
     if not _own_ranks(script):
         return
     for call in script.calls("save"):
@@ -308,12 +308,13 @@ def _is_buffer(script: PythonFile, path: ast.AST) -> bool:
     return bool(names & {"BytesIO", "io", "buffer", "NamedTemporaryFile", "tempfile", "mkstemp"})
 
 
-@rule(
-    "load-map-location",
-    "torch.load without map_location",
-    source=f"{_TUTORIAL}, Save and Load Checkpoints: map_location",
-)
+@rule
 def load_map_location(script: PythonFile) -> Iterator[Found]:
+    """torch.load without map_location.
+
+    Source: the tutorial Getting Started with Distributed Data Parallel, Save and Load
+    Checkpoints: map_location.
+    """
     names = set(script.names_in(script.tree))
     if not _own_ranks(script) or not names & {"cuda", "nccl", "gpu_id"}:
         return
@@ -353,12 +354,13 @@ def _is_state(script: PythonFile, call: ast.Call) -> bool:
 # Ranks together
 
 
-@rule(
-    "collective-in-branch",
-    "a collective in the branch of one rank: the others never join it",
-    source=f"{_DISTRIBUTED}, collective functions: called by every process of the group",
-)
+@rule
 def collective_in_branch(script: PythonFile) -> Iterator[Found]:
+    """A collective in the branch of one rank: the others never join it.
+
+    Source: torch.distributed's documentation, collective functions: called by every process of
+    the group.
+    """
     collectives = list(_collectives(script))
     for call in collectives:
         guard = script.guard(call)
@@ -457,12 +459,12 @@ def _collectives_of_functions(script: PythonFile, collectives: list[ast.Call]) -
         )
 
 
-@rule(
-    "world-size",
-    "a world size in the script",
-    source=f"{_DISTRIBUTED}, init_process_group: the launcher's WORLD_SIZE",
-)
+@rule
 def world_size(script: PythonFile) -> Iterator[Found]:
+    """A world size in the script.
+
+    Source: torch.distributed's documentation, init_process_group: the launcher's WORLD_SIZE.
+    """
     for call in script.calls("init_process_group"):
         value = _keyword(call, "world_size")
         size, line = _constant(script, value)
@@ -507,12 +509,12 @@ def _constant(script: PythonFile, node: ast.AST | None) -> tuple[int | None, int
     return None, 0
 
 
-@rule(
-    "loss-not-reduced",
-    "a loss or an accuracy of one rank, shown as that of all",
-    source=f"{_DISTRIBUTED}, all_reduce; the ImageNet example of PyTorch",
-)
+@rule
 def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
+    """A loss or an accuracy of one rank, shown as that of all.
+
+    Source: torch.distributed's documentation, all_reduce; the ImageNet example of PyTorch.
+    """
     if not _own_ranks(script) or not any(True for _ in script.calls(*_SAMPLERS)):
         return
     called = _names_of_calls(script)
@@ -600,12 +602,12 @@ def _shown(script: PythonFile, node: ast.AST, name: str) -> ast.Call | None:
 # Wrapping
 
 
-@rule(
-    "sync-batchnorm-late",
-    "SyncBatchNorm after DDP",
-    source="torch.nn.SyncBatchNorm's documentation, convert_sync_batchnorm: before wrapping",
-)
+@rule
 def sync_batchnorm_late(script: PythonFile) -> Iterator[Found]:
+    """SyncBatchNorm after DDP.
+
+    Source: torch.nn.SyncBatchNorm's documentation, convert_sync_batchnorm: before wrapping.
+    """
     for call in script.calls("convert_sync_batchnorm"):
         if not call.args:
             continue
@@ -629,12 +631,12 @@ def sync_batchnorm_late(script: PythonFile) -> Iterator[Found]:
                     )
 
 
-@rule(
-    "find-unused",
-    "`find_unused_parameters` by habit",
-    source="torch.nn.parallel.DistributedDataParallel's documentation: a traversal in every step",
-)
+@rule
 def find_unused(script: PythonFile) -> Iterator[Found]:
+    """`find_unused_parameters` by habit.
+
+    Source: torch.nn.parallel.DistributedDataParallel's documentation: a traversal in every step.
+    """
     for call in script.calls("DistributedDataParallel"):
         if _is_true(_keyword(call, "find_unused_parameters")):
             yield Found(
@@ -646,12 +648,13 @@ def find_unused(script: PythonFile) -> Iterator[Found]:
             )
 
 
-@rule(
-    "equal-seeds",
-    "seeds that are equal on the ranks where they must differ, or differ where they must be equal",
-    source=f"{_SAMPLER}, seed; torch's notes on reproducibility",
-)
+@rule
 def equal_seeds(script: PythonFile) -> Iterator[Found]:
+    """Seeds that are equal on the ranks where they must differ, or differ where they must be equal.
+
+    Source: torch.utils.data.distributed.DistributedSampler's documentation, seed; torch's notes
+    on reproducibility.
+    """
     for call in script.calls(*_SAMPLERS):
         seed = _keyword(call, "seed")
         if seed is not None and script.mentions_rank(seed):
@@ -707,15 +710,15 @@ def _drawn_in_training(script: PythonFile) -> ast.Call | None:
 # Devices
 
 _TAKE_DEVICES = ("set_device", "set_device_index", "device", "to", "cuda", *_WRAPPERS[:1])
-_OF_LAUNCH = "torch.distributed's documentation, launch utility: --local-rank"
 
 
-@rule(
-    "global-rank-device",
-    "the rank among all ranks as the number of a GPU, in a job of several nodes",
-    source=f"{_OF_LAUNCH}; {_TUTORIAL}: rank % torch.cuda.device_count()",
-)
+@rule
 def global_rank_device(script: PythonFile) -> Iterator[Found]:
+    """The rank among all ranks as the number of a GPU, in a job of several nodes.
+
+    Source: torch.distributed's documentation, launch utility: --local-rank; the tutorial Getting
+    Started with Distributed Data Parallel: rank % torch.cuda.device_count().
+    """
     steps = [each for each in script.steps if (each.nodes or 0) > 1]
     if not steps or script.spawns:
         return
@@ -754,12 +757,13 @@ def _numbers_of_devices(call: ast.Call) -> list[ast.expr]:
     return found
 
 
-@rule(
-    "nccl-without-gpus",
-    "nccl in a job that asks for no GPUs",
-    source=f"{_DISTRIBUTED}, backends; seen: ProcessGroupNCCL is only supported with GPUs",
-)
+@rule
 def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
+    """nccl in a job that asks for no GPUs.
+
+    Source: torch.distributed's documentation, backends; seen: ProcessGroupNCCL is only supported
+    with GPUs.
+    """
     if not script.steps or not all(each.asks_for_none for each in script.steps):
         return
     for call in script.calls("init_process_group"):
@@ -787,13 +791,13 @@ def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
 # Lightning
 
 
-@rule(
-    "trainer-of-one",
-    "Lightning's Trainer without devices and num_nodes, in several tasks",
-    source="Lightning's documentation, Run on an on-prem cluster; on CPUs seen: each trains by "
-    "itself",
-)
+@rule
 def trainer_of_one(script: PythonFile) -> Iterator[Found]:
+    """Lightning's Trainer without devices and num_nodes, in several tasks.
+
+    Source: Lightning's documentation, Run on an on-prem cluster; on CPUs seen: each trains by
+    itself.
+    """
     if script.steps and all(
         step.tasks == 1 or (step.nodes == 1 and step.gpus and step.gpus == step.tasks)
         for step in script.steps
@@ -823,12 +827,12 @@ def trainer_of_one(script: PythonFile) -> Iterator[Found]:
 # The address
 
 
-@rule(
-    "address-in-script",
-    "MASTER_ADDR set by the script to the machine that it runs on",
-    source=f"{_DISTRIBUTED}, environment variable initialization",
-)
+@rule
 def address_in_script(script: PythonFile) -> Iterator[Found]:
+    """MASTER_ADDR set by the script to the machine that it runs on.
+
+    Source: torch.distributed's documentation, environment variable initialization.
+    """
     if script.spawns or not any(True for _ in script.calls("init_process_group")):
         return
     values = [

@@ -19,10 +19,6 @@ from clusterddp.scripts.shell import Command, Expansion, Script, is_known, on_on
 
 SBATCH_RULES = rule = Rules()
 
-_SBATCH = "sbatch(1)"
-_SRUN = "srun(1)"
-_TORCHRUN = "torchrun's documentation, and torch/distributed/run.py"
-_ENV = "torch.distributed's documentation, environment variable initialization"
 
 _OF_A_TASK = {
     "SLURM_PROCID": "0, the batch script's own",
@@ -62,12 +58,12 @@ _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 # How the ranks are started
 
 
-@rule(
-    "launcher-per-rank",
-    "torchrun or accelerate in as many tasks a node as there are GPUs",
-    source=f"{_TORCHRUN}: one agent a node",
-)
+@rule
 def launcher_per_rank(job: JobScript) -> Iterator[Found]:
+    """torchrun or accelerate in as many tasks a node as there are GPUs.
+
+    Source: torchrun's documentation, and torch/distributed/run.py: one agent a node.
+    """
     for run, step in job.in_tasks:
         tasks = job.step_tasks_per_node(step)
         if run.starts not in START_PYTHON or not tasks or tasks < 2:
@@ -89,12 +85,13 @@ def launcher_per_rank(job: JobScript) -> Iterator[Found]:
         )
 
 
-@rule(
-    "agents-apart",
-    "torchrun on several nodes without --nnodes",
-    source=f"{_TORCHRUN}: --nnodes is 1 where it is not given",
-)
+@rule
 def agents_apart(job: JobScript) -> Iterator[Found]:
+    """torchrun on several nodes without --nnodes.
+
+    Source: torchrun's documentation, and torch/distributed/run.py: --nnodes is 1 where it is not
+    given.
+    """
     for run, step in job.in_tasks:
         if run.starts != "torchrun" or not run.launcher or run.launcher.command != run.texts:
             continue
@@ -116,12 +113,12 @@ def agents_apart(job: JobScript) -> Iterator[Found]:
         )
 
 
-@rule(
-    "spawn-per-task",
-    "mp.spawn in several tasks of a node",
-    source="torch.multiprocessing's documentation, spawn; seen: all but one end with EADDRINUSE",
-)
+@rule
 def spawn_per_task(job: JobScript) -> Iterator[Found]:
+    """mp.spawn in several tasks of a node.
+
+    Source: torch.multiprocessing's documentation, spawn; seen: all but one end with EADDRINUSE.
+    """
     for run, step in job.in_tasks:
         script, named = job.python_of(run)
         tasks, nodes = job.step_tasks(step), job.step_nodes(step)
@@ -158,12 +155,12 @@ def _in_line(job: JobScript, command: Command, instead: str) -> str:
     return f"{instead} &" if command.background else instead
 
 
-@rule(
-    "srun-missing",
-    "a launcher, or the training, without srun on a job of several nodes or tasks",
-    source=f"{_SBATCH}: the batch script runs once, on the first node",
-)
+@rule
 def srun_missing(job: JobScript) -> Iterator[Found]:
+    """A launcher, or the training, without srun on a job of several nodes or tasks.
+
+    Source: sbatch(1): the batch script runs once, on the first node.
+    """
     if any(run.trains for run, _ in job.in_tasks):
         return
     for run in job.in_batch:
@@ -195,12 +192,13 @@ def _srun(run: Run, line: str, job: JobScript) -> str:
     return f"srun {counts}{line}"
 
 
-@rule(
-    "no-rank-variables",
-    "Python under srun that meets by env://, where nobody sets RANK, WORLD_SIZE, MASTER_ADDR",
-    source=f"{_ENV}; seen: srun sets none of them",
-)
+@rule
 def no_rank_variables(job: JobScript) -> Iterator[Found]:
+    """Python under srun that meets by env://, where nobody sets RANK, WORLD_SIZE, MASTER_ADDR.
+
+    Source: torch.distributed's documentation, environment variable initialization; seen: srun
+    sets none of them.
+    """
     names = set(re.findall(r"\w+", job.typed))
     for run, step in job.in_tasks:
         script, named = job.python_of(run)
@@ -236,12 +234,12 @@ def _with_variables(job: JobScript, run: Run, missing: list[str]) -> str:
     return _in_line(job, command, instead)
 
 
-@rule(
-    "step-not-waited-for",
-    "`srun … &` at the end of the script without wait",
-    source=f"{_SBATCH}: the job ends with the script; seen: the step is ended, or never starts",
-)
+@rule
 def step_not_waited_for(job: JobScript) -> Iterator[Found]:
+    """`srun … &` at the end of the script without wait.
+
+    Source: sbatch(1): the job ends with the script; seen: the step is ended, or never starts.
+    """
     commands = job.file.script.commands
     if any("wait" in re.split(r"\W+", command.source) for command in commands):
         return
@@ -266,12 +264,12 @@ def step_not_waited_for(job: JobScript) -> Iterator[Found]:
 # What the batch shell expands
 
 
-@rule(
-    "batch-shell-rank",
-    "`$SLURM_PROCID`, `$SLURM_NODEID`, `$SLURM_LOCALID` or `hostname` expanded by the batch shell",
-    source=f"{_SRUN}, output environment variables; seen: the batch script has 0 in all three",
-)
+@rule
 def batch_shell_rank(job: JobScript) -> Iterator[Found]:
+    """`$SLURM_PROCID`, `$SLURM_NODEID`, `$SLURM_LOCALID` or `hostname` expanded by the batch shell.
+
+    Source: srun(1), output environment variables; seen: the batch script has 0 in all three.
+    """
     reported: set[tuple[int, str]] = set()
     for run, step in job.in_tasks:
         tasks, nodes = job.step_tasks(step), job.step_nodes(step)
@@ -404,12 +402,13 @@ def _in_double_quotes(part: re.Match[str]) -> str:
 # Where the ranks meet
 
 
-@rule(
-    "fixed-port",
-    "a fixed MASTER_PORT on nodes that may be shared",
-    source=f"{_ENV}; {_SBATCH}, --exclusive",
-)
+@rule
 def fixed_port(job: JobScript) -> Iterator[Found]:
+    """A fixed MASTER_PORT on nodes that may be shared.
+
+    Source: torch.distributed's documentation, environment variable initialization; sbatch(1),
+    --exclusive.
+    """
     if job.has_whole_nodes or not job.asks_for_gpus:
         return
     if not any(run.trains for run in job.runs):
@@ -439,12 +438,13 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 65536
 
 
-@rule(
-    "address-per-task",
-    "MASTER_ADDR, or the rendezvous, taken on each task: each node names itself",
-    source=f"{_ENV}: the address of rank 0, the same for all",
-)
+@rule
 def address_per_task(job: JobScript) -> Iterator[Found]:
+    """MASTER_ADDR, or the rendezvous, taken on each task: each node names itself.
+
+    Source: torch.distributed's documentation, environment variable initialization: the address of
+    rank 0, the same for all.
+    """
     for run, step in job.in_tasks:
         nodes = job.step_nodes(step)
         if nodes == 1 or not run.in_own_shell:
@@ -483,12 +483,12 @@ def _is_own_name(expansion: Expansion) -> bool:
     )
 
 
-@rule(
-    "launch-node",
-    "SLURM_LAUNCH_NODE_IPADDR as the address of rank 0",
-    source=f"{_SRUN}: where srun ran; seen: unset in the batch script",
-)
+@rule
 def launch_node(job: JobScript) -> Iterator[Found]:
+    """SLURM_LAUNCH_NODE_IPADDR as the address of rank 0.
+
+    Source: srun(1): where srun ran; seen: unset in the batch script.
+    """
     for run in job.runs:
         values = [*run.texts, *(each.text for each in run.command.assignments)]
         for expansion in {e for text in values for e in run.script.expanded(text)}:
@@ -505,13 +505,14 @@ def launch_node(job: JobScript) -> Iterator[Found]:
             yield Found(expansion.line, in_batch, why, line)
 
 
-@rule(
-    "rendezvous-host",
-    "a rendezvous host outside of the allocation, or another one on each node; "
-    "a static master address that is not the first node's",
-    source=f"{_ENV}; {_TORCHRUN}; {_SBATCH}, SLURM_SUBMIT_HOST",
-)
+@rule
 def rendezvous_host(job: JobScript) -> Iterator[Found]:
+    """A rendezvous host outside of the allocation, or another one on each node; a static master
+    address that is not the first node's.
+
+    Source: torch.distributed's documentation, environment variable initialization; torchrun's
+    documentation, and torch/distributed/run.py; sbatch(1), SLURM_SUBMIT_HOST.
+    """
     used: set[int] = set()
     for run in job.runs:
         nodes = job.step_nodes(run.step) if run.step else job.nodes
@@ -576,12 +577,12 @@ def _typed_in(job: JobScript, line: int, host: str) -> int:
 # Signals
 
 
-@rule(
-    "signal-to-steps",
-    "`--signal` without `B:` under a shell that traps it, `B:` without a trap, no handler at all",
-    source=f"{_SBATCH}, --signal; seen: without B: the batch shell gets nothing",
-)
+@rule
 def signal_to_steps(job: JobScript) -> Iterator[Found]:
+    """`--signal` without `B:` under a shell that traps it, `B:` without a trap, no handler at all.
+
+    Source: sbatch(1), --signal; seen: without B: the batch shell gets nothing.
+    """
     directive = job.file.directive("signal")
     if not directive or not directive.value:
         return
@@ -679,12 +680,12 @@ def _waited_for(command: Command) -> str:
 # Counts and GPUs
 
 
-@rule(
-    "cpus-for-srun",
-    "cpus-per-task not handed to srun, which does not take it from the job since 22.05",
-    source="Slurm's changes: 22.05 took it away, 23.11 brought it back",
-)
+@rule
 def cpus_for_srun(job: JobScript) -> Iterator[Found]:
+    """cpus-per-task not handed to srun, which does not take it from the job since 22.05.
+
+    Source: Slurm's changes: 22.05 took it away, 23.11 brought it back.
+    """
     if not (job.cpus_per_task or 0) > 1 or "SRUN_CPUS_PER_TASK" in job.file.script.exported:
         return
     for run, step in job.in_tasks:
@@ -721,12 +722,12 @@ def _takes_options(step: Step) -> bool:
     return bool(step.program) and not is_known(step.program[0].text)
 
 
-@rule(
-    "ntasks-product",
-    "ntasks that is not nodes x ntasks-per-node",
-    source=f"{_SBATCH}, --ntasks-per-node: a maximum beside --ntasks; seen: more is refused",
-)
+@rule
 def ntasks_product(job: JobScript) -> Iterator[Found]:
+    """ntasks that is not nodes x ntasks-per-node.
+
+    Source: sbatch(1), --ntasks-per-node: a maximum beside --ntasks; seen: more is refused.
+    """
     directive = job.file.directive("ntasks")
     per_node = job.number(job.file.value("ntasks-per-node"))
     nodes = job.number(job.file.value("nodes"))
@@ -751,12 +752,12 @@ def _with_directive(directive: Directive, option: str) -> str:
     return f"#SBATCH {option}"
 
 
-@rule(
-    "gpus-per-task-count",
-    "gpus-per-task without ntasks",
-    source=f"{_SBATCH}, --gpus-per-task: needs an explicit task count; seen: refused",
-)
+@rule
 def gpus_per_task_count(job: JobScript) -> Iterator[Found]:
+    """gpus-per-task without ntasks.
+
+    Source: sbatch(1), --gpus-per-task: needs an explicit task count; seen: refused.
+    """
     directive = job.file.directive("gpus-per-task")
     counts = ("ntasks", "gpus", "ntasks-per-node", "ntasks-per-gpu")
     if not directive or job.file.value(*counts) is not None:
@@ -769,12 +770,12 @@ def gpus_per_task_count(job: JobScript) -> Iterator[Found]:
     yield Found(directive.line, False, why, f"#SBATCH --ntasks={job.nodes or 1}\n{directive.text}")
 
 
-@rule(
-    "gpu-bind-closest",
-    "`--gpu-bind=closest` (or `single`) hides GPUs from the tasks",
-    source=f"{_SRUN}, --gpu-bind; NCCL's documentation, GPU to GPU communication",
-)
+@rule
 def gpu_bind_closest(job: JobScript) -> Iterator[Found]:
+    """`--gpu-bind=closest` (or `single`) hides GPUs from the tasks.
+
+    Source: srun(1), --gpu-bind; NCCL's documentation, GPU to GPU communication.
+    """
     if _has_amd(job):
         return
     options = [each for each in job.file.directives if each.is_read]
@@ -805,12 +806,12 @@ def _has_amd(job: JobScript) -> bool:
     return False
 
 
-@rule(
-    "local-rank-isolated",
-    "LOCAL_RANK as the number of a GPU, where each task sees its own GPU alone",
-    source=f"{_SRUN}, --gpus-per-task; seen: each task has one device, number 0",
-)
+@rule
 def local_rank_isolated(job: JobScript) -> Iterator[Found]:
+    """LOCAL_RANK as the number of a GPU, where each task sees its own GPU alone.
+
+    Source: srun(1), --gpus-per-task; seen: each task has one device, number 0.
+    """
     for run, step in job.in_tasks:
         tasks = job.step_tasks_per_node(step)
         each = step.value("gpus-per-task") or job.file.value("gpus-per-task")
@@ -845,12 +846,12 @@ def _gpus_per_node(job: JobScript, step: Step) -> str:
     return f"#SBATCH --gpus-per-node={gpus}  # in place of --gpus-per-task"
 
 
-@rule(
-    "more-tasks-than-gpus",
-    "more tasks on a node than GPUs, where each task takes the GPU of its local rank",
-    source=f"{_SBATCH}, --gpus-per-node, --gres; torch.cuda.set_device's documentation",
-)
+@rule
 def more_tasks_than_gpus(job: JobScript) -> Iterator[Found]:
+    """More tasks on a node than GPUs, where each task takes the GPU of its local rank.
+
+    Source: sbatch(1), --gpus-per-node, --gres; torch.cuda.set_device's documentation.
+    """
     for run, step in job.in_tasks:
         script, named = job.python_of(run)
         tasks, gpus = job.step_tasks_per_node(step), job.visible_gpus(step)
@@ -880,12 +881,12 @@ def _with_tasks(job: JobScript, step: Step, each: int) -> tuple[int, str]:
 # What sbatch does with the file
 
 
-@rule(
-    "dos-line-ends",
-    "lines that end as those of DOS do",
-    source="sbatch's source, contains_dos_linebreak; seen: refused",
-)
+@rule
 def dos_line_ends(job: JobScript) -> Iterator[Found]:
+    """Lines that end as those of DOS do.
+
+    Source: sbatch's source, contains_dos_linebreak; seen: refused.
+    """
     for line in job.file.dos_lines[:1]:
         count = len(job.file.dos_lines)
         more = f" and in {count - 1} more" if count > 1 else ""
@@ -898,12 +899,12 @@ def dos_line_ends(job: JobScript) -> Iterator[Found]:
         )
 
 
-@rule(
-    "unknown-option",
-    "a name of an option that sbatch does not have, next to one that it has",
-    source=f"{_SBATCH}; seen: refused",
-)
+@rule
 def unknown_option(job: JobScript) -> Iterator[Found]:
+    """A name of an option that sbatch does not have, next to one that it has.
+
+    Source: sbatch(1); seen: refused.
+    """
     for directive in job.file.directives:
         near = sbatch_file.nearest_name(directive.name) if directive.is_read else ""
         if near:
@@ -916,12 +917,12 @@ def unknown_option(job: JobScript) -> Iterator[Found]:
             )
 
 
-@rule(
-    "directive-below-command",
-    "a directive below the first command",
-    source=f"{_SBATCH}: directives after the first line that is no comment are not read",
-)
+@rule
 def directive_below_command(job: JobScript) -> Iterator[Found]:
+    """A directive below the first command.
+
+    Source: sbatch(1): directives after the first line that is no comment are not read.
+    """
     read = {(each.name, each.value) for each in job.file.directives if each.is_read}
     below = [each for each in job.file.directives if not each.is_read]
     lines = {each.line: each.text for each in below if (each.name, each.value) not in read}
@@ -935,12 +936,12 @@ def directive_below_command(job: JobScript) -> Iterator[Found]:
     yield Found(first, True, why, "\n".join((*lines.values(), job.line(first))))
 
 
-@rule(
-    "export-none",
-    "`--export=NONE`: what the script sets does not reach the tasks",
-    source=f"{_SBATCH}, --export, SLURM_EXPORT_ENV; seen: the tasks have none of it",
-)
+@rule
 def export_none(job: JobScript) -> Iterator[Found]:
+    """`--export=NONE`: what the script sets does not reach the tasks.
+
+    Source: sbatch(1), --export, SLURM_EXPORT_ENV; seen: the tasks have none of it.
+    """
     directive = job.file.directive("export")
     kept = job.file.script.variables.get("SLURM_EXPORT_ENV", "")
     unset = any(
@@ -971,12 +972,12 @@ def _sets_up(script: Script) -> bool:
     return any(each.texts[:1] and each.texts[0] in names for each in script.commands)
 
 
-@rule(
-    "log-overwritten",
-    "a log that a requeue overwrites",
-    source=f"{_SBATCH}, --open-mode; slurm.conf(5), JobFileAppend",
-)
+@rule
 def log_overwritten(job: JobScript) -> Iterator[Found]:
+    """A log that a requeue overwrites.
+
+    Source: sbatch(1), --open-mode; slurm.conf(5), JobFileAppend.
+    """
     directive = job.file.directive("requeue")
     if job.file.value("no-requeue") is not None or job.file.value("open-mode") == "append":
         return
@@ -995,12 +996,12 @@ def _requeues(run: Run) -> bool:
     return run.texts[:2] == ("scontrol", "requeue") or run.texts[:2] == ("scontrol", "requeuehold")
 
 
-@rule(
-    "array-requeue",
-    "an array element requeued by the wrong id",
-    source="scontrol(1), requeue; seen: the last element's SLURM_JOB_ID is the array's",
-)
+@rule
 def array_requeue(job: JobScript) -> Iterator[Found]:
+    """An array element requeued by the wrong id.
+
+    Source: scontrol(1), requeue; seen: the last element's SLURM_JOB_ID is the array's.
+    """
     if job.file.value("array") is None:
         return
     right = "scontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.scripts.findings import rule_name
 from clusterddp.scripts.python_rules import PYTHON_RULES
 from clusterddp.scripts.sbatch_rules import SBATCH_RULES
 from tests import hostile
@@ -191,10 +192,12 @@ def test_a_script_is_data(tmp_path: Path) -> None:
 
 def test_the_documentation_has_each_rule_with_its_source() -> None:
     text = (ROOT / "docs" / "check.md").read_text()
-    for rule in (*SBATCH_RULES.all, *PYTHON_RULES.all):
-        assert f"| `{rule.name}` | {rule.mistake} | {rule.source} |" in text
-    documented = re.findall(r"^\| `([a-z-]+)` \| .* \| .* \|$", text, re.MULTILINE)
-    assert documented == [rule.name for rule in (*SBATCH_RULES.all, *PYTHON_RULES.all)]
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    rules = (*SBATCH_RULES, *PYTHON_RULES)
+    for (name, mistake, source), rule in zip(rows, rules, strict=True):
+        said = " ".join((rule.__doc__ or "").split())
+        assert name == rule_name(rule)
+        assert f"{mistake}. Source: {source}.".lower() == said.lower()
 
 
 def test_our_own_scripts_and_examples_have_no_finding() -> None:
