@@ -10,14 +10,13 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
-from clusterddp.request.options import FLAG, Given, nearest
+from clusterddp.request.options import FLAG, Given, nearest, options_of
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, recipe_settings
 from clusterddp.slurm import forms
@@ -69,10 +68,9 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
     """Return the values of submit's options, by their parameters, that give this request."""
     asked = spec.resources
     values = {
-        field.name: getattr(record, field.name)
+        row.parameter: row.show(getattr(record, row.field))
         for record in (asked, spec)
-        for field in dataclasses.fields(record)
-        if "option" in field.metadata
+        for row in options_of(type(record), "")
     }
     values |= spec.program.options
     usual_tasks = asked.tasks_per_node == (asked.gpus_per_node or 1)
@@ -84,12 +82,6 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "env": tuple(passed),
         "after": tuple(f"{path}:{condition}" for path, condition in spec.after),
         "sbatch": tuple(n if value is None else f"{n}={value}" for n, value in spec.sbatch),
-        "srun_args": tuple(map(shlex.quote, spec.srun_args)),
-        "launch_prefix": shlex.join(spec.launch_prefix),
-        "notify": shlex.join(spec.notify),
-        "omit_directive": values.pop("omit_directives"),
-        "module": values.pop("modules"),
-        "container_mount": values.pop("container_mounts"),
         "signal": spec.signal or "none",
     }
     # The defaults of these follow the rest of the request.

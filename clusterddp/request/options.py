@@ -20,6 +20,7 @@ import math
 import numbers
 import os
 import re
+import shlex
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.slurm.forms import Form
+from clusterddp.slurm.forms import WORDS, Form, words
 
 T = TypeVar("T")
 
@@ -154,6 +155,10 @@ class Option:
     first, and that of the value in --help."""
     name: str = ""
     """Name with dashes, as in the flag and in site.cfg."""
+    field: str = ""
+    """Field of the request that it gives."""
+    parameter: str = ""
+    """Name of click's parameter, `batch_size`."""
     type: type = str
     """Type on the command line; `tuple` is a text that can be repeated."""
     default: object = None
@@ -173,11 +178,6 @@ class Option:
     def flag(self) -> str:
         """Return the option as it is typed, `--batch-size`."""
         return f"--{self.name}"
-
-    @property
-    def parameter(self) -> str:
-        """Return the name of click's parameter, `batch_size`."""
-        return self.name.replace("-", "_")
 
     @property
     def directive(self) -> str:
@@ -229,6 +229,19 @@ class Option:
             noun = "whole number" if self.type is int else "number"
             raise OptionError(self.flag, f": {value!r} is no {noun}.") from None
 
+    def read(self, typed: Any) -> Any:
+        """Return the value of the field for what is typed; raises OptionError for no words."""
+        if self.form is not WORDS:
+            return typed
+        lines = [typed] if self.type is str else typed
+        return tuple(word for line in lines for word in words(self.flag, line))
+
+    def show(self, value: Any) -> Any:
+        """Return the value of the field as it is typed."""
+        if self.form is not WORDS:
+            return value
+        return shlex.join(value) if self.type is str else tuple(map(shlex.quote, value))
+
     @property
     def metavar(self) -> str | None:
         """Return the name of the value in --help; None leaves it to click."""
@@ -278,12 +291,15 @@ def options_of(record: type, group: str) -> Iterator[Option]:
         if "option" in field.metadata:
             kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else ()
             kind = (kinds or (field.type,))[0]
+            row = field.metadata["option"]
+            name = row.get("name") or field.name.replace("_", "-")
             usual = {
-                "name": field.name.replace("_", "-"),
+                "name": name,
+                "field": field.name,
+                "parameter": name.replace("-", "_"),
                 "group": group,
                 "type": typing.get_origin(kind) or kind,
             }
-            row = field.metadata["option"]
             if field.default or not row.get("shown"):
                 usual["default"] = None if field.default in ("", ()) else field.default
             yield Option(**{**usual, **row})

@@ -21,7 +21,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import NO_SWEEP, Point, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
-from clusterddp.slurm.forms import LINE, PATH, Form
+from clusterddp.slurm.forms import LINE, PATH, WORDS, Form
 
 if TYPE_CHECKING:
     from clusterddp.processes.container import Container
@@ -120,7 +120,7 @@ class JobSpec(Record):
         group=table.ASKED,
     )
     srun_args: tuple[str, ...] = option(
-        (), "Further arguments for srun, quoted as in a shell; repeatable.", LINE, "WORDS"
+        (), "Further arguments for srun, quoted as in a shell; repeatable.", WORDS, "WORDS"
     )
     environment: tuple[tuple[str, str], ...] = ()
     """Variables written into the script."""
@@ -150,7 +150,7 @@ class JobSpec(Record):
         "NAME",
     )
     launch_prefix: tuple[str, ...] = option(
-        (), "Words put before each task: 'apptainer exec --nv IMG'.", LINE, "WORDS", type=str
+        (), "Words put before each task: 'apptainer exec --nv IMG'.", WORDS, "WORDS", type=str
     )
     container_image: str = option(
         "",
@@ -245,7 +245,7 @@ class JobSpec(Record):
         (),
         "Program that gets the verdict as JSON on its standard input, once, when the run, or the "
         "whole sweep, has ended for good, with its arguments as in a shell.",
-        LINE,
+        WORDS,
         "COMMAND",
         type=str,
         group=table.KEPT,

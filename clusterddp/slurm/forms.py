@@ -106,6 +106,8 @@ _EVENT = (
 )
 
 LINE = Form(r".*", "line", "text without control characters")
+WORDS = Form(r".*", "line", "text without control characters")
+"""Words as in a shell: of one line, or of each that is typed."""
 PATH = Form(r".+", "path", "data or /usr/bin/python3")
 TIME_LIMIT = Form(
     r"(?ia)\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?"

@@ -24,7 +24,7 @@ from clusterddp.request.options import (
 )
 from clusterddp.request.program import BuiltIn, Command, Program
 from clusterddp.request.resources import Resources
-from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, JobSpec
+from clusterddp.request.spec import ANY, CONDITIONS, DEFAULT_TEMPLATE, DIRECTIVES, REQUEST, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig, recipe_settings
 from clusterddp.slurm import forms
@@ -91,9 +91,8 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
     tasks = 0 if program.options.get("strategy", "ddp") == "ddp" else 1
     resources = changed_resources(Resources(), values, tasks)
     environment, passed = environment_of(given.environment, values["env"])
-    names = {field.name for field in dataclasses.fields(JobSpec)}
-    fields = {name: value for name, value in values.items() if name in names - {*CONTAINER}}
-    fields |= {
+    fields = {
+        **_fields_of(values),
         "run_name": run_name,
         "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
         "resources": resources,
@@ -107,16 +106,17 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "template": _template(given),
         "sbatch": directives_of(sbatch_directives(given.environ), values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
-        "srun_args": tuple(
-            word for line in values["srun_args"] for word in forms.words("--srun-args", line)
-        ),
-        "notify": forms.words("--notify", values.get("notify", "")),
-        "modules": values["module"],
-        "launch_prefix": forms.words("--launch-prefix", values.get("launch_prefix", "")),
         "slurm_folder": slurm_folder(),
         "signal": "" if values.get("signal") == "none" else values.get("signal"),
     }
     return JobSpec(**fields)
+
+
+def _fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for values of options, by their parameters, but those of a container."""
+    names = values.keys() - {*CONTAINER, "python"}
+    rows = [r for r in REQUEST if r.parameter in names and hasattr(JobSpec, r.field)]
+    return {row.field: row.read(values[row.parameter]) for row in rows}
 
 
 def changed(given: Given, before: JobSpec) -> JobSpec:
@@ -128,12 +128,10 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
     # Where it was one a GPU before, it stays so.
     tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
     of_container = {*CONTAINER, "python"}
-    fields = {name: typed[name] for name in typed if name in {*CHANGEABLE} - of_container}
+    fields = _fields_of(typed)
     fields |= container_fields({name: typed[name] for name in typed if name in of_container})
     if "max_parallel" in typed:
         fields["sweep"] = dataclasses.replace(before.sweep, max_parallel=typed["max_parallel"])
-    if "notify" in fields:
-        fields["notify"] = forms.words("--notify", fields["notify"])
     if "after" in fields:
         fields["after"] = awaited_runs(fields["after"], Path(given.values["output_root"]))
     if "batch_python" in fields:
