@@ -5,19 +5,22 @@ when one of them is used.
 """
 
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from clusterddp import launchers
+from clusterddp import launchers, log
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
 from clusterddp.files import read_json
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MOST_PROCS
-from clusterddp.request.spec import JobSpec
-from clusterddp.request.train_config import TrainConfig
+from clusterddp.request.options import FLAG, Given, nearest
+from clusterddp.request.spec import OPTIONS, JobSpec
+from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
 from clusterddp.run.events import Cause, Failure
@@ -31,15 +34,40 @@ from clusterddp.status.stacks import RankStacks
 from clusterddp.status.state import latest_submission
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.stop import Cancellation, Stop
-from clusterddp.submission import keywords
 from clusterddp.submission import resubmit as resubmission
 from clusterddp.submission import submit as submitting
-from clusterddp.submission.fields import check_new, slurm_folder
+from clusterddp.submission.fields import (
+    check_new,
+    job_spec,
+    made_up_name,
+    slurm_folder,
+    template_folder,
+)
 from clusterddp.submission.inputs import make_sure
 from clusterddp.submission.resubmit import Resubmission, Terms
 from clusterddp.worker import workstation
 
 T = TypeVar("T")
+
+_ROWS = {row.parameter: row for row in OPTIONS.values()}
+_NAMES = {
+    flag.removeprefix("--").replace("-", "_"): row.parameter
+    for row in OPTIONS.values()
+    for flag in (*row.flags, row.flag)
+    if flag.startswith("--")
+}
+"""Options by all names that they have on the command line, `ntasks_per_node` as well."""
+_ELSEWHERE = {
+    "dry_run": "render(spec) gives the script of a JobSpec",
+    "gpus": "those of each node are gpus_per_node",
+    "sweep": "'clusterddp submit --sweep …' submits one",
+    "wait": "call wait() of the run that comes back",
+}
+"""What to do instead of giving what is no option of a request."""
+_TEMPLATES = ("template", "template_dir")
+_TRAINING = {row.parameter for row in TRAINING}
+_FLAG = re.compile(r"(clusterddp [a-z][^.;\n]*)|(?<![\w-])--([a-z][a-z-]*)(?![\w-])")
+"""A flag; or a line for the shell, which keeps its own."""
 
 
 def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
@@ -227,10 +255,10 @@ def submit(
     """
     if not isinstance(spec, JobSpec):
         given = {"check": check, "check_python": check_python, "force": force, **options}
-        made = keywords.request(spec, run_name, given)
-        template_folder = template_folder or keywords.folder_of_templates(options)
+        made = _request(spec, run_name, given)
+        template_folder = template_folder or _folder_of_templates(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
-        with keywords.speaking_of_keywords():
+        with _speaking_of_keywords():
             return submit(
                 made, template_folder,
                 check=check, check_python=check_python, force=force, snapshot_limit_mb=limit,
@@ -362,3 +390,71 @@ def _how_it_failed(attempt: attempts.Attempt, failure: Failure) -> str:
     text = of_attempt(attempt.run.rank_log(failure.rank), attempt.number)
     _, begin, trace = text.rpartition("Traceback (most recent call last):")
     return f"{failure.describe()}\n{begin}{trace}".rstrip() if begin else failure.describe()
+
+
+def _request(
+    command: Sequence[str | os.PathLike[str]], run_name: str | None, given: Mapping[str, object]
+) -> JobSpec:
+    """Return the checked request for a command, or without one for the training.
+
+    given: values by option. Variables and site.cfg have no part in it. Raises RequestError that
+    speaks of keywords.
+    """
+    if isinstance(command, str) or not all(isinstance(w, (str, os.PathLike)) for w in command):
+        raise RequestError(
+            f"the command {command!r} is no list of words; give one such as "
+            '["python", "train.py"]. [CD0102]'
+        )
+    for name in given:
+        if name not in _NAMES:
+            raise RequestError(f"there is no option {name!r}{_instead(name)}. [CD0102]")
+    given = {_NAMES[name]: value for name, value in given.items()}
+    of_training = [name for name in given if name in _TRAINING] if command else []
+    if of_training:
+        raise RequestError(
+            f"{', '.join(of_training)}: of the MNIST training, but a command is given; put the "
+            "command's own options into its list. [CD0103]"
+        )
+    with _speaking_of_keywords():
+        held = _held(given, tuple(os.fspath(word) for word in command))
+        return job_spec(held, made_up_name("run") if run_name is None else run_name)
+
+
+def _held(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:
+    values: dict[str, object] = {n: () if r.type is tuple else None for n, r in _ROWS.items()}
+    plain = {name: row.default for name, row in _ROWS.items()} | dict(given)
+    values |= {name: _ROWS[name].parse(v) for name, v in plain.items() if v is not None}
+    return Given(values, dict.fromkeys(given, FLAG), command)
+
+
+@contextmanager
+def _speaking_of_keywords() -> Iterator[None]:
+    """Have refusals and warnings name keywords, `run_name`, in place of flags."""
+    try:
+        with log.worded(_worded):
+            yield
+    except RequestError as error:
+        raise RequestError(_worded(str(error)), code=error.code) from None
+
+
+def _folder_of_templates(given: Mapping[str, object]) -> Path | None:
+    """Return the folder of the person's own templates, if the keywords name one."""
+    return template_folder(_held({n: v for n, v in given.items() if n in _TEMPLATES}))
+
+
+def _worded(text: str) -> str:
+    return _FLAG.sub(lambda found: found[1] or _keyword(found[2]) or found[0], text)
+
+
+def _keyword(name: str) -> str:
+    return name.replace("-", "_") if name in OPTIONS or name == "run-name" else ""
+
+
+def _instead(name: str) -> str:
+    """Return, in words behind a wrong keyword, what is meant."""
+    if name in _ELSEWHERE:
+        return f": {_ELSEWHERE[name]}"
+    denied = name.removeprefix("no_")
+    if denied != name and denied in _ROWS:
+        return f": give {denied}=False"
+    return nearest(name, _ROWS)

@@ -24,7 +24,6 @@ from clusterddp.processes import processors
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks.dist_env import MOST_PROCS
-from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -33,6 +32,7 @@ from clusterddp.status.follow import wait_for_end
 from clusterddp.status.state import RunState
 from clusterddp.status.status import run_status
 from clusterddp.submission import submit
+from clusterddp.submission.fields import remarks
 
 Planned = list[tuple[Row, JobSpec]]
 """The runs in the order in which they run."""

@@ -5,16 +5,17 @@ and forms; a field that is an option carries its row of the table.
 """
 
 import dataclasses
+import itertools
+import json
 import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
-from clusterddp.request import record
 from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
 from clusterddp.request.program import NO_PREFLIGHT, PREFLIGHTS, QUICK, BuiltIn, Command, Program
 from clusterddp.request.resources import Resources
@@ -26,6 +27,9 @@ from clusterddp.slurm.forms import LINE, PATH, WORDS, Form
 if TYPE_CHECKING:
     from clusterddp.processes.container import Container
 
+_FORMAT = 1
+_REQUEST = "#REQUEST "
+_REQUEST_COLUMNS = 280
 MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
@@ -682,7 +686,7 @@ class JobSpec(Record):
 
     def to_json(self) -> str:
         """Return the record that a run keeps of its request; no value passed by name is in it."""
-        return "\n".join(record.lines(self._asked())) + "\n"
+        return "\n".join(_lines(self._asked())) + "\n"
 
     def to_script(self) -> list[str]:
         """Return the lines with which a script says what was asked.
@@ -691,11 +695,11 @@ class JobSpec(Record):
         """
         asked = self._asked()
         del asked["run_dir"]
-        return record.to_script(asked)
+        return [f"{_REQUEST}{line}" for line in _lines(asked)]
 
     def _asked(self) -> dict[str, object]:
         """Return the fields that are not defaults; the Python of the tasks in any case."""
-        asked = {**record.asked(self), "python": self.python, "batch_python": self.batch_python}
+        asked = {**_not_defaults(self), "python": self.python, "batch_python": self.batch_python}
         unsaid = [name for name, usual in self._usual().items() if getattr(self, name) == usual]
         if self.batch_python == self.python and not (self.launch_prefix or self.container_image):
             unsaid.append("batch_python")
@@ -704,7 +708,7 @@ class JobSpec(Record):
     @classmethod
     def from_script(cls, script: str, run_dir: str) -> "JobSpec":
         """Read the lines of `to_script`; raises RequestError as `from_json` does."""
-        return cls.from_json(record.of_script(script), "the script's #REQUEST", run_dir)
+        return cls.from_json(_of_script(script), "the script's #REQUEST", run_dir)
 
     @classmethod
     def from_json(
@@ -715,7 +719,7 @@ class JobSpec(Record):
         name: of the record, for messages. run_dir: the run's directory, where it names none.
         """
         try:
-            fields = record.read(content, name)
+            fields = _fields(content, name)
             fields.setdefault("batch_python", fields["python"])
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
@@ -783,3 +787,49 @@ OPTIONS = {option.name: option for option in (*REQUEST, *TRAINING)}
 """Every option by its name, which is also its key in site.cfg."""
 DIRECTIVES = {option.directive: option for option in REQUEST if option.directive}
 """Options that stand for a directive of sbatch, by its name."""
+
+
+def _not_defaults(record: object) -> dict[str, Any]:
+    """Return the fields of a record that are not defaults, those of its own records likewise."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        if value != field.default:
+            fields[field.name] = _not_defaults(value) if dataclasses.is_dataclass(value) else value
+    return fields
+
+
+def _lines(fields: dict[str, Any]) -> list[str]:
+    """Write fields as JSON in lines of some length; a value is never cut."""
+    written = [""]
+    for part in json.JSONEncoder().iterencode({"format": _FORMAT, **fields}):
+        if part.startswith(", ") and len(written[-1]) > _REQUEST_COLUMNS - len(_REQUEST):
+            written[-1] += ","
+            written.append(part[2:])
+        else:
+            written[-1] += part
+    return written
+
+
+def _of_script(script: str) -> str:
+    """Return the text that `JobSpec.to_script` has put into a script."""
+    behind = itertools.dropwhile(lambda line: not line.startswith(_REQUEST), script.split("\n"))
+    comments = itertools.takewhile(lambda line: line.startswith(_REQUEST), behind)
+    return " ".join(line.removeprefix(_REQUEST) for line in comments)
+
+
+def _fields(text: str, name: str) -> dict[str, Any]:
+    """Read fields, with tuples for lists. Raises RequestError for those of a newer version.
+
+    Raises ValueError, KeyError, AttributeError or RecursionError where the text is no record.
+    """
+    fields: dict[str, Any] = json.loads(text)
+    if fields.pop("format") != _FORMAT:
+        raise RequestError(f"{name} was written by a newer clusterddp; update this one. [CD0506]")
+    return {name: _frozen(value) for name, value in fields.items()}
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _frozen(item) for name, item in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

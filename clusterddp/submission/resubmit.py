@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,6 @@ from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
 from clusterddp.request.options import Record
-from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
@@ -31,14 +31,21 @@ from clusterddp.status import chain
 from clusterddp.status.state import ACTIVE, RunState, jobs_to_ask, latest_submission
 from clusterddp.status.status import RunStatus, run_status, statuses, submission_folder
 from clusterddp.status.sweeps import has_failed
-from clusterddp.submission import bundle, code_renewal, outlook, points, snapshot
+from clusterddp.submission import bundle, outlook, snapshot, submit
 from clusterddp.submission.claim import Claim, claimed
-from clusterddp.submission.fields import CHANGEABLE, refuse_launcher
+from clusterddp.submission.fields import CHANGEABLE, refuse_launcher, remarks
 from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
 from clusterddp.submission.programs import check_pythons
-from clusterddp.submission.submit import ask_for_partitions, check_commands, naming_the_job, send
+from clusterddp.submission.submit import (
+    ask_for_partitions,
+    check_commands,
+    naming_the_job,
+    no_code,
+    send,
+)
 from clusterddp.version import of_script
 
+_MOST_FILES = 5
 _MOST_CHANGES = 20
 _MOST_COMMANDS = 20
 _EITHER = (
@@ -120,7 +127,7 @@ def resubmit(
     with contextlib.ExitStack() as stack:
         claim = None if dry_run else stack.enter_context(claimed(run))
         if claim:
-            code_renewal.mend(run)
+            _mend_code(run)
         before = run.load_spec()
         stack.enter_context(submission_folder_of(run))
         _check_directory(run, before)
@@ -149,7 +156,7 @@ def resubmit(
         claims = [claim, *(stack.enter_context(claimed(r)) for r in runs if r.path.exists())]
         new: list[str] = []
         if terms.new_code:
-            renewal = code_renewal.renewed(after, run, terms.snapshot_limit_mb)
+            renewal = _code_renewed(after, run, terms.snapshot_limit_mb)
             new += (f"code: {line}" for line in stack.enter_context(renewal))
         is_new = not run.script.is_file() or script != _recorded_script(run)
         if terms.new_clusterddp or is_new or not bundle.keeps(run):
@@ -250,7 +257,7 @@ def _further(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
             f"{sweep.name} has each of these points already. Those that have not ended "
             f"well, or are missing: clusterddp resubmit {sweep.shown} [CD1103]"
         )
-    points.refuse_existing(
+    submit.refuse_existing(
         after,
         indices,
         "its further points keep to their numbers: submit these as a sweep of their own "
@@ -443,10 +450,10 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
         raise RequestError(
             f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
             f"the files of {Path.cwd()} as they are now, "
-            f"{code_renewal.way_to_current_files(before, run)}. [CD0313]"
+            f"{_way_to_current_files(before, run)}. [CD0313]"
         )
     if run.code.is_dir():
-        code_renewal.log_changes(before, run)
+        _log_code_changes(before, run)
     elif not terms.allow_changed:  # it uses the folder itself
         differing = snapshot.changes_since_submission(run, Path.cwd())
         if differing is None:
@@ -457,7 +464,7 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
             raise RequestError(
                 f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
                 f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or, to run the "
-                f"current files, {code_renewal.way_to_current_files(before, run)}. [CD0313]"
+                f"current files, {_way_to_current_files(before, run)}. [CD0313]"
             )
 
 
@@ -509,16 +516,16 @@ def _submit(
         records[run.script] = plan.script
     changes = (*_differences(before, after), *new)
     with naming_the_job(after), contextlib.ExitStack() as stack:
-        stack.enter_context(_renewed(run, records))
+        stack.enter_context(_records_renewed(run, records))
         runs = []
         if isinstance(run, SweepDir):
             runs = [run.element(index) for index in plan.indices]
             missing = [i for i, each in zip(plan.indices, runs, strict=True) if each not in there]
-            stack.enter_context(points.created(run, after, missing))
+            stack.enter_context(submit.created_points(run, after, missing))
         for index, point in zip(plan.indices, runs, strict=True):
             if point in there:
                 own = {} if is_same else {point.spec: after.element(index).to_json()}
-                stack.enter_context(_renewed(point, own))
+                stack.enter_context(_records_renewed(point, own))
         # Before the submission: the job's first line may come before the record of its id.
         for each in there if runs else [run]:
             latest = attempts.latest(each) if terms.from_scratch else None
@@ -530,7 +537,7 @@ def _submit(
 
 
 @contextlib.contextmanager
-def _renewed(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]:
+def _records_renewed(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]:
     """Write files of a run anew while the body submits it; the former ones stay under a number.
 
     They are put back when the body raises RequestError. Raises OSError.
@@ -581,3 +588,176 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
         for name, value in old.items()
         if value != new[name] and not isinstance(value, Record)
     ]
+
+
+def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
+    """Log in what the current folder differs from the run's copy of the code.
+
+    Raises RequestError where the record of the copy cannot be read.
+    """
+    tree, recorded = run.top_of_code(Path.cwd()), snapshot.Snapshot.read(run.code_record)
+    left_out, workdir = no_code(spec, run), run.workdir_name
+    limit = _limit_of_code(recorded)
+    now = snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
+    taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
+    uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
+    if now is None:  # it cannot be read, or has become too large
+        log.warning(f"{uses}, and {tree} cannot be compared with it [CD0313]")
+        return
+    # What is linked for its size is as it is now in the copy, too.
+    linked = {*recorded.large, *now.large}
+    copied, current = (
+        dataclasses.replace(
+            each, digests={n: d for n, d in each.digests.items() if n not in linked}
+        )
+        for each in (recorded, now)
+    )
+    changes = snapshot.difference(copied, current, new=True)
+    if changes:
+        files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
+        log.info(
+            f"{uses}; in {tree} {files} by now: {_shown(changes)}. To run the current files, "
+            f"{_way_to_current_files(spec, run)}."
+        )
+
+
+def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
+    """Say how to run the folder's files; the points of a sweep share one copy of the code."""
+    if spec.sweep:
+        return (
+            "submit a new sweep, or give each point that has not ended well a copy of its own: "
+            f"clusterddp resubmit {run.shown} --code new"
+        )
+    return "use --code new"
+
+
+@contextlib.contextmanager
+def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list[str]]:
+    """Replace the run's copy by the current folder, while the body submits the run.
+
+    What a command has written in its copy goes along. The former copy stays until the run is
+    submitted, and is put back when the body raises RequestError: after anything else the job may be
+    queued. Whoever holds the claim on the run has called `_mend_code` before.
+
+    limit_mb: most megabytes of the copy; None lets it grow to twice the former one.
+    Yields what differs from the former code, a line each. Raises RequestError where the folder
+    cannot be copied; nothing is changed then.
+    """
+    tree = run.top_of_code(Path.cwd())
+    if not spec.program.has_own_code(spec.sweep, Path.cwd()):
+        raise RequestError(
+            f"--code new: {run.name} uses no code of {tree}: its tasks run what is "
+            "installed. [CD0313]"
+        )
+    recorded = snapshot.Snapshot.read(run.code_record) if run.code_record.is_file() else None
+    record = run.code_record.read_bytes() if recorded else None
+    had_copy, (draft, former) = run.code.is_dir(), _copies(run)
+    try:
+        taken = _take_code(spec, run, recorded, limit_mb)
+        copied = draft.is_dir()
+        if copied and had_copy:
+            run.code.rename(former)
+        if copied:
+            draft.rename(run.code)
+        if taken:
+            dataclasses.replace(taken, leaving=recorded.leaving if recorded else ()).write(
+                run.code_record
+            )
+    except BaseException as error:
+        _put_back_code(run, had_copy, record)
+        if isinstance(error, OSError):
+            raise RequestError(
+                f"--code new: {run.path} cannot be written: {error}. [CD0504]"
+            ) from None
+        raise
+    changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []
+    where = f"copied {tree} to {run.code}" if copied else f"{run.name} uses {tree}"
+    log.info(f"{where} as it is now: {_shown(changes) or 'no file differs'}")
+    try:
+        yield changes
+    except RequestError:
+        _put_back_code(run, had_copy, record)
+        raise
+    finally:
+        if run.code.is_dir():
+            _remove_copy(former)
+
+
+def _mend_code(run: RunDir) -> None:
+    """Repair the copy after a process that was killed while it renewed the code.
+
+    Raises RequestError where that cannot be done.
+    """
+    draft, former = _copies(run)
+    try:
+        if former.is_dir() and not run.code.exists():
+            former.rename(run.code)
+        for left in (draft, former):
+            if left.is_symlink():
+                left.unlink()
+            elif left.is_dir():
+                shutil.rmtree(left)
+    except OSError as error:
+        raise RequestError(f"{run.path} cannot be written: {error}. [CD0504]") from None
+
+
+def _take_code(
+    spec: JobSpec, run: RunDir, recorded: snapshot.Snapshot | None, limit_mb: float | None
+) -> snapshot.Snapshot | None:
+    """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
+    tree, left_out, has_copy = Path.cwd(), no_code(spec, run), run.code.is_dir()
+    tree, workdir = run.top_of_code(tree), run.workdir_name
+    limit = _limit_of_code(recorded) if limit_mb is None else limit_mb
+    taken = None
+    if has_copy or spec.snapshot is not False:
+        needed = has_copy or bool(spec.snapshot)
+        taken = snapshot.try_to_take(
+            tree, _copies(run)[0], limit, left_out, needed=needed, workdir=workdir
+        )
+    if taken is None:
+        return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
+    both: list[str] = []
+    if recorded and has_copy:
+        both = snapshot.carry_over(run.code, recorded, tree, _copies(run)[0], taken)
+    if not both:
+        return taken
+    # What the command has written is no code, even where the folder has it.
+    log.info(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
+    digests = {name: digest for name, digest in taken.digests.items() if name not in both}
+    return dataclasses.replace(taken, digests=digests, files=len(digests))
+
+
+def _remove_copy(former: Path) -> None:
+    """Remove a former copy; that of a sweep's point may be a link to what all points use."""
+    if former.is_symlink():
+        with contextlib.suppress(OSError):
+            former.unlink()
+    else:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _copies(run: RunDir) -> tuple[Path, Path]:
+    """Return where the new copy of the code is made, and where the former one waits."""
+    return run.path / ".code-new", run.path / ".code-former"
+
+
+def _put_back_code(run: RunDir, had_copy: bool, record: bytes | None) -> None:
+    draft, former = _copies(run)
+    with contextlib.suppress(OSError):
+        if run.code.is_dir() and (former.is_dir() or not had_copy):
+            run.code.rename(draft)
+        if former.is_dir():
+            former.rename(run.code)
+        if record is None:
+            run.code_record.unlink(missing_ok=True)
+        else:
+            write_atomically(run.code_record, record)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _limit_of_code(recorded: snapshot.Snapshot | None) -> float:
+    return max(snapshot.LIMIT_MB, 2 * recorded.bytes / 1e6) if recorded else snapshot.LIMIT_MB
+
+
+def _shown(names: Sequence[str]) -> str:
+    return formatting.some(names, _MOST_FILES, ", ")

@@ -12,24 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clusterddp import files
 from clusterddp.errors import RequestError, SlurmError, coded
 from clusterddp.launchers import SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request.options import is_reference
-from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.run_dir import RunDir, SweepDir, run_folders
+from clusterddp.run.run_dir import RunDir, SweepDir, run_folders, undo
 from clusterddp.slurm.client import sbatch_options
 from clusterddp.slurm.site import Question, array_limits
 from clusterddp.status import chain
-from clusterddp.submission import bundle, outlook, points
+from clusterddp.submission import bundle, outlook
+from clusterddp.submission.fields import remarks
 from clusterddp.submission.inputs import check_folder, make_sure
 from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
 if TYPE_CHECKING:
     from clusterddp.submission import snapshot
+
+
+_SHARED = ("clusterddp.pyz", "code", "code.json", "script.sbatch")
+"""Files of a sweep that its points lead to."""
 
 
 def submit(
@@ -59,7 +64,7 @@ def submit(
             f"the run {spec.run_name} exists already at {spec.run_dir}; choose another "
             "--run-name. [CD0503]"
         )
-    points.refuse_existing(spec, range(len(spec.sweep)))
+    refuse_existing(spec, range(len(spec.sweep)))
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} has the form of a job's id: where another run has that "
@@ -88,7 +93,7 @@ def submit(
         _keep_code(spec, run, snapshot_limit_mb)
         runs: list[RunDir] = []
         if isinstance(run, SweepDir):
-            runs = stack.enter_context(points.created(run, spec, range(len(spec.sweep))))
+            runs = stack.enter_context(created_points(run, spec, range(len(spec.sweep))))
         return run, send(spec, script, run, runs)
 
 
@@ -100,7 +105,12 @@ def send(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDir] = ()) -
     """
     if runs and spec.launcher == "local":
         chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
-        points.note_rehearsal(run, [points.index_of(each) for each in runs])
+        here, host = str(Path.cwd()), os.uname().nodename
+        indices = tuple(map(_index_of, runs))
+        sent = events.Submitted(
+            launcher="local", pid=os.getpid(), host=host, folder=here, indices=indices
+        )
+        events.add(run.events, sent)
         return SentJob("")
     if spec.launcher == "sbatch":
         job = _send_to_queue(spec, script, run, runs)
@@ -126,7 +136,7 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
             choice = bad_nodes.Choice()
     if spec.point and is_array(script):  # the sweep's script, of which the run is a point
         runs = [run]
-    indices = [points.index_of(each) for each in runs]
+    indices = [_index_of(each) for each in runs]
     beside = _beside(spec, indices, awaited)
     job = sbatch.submit(spec, script, run, exclude=exclude, **beside)
     folder, names = str(Path.cwd()), [f"{job.job_id}_{index}" for index in indices]
@@ -326,3 +336,74 @@ def _take_work_tree(
     Path(run.code, workdir).mkdir(parents=True, exist_ok=True)  # of links alone, perhaps
     run.workdir.symlink_to(f"{run.code.name}/{workdir}")
     return taken
+
+
+@contextlib.contextmanager
+def created_points(
+    sweep: SweepDir, spec: JobSpec, indices: Sequence[int]
+) -> Iterator[list[RunDir]]:
+    """Make the directories of points as runs that share the sweep's files, or none at all.
+
+    Those that it has made are taken away again when an interruption or an error keeps it from the
+    others, or when the body raises RequestError. Raises RequestError where one exists or cannot be
+    written.
+    """
+    refuse_existing(spec, indices)
+    points = [sweep.element(index) for index in indices]
+    shared = [name for name in _SHARED if os.path.lexists(sweep.path / name)]
+    made: list[RunDir] = []
+    try:
+        for index, point in zip(indices, points, strict=True):
+            point.path.mkdir(mode=0o700)
+            made.append(point)  # one that is there by now is another submission's
+            _fill_point(point, spec.element(index), sweep, shared)
+    except BaseException as error:
+        _undo_points(made)
+        if not isinstance(error, OSError):
+            raise
+        raise RequestError(
+            f"--output-root: cannot write {error.filename or sweep.path}: {error.strerror}. "
+            "Choose a folder that you can write and that has room. [CD0504]"
+        ) from None
+    try:
+        yield points
+    except RequestError:
+        _undo_points(made)
+        raise
+
+
+def refuse_existing(
+    spec: JobSpec, indices: Sequence[int], instead: str = "choose another --run-name"
+) -> None:
+    """Refuse points whose directories are there already; raises RequestError.
+
+    instead: what a person can do.
+    """
+    for index in indices:
+        path = Path(f"{spec.run_dir}-{index}")
+        if os.path.lexists(path):
+            raise RequestError(
+                f"the run {path.name} exists already at {path}, and would be a point of the sweep "
+                f"{spec.run_name}; {instead}. [CD0503]"
+            )
+
+
+def _index_of(point: RunDir) -> int:
+    """Return the index of a point, by its name."""
+    return int(point.name.rpartition("-")[2])
+
+
+def _fill_point(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:
+    """Fill a directory; its request comes last, as it makes the directory a run. Raises OSError."""
+    for name in shared:
+        (point.path / name).symlink_to(Path("..") / sweep.name / name)
+    if sweep.workdir_name:
+        point.workdir.symlink_to(sweep.workdir.readlink())
+    # Not synced one by one: the sweep's own request has all of it.
+    files.create(point.path / ".spec.json", spec.to_json().encode())
+    (point.path / ".spec.json").replace(point.spec)
+
+
+def _undo_points(points: Sequence[RunDir]) -> None:
+    for point in points:
+        undo(point.path, [])

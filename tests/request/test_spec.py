@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import OptionError, RequestError
-from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import Interval, TrainConfig, changes
+from clusterddp.submission.fields import remarks
 from tests.hostile import CARRIED, REFUSED
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.program import BuiltIn, Command
-from clusterddp.request.remarks import remarks
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
 from clusterddp.request.train_config import TrainConfig
+from clusterddp.submission.fields import remarks
 from tests.hostile import CARRIED, REFUSED
 
 COMMAND = Command(("a",))

@@ -11,7 +11,7 @@ from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, agrees, echo_failures
 from clusterddp.status.find import find_sweep, select_each
-from clusterddp.submission.removal import plan, remove
+from clusterddp.submission.clean import plan_removals, remove_run
 
 
 @click.command(name="rm", cls=SettingsCommand)
@@ -42,7 +42,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
         errors.RequestError(f"{one.name} lies at {one.path}: name that to remove it. [CD0502]")
         for one in far
     ]
-    removals, refused = plan([each for each in runs if each not in far])
+    removals, refused = plan_removals([each for each in runs if each not in far])
     failed += refused
     for each in removals:
         state = f" ({each.state})" if each.state else ""
@@ -53,7 +53,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
             removals = []
         for each in removals:
             try:
-                remove(each)
+                remove_run(each)
                 click.echo(f"removed {each.run.name}")
             except errors.ClusterDDPError as error:
                 failed.append(error)

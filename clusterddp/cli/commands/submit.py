@@ -18,9 +18,8 @@ from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_optio
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, Given, unused_variables
-from clusterddp.request.remarks import remarks
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
-from clusterddp.submission.fields import job_spec, made_up_name, template_folder
+from clusterddp.submission.fields import job_spec, made_up_name, remarks, template_folder
 
 
 class SubmitCommand(WithCommand):

@@ -8,7 +8,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import Sweep
 from clusterddp.run.run_dir import SweepDir
-from clusterddp.submission import points
+from clusterddp.submission import submit
 from tests.cli.made_runs import Workplace, workplace
 
 __all__ = ["workplace"]
@@ -25,11 +25,11 @@ def test_a_run_that_appears_meanwhile_is_left_alone(
 ) -> None:
     spec = of_five(workplace)
     # It comes behind the look, as that of another submission can.
-    monkeypatch.setattr(points, "refuse_existing", lambda *_: workplace.run("s-3"))
+    monkeypatch.setattr(submit, "refuse_existing", lambda *_: workplace.run("s-3"))
     sweep = SweepDir(workplace.root / "s")
     with (
         pytest.raises(RequestError, match="s-3: File exists"),
-        points.created(sweep, spec, range(1, 5)),
+        submit.created_points(sweep, spec, range(1, 5)),
     ):
         pytest.fail("it is yielded")
     assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0", "s-3"]
@@ -48,6 +48,6 @@ def test_an_interruption_leaves_no_point(
 
     monkeypatch.setattr(JobSpec, "element", interrupted)
     sweep = SweepDir(workplace.root / "s")
-    with pytest.raises(KeyboardInterrupt), points.created(sweep, spec, range(1, 5)):
+    with pytest.raises(KeyboardInterrupt), submit.created_points(sweep, spec, range(1, 5)):
         pytest.fail("it is yielded")
     assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0"]
