@@ -1,5 +1,6 @@
 """Begins an attempt of a run in a job that Slurm has started, or refuses it; records either."""
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -207,10 +208,10 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
     """
     if is_rehearsal(os.environ):
         return
-    read = [history]
+    read = itertools.chain([history], iter(history.again, None))
 
     def at_work() -> str:
-        start = _unended_start(read.pop() if read else history.again())
+        start = _unended_start(next(read))
         if start is None or start.job_id == job.id:
             return ""
         name = start.array_element or start.job_id

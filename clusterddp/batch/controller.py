@@ -596,9 +596,7 @@ class Controller:
     def _place_of_code(self) -> dict[str, str]:
         """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
         nothing = {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # not another job's, which submitted it
-        submitted = History.read(self._run).every(events.Submitted)
-        recorded = next((each.folder for each in submitted if each.folder), "")
-        folder = recorded or os.environ.get("SLURM_SUBMIT_DIR", "")
+        folder = History.read(self._run).folder or os.environ.get("SLURM_SUBMIT_DIR", "")
         if not (self._run.code.is_dir() and folder):
             return nothing
         try:

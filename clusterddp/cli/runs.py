@@ -14,10 +14,11 @@ from clusterddp import errors, files, log
 from clusterddp.cli.options import Completed
 from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.status.find import DEFAULT_ROOT, find_sweeps, means_several, select_each
 from clusterddp.status.state import RunState
-from clusterddp.status.status import RunStatus, statuses, submission_folder
+from clusterddp.status.status import RunStatus, statuses
 
 if TYPE_CHECKING:
     from clusterddp.status.stop import Cancellation, Send, Stop
@@ -179,7 +180,7 @@ def follow_submitted(
     if spec.uses_own_code:
         from clusterddp.submission import snapshot
 
-        tree = submission_folder(run) or Path.cwd()
+        tree = Path(History.read(run).folder or Path.cwd())
         place = snapshot.place_of_code(run, tree)
         fields |= place
         words += f"\n  code    {snapshot.described(run, place, tree)}" if place else ""

@@ -167,11 +167,12 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     """Run the points one after the other; one that fails keeps no other from its turn."""
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
+    from clusterddp.run.history import History
     from clusterddp.status.status import lost_turn
 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
     for run in runs:
-        if lost_turn(run):
+        if lost_turn(History.read(run)):
             log.info(f"{run.name}: cancelled ahead of its turn")
             code = max(code, errors.EXIT_FAILED)
             continue
@@ -179,7 +180,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
         log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
         sent = local.submit(spec, script, run)
         assert sent.stop
-        if lost_turn(run):  # while it was submitted
+        if lost_turn(History.read(run)):  # while it was submitted
             sent.stop()
         ended = follow(run, lines=0, goes_on=False, to_stderr=as_json)
         sent.stop()

@@ -70,6 +70,11 @@ class History:
         """The run's request; None where its record is damaged."""
         return self.run.read_spec()
 
+    @property
+    def folder(self) -> str:
+        """Folder of the run's first submission; empty where none is recorded."""
+        return next((each.folder for each in self.every(events.Submitted) if each.folder), "")
+
     def every(self, kind: type[E], attempt: int | None = None) -> list[E]:
         """List the events of a kind, of one attempt where that is given."""
         found = [event for event in self.events if isinstance(event, kind)]

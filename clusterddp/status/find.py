@@ -11,6 +11,7 @@ from clusterddp import log
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir, directories, elsewhere, find_runs
 
 _PATTERN = frozenset("*?[")
@@ -126,9 +127,8 @@ def select(root: Path, text: str) -> list[RunDir]:
     """
     sweep = find_sweep(root, text)
     if sweep and text.isdecimal() and sweep.name != text:
-        history = events.read(sweep.events)
-        arrays = (e for e in history if isinstance(e, events.Submitted) and e.job_id == text)
-        return [sweep.element(index) for array in arrays for index in array.indices]
+        sent = History.read(sweep).every(events.Submitted)
+        return [sweep.element(i) for each in sent if each.job_id == text for i in each.indices]
     if sweep:
         return sweep.elements
     if not is_pattern(text):
@@ -175,8 +175,7 @@ def latest_sweep(root: Path) -> SweepDir | None:
 
 def arrays_of(sweep: SweepDir) -> list[str]:
     """Return the job arrays that were submitted for a sweep, the latest last."""
-    history = events.read(sweep.events)
-    return [e.job_id for e in history if isinstance(e, events.Submitted) and e.job_id]
+    return [each.job_id for each in History.read(sweep).every(events.Submitted) if each.job_id]
 
 
 def is_pattern(text: str) -> bool:

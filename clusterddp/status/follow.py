@@ -134,11 +134,10 @@ def default_log(run: RunDir, status: RunStatus) -> Path:
 
 def _script_output(run: RunDir) -> Path | None:
     """Find the file of the newest job's script, which stays where the job gave no verdict."""
-    submitted = History.read(run).every(events.Submitted)
-    if not submitted or not submitted[-1].folder:
-        return None
-    output = Path(submitted[-1].folder) / f"slurm-{submitted[-1].job_id}.out"
-    return output if output.is_file() else None
+    for last in History.read(run).every(events.Submitted)[-1:]:
+        output = Path(last.folder) / f"slurm-{last.job_id}.out"
+        return output if last.folder and output.is_file() else None
+    return None
 
 
 def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:

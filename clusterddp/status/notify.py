@@ -29,7 +29,7 @@ from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.state import ACTIVE, RunState
-from clusterddp.status.status import RunStatus, run_status, statuses, submission_folder
+from clusterddp.status.status import RunStatus, run_status, statuses
 from clusterddp.status.sweeps import SweepStatus, has_failed, sweep_status
 
 _MOST_OUTPUT_BYTES = 1 << 20
@@ -211,9 +211,9 @@ def is_awaited(run: RunDir) -> bool:
 
 def mark_of(run: RunDir) -> Path:
     """Return the mark for the latest submission of a person's: each has an end of its own."""
-    history = events.read(run.events)
-    sent = sum(isinstance(e, events.Submitted) and not e.in_place_of for e in history)
-    again = sum(isinstance(event, events.Resubmitted) for event in history)
+    history = History.read(run)
+    sent = sum(not event.in_place_of for event in history.every(events.Submitted))
+    again = len(history.every(events.Resubmitted))
     # `resubmit` stands before the submission proper; of an array's element it stands alone.
     return run.path / f"notified-{max(sent, again + 1):04d}.json"
 
@@ -227,8 +227,8 @@ def _withdraw_job(run: RunDir) -> None:
 
 def _folder(run: RunDir) -> Path:
     """Return the folder of the submission, or what is left to start in."""
-    folder = submission_folder(run)
-    return folder if folder and folder.is_dir() else run.path
+    folder = Path(History.read(run).folder or run.path)
+    return folder if folder.is_dir() else run.path
 
 
 def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int | None, str]:

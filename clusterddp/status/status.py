@@ -175,11 +175,15 @@ class RunStatus:
 def run_status(
     run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
 ) -> RunStatus:
-    """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
+    """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`.
+
+    The events are read here: a run can record its end while Slurm is asked.
+    """
     now = time.time() if now is None else now
-    history = events.read(run.events)
-    submission = latest_submission(history)
-    state, detail, job, report = _judge(run, submission, slurm_states, now)
+    history = History.read(run)
+    spec = history.spec
+    submission = latest_submission(history.events)
+    state, detail, job, report = _judge(history, submission, slurm_states, now)
     waits = _waits(history, submission, job) if submission and state == RunState.QUEUED else None
     by_hand = None if submission else _started_by_hand(run)
     if by_hand:
@@ -190,7 +194,6 @@ def run_status(
     done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
     failure = _failure(run, state, submission, by_hand)
-    spec = run.read_spec()
     known = submission or _by_hand(by_hand)
     return RunStatus(
         name=run.name,
@@ -217,15 +220,15 @@ def run_status(
         epoch=first_known(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=first_known(figures.accuracy, latest.accuracy),
-        left_out=_left_out(run, history, state, known.job_id),
+        left_out=_left_out(history, state, known.job_id),
         warnings=[*filter(None, (*figures.warnings, known.end.remark if known.end else ""))],
         **_times(run, known, state, now),
         exit_code=_exit_code(state, submission, job),
         code=_code(state, known, failure, job),
         first_failure=failure.describe() if failure else "",
-        cleaned=_cleaned(history),
+        cleaned=_cleaned(history.events),
         directory=str(run.path),
-        works_in=_works_in(run, spec),
+        works_in=_works_in(history),
         next_command=_next_command(
             run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck
         ),
@@ -235,9 +238,13 @@ def run_status(
 
 
 def _judge(
-    run: RunDir, submission: Submission | None, slurm_states: Mapping[str, JobState], now: float
+    history: History,
+    submission: Submission | None,
+    slurm_states: Mapping[str, JobState],
+    now: float,
 ) -> tuple[RunState, str, JobState | None, Report | None]:
     """Return a run's state and the reason for it, and what they were judged from."""
+    run = history.run
     job = slurm_states.get(submission.job_id) if submission else None
     if job and is_another_runs(run, job):
         job = JobState(State.UNKNOWN)
@@ -246,16 +253,16 @@ def _judge(
     may_start = submission and (
         submission.put_back or (submission.end and submission.end.exit_code)
     )
-    if submission and may_start and not _resumes(run):
+    if submission and may_start and not _resumes(history):
         submission = dataclasses.replace(submission, resumes=False)
     state, detail = judge(submission, report, job, alive, now)
     if state == RunState.RUNNING and submission and job and job.state is State.RUNNING:
         state, detail = _lost(run, submission, now) or (state, detail)
     if state == RunState.CREATED and run.array_index:  # by the script itself
         detail = "its script has recorded nothing yet"
-    elif state == RunState.CREATED and _is_rehearsed(run):
+    elif state == RunState.CREATED and _is_rehearsed(history.spec):
         detail = "its turn in the rehearsal, which runs one point after the other, has not come"
-        if lost_turn(run):
+        if lost_turn(history):
             state, detail = RunState.CANCELLED, "ahead of its turn in the rehearsal"
     return state, detail, job, report
 
@@ -342,21 +349,20 @@ def _ignores_stop(submission: Submission | None, job: JobState | None, now: floa
     return now - (submission.stop_asked_time or now) > _LEAVES_WITHIN_SECONDS
 
 
-def _resumes(run: RunDir) -> bool:
+def _resumes(history: History) -> bool:
     """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
-    attempt = _latest_attempt(run)
-    return attempt is None or gained(attempt, run.read_spec()) is not None
+    attempt = _latest_attempt(history.run)
+    return attempt is None or gained(attempt, history.spec) is not None
 
 
-def _is_rehearsed(run: RunDir) -> bool:
-    spec = run.read_spec()
+def _is_rehearsed(spec: JobSpec | None) -> bool:
     return bool(spec and spec.point and spec.launcher == "local")
 
 
-def lost_turn(run: RunDir) -> bool:
+def lost_turn(history: History) -> bool:
     """Return whether a point was cancelled since a person submitted it to a rehearsal."""
     cancelled = False
-    for event in events.read(run.events):
+    for event in history.events:
         if isinstance(event, events.CancelAsked | events.Resubmitted):
             cancelled = isinstance(event, events.CancelAsked)
     return cancelled
@@ -374,13 +380,11 @@ def _cleaned(history: Sequence[events.Event]) -> str:
     return "; ".join(words)
 
 
-def _waits(
-    history: Sequence[events.Event], submission: Submission, job: JobState | None
-) -> events.Waits | None:
+def _waits(history: History, submission: Submission, job: JobState | None) -> events.Waits | None:
     """Find what the job waits for, unless Slurm holds it back for another reason by now."""
     if submission.start.time or (job and job.reason not in HELD_BACK):
         return None
-    waits = [event for event in history if isinstance(event, events.Waits)]
+    waits = history.every(events.Waits)
     return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)
 
 
@@ -395,40 +399,31 @@ def _expected_start(
     )
 
 
-def _left_out(
-    run: RunDir, history: Sequence[events.Event], state: RunState, job_id: str
-) -> Mapping[str, str]:
+def _left_out(history: History, state: RunState, job_id: str) -> Mapping[str, str]:
     """Return the bad nodes that the job leaves out, or a new job in the place of one that ended."""
     if state == RunState.DONE:
         return {}
     try:
-        bad = bad_nodes.read(run.path.parent)
+        bad = bad_nodes.read(history.run.path.parent)
     except OSError:
         bad = None
     if bad is not None and state in ENDED:
         return {host: node.reason for host, node in bad.items()}
-    left_out = [event for event in history if isinstance(event, events.NodesLeftOut)]
-    of_job = [event for event in left_out if event.job_id == job_id]
+    of_job = [event for event in history.every(events.NodesLeftOut) if event.job_id == job_id]
     if not of_job:
         return {}
     recorded = of_job[-1].nodes
     return {host: why for host, why in recorded.items() if bad is None or host in bad}
 
 
-def submission_folder(run: RunDir) -> Path | None:
-    """Return the folder of the run's first submission; None where none is recorded."""
-    recorded = History.read(run).every(events.Submitted)
-    return next((Path(each.folder) for each in recorded if each.folder), None)
-
-
-def _works_in(run: RunDir, spec: JobSpec | None) -> str:
+def _works_in(history: History) -> str:
     """Return the folder in which a person's code starts; empty where there is none, or unknown."""
+    run, spec = history.run, history.spec
     if spec is None or not spec.uses_own_code:
         return ""
     if spec.container_workdir:
         return f"{spec.container_workdir} of the container"
-    folder = run.code_folder.absolute() if run.code.is_dir() else submission_folder(run)
-    return str(folder or "")
+    return str(run.code_folder.absolute()) if run.code.is_dir() else history.folder
 
 
 def _last_lines(path: Path) -> list[MetricsLine]:
@@ -495,10 +490,8 @@ def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
 
 def _started_by_hand(run: RunDir) -> Attempt | None:
     """Find the latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
-    with contextlib.suppress(OSError):
-        attempt = latest(run)
-        return attempt if attempt and attempt.read_record() else None
-    return None
+    attempt = _latest_attempt(run)
+    return attempt if attempt and attempt.read_record() else None
 
 
 def _by_hand(attempt: Attempt | None) -> Submission:
@@ -690,9 +683,8 @@ def states_of(points: Sequence[RunDir]) -> list[RunState]:
 
 def judge_all(points: Sequence[RunDir]) -> list[tuple[RunState, Report | None]]:
     """Return states as `states_of` does, each with the report of the run's latest attempt."""
-    submissions = [latest_submission(events.read(point.events)) for point in points]
-    jobs, now = query(jobs_to_ask(submissions)), time.time()
-    judged = (_judge(*each, jobs, now) for each in zip(points, submissions, strict=True))
+    looked, jobs, now = _looked(points)
+    judged = (_judge(*each, jobs, now) for each in looked)
     return [(state, report) for state, _, _, report in judged]
 
 
@@ -700,14 +692,21 @@ def statuses_and_states(
     runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
 ) -> tuple[list[RunStatus], list[RunState]]:
     """Return the statuses of runs and the states of points, as the two above do in one look."""
-    submissions = [latest_submission(events.read(run.events)) for run in (*runs, *points)]
-    jobs, now = query(jobs_to_ask(submissions), known=known), time.time()
+    looked, jobs, now = _looked((*runs, *points), known)
     if known is not None:
         settled = (State.UNKNOWN, *(state for state in State if state.is_final))
         known |= {j: job for j, job in jobs.items() if job.state in settled and not job.problem}
-    of_points = zip(points, submissions[len(runs) :], strict=True)
-    states = [_judge(point, submission, jobs, now)[0] for point, submission in of_points]
+    states = [_judge(*each, jobs, now)[0] for each in looked[len(runs) :]]
     return [run_status(run, jobs, now) for run in runs], states
+
+
+def _looked(
+    runs: Sequence[RunDir], known: dict[str, JobState] | None = None
+) -> tuple[list[tuple[History, Submission | None]], Mapping[str, JobState], float]:
+    """Read the runs' events, and ask Slurm for the jobs of which these do not tell enough."""
+    read = [History.read(run) for run in runs]
+    looked = [(history, latest_submission(history.events)) for history in read]
+    return looked, query(jobs_to_ask([each for _, each in looked]), known=known), time.time()
 
 
 _LINES_OF_LATE = 20

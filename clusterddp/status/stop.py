@@ -59,12 +59,13 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     RequestError when its directory cannot be written or it has not started yet; the record is then
     taken back.
     """
-    if awaits_turn(run):
+    history = History.read(run)
+    if awaits_turn(history):
         given_up = cancel(run, status, send)
         return Stop(
             run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
         )
-    submission = latest_submission(events.read(run.events))
+    submission = latest_submission(history.events)
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
     if attempt:  # its ranks were started by hand
         try:
@@ -161,9 +162,10 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
     is then taken back.
     """
-    if awaits_turn(run):
+    history = History.read(run)
+    if awaits_turn(history):
         return _give_turn_up(run, send)
-    submission = latest_submission(events.read(run.events))
+    submission = latest_submission(history.events)
     if submission is None and status.state == RunState.RUNNING:
         message = (
             f"{run.name}: its ranks were started by hand: end them where they were started, or use "
@@ -211,14 +213,14 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
 
 
-def awaits_turn(run: RunDir) -> bool:
+def awaits_turn(history: History) -> bool:
     """Return whether a point waits for a rehearsal of its sweep, which runs them in turn."""
+    run, sent = history.run, history.every(events.Submitted)
     name, _, index = run.name.rpartition("-")
-    sent = History.read(run).every(events.Submitted)
     if not (name and index.isdecimal()) or any(event.launcher != "local" for event in sent[-1:]):
         return False
-    history = events.read(SweepDir(run.path.with_name(name)).events)
-    submitted = [e for e in history if isinstance(e, events.Submitted) and int(index) in e.indices]
+    sweep = History.read(SweepDir(run.path.with_name(name)))
+    submitted = [e for e in sweep.every(events.Submitted) if int(index) in e.indices]
     if not submitted or submitted[-1].pid is None:  # of Slurm's, or of no point
         return False
     last = submitted[-1]
@@ -232,7 +234,7 @@ def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
         events.add(run.events, events.CancelAsked())
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
-    if not awaits_turn(run):  # it has begun meanwhile
+    if not awaits_turn(History.read(run)):  # it has begun meanwhile
         return cancel(run, run_status(run, {}), send)
     return Cancellation(run.name, "", True, f"{run.name}: it waits for its turn, and loses it")
 

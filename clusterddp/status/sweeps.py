@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from clusterddp.run import events
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, states_of, statuses
@@ -146,10 +147,9 @@ def sweep_status(
     states, reasons: of the points, where they are known already. Raises RequestError where the
     request cannot be read.
     """
-    spec, history = sweep.load_spec(), events.read(sweep.events)
+    spec, submitted = sweep.load_spec(), History.read(sweep).every(events.Submitted)
     if states is None:
         states, reasons = _states_and_reasons(sweep)
-    submitted = [e for e in history if isinstance(e, events.Submitted)]
     return SweepStatus(
         name=sweep.name,
         names=spec.sweep.names,

@@ -25,6 +25,7 @@ from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.request.program import Command
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.status import notify
 from clusterddp.status.state import ACTIVE, RunState
@@ -500,7 +501,7 @@ def _is_over(run: RunDir, status: RunStatus) -> bool:
     spec = run.read_spec()
     if status.is_forgotten and spec and spec.run_name != run.name:
         return False  # it was moved, and Slurm may know its job by the name that it had
-    if status.state == RunState.CREATED and awaits_turn(run):
+    if status.state == RunState.CREATED and awaits_turn(History.read(run)):
         return False
     if status.state in _OVER or status.is_forgotten:
         return True

@@ -23,13 +23,14 @@ from clusterddp.request.sweep import NO_SWEEP, Sweep, is_array, shown
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
+from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, SweepDir, checkpoint_step, newest_checkpoint
 from clusterddp.slurm.client import query
 from clusterddp.slurm.site import array_limits
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import chain
 from clusterddp.status.state import ACTIVE, RunState, jobs_to_ask, latest_submission
-from clusterddp.status.status import RunStatus, run_status, statuses, submission_folder
+from clusterddp.status.status import RunStatus, run_status, statuses
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, outlook, snapshot, submit
 from clusterddp.submission.claim import Claim, claimed
@@ -189,8 +190,8 @@ def _changed(
 @contextlib.contextmanager
 def submission_folder_of(run: RunDir) -> Iterator[None]:
     """Enter the folder of the run's first submission: a command's relative paths start there."""
-    folder, here = submission_folder(run), Path.cwd()
-    if folder and folder != here:
+    folder, here = History.read(run).folder, Path.cwd()
+    if folder and Path(folder) != here:
         try:
             os.chdir(folder)
         except OSError as error:
