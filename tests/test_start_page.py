@@ -21,9 +21,6 @@ SECTIONS = {
     text.partition("\n")[0]: re.findall(r"^    (clusterddp .*)$", text, re.M)
     for text in START.split("\n## ")[1:]
 }
-SHEET = re.findall(
-    r"^    (clusterddp submit .*?)(?:  +#.*)?$", (DOCS / "cheatsheet.md").read_text(), re.M
-)
 SENT = [
     line
     for line in SECTIONS["On a cluster"] + SECTIONS["Your own script"]
@@ -80,18 +77,6 @@ def test_the_script_of_the_page_runs_on_four_ranks(tmp_path: Path) -> None:
     assert re.search(r"^loss 0\.\d+ on 4 ranks$", typed(tmp_path, logs), re.M)
 
 
-@pytest.mark.parametrize("line", SENT)
-def test_what_goes_to_a_cluster_is_a_valid_request(line: str, workplace: Workplace) -> None:
-    workplace.command("python", "exit 0")
-    (workplace.folder / "train.py").write_text("print('there')\n")
-    options, dashes, command = line.partition(" -- ")
-    words = shlex.split(f"{options} --dry-run{dashes}{command}")
-    got = workplace.invoke(*words[1:])
-    assert got.code == 0, got
-    assert ("#SBATCH --gpus-per-node=4\n" in got.out) == ("--gpus-per-node 4" in line)
-    assert "#SBATCH --nodes=2\n" in got.out
-
-
 def test_a_run_on_a_cluster_is_looked_at_and_ended_as_the_page_says(workplace: Workplace) -> None:
     for name in ("second", "third"):
         workplace.run(name, submitted("7"))
@@ -102,28 +87,3 @@ def test_a_run_on_a_cluster_is_looked_at_and_ended_as_the_page_says(workplace: W
     assert "queued" in workplace.invoke(*shlex.split(status)[1:]).out
     assert workplace.invoke(*shlex.split(stop)[1:]).code == 0
     assert [call for call in workplace.calls if call.startswith("scancel")]
-
-
-def test_the_site_cfg_of_the_page_is_valid(workplace: Workplace) -> None:
-    [lines] = re.findall(r"(^    \[defaults\]\n(?:^    .*\n)+)", START, re.M)
-    (workplace.folder / "site.cfg").write_text(re.sub(r"^    ", "", lines, flags=re.M))
-    got = workplace.invoke("site")
-    assert got.code == 0, got
-    assert re.search(r"^partition +gpu +\S+site\.cfg \[defaults\]$", got.out, re.M)
-
-
-@pytest.mark.parametrize("line", SHEET)
-def test_each_submission_of_the_cheat_sheet_is_a_valid_request(
-    line: str, workplace: Workplace
-) -> None:
-    workplace.run("big", submitted("7"), gpus_per_node=1)
-    workplace.command("squeue", "echo '7|RUNNING|None'")
-    workplace.command("python", "exit 0")
-    for name in ("train.py", "evaluate.py", "torch.sif"):
-        (workplace.folder / name).write_text("")
-    options, dashes, command = line.partition(" -- ")
-    options = options.replace(" --wait", "").replace(" --dry-run", "")
-    words = shlex.split(f"{options} --dry-run{dashes}{command}")
-    got = workplace.invoke(*words[1:])
-    assert got.code == 0, got
-    assert got.out.startswith("#!")

@@ -227,13 +227,6 @@ def test_sruns_zero_without_a_last_word_is_a_failure(
     assert last(run, "ended")["cause"] == "failed"
 
 
-def test_a_persons_own_command_needs_no_last_word(workplace: Workplace) -> None:
-    run = command_run(workplace)
-    record(run, 0, 0)
-    got = finish_attempt(workplace, run, 0)
-    assert (got.code, "done" in got.out) == (0, True)
-
-
 KILLED = {"signal": "SIGKILL"}
 
 
@@ -388,7 +381,12 @@ def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"met": True}, {"met": None}, {"met": False, "told": {"signal": "SIGTERM", "time": 1.0}}],
+    [
+        {"met": True},
+        {"met": None},
+        {"met": False, "told": {"signal": "SIGTERM", "time": 1.0}},
+        {"own_world": {"size": 2, "launcher": ""}},  # of one task's children alone
+    ],
 )
 def test_of_ranks_that_met_or_did_not_come_to_it_nothing_is_said(
     workplace: Workplace, fields: dict[str, Any]
@@ -397,15 +395,6 @@ def test_of_ranks_that_met_or_did_not_come_to_it_nothing_is_said(
     record(run, 0, 0, **fields)
     record(run, 1, 0)
     finish_attempt(workplace, run, 0)
-    assert last(run, "ended")["remark"] == ""
-
-
-def test_a_world_of_one_tasks_children_alone_is_nothing_to_name(workplace: Workplace) -> None:
-    run = command_run(workplace)
-    record(run, 0, 0, own_world={"size": 2, "launcher": ""})
-    record(run, 1, 0)
-    got = finish_attempt(workplace, run, 0)
-    assert "worlds" not in got.out + got.err
     assert last(run, "ended")["remark"] == ""
 
 
@@ -771,38 +760,6 @@ def test_a_controller_that_is_away_is_waited_for(
     assert workplace.calls.count("scontrol requeue 17") == 2
 
 
-def test_a_crash_is_started_again_only_where_asked_for(workplace: Workplace, run: RunDir) -> None:
-    slurm_says(workplace)
-    record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
-    assert finish_attempt(workplace, run, 1, requeue=True).code == 1
-    assert "only with --restart-on-failure" in last(run, "ended")["why"]
-    assert finish_attempt(workplace, run, 1, requeue=True, restart_on_failure=1).code == 0
-    assert last(run, "requeued")["why"] == "failed"
-
-
-def test_at_the_cap_it_ends_and_says_so(workplace: Workplace, run: RunDir) -> None:
-    slurm_says(workplace)
-    leave(run, **PAUSED)
-    got = finish_attempt(workplace, run, 75, requeue=True, max_requeues=0)
-    assert got.code == 75
-    assert "does not resume by itself: it has been started once (--max-requeues 0)" in got.out
-    assert "resume with: clusterddp resubmit mnist" in got.out
-
-
-def test_two_starts_in_a_row_without_a_step_end_it(workplace: Workplace, run: RunDir) -> None:
-    slurm_says(workplace)
-    leave(run, **PAUSED)
-    saved(run, 1, 40)
-    assert finish_attempt(workplace, run, 75, requeue=True).code == 0
-    for number in (2, 3):
-        begun(run, number, restart=number - 1)
-        leave(run, number, **PAUSED)
-        saved(run, number, 40, start=40)
-        got = finish_attempt(workplace, run, 75, requeue=True, number=number)
-        assert got.code == (0 if number == 2 else 75)
-    assert "2 starts in a row have not gained a step" in last(run, "ended")["why"]
-
-
 def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
     workplace: Workplace, run: RunDir
 ) -> None:
@@ -816,17 +773,6 @@ def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
 
 
 # -- asked to stop -----------------------------------------------------------------------------
-
-
-def test_a_stopped_run_stays_stopped(workplace: Workplace, run: RunDir) -> None:
-    slurm_says(workplace)
-    Attempt(run, 1).ask_to_stop("stop")
-    leave(run, cause="stopped", reason="stop", step=40)
-    got = finish_attempt(workplace, run, 75, requeue=True)
-    assert got.code == 75
-    assert last(run, "ended")["cause"] == "stopped"
-    assert "resume with: clusterddp resubmit mnist" in got.out
-    assert "scontrol requeue 17" not in workplace.calls
 
 
 def element_of(run: RunDir) -> tuple[RunDir, str]:

@@ -121,9 +121,10 @@ def test_a_job_whose_clusterddp_has_gone_uses_the_installed_one(site: Site) -> N
     assert run.bundle.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sbatch", "name"),
-    [((), "a"), pytest.param(("--array=0",), "a-0", marks=pytest.mark.slow)],
+    [((), "a"), pytest.param(("--array=0",), "a-0", marks=pytest.mark.release)],
     ids=["by hand", "array"],
 )
 def test_a_run_that_was_sent_by_hand_requeues_with_what_ran_its_first_attempt(
@@ -138,40 +139,3 @@ def test_a_run_that_was_sent_by_hand_requeues_with_what_ran_its_first_attempt(
     assert site.cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
     assert who_started(run) == [f"{__version__} (installed)", carried(run)]
     assert f"the run carries clusterddp {carried(run)} from now on" in run.job_log.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param("truncate -s 1000 ", id="truncated"),
-        pytest.param(
-            "printf x | dd bs=1 seek=9999 conv=notrunc of=",
-            marks=pytest.mark.release,  # above, one altered ahead of the first start
-            id="altered",
-        ),
-    ],
-)
-def test_a_restart_that_a_damaged_clusterddp_ends_is_seen_and_resubmitted(
-    site: Site, damage: str
-) -> None:
-    bundle = site.folder / "jobs/a/clusterddp.pyz"
-    up = site.folder / "up"
-    once = f"[ ! -e {up} ] || exit 0; touch {up}; {damage}{bundle}; exit 75"
-    answer = site.submit("--requeue", "--sbatch", "hold", "--json", "--", "sh", "-c", once)
-    run = RunDir(site.folder / "jobs/a")
-    assert start(site.cluster, answer) == "FAILED"
-    assert len(who_started(run)) == 1
-
-    def ask(*words: str) -> Any:
-        argv = [site.python, "-m", "clusterddp", *words]
-        return site.cluster.run(argv, cwd=site.folder, env={"PYTHONPATH": str(site.path)})
-
-    status = json.loads(ask("status", "a", "--json").stdout)
-    job_id = json.loads(answer)["job_id"]
-    assert status["state"] == "failed", status
-    assert f"slurm-{job_id}.out" in status["detail"]
-    again = ask("resubmit", "a", "--json")
-    assert again.returncode == 0, again.stderr
-    assert start(site.cluster, again.stdout) == "COMPLETED"  # it is held as the first one was
-    assert json.loads(ask("status", "a", "--json").stdout)["state"] == "done"

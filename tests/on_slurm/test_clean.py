@@ -61,24 +61,3 @@ def test_a_run_goes_on_after_it_was_cleaned(
     assert more.returncode == 0, more.stdout + more.stderr
     assert told(cluster, tmp_path, "one")["step"] == 130
     assert [e["event"] for e in read_events(run)].count("cleaned") == 2
-
-
-def test_a_command_without_its_copy_of_the_code_takes_the_folder(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "train.sh").write_text("echo once >>result; exit 3\n")
-    submit(cluster, tmp_path, "--run-name", "own", "--wait", "--", "sh", "train.sh")
-    run = RunDir(tmp_path / "jobs/own")
-    assert "can start its command again" in typed(cluster, tmp_path, "clean", "--yes").stderr
-    (tmp_path / "train.sh").write_text("echo twice >>result\n")
-    again = typed(cluster, tmp_path, "resubmit", "own", "--code", "new", "--wait")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert typed(cluster, tmp_path, "clean", "--yes").returncode == 0
-    assert sorted(path.name for path in run.code.iterdir()) == ["result"]
-    other = ["resubmit", "own", "--wait", "--", "sh", "train.sh", "again"]
-    refused = typed(cluster, tmp_path, *other)
-    assert refused.returncode == 2
-    assert "was removed by 'clusterddp clean'" in refused.stderr
-    taken = typed(cluster, tmp_path, *other[:2], "--code", "new", *other[2:])
-    assert taken.returncode == 0, taken.stdout + taken.stderr
-    assert (run.code / "result").read_text() == "once\ntwice\ntwice\n"

@@ -38,17 +38,6 @@ def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_every_host_has_its_own_name_and_address(cluster: SlurmCluster) -> None:
-    for host in ("login", *cluster.hosts):
-        assert cluster.run_on(host, ["hostname"], check=True).stdout == f"{host}\n"
-        shown = cluster.run_on(host, ["ip", "-o", "-4", "address", "show"], check=True).stdout
-        assert f" {cluster.addresses[host]}/24 " in shown
-        for other, address in cluster.addresses.items():
-            if other != host:
-                assert f" {address}/" not in shown
-    assert len(set(cluster.addresses.values())) == 3
-
-
 def test_commands_do_not_inherit_a_surrounding_job(
     cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,39 +49,6 @@ def test_commands_do_not_inherit_a_surrounding_job(
     shown = cluster.run(["sh", "-c", f"echo {names}"], env=env, check=True).stdout
     assert shown.split() == ["given"]
     assert cluster.run(["sh", "-c", "echo $KEPT"]).stdout == "leaked\n"
-
-
-def test_a_command_that_hangs_is_an_error_with_the_daemons_logs(cluster: SlurmCluster) -> None:
-    script = "echo begun; sleep 1000 & sleep 1000"
-    with pytest.raises(ClusterError, match=r"(?s)did not end within 8 s.*begun.*slurmctld\.log"):
-        cluster.run(["sh", "-c", script], timeout=8)
-    # All are killed; that they have died is a matter of moments on a busy machine.
-    _eventually(lambda: not any("sleep" in each for each in cluster.processes("login").values()))
-
-
-def test_a_signal_reaches_the_command_and_its_exit_code_comes_back(cluster: SlurmCluster) -> None:
-    script = "trap 'exit 7' INT; echo ready; while :; do sleep 0.05; done"
-    process = cluster.popen(["sh", "-c", script], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=PATIENCE) == 7
-    process.stdout.close()
-
-
-def test_cancel_all_empties_the_cluster(cluster: SlurmCluster, tmp_path: Path) -> None:
-    started = tmp_path / "started"
-    stubborn = f"#!/bin/sh\ntrap '' TERM\ntouch {shlex.quote(str(started))}\nsleep 1000\n"
-    jobs = [
-        cluster.sbatch(stubborn, "-N2", "--exclusive", "--output=/dev/null"),
-        cluster.sbatch(stubborn, "-N2", "--exclusive", "--output=/dev/null"),
-    ]
-    _eventually(started.exists)
-    cluster.cancel_all()
-    assert [cluster.job_state(job) for job in jobs] == ["CANCELLED", "CANCELLED"]
-    assert cluster.run(["squeue", "-h"], check=True).stdout == ""
-    for host in cluster.hosts:
-        assert "sleep 1000" not in cluster.processes(host).values()
 
 
 def test_cancel_all_mends_what_a_fault_test_broke(cluster: SlurmCluster) -> None:
@@ -166,12 +122,6 @@ def test_the_slurm_of_another_root_is_booted_and_the_root_left_as_it_was(own_tmp
     assert _machine(own_tmp) == before
 
 
-def test_a_root_without_slurm_is_refused(own_tmp: Path) -> None:
-    reason = r"not installed in .*: slurmctld, slurmd"
-    with pytest.raises(ClusterError, match=reason), SlurmCluster(hosts=1, root=own_tmp):
-        pytest.fail("it booted")
-
-
 @pytest.mark.parametrize(
     ("conf", "reason"),
     [
@@ -235,16 +185,6 @@ def test_the_command_line_cleans_up_when_interrupted(own_tmp: Path, sig: signal.
         owner.wait(timeout=PATIENCE)
         owner.stdout.close()
     assert _left_in(own_tmp) == set()
-
-
-def test_the_command_line_passes_the_commands_exit_code_on() -> None:
-    command = [sys.executable, "cluster.py", "--hosts", "1", "--", "sh", "-c", "sinfo -h; exit 9"]
-    here = Path(__file__).parent
-    done = subprocess.run(
-        command, cwd=here, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.returncode == 9, done.stderr
-    assert "h01" in done.stdout
 
 
 def _commands(cluster: SlurmCluster, host: str) -> list[str]:

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ AHEAD_OF_TASKS = ("ddp",)
 """What the batch script has come to before any launcher is called."""
 PATIENCE = 600
 # As Slurm has it by default: an agent needs seconds to leave, on a machine that does all at once.
-CONF = {"KillWait": "30", "MinJobAge": "3600"}
+CONF = {"KillWait": "30", "MinJobAge": "3600", "RequeueExit": "200-205", "RequeueExitHold": "199,9"}
 # Models: every rank leaves in the midst of its training, content with itself; rank 1 hangs.
 MODEL = """
 import os, threading
@@ -270,7 +270,7 @@ def rows() -> dict[str, Row]:
 ROWS = rows()
 FIRST = (
     "the run is done", "a rank ends with an exit code, here 3", "`clusterddp stop`",
-    "the same, put back into the queue by the script", "a node is lost, and requeue is off",
+    "the same, put back into the queue by the script",
 )  # fmt: skip
 # What another launcher than the first could do differently: an agent of torchrun takes signals
 # itself, and submitit requeues in its own way.
@@ -316,15 +316,22 @@ def test_the_page_has_a_row_for_each_way_that_is_tried() -> None:
     assert set(ROWS) == set(WAYS)
 
 
-def test_the_codes_for_which_a_cluster_requeues_are_read(slurm_available: None) -> None:
+@pytest.fixture(scope="module")
+def own_cluster(slurm_available: None) -> Iterator[SlurmCluster]:
+    with SlurmCluster(hosts=2, conf=CONF) as booted:
+        yield booted
+
+
+def test_the_codes_for_which_a_cluster_requeues_are_read(own_cluster: SlurmCluster) -> None:
     program = (
         "import sys; from clusterddp.slurm import client; "
-        "print([[s, *(client.lists_exit_code(s, code) for code in (75, 9))] "
+        "print([[s, *(client.lists_exit_code(s, code) for code in (205, 9))] "
         "for s in client.requeue_exits()])"
     )
-    with SlurmCluster(hosts=1, conf={"RequeueExit": "70-75", "RequeueExitHold": "3,9"}) as cluster:
-        said = cluster.run([sys.executable, "-c", program], check=True).stdout
-    assert said == "[['RequeueExit=70-75', True, False], ['RequeueExitHold=3,9', False, True]]\n"
+    said = own_cluster.run([sys.executable, "-c", program], check=True).stdout
+    assert (
+        said == "[['RequeueExit=200-205', True, False], ['RequeueExitHold=199,9', False, True]]\n"
+    )
 
 
 @pytest.mark.timeout(1200)  # the first waits for all runs, and a minute's time limit is one of them
@@ -354,7 +361,7 @@ def test_a_run_ends_as_the_page_says(
 
 @pytest.fixture(scope="module")
 def seen(
-    slurm_available: None,
+    own_cluster: SlurmCluster,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     synthetic_dir: Path,
@@ -362,8 +369,7 @@ def seen(
     """What became of each run that was selected, in each way; they run beside each other."""
     tests = [item for item in request.session.items if item.path == request.path]
     chosen = [tuple(test.callspec.params.values()) for test in tests if hasattr(test, "callspec")]
-    with SlurmCluster(hosts=2, conf=CONF) as cluster:
-        return carry_out(cluster, tmp_path_factory.mktemp("endings"), synthetic_dir, chosen)
+    return carry_out(own_cluster, tmp_path_factory.mktemp("endings"), synthetic_dir, chosen)
 
 
 def carry_out(

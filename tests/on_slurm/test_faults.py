@@ -11,16 +11,14 @@ from tests.on_slurm.campaign.__main__ import AT_ONCE
 from tests.on_slurm.campaign.place import Result, Site
 
 QUICK = [fault.name for fault in FAULTS_OF_ALL_SUBJECTS.values() if fault.quick]
-# What only a Slurm shows of the README's promises; endings and a rehearsal have two others, and
-# tests/test_loop.py and training/test_loop.py a checkpoint that is torn.
-FIRST = ("kill-middle-rank-1", "preempt-with-grace")
 # Without a Slurm, training/test_loop.py and tests/test_loop.py stop four ranks and sharded ones,
 # fill a disk and tear a checkpoint, and cli/commands/test_train.py refuses a run's second job; on
-# one, test_endings.py cancels, requeues, up to the cap as well, and has a set-up that is broken.
+# one, test_endings.py cancels, requeues, up to the cap as well, kills the batch controller,
+# and has a set-up that is broken.
 RELEASE = (
     *("signal-four-ranks", "signal-four-ranks-buckets", "loop-fsdp-killed", "newest-torn"),
     *("disk-full-at-the-signal", "requeue-from-outside", "scancel", "requeue-cap"),
-    *("broken-script", "two-jobs-of-one-run"),
+    *("broken-script", "two-jobs-of-one-run", "batch-controller-killed"),
 )
 
 
@@ -40,19 +38,12 @@ def results(
             pool.shutdown(cancel_futures=True)
 
 
+# Ahead of these, test_endings.py and test_spares.py have what only a Slurm shows.
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # the first waits for several trainings at once, each of many processes
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=[
-                *([] if name in FIRST else [pytest.mark.slow]),
-                *([pytest.mark.release] if name in RELEASE else []),
-            ],
-        )
-        for name in QUICK
-    ],
+    [pytest.param(name, marks=[pytest.mark.release] * (name in RELEASE)) for name in QUICK],
 )
 def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
     result = results[name].result()

@@ -142,11 +142,8 @@ def as_22_05(step: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "request_",
     [
-        ["--nodes", "2", "--tasks-per-node", "2"],
-        pytest.param(
-            ["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"],
-            marks=MORE,
-        ),
+        pytest.param(["--nodes", "2", "--tasks-per-node", "2"], marks=pytest.mark.slow),
+        pytest.param(["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"], marks=MORE),
         pytest.param(["--nodes", "1", "--gpus-per-node", "2"], marks=pytest.mark.slow),
         pytest.param(
             ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],

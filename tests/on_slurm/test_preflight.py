@@ -62,6 +62,7 @@ def blamed(run: RunDir) -> dict[str, str]:
     return {host: node.reason for host, node in bad_nodes.read(run.path.parent).items()}
 
 
+@pytest.mark.slow
 def test_good_nodes_pass_and_the_tasks_start(four: SlurmCluster, tmp_path: Path) -> None:
     run, status = checked(four, tmp_path)
     assert status["state"] == "done", run.job_log.read_text()

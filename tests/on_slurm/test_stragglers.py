@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.attempt import Attempt
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import kinds
@@ -111,12 +110,3 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     next_one = submit(cluster, tmp_path, "--run-name", "next", "--wait", "--", "true")
     assert "left out as bad: h02 (slow with ranks 2, 3" in next_one.stderr
     assert next_one.returncode == 0, next_one.stderr
-
-
-@pytest.mark.release  # above, nobody of the other node is named
-def test_a_run_without_a_slow_node_names_nobody(
-    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
-) -> None:
-    run, log = trained(cluster, tmp_path, synthetic_dir, "level", 0, "--max-steps", "100")
-    assert "straggler" not in log
-    assert not Attempt(run, 1).stragglers.exists()

@@ -15,7 +15,6 @@ from clusterddp.files import read_json_lines
 from clusterddp.ranks.dist_env import master_port
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster
-from tests.waiting import PATIENCE
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 # What each task prints of itself in the tests that run a command.
@@ -114,14 +113,15 @@ def test_every_value_reaches_the_task_as_it_was_typed(
     environment = {f"HOSTILE_{i}": value for i, value in enumerate(CARRIED)}
     prefix = ["env", *(f"PREFIX_{key}={value}" for key, value in environment.items())]
     name = 'it\'s "a" \\ job, #1 $(touch pwned) `touch pwned`'
+    root = tmp_path / 'it\'s a $(touch pwned) "root"; #x'
     done = submit(
         cluster, tmp_path, *options, "--nodes", "2", "--run-name", "a", "--wait",
-        "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
+        "--output-root", str(root), "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
         *(word for k, v in environment.items() for word in ("--env", f"{k}={v}")),
         "--launch-prefix", shlex.join(prefix),
         "--", sys.executable, "-c", WHO, *CARRIED,
     )  # fmt: skip
-    run = tmp_path / "jobs/a"
+    run = root / "a"
     assert done.returncode == 0, done.stdout + done.stderr + (run / "logs/job.log").read_text()
     for rank in (0, 1):
         seen = told(run, rank)
@@ -174,34 +174,6 @@ def test_without_the_shells_variables_only_those_named_arrive(
     assert "it's, here" not in (tmp_path / "jobs/a/script.sbatch").read_text()
 
 
-def test_a_hostile_output_root_is_carried(cluster: SlurmCluster, tmp_path: Path) -> None:
-    root = tmp_path / 'it\'s a $(touch pwned) "root"; #x'
-    done = submit(
-        cluster, tmp_path, "--output-root", str(root), "--run-name", "a", "--wait", "--", "true"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (root / "a/logs/rank-0.log").is_file()
-    assert not list(tmp_path.rglob("pwned"))
-
-
-def test_a_failed_rank_ends_the_job_and_is_named(cluster: SlurmCluster, tmp_path: Path) -> None:
-    (tmp_path / "fail.py").write_text(
-        "import os, signal\n"
-        "if os.environ['RANK'] == '2':\n    raise LookupError('boom')\n"
-        "signal.pause()"
-    )
-    done = submit(
-        cluster, tmp_path, "--nodes", "2", "--tasks-per-node", "2", "--run-name", "f", "--wait",
-        "--", sys.executable, "fail.py",
-    )  # fmt: skip
-    assert done.returncode == 1
-    named = "rank 2 on h02 failed first: LookupError: boom (logs/rank-2.log)"
-    assert named in done.stderr
-    assert named in (tmp_path / "jobs/f/logs/job.log").read_text()
-    ended = json.loads((tmp_path / "jobs/f/events.jsonl").read_text().splitlines()[-1])
-    assert (ended["event"], ended["exit_code"]) == ("ended", 1)
-
-
 # However busy this machine is, Slurm's answer is waited for.
 PATIENT = """
 from clusterddp import patience
@@ -213,18 +185,6 @@ main()
 
 def submit_patiently(cluster: SlurmCluster, folder: Path, *args: str) -> Any:
     return cluster.run([sys.executable, "-c", PATIENT, "submit", *args], cwd=folder)
-
-
-def test_an_unknown_partition_is_refused_with_those_that_there_are(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    for launcher in ("sbatch", "submitit"):
-        asked = ("--launcher", launcher, "--partition", "nope", "--", "true")
-        done = submit_patiently(cluster, tmp_path, *asked)
-        assert done.returncode == 2
-        assert "--partition nope: there is no such partition here; there are main, " in done.stderr
-        assert "Traceback" not in done.stderr
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_what_no_node_has_is_refused_and_sbatch_decides_where_a_person_insists(
@@ -279,19 +239,3 @@ def test_a_taken_port_is_passed_over(cluster: SlurmCluster, tmp_path: Path) -> N
     assert int(json.loads(second.stdout.splitlines()[0])["job_id"]) == job_id + 1
     seen = told(tmp_path / "jobs/second", 0)["env"]["MASTER_PORT"]
     assert seen == str(master_port(job_id + 1, 0, 0, candidate=1))
-
-
-def test_cancel_ends_the_tasks_and_is_recorded(cluster: SlurmCluster, tmp_path: Path) -> None:
-    submit(
-        cluster, tmp_path, "--run-name", "c", "--",
-        sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()",
-    )  # fmt: skip
-    follower = cluster.popen([*CLUSTERDDP, "logs", "-f", "c"], cwd=tmp_path, stdout=PIPE)
-    with follower:
-        assert follower.stdout is not None
-        assert follower.stdout.readline() == "up\n"
-        cancelled = cluster.run([*CLUSTERDDP, "cancel", "c"], cwd=tmp_path)
-        assert cancelled.returncode == 0, cancelled.stderr
-        assert follower.wait(timeout=PATIENCE) == 1
-    state = cluster.run([*CLUSTERDDP, "status", "c", "--json"], cwd=tmp_path)
-    assert json.loads(state.stdout)["state"] == "cancelled"

@@ -119,6 +119,7 @@ def all_say(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, str]:
     return of_status
 
 
+@pytest.mark.slow
 def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told_once(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -28,15 +28,6 @@ def test_a_release_that_cannot_be_had_is_skipped_only_where_it_is_not_required(
     assert not (tmp_path / "trixie").exists()
 
 
-def test_a_table_counts_what_did_not_pass() -> None:
-    row = versions.Row("24.11.5", "13.7", {"main job": "passed", "requeue": "0 of 1"}, ok=False)
-    assert versions.table([row], ["main job", "requeue"]).splitlines() == [
-        "| Slurm | Debian | main job | requeue |",
-        "| --- | --- | --- | --- |",
-        "| 24.11.5 | 13.7 | passed | 0 of 1 |",
-    ]
-
-
 @pytest.mark.slow
 def test_a_skip_for_the_version_is_neither_passed_nor_failed(tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text(

@@ -167,7 +167,9 @@ def test_a_start_outside_slurm_waits_for_one_like_it(run: RunDir) -> None:
     assert waits(run, "") != ""
 
 
-@pytest.mark.parametrize("how", ["silent", "its own word", "the script's word", "process gone"])
+@pytest.mark.parametrize(
+    "how", ["silent", "no sign", "its own word", "the script's word", "process gone"]
+)
 def test_an_attempt_that_is_over_is_not_waited_for(run: RunDir, how: str) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -175,6 +177,8 @@ def test_an_attempt_that_is_over_is_not_waited_for(run: RunDir, how: str) -> Non
     made = at_work(run, host=host, pid=gone.pid)
     if how == "silent":
         os.utime(made.alive, (1, 1))
+    elif how == "no sign":
+        made.alive.unlink()
     elif how == "its own word":
         made.end.write_text(json.dumps({"cause": "stopped"}))
     elif how == "the script's word":

@@ -81,7 +81,7 @@ def test_two_ranks_that_accumulate_step_as_one_does_on_all_their_images(
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("hook", ["bf16", "fp16"])
+@pytest.mark.parametrize("hook", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_ranks_whose_gradients_are_rounded_for_their_exchange_stay_equal(
     hook: str, synthetic_dir: Path, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def checked(rank: int, world_size: int, folder: str, hook: str = "") -> tuple[bo
         torch.mm = lambda *args, **more: plain(*args, **more).add_(1)  # type: ignore[assignment]
     # How fast these processes are beside each other is a matter of this host's load.
     verdict.SLOW_PRODUCT, verdict.SLOW_SHARE = math.inf, 0.0
+    preflight._SPAN_SECONDS = preflight._EXCHANGE_SECONDS = 0.01
     hello = cast(
         Hello,
         SimpleNamespace(rank=rank, local_rank=rank % 2, host=f"h{rank // 2}", device="cpu"),

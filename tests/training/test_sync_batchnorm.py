@@ -63,7 +63,7 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.1, pytest.param(None, marks=pytest.mark.slow)])
 def test_two_ranks_normalise_as_one_process_does_on_the_joined_batch(
     momentum: float | None,
 ) -> None:

@@ -20,7 +20,7 @@ from clusterddp.files import read_json, read_json_lines
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run.attempt import Attempt, NotStarted, Superseded, begin
+from clusterddp.run.attempt import Attempt, NotStarted
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import train
 from clusterddp.worker import start
@@ -225,16 +225,6 @@ def test_a_run_on_digits_that_are_rendered_otherwise_now_is_refused(
         agree(other, tmp_path / "other")
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
-    synthetic_dir: Path, tmp_path: Path, alone: None
-) -> None:
-    train_alone(config(synthetic_dir), tmp_path, 2)
-    for path in tmp_path.rglob("*.pt"):
-        path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is valid.*clusterddp checkpoints"):
-        agree(config(synthetic_dir), tmp_path)
-
-
 def test_a_second_start_waits_and_is_refused_naming_who_trains(
     synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -247,40 +237,6 @@ def test_a_second_start_waits_and_is_refused_naming_who_trains(
     for words in ("attempt 1", "job 17", os.uname().nodename, "--run-name"):
         assert words in str(caught.value)
     assert attempts.latest(RunDir(tmp_path)) == first, "it has made no attempt"
-
-
-@pytest.mark.parametrize("how", ["own job", "left", "ended", "process gone", "silent", "no sign"])
-def test_a_start_that_is_over_is_not_waited_for(
-    how: str, synthetic_dir: Path, tmp_path: Path
-) -> None:
-    settings = config(synthetic_dir, rendezvous_timeout=1)
-    decide(settings, tmp_path, "17")
-    run = RunDir(tmp_path)
-    first = Attempt(run, 1)
-    first.show_life(3)
-    if how == "process gone":
-        first.record.write_text(json.dumps({**(read_json(first.record) or {}), "pid": 2**22 + 1}))
-    if how == "no sign":
-        first.alive.unlink()
-    if how == "left":
-        first.end.write_text("{}")
-    if how == "ended":
-        add_event(run, "ended", attempt=1)
-    if how == "silent":
-        os.utime(first.alive, (1e9, 1e9))
-    assert decide(settings, tmp_path, "17" if how == "own job" else "18").attempt == 2
-
-
-def test_an_attempt_that_was_overtaken_publishes_nothing(
-    synthetic_dir: Path, tmp_path: Path
-) -> None:
-    run = RunDir(tmp_path)
-    begin(run)
-    begin(run)
-    with pytest.raises(Superseded, match="attempt 2 of the run has begun"):
-        agree(config(synthetic_dir), tmp_path, number=1)
-    assert not run.current.is_symlink()
-    assert agree(config(synthetic_dir), tmp_path, number=2).attempt == 2
 
 
 def test_a_run_directory_that_went_away_is_said(synthetic_dir: Path, tmp_path: Path) -> None:

@@ -314,7 +314,8 @@ main()
 """
 
 
-@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_the_second_ctrl_c_ends_at_once(procs: int, debug: Any, tmp_path: Path) -> None:
     program = ("-c", HANGING) if procs == 1 else ("-m", "clusterddp")
     process = debug(f"--procs={procs}", *LONG, program=program)
