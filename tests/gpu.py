@@ -118,11 +118,9 @@ def summary(reports: Iterable[tuple[str, pytest.TestReport]], where: Machine) ->
     found = "; ".join(where.lines) if where.gpus else "no GPU: nothing below has run on one"
     lines = [
         f"`python -m pytest -m gpu`: {_counted(each for of in tests.values() for each in of)}.",
-        f"On {found}; Python {platform.python_version()}, Linux {platform.release()}.",
-        "",
-        "| test | outcome | s | figures |",
-        "| --- | --- | --: | --- |",
-    ]
+        f"On {found}; Python {platform.python_version()}, Linux {platform.release()}.", "",
+        "| test | outcome | s | figures |", "| --- | --- | --: | --- |",
+    ]  # fmt: skip
     for name, of in tests.items():
         seconds = sum(report.duration for _, report in of)
         notes = dict.fromkeys(note for _, report in of if (note := _note(report)))

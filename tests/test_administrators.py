@@ -130,25 +130,16 @@ HELD = 'touch "$SLURM_SUBMIT_DIR/up"; until [ -e "$SLURM_SUBMIT_DIR/go" ]; do sl
     ("label", "command", "state", "fields"),
     [
         ("the run is done", "true", "JobState=RUNNING", {}),
-        pytest.param(
-            "a rank fails, and that is the end", "exit 3", "JobState=RUNNING", {}, marks=SLOW
-        ),
-        pytest.param(
-            "a rank fails, and the run starts again", "exit 3", "JobState=RUNNING",
-            {"requeue": True, "restart_on_failure": 1}, marks=SLOW,
-        ),
-        pytest.param(
-            "it has saved and goes back into the queue", "exit 75", "JobState=RUNNING",
-            {"requeue": True}, marks=SLOW,
-        ),
-        pytest.param(
-            "it is cancelled", f"{HELD}exit 143", "JobState=COMPLETING", {"requeue": True},
-            marks=SLOW,
-        ),
-        pytest.param(
-            "it is preempted, and goes back into the queue", f"{HELD}exit 75",
-            "JobState=RUNNING PreemptTime=2026-03-02T14:20:00", {"requeue": True}, marks=SLOW,
-        ),
+        pytest.param("a rank fails, and that is the end", "exit 3", "JobState=RUNNING", {},
+         marks=SLOW),
+        pytest.param("a rank fails, and the run starts again", "exit 3", "JobState=RUNNING",
+         {"requeue": True, "restart_on_failure": 1}, marks=SLOW),
+        pytest.param("it has saved and goes back into the queue", "exit 75", "JobState=RUNNING",
+         {"requeue": True}, marks=SLOW),
+        pytest.param("it is cancelled", f"{HELD}exit 143", "JobState=COMPLETING", {"requeue": True},
+         marks=SLOW),
+        pytest.param("it is preempted, and goes back into the queue", f"{HELD}exit 75",
+         "JobState=RUNNING PreemptTime=2026-03-02T14:20:00", {"requeue": True}, marks=SLOW),
     ],
     ids=lambda value: value if isinstance(value, str) and value in ROWS else "",
 )  # fmt: skip

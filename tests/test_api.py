@@ -50,15 +50,10 @@ def program(folder: Path, name: str, body: str) -> None:
 
 def spec(folder: Path, **more: Any) -> JobSpec:
     return JobSpec(
-        run_name="one",
-        run_dir=str(Path("jobs/one").absolute()),
-        resources=Resources(nodes=2, gpus_per_node=4),
-        python=sys.executable,
-        **{
-            "train": TrainConfig(dataset="synthetic", epochs=3, data_dir=f"{folder}/data"),
-            **more,
-        },
-    )
+        run_name="one", run_dir=str(Path("jobs/one").absolute()),
+        resources=Resources(nodes=2, gpus_per_node=4), python=sys.executable,
+        **{"train": TrainConfig(dataset="synthetic", epochs=3, data_dir=f"{folder}/data"), **more},
+    )  # fmt: skip
 
 
 def command(*argv: str) -> int:
@@ -178,13 +173,9 @@ def test_a_submitted_command_has_its_code_copied(folder: Path) -> None:
 def test_a_command_is_submitted_by_keywords_as_by_flags(folder: Path) -> None:
     Path("train.py").write_text("pass\n")
     flags = [
-        "--nodes=2",
-        "--gpus-per-node=4",
-        "--time=30",
-        "--setup=a",
-        "--env=A=b",
+        "--nodes=2", "--gpus-per-node=4", "--time=30", "--setup=a", "--env=A=b",
         "--output-root=out",
-    ]
+    ]  # fmt: skip
     words = ["python", "train.py"]
     assert command("--run-name=one", *flags, "--", *words) == 0
     run = submit(

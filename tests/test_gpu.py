@@ -111,17 +111,12 @@ def test_a_workstations_gpus_are_shown_to_tests_marked_gpu_alone(
     )
     command = [
         *[
-            sys.executable,
-            "-m",
-            "pytest",
-            "-c",
-            str(ROOT / "pyproject.toml"),
-            "-p",
+            sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p",
             "no:cacheprovider",
         ],
         *[f"--rootdir={tmp_path}", "-p", "made_up", "-p", "tests.conftest"],
         str(tmp_path / "test_it.py"),
-    ]
+    ]  # fmt: skip
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     environ |= {"CUDA_VISIBLE_DEVICES": "5", "ROCR_VISIBLE_DEVICES": "6"}
     done = subprocess.run(

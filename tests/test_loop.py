@@ -91,12 +91,9 @@ class Training:
         self.loader = DataLoader(self.data, batch_size=4, shuffle=True, num_workers=workers)
         self.events: list[str] = []
         self.loop = Loop(
-            folder=folder,
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
+            folder=folder, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler,
             **options,
-        )
+        )  # fmt: skip
 
     def run(self, before_step: Callable[[int], object] = lambda _: None) -> list[Tensor]:
         for epoch in self.loop.epochs(EPOCHS):
@@ -568,12 +565,9 @@ def test_status_report_and_plots_read_what_it_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("log_every", "printed"), [(0, [1, 4]), (2, [2, 4, 6])])
 def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_given(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    logged: list[str],
-    log_every: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str], log_every: int,
     printed: list[int],
-) -> None:
+) -> None:  # fmt: skip
     clock = types.SimpleNamespace(
         monotonic=lambda: 1000.0, time=time.time, perf_counter=time.perf_counter
     )

@@ -16,16 +16,9 @@ from tests.cli.made_runs import Outcome, Workplace
 
 
 def begin_attempt(
-    workplace: Workplace,
-    run: RunDir,
-    *,
-    job_id: str = "17",
-    restart: int = 0,
-    nodelist: str = "h[01-02]",
-    max_requeues: int = 20,
-    patience: float = 0.0,
-    needed: int = 0,
-) -> Outcome:
+    workplace: Workplace, run: RunDir, *, job_id: str = "17", restart: int = 0,
+    nodelist: str = "h[01-02]", max_requeues: int = 20, patience: float = 0.0, needed: int = 0,
+) -> Outcome:  # fmt: skip
     """Exit code and lines of a start of the job; `out` is the attempt's number, if one began."""
     number = ""
 

@@ -59,10 +59,8 @@ def test_a_start_has_the_next_number_and_nothing_to_say(workplace: Workplace) ->
         assert (got.code, got.out, got.err) == (0, f"{number}", "")
         event = read_events(run)[-1]
         assert (event["event"], event["attempt"], event["restart"]) == (
-            "started",
-            number,
-            number - 1,
-        )
+            "started", number, number - 1,
+        )  # fmt: skip
         assert (event["job_id"], event["nodelist"]) == ("7", "h[01-02]")
         assert Attempt(run, number).outcomes.is_dir()
 

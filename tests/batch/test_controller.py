@@ -97,13 +97,9 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs = []
 
     def start(
-        *words: str,
-        environ: dict[str, str] | None = None,
-        python: str = sys.executable,
-        change: Callable[[str], str] = lambda script: script,
-        line: str = "{}",
-        **fields: Any,
-    ) -> Job:
+        *words: str, environ: dict[str, str] | None = None, python: str = sys.executable,
+        change: Callable[[str], str] = lambda script: script, line: str = "{}", **fields: Any,
+    ) -> Job:  # fmt: skip
         pythons = {"python": python, "batch_python": python}
         request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
         script = change(sbatch.render(request).partition("\nsrun ")[0])
@@ -518,13 +514,9 @@ def test_where_the_folder_of_submission_takes_nothing_the_log_has_the_lines_of_t
 def test_a_set_up_line_keeps_its_descriptors_and_its_names(job: Callable[..., Job]) -> None:
     lines = ("exec 3>three 4>four", "batch=64 from=/data to=four script=a answer=5 own=6", "set -x")
     started = job(
-        sys.executable,
-        "-c",
-        "",
-        setup=lines,
-        teardown=('echo torn >&3; echo "$from" "$to" >&4',),
+        sys.executable, "-c", "", setup=lines, teardown=('echo torn >&3; echo "$from" "$to" >&4',),
         **COMMAND,
-    )
+    )  # fmt: skip
     assert started.end() == 0
     assert (started.folder / "three").read_text() == "torn\n"
     assert (started.folder / "four").read_text() == "/data four\n"
@@ -648,11 +640,9 @@ def test_a_signal_ahead_of_any_line_of_the_script_does_not_end_it(
     for number in range(1, 1000):
         once = f"[ -e sent ] || {{ ((++n != {number})) || {{ touch sent; kill -{name} {to}; }}; }}"
         started = job(
-            change=partial(insert, ahead="trap ''", line=f"trap '{once}' DEBUG\n"),
-            setup=("true",),
-            teardown=("true",),
-            **COMMAND,
-        )
+            change=partial(insert, ahead="trap ''", line=f"trap '{once}' DEBUG\n"), setup=("true",),
+            teardown=("true",), **COMMAND,
+        )  # fmt: skip
         codes.append(started.end())
         assert [event["event"] for event in read_events(started.run)] == ["started", "ended"]
         if not (tmp_path / "sent").exists():
@@ -669,12 +659,9 @@ def test_a_run_that_was_sent_by_hand_carries_the_clusterddp_of_its_first_attempt
 ) -> None:
     header = f"rendered by clusterddp {__version__}: "
     started = job(
-        sys.executable,
-        "-c",
-        "raise SystemExit(0)",
-        change=lambda script: script.replace(header, "rendered by clusterddp 0.1.0: "),
-        **COMMAND,
-    )
+        sys.executable, "-c", "raise SystemExit(0)",
+        change=lambda script: script.replace(header, "rendered by clusterddp 0.1.0: "), **COMMAND,
+    )  # fmt: skip
     assert started.end() == 0
     carried = bundle.find(started.run)
     assert carried and carried.version == __version__

@@ -387,13 +387,10 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
     run = RunDir(tmp_path / "a")
     run.path.mkdir()
     lines = [
-        started(time=1000, attempt=1, spares=["h03", "h04"]),
-        ended(1, time=2800, attempt=1),
-        started(time=2800, attempt=2, spares=["h04"]),
-        ended(1, time=6400, attempt=2),
-        started(time=6400, restart=1, attempt=3),
-        ended(0, time=10000, restart=1, attempt=3),
-    ]
+        started(time=1000, attempt=1, spares=["h03", "h04"]), ended(1, time=2800, attempt=1),
+        started(time=2800, attempt=2, spares=["h04"]), ended(1, time=6400, attempt=2),
+        started(time=6400, restart=1, attempt=3), ended(0, time=10000, restart=1, attempt=3),
+    ]  # fmt: skip
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number in (1, 2, 3):
         Attempt(run, number).path.mkdir(parents=True)

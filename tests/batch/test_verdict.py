@@ -60,12 +60,9 @@ def begun(run: RunDir, number: int = 1, restart: int = 0) -> RunDir:
 
 
 def command_run(
-    workplace: Workplace,
-    name: str = "own",
-    *,
-    command: tuple[str, ...] = ("python", "train.py"),
+    workplace: Workplace, name: str = "own", *, command: tuple[str, ...] = ("python", "train.py"),
     python: str = "python",
-) -> RunDir:
+) -> RunDir:  # fmt: skip
     run = workplace.run(name, submitted("17"))
     spec = JobSpec(
         run_name=name, run_dir=str(run.path), resources=Resources(), python=python,
@@ -111,13 +108,9 @@ def slurm_says(workplace: Workplace, words: str = "", requeue: str = "exit 0") -
 
 
 def slurm_preempts(
-    workplace: Workplace,
-    version: str = "24.11.5",
-    by: str = "preempt/partition_prio",
-    requeue: str = "1",
-    mode: str = "REQUEUE",
-    late: str = ":",
-) -> None:
+    workplace: Workplace, version: str = "24.11.5", by: str = "preempt/partition_prio",
+    requeue: str = "1", mode: str = "REQUEUE", late: str = ":",
+) -> None:  # fmt: skip
     """A controller that has preempted the job; `late` happens when its partition is looked at."""
     job = (
         "JobId=17 JobName=x JobState=RUNNING Restarts=0 PreemptTime=2026-01-01T00:00:00 "
@@ -622,15 +615,9 @@ def test_a_run_that_was_interrupted_goes_back_into_the_queue(
     ],
 )
 def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
-    workplace: Workplace,
-    run: RunDir,
-    version: str,
-    by: str,
-    requeue: str,
-    mode: str,
-    *,
+    workplace: Workplace, run: RunDir, version: str, by: str, requeue: str, mode: str, *,
     slurms: bool,
-) -> None:
+) -> None:  # fmt: skip
     slurm_preempts(workplace, version, by, requeue, mode)
     leave(run, **PAUSED)
     got = finish_attempt(workplace, run, 0, requeue=True)
@@ -1048,13 +1035,10 @@ def told(signal_name: str, before: float) -> dict[str, Any]:
         pytest.param([told(USR1, 61), told(USR1, 59)], "", "done", id="USR1, one rank went on"),
         pytest.param([told(TERM, 1)] * 2, REACHED, "done", id="Lightning had finished"),
         pytest.param([told(TERM, 1)] * 2, HEARD + REACHED, "done", id="Lightning finished still"),
-        pytest.param(
-            [told(TERM, 1)] * 2, REACHED + HEARD, "signal", id="Lightning, told in its next fit"
-        ),
-        pytest.param(
-            [told(USR1, 1)] * 2, REACHED + "Handling auto-requeue signal: 10\n", "signal",
-            id="Lightning, told to save in its next fit",
-        ),
+        pytest.param([told(TERM, 1)] * 2, REACHED + HEARD, "signal",
+         id="Lightning, told in its next fit"),
+        pytest.param([told(USR1, 1)] * 2, REACHED + "Handling auto-requeue signal: 10\n", "signal",
+         id="Lightning, told to save in its next fit"),
     ],
 )  # fmt: skip
 def test_a_command_that_ends_with_0_is_done_unless_it_was_told_to_end(
@@ -1084,9 +1068,7 @@ def test_ranks_that_srun_tells_to_end_because_one_has_failed_have_not_been_told(
     assert (ended["cause"], ended["told"]) == ("failed", "")
 
 
-def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(
-    workplace: Workplace,
-) -> None:
+def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(workplace: Workplace) -> None:
     run = command_run(workplace)
     leave(run, cause="done", reason="", step=60)
     for rank in (0, 1):

@@ -75,13 +75,9 @@ def test_the_parts_that_are_named_are_measured(
     ],
 )
 def test_each_part_measures_what_it_names(
-    part: str,
-    measured: set[str],
-    place: gpu.Place,
-    notes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    part: str, measured: set[str], place: gpu.Place, notes: list[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
     monkeypatch.setattr(gpu, "interpreters", lambda _: ({}, ["Lightning: not measured: no pip"]))
     rows = gpu.measure(place, (part,))
     assert place.left_out == []

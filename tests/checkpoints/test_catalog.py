@@ -521,11 +521,8 @@ def test_checksums_are_checked_by_sha256sum(run: RunDir) -> None:
     folder = attempt(run, 1, 1, 2).checkpoints
     got = subprocess.run(
         ["sha256sum", "-c", "--strict", *(f"{name_of(step)}.sha256" for step in (1, 2))],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+        cwd=folder, check=False, capture_output=True, text=True,
+    )  # fmt: skip
     assert got.returncode == 0, got.stderr
 
 

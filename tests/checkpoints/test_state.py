@@ -142,12 +142,9 @@ torch.optim.Adam(model.parameters()).load_state_dict(content["optimizer"])
 print("loaded", content["step"])
 """
     got = subprocess.run(
-        [sys.executable, "-I", "-c", program],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
+        [sys.executable, "-I", "-c", program], cwd=tmp_path, check=False, capture_output=True,
         text=True,
-    )
+    )  # fmt: skip
     assert got.stdout == "loaded 1200\n", got.stderr
 
 

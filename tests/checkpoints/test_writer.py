@@ -39,11 +39,9 @@ def content_of(step: int, best: int | None = None, size: int = 64) -> dict[str, 
     model = nn.Linear(size, size)
     content = state.collect(
         {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)},
-        Position(step=step),
-        world_size=1,
-        random_states=[None],
+        Position(step=step), world_size=1, random_states=[None],
         best=None if best is None else Best(best / 1000, best),
-    )
+    )  # fmt: skip
     return dict(content)
 
 
@@ -240,16 +238,10 @@ def test_what_a_crash_could_take_is_on_disk_before_anything_relies_on_it(
     writer.save(content_of(2))
     assert writer.wait()
     assert done == [
-        "sync .step-00000002.pt",
-        "verify .step-00000002.pt",
-        "sync .step-00000002.pt.sha256",
-        "rename step-00000002.pt.sha256",
-        "sync checkpoints",
-        "rename step-00000002.pt",
-        "sync checkpoints",
-        "remove step-00000001.pt",
-        "remove step-00000001.pt.sha256",
-    ]
+        "sync .step-00000002.pt", "verify .step-00000002.pt", "sync .step-00000002.pt.sha256",
+        "rename step-00000002.pt.sha256", "sync checkpoints", "rename step-00000002.pt",
+        "sync checkpoints", "remove step-00000001.pt", "remove step-00000001.pt.sha256",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -436,11 +428,9 @@ print(json.dumps([results, place.said]))
 def test_a_full_disk(small_disk: Callable[[str], list[str]]) -> None:
     got = subprocess.run(
         [*small_disk("size=2m"), sys.executable, "-c", _ON_A_SMALL_DISK],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert got.returncode == 0, got.stderr
     results, said = json.loads(got.stdout)
     assert results == [
@@ -605,13 +595,9 @@ def test_the_process_can_leave_while_a_write_hangs(tmp_path: Path) -> None:
         "print('left')\n"
     )
     got = subprocess.run(
-        [sys.executable, "-c", program, tmp_path],
-        cwd=Path(__file__).parents[2],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+        [sys.executable, "-c", program, tmp_path], cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
     assert (got.returncode, got.stdout) == (0, "left\n"), got.stderr
 
 

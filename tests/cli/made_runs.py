@@ -47,12 +47,9 @@ class Workplace:
         run.logs.mkdir()
         resources = Resources(**{"nodes": 2, "gpus_per_node": 4, **asked})
         spec = JobSpec(
-            run_name=name,
-            run_dir=str(path),
-            resources=resources,
-            python="python",
+            run_name=name, run_dir=str(path), resources=resources, python="python",
             train=TrainConfig(),
-        )
+        )  # fmt: skip
         run.spec.write_text(spec.to_json())
         then = time.time() - age
         os.utime(run.spec, (then, then))
@@ -64,13 +61,9 @@ class Workplace:
         """A sweep whose points are array 7 and have not started; of a COMMAND with the names."""
         path = self.root / name
         spec = JobSpec(
-            run_name=name,
-            run_dir=str(path),
-            resources=Resources(nodes=1),
-            python="python",
-            command=("train", *(f"{{{each}}}" for each in names)),
-            sweep=Sweep(names, points),
-        )
+            run_name=name, run_dir=str(path), resources=Resources(nodes=1), python="python",
+            command=("train", *(f"{{{each}}}" for each in names)), sweep=Sweep(names, points),
+        )  # fmt: skip
         sweep = SweepDir(path)
         sweep.make()
         sweep.spec.write_text(spec.to_json())

@@ -83,12 +83,9 @@ def test_the_help_of_debug_loads_nothing_that_starts_processes(folder: Path) -> 
 def test_completion_loads_no_jinja_and_starts_nothing(folder: Path) -> None:
     for words in ("clusterddp s", "clusterddp submit --n", "clusterddp status "):
         loaded, started = watched(
-            folder,
-            [],
-            _CLUSTERDDP_COMPLETE="bash_complete",
-            COMP_WORDS=words,
+            folder, [], _CLUSTERDDP_COMPLETE="bash_complete", COMP_WORDS=words,
             COMP_CWORD=str(len(words.split(" ")) - 1),
-        )
+        )  # fmt: skip
         assert not loaded & {"jinja2", *HEAVY}
         assert started == []
 

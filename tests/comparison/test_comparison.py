@@ -41,28 +41,15 @@ def shapes(rows: list[Row]) -> list[tuple[str, int, int, str]]:
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        (
-            CPUS,
-            [
-                ("single", 1, 1, ""),
-                ("dp-2", 1, 1, "needs 2 GPUs"), ("dp-4", 1, 1, "needs 4 GPUs"),
-                ("ddp-1", 1, 1, ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 1, ""),
-            ],
-        ),
-        (
-            Hosts(gpus=2, on_gpus=True),
-            [
-                ("single", 1, 1, ""), ("dp-2", 1, 1, ""), ("dp-4", 1, 1, "needs 4 GPUs"),
-                ("ddp-1", 1, 1, ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 1, "needs 4 GPUs"),
-            ],
-        ),
-        (
-            Hosts(gpus=2, on_gpus=True, ranks_per_node=2),
-            [
-                ("single", 1, 1, ""), ("dp-2", 1, 1, ""), ("dp-4", 1, 1, "needs 4 GPUs"),
-                ("ddp-1", 1, 1, ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 2, ""),
-            ],
-        ),
+        (CPUS,
+         [("single", 1, 1, ""), ("dp-2", 1, 1, "needs 2 GPUs"), ("dp-4", 1, 1, "needs 4 GPUs"),
+          ("ddp-1", 1, 1, ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 1, "")]),
+        (Hosts(gpus=2, on_gpus=True),
+         [("single", 1, 1, ""), ("dp-2", 1, 1, ""), ("dp-4", 1, 1, "needs 4 GPUs"), ("ddp-1", 1, 1,
+          ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 1, "needs 4 GPUs")]),
+        (Hosts(gpus=2, on_gpus=True, ranks_per_node=2),
+         [("single", 1, 1, ""), ("dp-2", 1, 1, ""), ("dp-4", 1, 1, "needs 4 GPUs"), ("ddp-1", 1, 1,
+          ""), ("ddp-2", 2, 1, ""), ("ddp-4", 4, 2, "")]),
     ],
     ids=["a host of CPUs", "a host of two GPUs", "nodes of two GPUs"],
 )  # fmt: skip

@@ -49,11 +49,9 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
     dist.broadcast_object_list(box)
     assert box[0] is not None
     ours = build(
-        settings,
-        box[0],
-        train_set=Loaded(Turned([None] * 50), CPU, workers),
+        settings, box[0], train_set=Loaded(Turned([None] * 50), CPU, workers),
         test_set=Loaded(Turned([None] * 20), CPU, workers),
-    )
+    )  # fmt: skip
     asked_at_once(ours, stop)
     train(ours)
     draws = (torch.rand(()).item(), random.random(), np.random.random())

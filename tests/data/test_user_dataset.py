@@ -261,10 +261,7 @@ def test_trying_them_leaves_the_ranks_random_numbers_and_the_model_as_they_were(
     sets = sets_of(own, "Turned(list(zip(floats, labels)))").on(CPU)
     model.register_forward_hook(lambda *_: (random.random(), np.random.random(), None)[2])
     model.register_forward_hook(lambda *_: (torch.rand(()), None)[1])
-    before, state = (
-        generator_states(),
-        {k: v.clone() for k, v in model.state_dict().items()},
-    )
+    before, state = (generator_states(), {k: v.clone() for k, v in model.state_dict().items()})
     check_fit(config(model="own:net"), model, *sets)
     assert torch.equal(generator_states(), before) and model.training
     assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
@@ -322,9 +319,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     return str(len(train))
 
 
-def test_rank_0_calls_it_first_then_the_first_of_every_node_then_the_others(
-    tmp_path: Path,
-) -> None:
+def test_rank_0_calls_it_first_then_the_first_of_every_node_then_the_others(tmp_path: Path) -> None:
     assert run_ranks(4, _obtain, str(tmp_path), {}) == ["6"] * 4
     lines = (tmp_path / "calls").read_text().splitlines()
     assert len(lines) == 4 * 2 * 2  # each rank calls it for both sets, and once

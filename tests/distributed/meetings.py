@@ -28,12 +28,10 @@ def env(rank: int, world_size: int, port: int, address: str = "127.0.0.1") -> Di
 
 
 def meet(
-    ranks: list[DistEnv],
-    decide: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    timeout: float = PATIENCE,
-    environ: Mapping[int, Mapping[str, str]] | None = None,
+    ranks: list[DistEnv], decide: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    timeout: float = PATIENCE, environ: Mapping[int, Mapping[str, str]] | None = None,
     decision_seconds: float = PATIENCE,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """Each rank in a thread of its own; what each of them got, or the error it raised.
 
     timeout: of the agreement; the store has its time to answer.

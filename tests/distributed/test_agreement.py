@@ -83,10 +83,7 @@ def test_a_run_that_starts_again_takes_its_first_decisions() -> None:
 
 def test_it_is_told_who_is_where_and_what_to_know() -> None:
     idle = "1 GPU was granted, but torch sees none"
-    agreed = decide(
-        TrainConfig(),
-        [gpu(0), gpu(1), gpu(2, warning=idle), gpu(3, warning=idle)],
-    )
+    agreed = decide(TrainConfig(), [gpu(0), gpu(1), gpu(2, warning=idle), gpu(3, warning=idle)])
     assert agreed.hosts == ("h01", "h02")
     assert agreed.where == ("ranks 0-1 on h01: cuda:0, cuda:1", "ranks 2-3 on h02: cuda:0, cuda:1")
     assert agreed.warnings == (f"h02: {idle}",)

@@ -454,13 +454,10 @@ def test_two_runs_on_one_port_name_each_other_and_the_first_goes_on(port: int) -
         (UNPROVEN, RUN_A, "They differ in CLUSTERDDP_NONCE."),
         (RUN_A, {**RUN_A, "CLUSTERDDP_NONCE": "77ab"}, "They differ in CLUSTERDDP_NONCE."),
         (RUN_A, RUN_A_AGAIN, "this one SLURM_JOB_ID=17 SLURM_RESTART_COUNT=1."),
-        (
-            {"SLURM_JOB_ID": "17"},
-            {"SLURM_JOB_ID": "18"},
-            "that one is SLURM_JOB_ID=17, this one SLURM_JOB_ID=18.",
-        ),
+        ({"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"},
+         "that one is SLURM_JOB_ID=17, this one SLURM_JOB_ID=18."),
     ],
-)
+)  # fmt: skip
 def test_a_store_that_does_not_prove_to_be_the_runs_own_is_not_joined(
     port: int, theirs: dict[str, str], ours: dict[str, str], said: str
 ) -> None:

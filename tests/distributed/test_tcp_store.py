@@ -134,13 +134,10 @@ def meet(folder: Path, hosts: str, rank: str = RANK) -> dict[str, Any]:
     [
         pytest.param("127.0.0.1 localhost", id="the loopback"),
         # The form in which torch asks for it: some versions of glibc find it without this line.
-        pytest.param(
-            "127.0.0.1 localhost\n::ffff:127.0.0.1 localhost",
-            id="the loopback in IPv6's form",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("127.0.0.1 localhost\n::ffff:127.0.0.1 localhost",
+         id="the loopback in IPv6's form", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_ranks_meet_while_name_servers_keep_them_waiting(hosts: str, tmp_path: Path) -> None:
     seen = meet(tmp_path, hosts)
     # The look-ups that were made early are not answered yet when the ranks have met: nobody has

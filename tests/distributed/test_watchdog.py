@@ -248,13 +248,9 @@ class Ranks:
         self.processes: list[Any] = []
 
     def start(
-        self,
-        world_size: int,
-        port: int = 0,
-        hang: Callable[[], None] | None = None,
-        hanging_rank: int = -1,
-        leave_seconds: float = 0,
-    ) -> None:
+        self, world_size: int, port: int = 0, hang: Callable[[], None] | None = None,
+        hanging_rank: int = -1, leave_seconds: float = 0,
+    ) -> None:  # fmt: skip
         """At `port` listens a store that outlives the ranks; without one, rank 0 keeps it.
 
         Those that wait for `leave_seconds` are told to leave; 0 is never.
@@ -307,14 +303,9 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def train(
-    rank: int,
-    world_size: int,
-    port: int,
-    keeps_store: bool,
-    folder: Path,
-    hang: Callable[[], None] | None,
-    leave_seconds: float,
-) -> None:
+    rank: int, world_size: int, port: int, keeps_store: bool, folder: Path,
+    hang: Callable[[], None] | None, leave_seconds: float,
+) -> None:  # fmt: skip
     log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -325,24 +316,17 @@ def train(
     ]
     ours = env(rank, world_size, port)
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "group"), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=10 * PATIENCE),
-    )
+        "gloo", store=dist.FileStore(str(folder / "group"), world_size), rank=rank,
+        world_size=world_size, timeout=timedelta(seconds=10 * PATIENCE),
+    )  # fmt: skip
     progress = Progress()
     dog = Watchdog(
-        partial(heartbeat.connect, ours, {}, PATIENCE),
-        ours,
-        progress,
-        silent_seconds=SILENT_SECONDS,
-        beat_seconds=BEAT_SECONDS,
-        host=f"h{rank:02}",
+        partial(heartbeat.connect, ours, {}, PATIENCE), ours, progress,
+        silent_seconds=SILENT_SECONDS, beat_seconds=BEAT_SECONDS, host=f"h{rank:02}",
         note=lambda verdict: tell(f"notes {verdict and verdict.ranks}"),
         leave=(lambda why: tell(f"leaves: {why}")) if leave_seconds else None,
         leave_seconds=leave_seconds,
-    )
+    )  # fmt: skip
     threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
     with dog:
         board = dog._board
@@ -441,10 +425,7 @@ class StoreProcess:
             "print(store.port, flush=True); sys.stdin.read()"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout
         self.port = int(self.process.stdout.readline())
@@ -503,12 +484,9 @@ with dog:
 print("stopped")
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program],
-        check=False,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True,
         timeout=2 * PATIENCE,
-    )
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "watchdog: nothing moved" in ended.stderr and "rank 0 on" in ended.stderr
     assert ended.stdout.endswith("stopped\n")
@@ -520,102 +498,45 @@ DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
 @pytest.mark.parametrize(
     ("postings", "silent", "kind", "ranks", "words"),
     [
-        pytest.param(
-            [posting(57, BACKWARD), posting(57, BACKWARD), posting(56, BACKWARD, host="h02")],
-            {2: 31.4},
-            "silent",
-            (2,),
-            [
-                "rank 2 on h02 does not answer",
-                "the last sign of rank 2 came 31 s ago, exchanging the gradients of step 56",
-            ],
-            id="stopped",
-        ),
-        pytest.param(
-            [posting(57, BACKWARD), posting(58, BACKWARD)],
-            {1: 31},
-            "silent",
-            (1,),
-            ["rank 1 on h01 does not answer"],
-            id="stopped where it is ahead",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD), posting(58, DATA, host="h02"), posting(58, BACKWARD)],
-            {},
-            "behind",
-            (1,),
-            [
-                "rank 1 on h02 is behind: fetching the batch of step 58, while others are "
-                "exchanging the gradients of step 58",
-                "its log has its stack",
-            ],
-            id="behind",
-        ),
-        pytest.param(
-            [posting(58, Phase.SAVE), posting(59, BACKWARD), posting(59, BACKWARD)],
-            {},
-            "behind",
-            (0,),
-            ["rank 0 on h01 is behind: saving after step 58"],
-            id="rank 0's save comes before the next step",
-        ),
-        pytest.param(
-            [posting(58, Phase.COUNT), posting(58, Phase.EVALUATE, still=3.0)],
-            {},
-            "behind",
-            (1,),
-            ["rank 1 on h01 is behind: evaluating after step 58", "last moved 3 s ago"],
-            id="slow",
-        ),
-        pytest.param(
-            [posting(1, DATA), posting(0, Phase.START), posting(0, Phase.START, host="h02")],
-            {},
-            "behind",
-            (1, 2),
-            ["rank 1 on h01 and rank 2 on h02 are behind: starting,", "their logs have"],
-            id="two behind",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD)] * 3,
-            {},
-            "level",
-            (),
-            ["all 3 ranks are at the same place, exchanging the gradients of step 58"],
-            id="level",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD), posting(57, Phase.UPDATE, left=True), posting(58, BACKWARD)],
-            {},
-            "left",
-            (1,),
-            ["rank 1 on h01 left the training, updating the weights in step 57", "log of rank 1"],
-            id="left",
-        ),
-        pytest.param(
-            [posting(58, BACKWARD), posting(58, BACKWARD), posting(58, BACKWARD, left=True)],
-            {1: 31},
-            "silent",
-            (1,),
-            ["rank 1 on h01 does not answer"],
-            id="left for the want of the silent one",
-        ),
-        pytest.param(
-            [posting(60, Phase.DONE, left=True), posting(60, Phase.SAVE)],
-            {},
-            "behind",
-            (1,),
-            ["rank 1 on h01 is behind: saving after step 60, while others are done"],
-            id="done is no desertion",
-        ),
+        pytest.param([posting(57, BACKWARD), posting(57, BACKWARD), posting(56, BACKWARD,
+          host="h02")], {2: 31.4}, "silent", (2,),
+         ["rank 2 on h02 does not answer",
+          "the last sign of rank 2 came 31 s ago, exchanging the gradients of step 56"],
+         id="stopped"),
+        pytest.param([posting(57, BACKWARD), posting(58, BACKWARD)], {1: 31}, "silent", (1,),
+         ["rank 1 on h01 does not answer"], id="stopped where it is ahead"),
+        pytest.param([posting(58, BACKWARD), posting(58, DATA, host="h02"), posting(58, BACKWARD)],
+         {}, "behind", (1,),
+         ["rank 1 on h02 is behind: fetching the batch of step 58, while others are "
+          "exchanging the gradients of step 58", "its log has its stack"], id="behind"),
+        pytest.param([posting(58, Phase.SAVE), posting(59, BACKWARD), posting(59, BACKWARD)], {},
+         "behind", (0,), ["rank 0 on h01 is behind: saving after step 58"],
+         id="rank 0's save comes before the next step"),
+        pytest.param([posting(58, Phase.COUNT), posting(58, Phase.EVALUATE, still=3.0)], {},
+         "behind", (1,),
+         ["rank 1 on h01 is behind: evaluating after step 58", "last moved 3 s ago"], id="slow"),
+        pytest.param([posting(1, DATA), posting(0, Phase.START), posting(0, Phase.START,
+          host="h02")], {}, "behind", (1, 2),
+         ["rank 1 on h01 and rank 2 on h02 are behind: starting,", "their logs have"],
+         id="two behind"),
+        pytest.param([posting(58, BACKWARD)] * 3, {}, "level", (),
+         ["all 3 ranks are at the same place, exchanging the gradients of step 58"], id="level"),
+        pytest.param([posting(58, BACKWARD), posting(57, Phase.UPDATE, left=True), posting(58,
+          BACKWARD)], {}, "left", (1,),
+         ["rank 1 on h01 left the training, updating the weights in step 57", "log of rank 1"],
+         id="left"),
+        pytest.param([posting(58, BACKWARD), posting(58, BACKWARD), posting(58, BACKWARD,
+          left=True)], {1: 31}, "silent", (1,), ["rank 1 on h01 does not answer"],
+         id="left for the want of the silent one"),
+        pytest.param([posting(60, Phase.DONE, left=True), posting(60, Phase.SAVE)], {}, "behind",
+         (1,), ["rank 1 on h01 is behind: saving after step 60, while others are done"],
+         id="done is no desertion"),
     ],
-)
+)  # fmt: skip
 def test_the_rank_to_blame_is_named(
-    postings: list[Posting],
-    silent: dict[int, float],
-    kind: str,
-    ranks: tuple[int, ...],
+    postings: list[Posting], silent: dict[int, float], kind: str, ranks: tuple[int, ...],
     words: list[str],
-) -> None:
+) -> None:  # fmt: skip
     verdict = judge(dict(enumerate(postings)), silent, len(postings), silent_seconds=30)
     assert (verdict.kind, verdict.ranks) == (kind, ranks)
     for some in words:

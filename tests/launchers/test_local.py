@@ -379,12 +379,9 @@ def test_the_time_limit_ends_a_rehearsal(tmp_path: Path, clock: Callable[..., No
 
 
 def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
-    tmp_path: Path,
-    synthetic_dir: Path,
-    clock: Callable[..., None],
-    begin: Begin,
+    tmp_path: Path, synthetic_dir: Path, clock: Callable[..., None], begin: Begin,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     clock(560, "go")
     training = [
         "--nodes", "2", "--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--threads",
@@ -596,12 +593,9 @@ def test_tasks_have_their_gpus_where_set_up_lines_unset_the_variable() -> None:
     ],
 )
 def test_a_rehearsal_of_more_gpus_than_there_are_is_refused_unless_it_can_be(
-    fields: dict[str, Any],
-    gpus: list[str],
-    is_refused: bool,
-    tmp_path: Path,
+    fields: dict[str, Any], gpus: list[str], is_refused: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     class Begun(Exception):
         """Ends the launch ahead of its process."""
 

@@ -50,13 +50,9 @@ loader.Images.batches = failing
     ],
 )
 def test_every_rank_ends_and_the_one_that_failed_is_named(
-    fault: str,
-    reason: str,
-    graph: str,
-    gpu_digits: tuple[str, str],
-    tmp_path: Path,
+    fault: str, reason: str, graph: str, gpu_digits: tuple[str, str], tmp_path: Path,
     record_property: Any,
-) -> None:
+) -> None:  # fmt: skip
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(FAULT)

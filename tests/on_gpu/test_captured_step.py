@@ -54,12 +54,9 @@ def report_end(record_property: Any, report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_built_in_model_trains_captured_from_start_to_report(
-    model: str,
-    gpu_digits: Digits,
-    tmp_path: Path,
-    record_property: Any,
+    model: str, gpu_digits: Digits, tmp_path: Path, record_property: Any,
     request: pytest.FixtureRequest,
-) -> None:
+) -> None:  # fmt: skip
     if model == "keras-convnet":
         request.getfixturevalue("keras_installed")
     more = (f"--model={model}", "--max-steps=300", "--batch-size=100", "--warmup-steps=20", GRAPH)

@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "ranks",
-    [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu2)],
+    "ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu2)]
 )
 def test_gpus_multiply_rightly_and_all_reduce(
     ranks: int, gpu_digits: tuple[str, str], tmp_path: Path

@@ -124,15 +124,10 @@ class SlurmCluster:
     """
 
     def __init__(
-        self,
-        hosts: int = 2,
-        *,
-        gpus_per_host: int = 4,
-        gpu_type: str = "",
-        cpus_per_host: int = 16,
-        conf: Mapping[str, str | None] | None = None,
+        self, hosts: int = 2, *, gpus_per_host: int = 4, gpu_type: str = "",
+        cpus_per_host: int = 16, conf: Mapping[str, str | None] | None = None,
         root: Path | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not 1 <= hosts <= 99:
             raise ValueError(f"hosts is {hosts}, expected 1 to 99")
         self.hosts: list[str] = [f"h{number:02d}" for number in range(1, hosts + 1)]
@@ -162,11 +157,9 @@ class SlurmCluster:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
+        self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.close()
 
     def _boot(self) -> None:
@@ -222,15 +215,10 @@ class SlurmCluster:
     # -- commands ----------------------------------------------------------------------------
 
     def run(
-        self,
-        argv: Sequence[str | os.PathLike[str]],
-        *,
-        cwd: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 60,
-        check: bool = False,
+        self, argv: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str | None] | None = None, timeout: float = 60, check: bool = False,
         input: str | None = None,
-    ) -> subprocess.CompletedProcess[str]:
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Runs a command on the login host, with SLURM_CONF set, and captures its output.
 
         `env` adds to a clean copy of os.environ (a None removes); `check` raises ClusterError on
@@ -239,26 +227,16 @@ class SlurmCluster:
         return self.run_on(LOGIN, argv, cwd=cwd, env=env, timeout=timeout, check=check, input=input)
 
     def run_on(
-        self,
-        host: str,
-        argv: Sequence[str | os.PathLike[str]],
-        *,
-        cwd: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 60,
-        check: bool = False,
-        input: str | None = None,
-    ) -> subprocess.CompletedProcess[str]:
+        self, host: str, argv: Sequence[str | os.PathLike[str]], *,
+        cwd: str | os.PathLike[str] | None = None, env: Mapping[str, str | None] | None = None,
+        timeout: float = 60, check: bool = False, input: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """The same as `run`, on any host of the cluster."""
         process = self.popen_on(
-            host,
-            argv,
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            host, argv, cwd=cwd, env=env,
+            stdin=subprocess.DEVNULL if input is None else subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-        )
+        )  # fmt: skip
         with process:
             try:
                 stdout, stderr = process.communicate(input, timeout=timeout)
@@ -283,15 +261,10 @@ class SlurmCluster:
         return self.popen_on(LOGIN, argv, **options)
 
     def popen_on(
-        self,
-        host: str,
-        argv: Sequence[str | os.PathLike[str]],
-        *,
-        cwd: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str | None] | None = None,
-        start_new_session: bool = True,
-        **options: Any,
-    ) -> Process:
+        self, host: str, argv: Sequence[str | os.PathLike[str]], *,
+        cwd: str | os.PathLike[str] | None = None, env: Mapping[str, str | None] | None = None,
+        start_new_session: bool = True, **options: Any,
+    ) -> Process:  # fmt: skip
         """Starts a command on a host, with SLURM_CONF set; further options as of Popen.
 
         What is still running when the cluster goes down is killed.
@@ -325,12 +298,9 @@ class SlurmCluster:
     # -- jobs --------------------------------------------------------------------------------
 
     def sbatch(
-        self,
-        script: str,
-        *options: str,
-        cwd: str | os.PathLike[str] | None = None,
+        self, script: str, *options: str, cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str | None] | None = None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Submits a script given as text and returns the job's id; its log goes to `cwd`."""
         argv = ["sbatch", "--parsable", *options]
         answer = self.run(argv, cwd=cwd, env=env, input=script, check=True)
@@ -630,14 +600,10 @@ class SlurmCluster:
     # -- daemons -----------------------------------------------------------------------------
 
     def _start(
-        self,
-        host: str,
-        argv: Sequence[str | os.PathLike[str]],
-        *,
-        cwd: str | os.PathLike[str] | None = None,
-        env: Mapping[str, str | None] | None = None,
+        self, host: str, argv: Sequence[str | os.PathLike[str]], *,
+        cwd: str | os.PathLike[str] | None = None, env: Mapping[str, str | None] | None = None,
         **options: Any,
-    ) -> Process:
+    ) -> Process:  # fmt: skip
         try:
             namespace = self._namespaces[host]
         except KeyError:
@@ -655,14 +621,9 @@ class SlurmCluster:
         log = f"slurmd.{name}" if name in self.hosts else name
         with (self.folder / f"{log}.stderr").open("a") as output:
             self._daemons[name] = self._start(
-                host,
-                argv,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                host, argv, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     def _wait_daemon(self, name: str, ready: Callable[[], bool], timeout: float = 90) -> None:
         daemon = self._daemons[name]
@@ -766,13 +727,9 @@ class _Namespace:
         """Applies lines of ip(8), in this host's network but seeing this machine's processes."""
         argv = ["nsenter", f"--net=/proc/{self.init.pid}/ns/net", "--", _program("ip") or "ip"]
         done = subprocess.run(
-            [*argv, "-batch", "-"],
-            input="\n".join(lines) + "\n",
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+            [*argv, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True,
+            timeout=30, check=False,
+        )  # fmt: skip
         if done.returncode != 0:
             raise ClusterError(f"the network of {self.host} was refused: {done.stderr.strip()}")
 
@@ -939,12 +896,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
     parser.add_argument(
-        "--root",
-        type=Path,
-        metavar="DIR",
+        "--root", type=Path, metavar="DIR",
         help=f"boot the Slurm of this root file system; default: ${ROOT_VARIABLE}, or this "
         "machine's own",
-    )
+    )  # fmt: skip
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="after --")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background

@@ -27,60 +27,48 @@ CASES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     ),
     "batch-shell-rank of an export": (
         f"{TWO_A_NODE}export RANK=$SLURM_PROCID; unset SLURM_EXPORT_ENV\nsrun python t.py",
-        ["t.py rank=0"] * 4,
-        [f"t.py rank={rank}" for rank in range(4)],
+        ["t.py rank=0"] * 4, [f"t.py rank={rank}" for rank in range(4)],
     ),
     "launcher-per-rank": (
         f"{TWO_A_NODE}srun torchrun --nnodes=2 --nproc_per_node=2 t.py",
-        ["--nnodes=2 --nproc_per_node=2 t.py"] * 4,
-        ["--nnodes=2 --nproc_per_node=2 t.py"] * 2,
+        ["--nnodes=2 --nproc_per_node=2 t.py"] * 4, ["--nnodes=2 --nproc_per_node=2 t.py"] * 2,
     ),
     "srun-missing": (
         f"{EACH}torchrun --nnodes=2 --nproc_per_node=2 t.py",
-        ["--nnodes=2 --nproc_per_node=2 t.py"],
-        ["--nnodes=2 --nproc_per_node=2 t.py"] * 2,
+        ["--nnodes=2 --nproc_per_node=2 t.py"], ["--nnodes=2 --nproc_per_node=2 t.py"] * 2,
     ),
     "launch-node": (
         f"{EACH}export MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR\nsrun python t.py",
-        ["t.py rank= address="] * 2,
-        ["t.py rank= address=h01"] * 2,
+        ["t.py rank= address="] * 2, ["t.py rank= address=h01"] * 2,
     ),
     "rendezvous-host": (
         f"{EACH}export MASTER_ADDR=$SLURM_SUBMIT_HOST\nsrun python t.py",
-        ["t.py rank= address=login"] * 2,
-        ["t.py rank= address=h01"] * 2,
+        ["t.py rank= address=login"] * 2, ["t.py rank= address=h01"] * 2,
     ),
     "rendezvous-host of the list": (
         f"{EACH}export MASTER_ADDR=$SLURM_JOB_NODELIST\nsrun python t.py",
-        ["t.py rank= address=h[01-02]"] * 2,
-        ["t.py rank= address=h01"] * 2,
+        ["t.py rank= address=h[01-02]"] * 2, ["t.py rank= address=h01"] * 2,
     ),
     "rendezvous-host of the last": (
         f"{EACH}export MASTER_ADDR=$(scontrol show hostnames | tail -n 1)\nsrun python t.py",
-        ["t.py rank= address=h02"] * 2,
-        ["t.py rank= address=h01"] * 2,
+        ["t.py rank= address=h02"] * 2, ["t.py rank= address=h01"] * 2,
     ),
     "address-per-task": (
         f"{EACH}srun bash -c 'export MASTER_ADDR=$(hostname); python t.py'",
-        ["t.py rank= address=h01", "t.py rank= address=h02"],
-        ["t.py rank= address=h01"] * 2,
+        ["t.py rank= address=h01", "t.py rank= address=h02"], ["t.py rank= address=h01"] * 2,
     ),
     "export-none": (
         f"{EACH}#SBATCH --export=NONE\nexport MASTER_ADDR=h01\nsrun $PWD/python t.py",
-        ["t.py rank= address="] * 2,
-        ["t.py rank= address=h01"] * 2,
+        ["t.py rank= address="] * 2, ["t.py rank= address=h01"] * 2,
     ),
     "directive-below-command": (
-        "set -e\n#SBATCH --ntasks=3\nsrun python t.py",
-        ["t.py"],
-        ["t.py"] * 3,
+        "set -e\n#SBATCH --ntasks=3\nsrun python t.py", ["t.py"], ["t.py"] * 3,
     ),
     "ntasks-product": (
-        "#SBATCH -N 2\n#SBATCH -n 2\n#SBATCH --ntasks-per-node=2\nsrun python t.py",
-        ["t.py"] * 2,
+        "#SBATCH -N 2\n#SBATCH -n 2\n#SBATCH --ntasks-per-node=2\nsrun python t.py", ["t.py"] * 2,
         ["t.py"] * 4,
     ),
-}
+}  # fmt: skip
 """Scripts, and what their tasks print as they stand and as they are mended (prefixes)."""
 
 

@@ -144,12 +144,9 @@ def test_an_owner_that_was_killed_leaves_no_process_and_its_folder_is_swept(own_
         "    print(c.folder, flush=True); input()\n"
     )
     owner = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parent,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+        [sys.executable, "-c", program], cwd=Path(__file__).parent, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     with owner:
         assert owner.stdout is not None
         folder = Path(owner.stdout.readline().strip())
@@ -169,12 +166,9 @@ def test_an_owner_that_was_killed_leaves_no_process_and_its_folder_is_swept(own_
 def test_the_command_line_cleans_up_when_interrupted(own_tmp: Path, sig: signal.Signals) -> None:
     command = [sys.executable, "cluster.py", "--hosts", "1", "--", "sh", "-c"]
     owner = subprocess.Popen(
-        [*command, "hostname; sleep 1000"],
-        cwd=Path(__file__).parent,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        [*command, "hostname; sleep 1000"], cwd=Path(__file__).parent, stdout=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     assert owner.stdout is not None
     try:
         assert owner.stdout.readline() == "login\n"

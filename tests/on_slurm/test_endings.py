@@ -361,11 +361,9 @@ def test_a_run_ends_as_the_page_says(
 
 @pytest.fixture(scope="module")
 def seen(
-    own_cluster: SlurmCluster,
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    synthetic_dir: Path,
-) -> dict[tuple[str, str], Seen]:
+    own_cluster: SlurmCluster, request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory, synthetic_dir: Path,
+) -> dict[tuple[str, str], Seen]:  # fmt: skip
     """What became of each run that was selected, in each way; they run beside each other."""
     tests = [item for item in request.session.items if item.path == request.path]
     chosen = [tuple(test.callspec.params.values()) for test in tests if hasattr(test, "callspec")]

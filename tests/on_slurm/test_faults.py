@@ -42,8 +42,7 @@ def results(
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # the first waits for several trainings at once, each of many processes
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.release] * (name in RELEASE)) for name in QUICK],
+    "name", [pytest.param(name, marks=[pytest.mark.release] * (name in RELEASE)) for name in QUICK]
 )
 def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
     result = results[name].result()

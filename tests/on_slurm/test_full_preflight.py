@@ -167,12 +167,9 @@ def slow_link(cluster: SlurmCluster, _: Path) -> Callable[[], object]:
     ],
 )
 def test_what_begins_after_quick_checks_is_found_by_full_ones(
-    fault: Callable[[SlurmCluster, Path], Callable[[], object]],
-    reason: str,
-    four: SlurmCluster,
-    tmp_path: Path,
-    synthetic_dir: Path,
-) -> None:
+    fault: Callable[[SlurmCluster, Path], Callable[[], object]], reason: str, four: SlurmCluster,
+    tmp_path: Path, synthetic_dir: Path,
+) -> None:  # fmt: skip
     run = submitted(four, tmp_path, synthetic_dir, "--nodes", "3", env=hooked(tmp_path, WAITS))
     wait_for((tmp_path / "waits").exists, "ranks that have met", LONG)
     undo = fault(four, tmp_path)

@@ -74,12 +74,9 @@ def weights(run: Path, world_size: int = 4) -> str:
     ],
 )
 def test_one_request_trains_to_the_same_weights_under_every_launcher(
-    cluster: SlurmCluster,
-    tmp_path: Path,
-    synthetic_dir: Path,
-    tasks_per_node: int,
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, tasks_per_node: int,
     bucket_cap_mb: str,
-) -> None:
+) -> None:  # fmt: skip
     buckets = ["--bucket-cap-mb", bucket_cap_mb]
     by_hand(cluster, tmp_path, synthetic_dir, tasks_per_node, *buckets)
     seen = {"by hand": weights(tmp_path / "hand", 2 * tasks_per_node)}
@@ -145,10 +142,7 @@ def as_22_05(step: dict[str, str]) -> dict[str, str]:
         pytest.param(["--nodes", "2", "--tasks-per-node", "2"], marks=pytest.mark.slow),
         pytest.param(["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"], marks=MORE),
         pytest.param(["--nodes", "1", "--gpus-per-node", "2"], marks=pytest.mark.slow),
-        pytest.param(
-            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"],
-            marks=MORE,
-        ),
+        pytest.param(["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"], marks=MORE),
         pytest.param(
             ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
             marks=pytest.mark.slow,

@@ -164,11 +164,9 @@ def test_an_expedited_requeue_is_slurms_own_or_refused_with_the_version(
 
 
 def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
-    slurm_available: None,
-    tmp_path: Path,
-    synthetic_dir: Path,
+    slurm_available: None, tmp_path: Path, synthetic_dir: Path,
     record_property: Callable[[str, object], None],
-) -> None:
+) -> None:  # fmt: skip
     conf = {"SlurmctldParameters": "enable_expedited_requeue"}
     cluster = SlurmCluster(hosts=1, conf=conf)
     if cluster.release < (25, 11):

@@ -96,10 +96,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
 def test_a_fault_is_named_with_its_node_and_tasks_start_if_it_is_merely_slow(
-    fault: Callable[[SlurmCluster, str], Undo],
-    reason: str,
-    four: SlurmCluster,
-    tmp_path: Path,
+    fault: Callable[[SlurmCluster, str], Undo], reason: str, four: SlurmCluster, tmp_path: Path
 ) -> None:
     if fault is blocked_port and four.run_on(BAD, ["sh", "-c", "command -v iptables"]).returncode:
         pytest.skip("apt-get install iptables")

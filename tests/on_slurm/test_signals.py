@@ -70,14 +70,9 @@ SCANCELS = [
 
 
 def stops_and_goes_on(
-    cluster: SlurmCluster,
-    run: RunDir,
-    hold: Hold,
-    scancel: list[str],
-    whole: str,
-    *,
+    cluster: SlurmCluster, run: RunDir, hold: Hold, scancel: list[str], whole: str, *,
     requeued: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Signal a training run twice, and see it stop together, be requeued once, and end alike.
 
     requeued: whether it is our own script that puts the job back.
@@ -104,12 +99,9 @@ def stops_and_goes_on(
 
 @pytest.mark.parametrize("scancel", SCANCELS)
 def test_a_signal_pauses_all_ranks_at_one_step_and_the_run_goes_on(
-    cluster: SlurmCluster,
-    tmp_path: Path,
-    synthetic_dir: Path,
-    uninterrupted: str,
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str,
     scancel: list[str],
-) -> None:
+) -> None:  # fmt: skip
     run, hold = train(cluster, tmp_path, synthetic_dir)
     stops_and_goes_on(cluster, run, hold, scancel, uninterrupted)
 
@@ -141,15 +133,9 @@ OTHERS = {
     ],
 )
 def test_it_is_the_same_under_other_launchers(
-    cluster: SlurmCluster,
-    tmp_path: Path,
-    synthetic_dir: Path,
-    uninterrupted: str,
-    options: list[str],
-    scancel: list[str],
-    *,
-    requeued: bool,
-) -> None:
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str,
+    options: list[str], scancel: list[str], *, requeued: bool,
+) -> None:  # fmt: skip
     run, hold = train(cluster, tmp_path, synthetic_dir, *options)
     stops_and_goes_on(cluster, run, hold, scancel, uninterrupted, requeued=requeued)
 

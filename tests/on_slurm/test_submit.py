@@ -207,17 +207,9 @@ def test_what_no_node_has_is_refused_and_sbatch_decides_where_a_person_insists(
 @pytest.mark.slow
 def test_a_taken_port_is_passed_over(cluster: SlurmCluster, tmp_path: Path) -> None:
     first = submit(
-        cluster,
-        tmp_path,
-        "--run-name",
-        "first",
-        "--wait",
-        "--json",
-        "--",
-        sys.executable,
-        "-c",
+        cluster, tmp_path, "--run-name", "first", "--wait", "--json", "--", sys.executable, "-c",
         WHO,
-    )
+    )  # fmt: skip
     job_id = int(json.loads(first.stdout.splitlines()[0])["job_id"])
     assert told(tmp_path / "jobs/first", 0)["env"]["MASTER_PORT"] == str(master_port(job_id, 0, 0))
     # The next job's first choice is taken on the first host while it runs.

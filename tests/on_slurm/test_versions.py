@@ -15,12 +15,9 @@ def test_the_version_is_the_daemons_own_word(cluster: SlurmCluster) -> None:
 
 @pytest.mark.parametrize(("required", "code"), [("0", 0), ("1", 1)])
 def test_a_release_that_cannot_be_had_is_skipped_only_where_it_is_not_required(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    required: str,
-    code: int,
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    required: str, code: int,
+) -> None:  # fmt: skip
     monkeypatch.setenv("CLUSTERDDP_REQUIRE_SLURM", required)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert versions.main(["--release", "trixie", "--roots", str(tmp_path)]) == code

@@ -117,24 +117,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--release",
-        action="append",
-        choices=RELEASES,
+        "--release", action="append", choices=RELEASES,
         help="a Debian release, or this machine's own Slurm; again for more; all without",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--check",
-        action="append",
-        choices=list(CHECKS),
+        "--check", action="append", choices=list(CHECKS),
         help="a column of the table; again for more; all without",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--roots",
-        type=Path,
-        default=DEFAULT_ROOTS,
-        metavar="DIR",
+        "--roots", type=Path, default=DEFAULT_ROOTS, metavar="DIR",
         help="the folder that keeps the root file systems; default: %(default)s",
-    )
+    )  # fmt: skip
     if DEFAULT_ROOT is not None:
         parser.error(f"{ROOT_VARIABLE} is set: each release has its own root")
     return parser.parse_args(argv)
@@ -264,13 +257,9 @@ def _make_root(release: str, root: Path) -> None:
     if unfinished.exists():
         shutil.rmtree(unfinished)
     argv = [
-        "debootstrap",
-        "--variant=minbase",
-        f"--include={','.join(PACKAGES)}",
-        release,
-        str(unfinished),
-        *_mirror(),
-    ]
+        "debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", release,
+        str(unfinished), *_mirror(),
+    ]  # fmt: skip
     print(f"making the root file system {root}", flush=True)
     # debootstrap mounts /proc and /sys below its target: in a namespace, nothing can stay mounted.
     private = ["unshare", "--mount", "--propagation", "private", "--"]

@@ -43,11 +43,9 @@ class Job:
         return self.probes[-1]
 
     def collect(
-        self,
-        *hosts: str,
-        has_ended: Callable[[], bool] = lambda: False,
+        self, *hosts: str, has_ended: Callable[[], bool] = lambda: False,
         codes: Mapping[str, int] | None = None,
-    ) -> Collection:
+    ) -> Collection:  # fmt: skip
         return collector.collect(self.server, hosts, NONCE, has_ended, lambda: codes or {})
 
 
@@ -79,17 +77,15 @@ def test_the_nodes_measure_themselves_and_each_other(job: Job) -> None:
 
 
 STRANGERS = [
-    b"\x00\xff\n" * 50,
-    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x00\xff\n" * 50, b"GET / HTTP/1.1\r\n\r\n",
     b"[1]\nnull\n" + b"[" * 50_000 + b"\n",
-    b"x" * 200_000,
-    b'{"nonce": "other", "host": "b", "local": "127.0.0.1", "port": 1}\n',
+    b"x" * 200_000, b'{"nonce": "other", "host": "b", "local": "127.0.0.1", "port": 1}\n',
     *(
         json.dumps({"nonce": NONCE, "host": host, "local": text, "port": text}).encode() + b"\n"
         for text in CARRIED
         for host in (text, "b")
     ),
-]
+]  # fmt: skip
 
 
 def test_strangers_take_no_nodes_place(job: Job) -> None:
@@ -199,10 +195,7 @@ def test_where_no_other_node_reaches_the_batch_host_it_says_so_at_once(
 
 
 def test_it_listens_on_the_first_free_port_of_those_that_it_is_given() -> None:
-    with (
-        collector.listen() as taken,
-        collector.listen() as other,
-    ):
+    with collector.listen() as taken, collector.listen() as other:
         first, second = (each.getsockname()[1] for each in (taken, other))
         other.close()
         for address in ("", "127.0.0.1"):

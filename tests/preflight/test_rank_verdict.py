@@ -24,15 +24,11 @@ def ranks(nodes: int = 4, each: int = 1, **fields: Any) -> list[RankMeasurements
     rounds = schedule(places)
     return [
         RankMeasurements(
-            rank,
-            local,
-            host,
-            speed=5e10,
-            pairs={pairs[rank]: USUAL for pairs in rounds if rank in pairs},
-            **fields,
+            rank, local, host, speed=5e10,
+            pairs={pairs[rank]: USUAL for pairs in rounds if rank in pairs}, **fields,
         )
         for rank, (host, local) in enumerate(places)
-    ]
+    ]  # fmt: skip
 
 
 def changed(several: list[RankMeasurements], rank: int, **fields: Any) -> list[RankMeasurements]:

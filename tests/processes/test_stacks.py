@@ -435,12 +435,9 @@ SCOPES = {
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_right_that_py_spy_lacks_is_named(
-    start: Start,
-    py_spy: Callable[[str], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Start, py_spy: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     scope: str,
-) -> None:
+) -> None:  # fmt: skip
     (tmp_path / "scope").write_text(f"{scope}\n")
     monkeypatch.setattr(stacks, "_YAMA", tmp_path / "scope")
     monkeypatch.setattr(stacks, "_capabilities", lambda: 0)
@@ -563,10 +560,7 @@ def test_this_process_is_armed_while_the_body_runs(start: Start) -> None:
     goes_on(program)
 
 
-SITES = {
-    "none": (None, ""),
-    "one": ("import sys; sys.mine = __file__", "mine"),
-}
+SITES = {"none": (None, ""), "one": ("import sys; sys.mine = __file__", "mine")}
 
 
 @pytest.mark.parametrize(("site", "attribute"), SITES.values(), ids=SITES)

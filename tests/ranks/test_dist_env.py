@@ -56,13 +56,9 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
 
 def place(env: DistEnv) -> tuple[int, ...]:
     return (
-        env.rank,
-        env.local_rank,
-        env.node_rank,
-        env.world_size,
-        env.local_world_size,
+        env.rank, env.local_rank, env.node_rank, env.world_size, env.local_world_size,
         env.num_nodes,
-    )
+    )  # fmt: skip
 
 
 def test_a_slurm_task_is_derived_from_its_step_before_its_job() -> None:
@@ -280,14 +276,10 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     ({**STEP, "SLURM_PROCID": "8"}, ["SLURM_PROCID=8", "SLURM_STEP_NUM_TASKS=8", "0 to 7"]),
     ({**STEP, "SLURM_LOCALID": "4"}, ["SLURM_LOCALID=4", "local_world_size=4", "0 to 3"]),
     ({**STEP, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "SLURM_STEP_NODELIST=gpu[03-04]", "0 to 1"]),
-    (
-        {**STEP, "SLURM_STEP_TASKS_PER_NODE": "4,3"},
-        ["SLURM_STEP_TASKS_PER_NODE=4,3", "SLURM_STEP_NUM_TASKS=8", "7"],
-    ),
-    (
-        {**STEP, "SLURM_STEP_NODELIST": "gpu[01-03]"},
-        ["SLURM_STEP_NODELIST=gpu[01-03]", "SLURM_STEP_TASKS_PER_NODE=4(x2)", "3 and 2"],
-    ),
+    ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4,3"},
+     ["SLURM_STEP_TASKS_PER_NODE=4,3", "SLURM_STEP_NUM_TASKS=8", "7"]),
+    ({**STEP, "SLURM_STEP_NODELIST": "gpu[01-03]"},
+     ["SLURM_STEP_NODELIST=gpu[01-03]", "SLURM_STEP_TASKS_PER_NODE=4(x2)", "3 and 2"]),
     ({**STEP, "SLURM_STEP_NUM_NODES": "3"}, ["SLURM_STEP_NUM_NODES=3", "gpu[03-04]"]),
     # what a step must have
     (without(STEP, "SLURM_PROCID"), ["SLURM_STEP_ID=3", "SLURM_PROCID is not set", "srun"]),
@@ -299,7 +291,7 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     ({**STEP, "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_1": "2"}, ["PACK_GROUP_1", "heterogeneous"]),
     ({**STEP, "SLURM_HET_SIZE": "2"}, ["SLURM_HET_SIZE=2", "heterogeneous"]),
     ({**BATCH, "SLURM_JOB_NODELIST_HET_GROUP_0": "a"}, ["HET_GROUP_0=a", "heterogeneous"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("environ", "told"), CONTRADICTIONS, ids=[c[1][0] for c in CONTRADICTIONS])
@@ -419,26 +411,14 @@ def test_without_a_flag_nothing_is_decided() -> None:
     ("flags", "expected"),
     [
         ({"rank": 0, "world_size": 1}, (0, 1, 0, 1, 0, 1, "127.0.0.1", 0)),
-        (
-            {"rank": 3, "world_size": 4, "master_port": 29500},
-            (3, 4, 3, 4, 0, 1, "127.0.0.1", 29500),
-        ),
-        (
-            {
-                "rank": 3,
-                "world_size": 4,
-                "master_port": 1,
-                "master_addr": "h",
-                "local_world_size": 2,
-            },
-            (3, 4, 1, 2, 1, 2, "h", 1),
-        ),
-        (
-            {"rank": 2, "world_size": 4, "master_port": 1, "local_world_size": 2, "local_rank": 0},
-            (2, 4, 0, 2, 1, 2, "127.0.0.1", 1),
-        ),
+        ({"rank": 3, "world_size": 4, "master_port": 29500},
+         (3, 4, 3, 4, 0, 1, "127.0.0.1", 29500)),
+        ({"rank": 3, "world_size": 4, "master_port": 1, "master_addr": "h", "local_world_size": 2},
+         (3, 4, 1, 2, 1, 2, "h", 1)),
+        ({"rank": 2, "world_size": 4, "master_port": 1, "local_world_size": 2, "local_rank": 0},
+         (2, 4, 0, 2, 1, 2, "127.0.0.1", 1)),
     ],
-)
+)  # fmt: skip
 def test_flags_give_a_ranks_place(
     flags: dict[str, int | str], expected: tuple[object, ...]
 ) -> None:
@@ -461,29 +441,21 @@ def test_flags_give_a_ranks_place(
         ({"rank": 4, "world_size": 4, "master_port": 7}, "--rank: 4 is not a number from 0 to 3"),
         ({"rank": -1, "world_size": 4, "master_port": 7}, "--rank: -1 is not"),
         ({"rank": 0, "world_size": 0}, "--world-size: 0 is not a number from 1 to 100000"),
-        (
-            {"rank": 0, "world_size": 99999999999999999999, "master_port": 7},
-            "--world-size: 99999999999999999999 is not",
-        ),
+        ({"rank": 0, "world_size": 99999999999999999999, "master_port": 7},
+         "--world-size: 99999999999999999999 is not"),
         ({"rank": 0, "world_size": 2, "master_port": 70000}, "--master-port: 70000 is not"),
         ({"rank": 0, "world_size": 1, "master_port": 0}, "--master-port: 0 is not"),
         ({"rank": 0, "world_size": 2, "master_port": 7, "master_addr": ""}, "--master-addr: ''"),
         ({"rank": 0, "world_size": 2, "master_port": 7, "master_addr": "a b"}, "--master-addr:"),
         ({"rank": 0, "world_size": 2, "master_port": 7, "local_rank": 0}, "--local-rank 0 without"),
-        (
-            {"rank": 0, "world_size": 2, "master_port": 7, "local_world_size": 3},
-            "--local-world-size: 3 is not a number from 1 to 2",
-        ),
-        (
-            {"rank": 0, "world_size": 3, "master_port": 7, "local_world_size": 2},
-            "--world-size 3 is no multiple of --local-world-size 2",
-        ),
-        (
-            {"rank": 3, "world_size": 4, "master_port": 7, "local_world_size": 2, "local_rank": 0},
-            "--local-rank 0 against --rank 3 and --local-world-size 2: expected 1",
-        ),
+        ({"rank": 0, "world_size": 2, "master_port": 7, "local_world_size": 3},
+         "--local-world-size: 3 is not a number from 1 to 2"),
+        ({"rank": 0, "world_size": 3, "master_port": 7, "local_world_size": 2},
+         "--world-size 3 is no multiple of --local-world-size 2"),
+        ({"rank": 3, "world_size": 4, "master_port": 7, "local_world_size": 2, "local_rank": 0},
+         "--local-rank 0 against --rank 3 and --local-world-size 2: expected 1"),
     ],
-)
+)  # fmt: skip
 def test_halves_and_values_out_of_range_name_what_was_typed(
     flags: dict[str, int | str], said: str
 ) -> None:

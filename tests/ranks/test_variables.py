@@ -35,10 +35,7 @@ HOSTILE = ["", "plain", "it's", 'say "x"', "$HOME `id` \\", "a\nRANK=9\nb", "\n"
 @pytest.mark.parametrize("value", HOSTILE)
 def test_what_env_prints_is_read_back(value: str) -> None:
     printed = subprocess.run(
-        ["env", "-0"],
-        env={"PATH": "/usr/bin:/bin", "V": value},
-        capture_output=True,
-        check=True,
+        ["env", "-0"], env={"PATH": "/usr/bin:/bin", "V": value}, capture_output=True, check=True
     )
     assert parse_environment(printed.stdout.decode())["V"] == value
 

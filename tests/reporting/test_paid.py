@@ -37,13 +37,9 @@ TRAINING: dict[str, Any] = {"train": TrainConfig(data_dir="/data")}
 
 
 def attempt_of(
-    run: RunDir,
-    hours: tuple[float, float | None],
-    spent: Spent | None,
-    *,
-    steps: tuple[int, int] | None = (0, 100),
-    nodelist: str = "h[01-02]",
-) -> Attempt:
+    run: RunDir, hours: tuple[float, float | None], spent: Spent | None, *,
+    steps: tuple[int, int] | None = (0, 100), nodelist: str = "h[01-02]",
+) -> Attempt:  # fmt: skip
     """Make an attempt from one hour to another; its ranks have met where it has steps."""
     made = begin(run)
     began = BEGAN + hours[0] * HOUR
@@ -60,11 +56,9 @@ def attempt_of(
 
 def spent(first_step: float, training: float, waiting: float | None, saving: float) -> Spent:
     return Spent(
-        BEGAN + first_step * HOUR,
-        training * HOUR,
-        None if waiting is None else waiting * HOUR,
+        BEGAN + first_step * HOUR, training * HOUR, None if waiting is None else waiting * HOUR,
         saving * HOUR,
-    )
+    )  # fmt: skip
 
 
 def whole(paid: Paid) -> float:

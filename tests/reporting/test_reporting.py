@@ -74,13 +74,11 @@ def test_runs_of_one_configuration_are_compared_by_their_ranks() -> None:
         [
             run("eight", 8, 4000.0, settings={"seed": 3, "lr": 0.1}),
             run("one", 1, 1000.0, settings={"strategy": "single"}, threads=8),
-            run("four", 4, 3000.0),
-            run("one again", 1, 3000.0),
+            run("four", 4, 3000.0), run("one again", 1, 3000.0),
             run("larger batches", 16, 9000.0, settings={"batch_size": 256}),
-            run("another model", 2, 9000.0, model="mlp"),
-            run("failed", 2, 9000.0, complete=False),
+            run("another model", 2, 9000.0, model="mlp"), run("failed", 2, 9000.0, complete=False),
         ]
-    )
+    )  # fmt: skip
     assert found.title == "convnet on cuda, bf16"
     assert [(one.name, one.world_size, found.efficiency(one)) for one in found.sizes] == [
         ("one", 1, 0.5), ("one again", 1, 1.5), ("four", 4, 0.375), ("eight", 8, 0.25),

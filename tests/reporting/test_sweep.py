@@ -25,10 +25,7 @@ from tests.hostile import CARRIED
 def results(*values: tuple[str, str, float | None]) -> list[PointResult]:
     return [
         PointResult(
-            f"s-{index}",
-            "done",
-            {"lr": lr, "seed": seed},
-            {} if value is None else {"f1": value},
+            f"s-{index}", "done", {"lr": lr, "seed": seed}, {} if value is None else {"f1": value}
         )
         for index, (lr, seed, value) in enumerate(values)
     ]

@@ -46,19 +46,13 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
         ({"tasks_per_node": -1}, ["--tasks-per-node", "-1"]),
         ({"cpus_per_task": 0}, ["--cpus-per-task", "0"]),
         ({"gpus_per_node": 2, "tasks_per_node": 3}, ["--tasks-per-node 3", "--gpus-per-node 2"]),
-        (
-            {"gpus_per_node": 2, "tasks_per_node": 4, "gpu_request": "gpus-per-task"},
-            ["--tasks-per-node 4", "--gpus-per-node 2", "--gpu-request gpus-per-task"],
-        ),
-        (
-            {"gpus_per_node": 4, "tasks_per_node": 3, "gpu_request": "gpus-per-task"},
-            ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"],
-        ),
+        ({"gpus_per_node": 2, "tasks_per_node": 4, "gpu_request": "gpus-per-task"},
+         ["--tasks-per-node 4", "--gpus-per-node 2", "--gpu-request gpus-per-task"]),
+        ({"gpus_per_node": 4, "tasks_per_node": 3, "gpu_request": "gpus-per-task"},
+         ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"]),
         ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
-        (
-            {"nodes": 2, "spare_nodes": 1, "nodelist": "h[01-05]"},
-            ["--nodes asks for 2 and --spare-nodes for 1 more", "Use --nodes 4 or"],
-        ),
+        ({"nodes": 2, "spare_nodes": 1, "nodelist": "h[01-05]"},
+         ["--nodes asks for 2 and --spare-nodes for 1 more", "Use --nodes 4 or"]),
         ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
         ({"nodelist": "h[1-"}, ["h[1-"]),
         ({"exclude": "h]"}, ["h]"]),
@@ -70,7 +64,7 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
         ({"constraint": "a;b"}, ["--constraint"]),
         ({"gpu_request": "gpus"}, ["--gpu-request"]),
     ],
-)
+)  # fmt: skip
 def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
     fields: dict[str, Any], words: list[str]
 ) -> None:
@@ -89,15 +83,12 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
         (Resources, {"nodelist": ["h1"]}, "--nodelist: ['h1'] is list, not str."),
         (Resources, {"time": 30}, "--time: 30 is int, not str."),
         (TrainConfig, {"lr": "0.1"}, "--lr: '0.1' is not a finite number above 0."),
-        (
-            TrainConfig,
-            {"model": print},
-            f"--model: {print!r} is builtin_function_or_method, not str.",
-        ),
+        (TrainConfig, {"model": print},
+         f"--model: {print!r} is builtin_function_or_method, not str."),
         (TrainConfig, {"device": 0}, "--device: 0 is int, not str."),
         (TrainConfig, {"compile": "no"}, "--compile: 'no' is str, not bool."),
     ],
-)
+)  # fmt: skip
 def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_expected(
     record: type, fields: dict[str, Any], message: str
 ) -> None:
@@ -148,16 +139,10 @@ def test_what_decides_the_weights_and_has_changed_is_told() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        "job_name",
-        "setup",
-        "teardown",
-        "command",
-        "srun_args",
-        "launch_prefix",
-        "python",
+        "job_name", "setup", "teardown", "command", "srun_args", "launch_prefix", "python",
         "container_image",
     ],
-)
+)  # fmt: skip
 def test_a_value_that_no_script_can_carry_is_refused(field: str, value: str) -> None:
     text = field in ("job_name", "python", "container_image")
     with pytest.raises(RequestError):
@@ -241,14 +226,11 @@ PYXIS = {"container_image": "pytorch", "container_runtime": "pyxis"}
 
 def test_a_container_is_recorded_and_the_tasks_parent_is_told_what_was_asked() -> None:
     asked = spec(
-        **IMAGE,
-        container_mounts=("/a:/b:ro", "/data:/data"),
-        container_workdir="/b",
+        **IMAGE, container_mounts=("/a:/b:ro", "/data:/data"), container_workdir="/b",
         train=TrainConfig(data_dir="/data", resume="/old/run"),
-        resources=Resources(gpus_per_node=2),
-        environment=(("NCCL_DEBUG", "INFO"),),
+        resources=Resources(gpus_per_node=2), environment=(("NCCL_DEBUG", "INFO"),),
         pass_environment=("LD_LIBRARY_PATH",),
-    )
+    )  # fmt: skip
     assert JobSpec.from_json(asked.to_json()) == asked
     assert json.loads(asked.container.to_json(ranks=2)) == {
         "image": "/img/torch.sif",
@@ -284,11 +266,8 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
 @pytest.mark.parametrize(
     ("fields", "message", "code"),
     [
-        (
-            {**IMAGE, "launch_prefix": ("env",)},
-            "--container-image.* against --launch-prefix",
-            "CD1004",
-        ),
+        ({**IMAGE, "launch_prefix": ("env",)}, "--container-image.* against --launch-prefix",
+         "CD1004"),
         ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container", "CD1004"),
         ({**IMAGE, "container_runtime": "docker"}, "--container-runtime", "CD0102"),
         ({**IMAGE, "container_runtime": "podman"}, "podman does not read /img/torch.sif", "CD1004"),
@@ -302,13 +281,10 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
         ({"container_image": "--nv"}, "--container-image", "CD0102"),
         ({"container_mounts": ("/a",)}, "--container-mount without --container-image", "CD1004"),
         ({"container_workdir": "/a"}, "--container-workdir without --container-image", "CD1004"),
-        (
-            {"container_runtime": "podman"},
-            "--container-runtime without --container-image",
-            "CD1004",
-        ),
+        ({"container_runtime": "podman"}, "--container-runtime without --container-image",
+         "CD1004"),
     ],
-)
+)  # fmt: skip
 def test_a_container_that_cannot_be_is_refused(
     fields: dict[str, Any], message: str, code: str
 ) -> None:
@@ -375,14 +351,10 @@ def test_full_checks_are_quick_ones_for_a_command_and_that_is_said() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        "",
-        "[]",
-        "{}",
-        '{"format": 99}',
-        '{"format": 1}',
+        "", "[]", "{}", '{"format": 99}', '{"format": 1}',
         '{"format": 1, "resources": {}, "train": null, "x": 1}',
     ],
-)
+)  # fmt: skip
 def test_a_damaged_or_newer_record_is_refused(content: str) -> None:
     with pytest.raises(RequestError, match=r"spec\.json"):
         JobSpec.from_json(content)
@@ -455,19 +427,13 @@ def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], messa
     ("resources", "train", "words"),
     [
         ({"nodes": 2}, {"strategy": "dp"}, ["--strategy dp", "--nodes 2"]),
-        (
-            {"tasks_per_node": 2},
-            {"strategy": "single"},
-            ["--strategy single", "--tasks-per-node 2"],
-        ),
-        (
-            {"gpus_per_node": 4, "tasks_per_node": 1},
-            {"strategy": "single"},
-            ["--strategy single uses one GPU", "--gpus-per-node 4"],
-        ),
+        ({"tasks_per_node": 2}, {"strategy": "single"},
+         ["--strategy single", "--tasks-per-node 2"]),
+        ({"gpus_per_node": 4, "tasks_per_node": 1}, {"strategy": "single"},
+         ["--strategy single uses one GPU", "--gpus-per-node 4"]),
         ({"nodes": 2}, {"profile": "2"}, ["--profile 2", "2 ranks, from 0"]),
     ],
-)
+)  # fmt: skip
 def test_a_training_that_cannot_use_what_is_asked_for_is_refused(
     resources: dict[str, Any], train: dict[str, Any], words: list[str]
 ) -> None:
@@ -518,56 +484,29 @@ CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
         ({"gpus_per_node": 4, "exclusive": True}, {}, []),
         ({"gpus_per_node": 4}, {"sbatch": (("cpus-per-gpu", "6"),)}, []),
         ({"gpus_per_node": 4}, {"sbatch": (("exclusive", "user"),)}, []),
-        (
-            {"gpus_per_node": 4, "tasks_per_node": 2, "cpus_per_task": 8},
-            {},
-            ["2 of the 4 GPUs of each node lie idle"],
-        ),
-        (
-            {"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
-            {"train": TrainConfig(strategy="dp")},
-            [],
-        ),
-        (
-            {"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
-            {"command": ("torchrun", "train.py")},
-            [],
-        ),
-        (
-            {"gpus_per_node": 4, "cpus_per_task": 8},
-            {"train": TrainConfig(device="cpu")},
-            ["--device cpu leaves the 4 GPUs of each node idle"],
-        ),
-        (
-            {"gpus_per_node": 2, "tasks_per_node": 4},
-            {"train": TrainConfig(backend="gloo")},
-            ["2 ranks share each GPU", CPUS],
-        ),
-        (
-            {"gpus_per_node": 8, "tasks_per_node": 3, "cpus_per_task": 8},
-            {},
-            ["5 of the 8 GPUs of each node lie idle"],
-        ),
-        (
-            {"gpus_per_node": 8, "tasks_per_node": 1},
-            {"command": ("torchrun", "train.py")},
-            ["each task gets one CPU, unless the partition has a DefCpuPerGPU"],
-        ),
-        (
-            {"gpus_per_node": 4},
-            {"template": "torchrun.sbatch.j2"},
-            ["each rank gets one CPU, whatever DefCpuPerGPU the partition has"],
-        ),
+        ({"gpus_per_node": 4, "tasks_per_node": 2, "cpus_per_task": 8}, {},
+         ["2 of the 4 GPUs of each node lie idle"]),
+        ({"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
+         {"train": TrainConfig(strategy="dp")}, []),
+        ({"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
+         {"command": ("torchrun", "train.py")}, []),
+        ({"gpus_per_node": 4, "cpus_per_task": 8}, {"train": TrainConfig(device="cpu")},
+         ["--device cpu leaves the 4 GPUs of each node idle"]),
+        ({"gpus_per_node": 2, "tasks_per_node": 4}, {"train": TrainConfig(backend="gloo")},
+         ["2 ranks share each GPU", CPUS]),
+        ({"gpus_per_node": 8, "tasks_per_node": 3, "cpus_per_task": 8}, {},
+         ["5 of the 8 GPUs of each node lie idle"]),
+        ({"gpus_per_node": 8, "tasks_per_node": 1}, {"command": ("torchrun", "train.py")},
+         ["each task gets one CPU, unless the partition has a DefCpuPerGPU"]),
+        ({"gpus_per_node": 4}, {"template": "torchrun.sbatch.j2"},
+         ["each rank gets one CPU, whatever DefCpuPerGPU the partition has"]),
         ({"gpus_per_node": 4}, {"omit_directives": ("cpus-per-task",)}, []),
-        (
-            {},
-            {"train": TrainConfig(backend="nccl")},
-            ["--backend nccl needs GPUs, and the request names none: type --gpus-per-node"],
-        ),
+        ({}, {"train": TrainConfig(backend="nccl")},
+         ["--backend nccl needs GPUs, and the request names none: type --gpus-per-node"]),
         ({}, {"train": TrainConfig(cuda_graph="on")}, ["--cuda-graph on needs GPUs"]),
         ({}, {"train": TrainConfig(device="cuda"), "launcher": "local"}, []),
     ],
-)
+)  # fmt: skip
 def test_what_a_sound_request_wastes_is_said(
     resources: dict[str, Any], fields: dict[str, Any], words: list[str]
 ) -> None:

@@ -103,12 +103,7 @@ def test_files_give_points_that_are_combined_with_the_others(tmp_path: Path) -> 
     lines.write_text('{"lr": 1e-3, "note": "a, \\"b\\""}\n\n{"note": "", "lr": 0.10}\n')
     rows = read_points(table)
     assert (
-        rows
-        == read_points(lines)
-        == [
-            {"lr": "1e-3", "note": 'a, "b"'},
-            {"lr": "0.10", "note": ""},
-        ]
+        rows == read_points(lines) == [{"lr": "1e-3", "note": 'a, "b"'}, {"lr": "0.10", "note": ""}]
     )
     assert parse(["seed=0..1"], rows).points[2:] == (("0.10", "", "0"), ("0.10", "", "1"))
 

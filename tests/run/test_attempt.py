@@ -14,14 +14,7 @@ import pytest
 
 from clusterddp import log
 from clusterddp.run import attempt as attempts
-from clusterddp.run.attempt import (
-    Attempt,
-    NotStarted,
-    Superseded,
-    await_silence,
-    begin,
-    publish,
-)
+from clusterddp.run.attempt import Attempt, NotStarted, Superseded, await_silence, begin, publish
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event

@@ -237,10 +237,7 @@ def test_with_several_partitions_each_keeps_enough_others(workplace: Workplace) 
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
-    workplace: Workplace,
-    sinfo: str | None,
-    asked: dict[str, Any],
-    words: str,
+    workplace: Workplace, sinfo: str | None, asked: dict[str, Any], words: str
 ) -> None:
     if sinfo is not None:
         workplace.command("sinfo", sinfo)
@@ -279,34 +276,28 @@ NAMED = {
         "torch.distributed.DistBackendError",
         "NCCL error in: x.cpp:1, unhandled cuda error\nLast error:\n"
         "Cuda failure 214 'uncorrectable ECC error encountered'",
-        1,
-        "",
+        1, "",
     ),
     "nvlink": (
-        TORCH,
-        "CUDA error: uncorrectable NVLink error detected during the execution",
-        1,
-        "",
+        TORCH, "CUDA error: uncorrectable NVLink error detected during the execution", 1, "",
     ),
     "fabric manager": (TORCH, "CUDA error: system not yet initialized", 1, ""),
     "ib verbs": (
         "torch.distributed.DistBackendError",
         f"{NCCL})\nncclSystemError: System call failed\nLast error:\nCall to ibv_reg_mr failed",
-        1,
-        "",
+        1, "",
     ),
     "ib event": (
         "DistBackendError",
         f"{NCCL})\nncclSystemError\nNET/IB : mlx5_0:1 Got async event : port error",
-        1,
-        "",
+        1, "",
     ),
     "xid 79": ("", "", 134, XID.format(79)),
     "xid 48": (TORCH, "CUDA error: unspecified launch failure", 1, XID.format(48)),
     "xid 95": ("", "", 1, XID.format(95)),
     "bus error": ("", "", 128 + signal.SIGBUS, ""),
     "local disk": ("OSError", "[Errno 5] Input/output error: '/tmp/cache/a.bin'", 1, ""),
-}
+}  # fmt: skip
 NEAR = {
     "a program: its own words": (
         "ValueError", "CUDA error: uncorrectable ECC error encountered", 1, ""
@@ -326,22 +317,19 @@ NEAR = {
         f"{NCCL})\nncclSystemError: System call (e.g. socket, malloc) or external library call "
         "failed or device error.\nLast error:\nsocketStartConnect: Connect to 10.0.0.1<5> failed : "
         "Connection refused",
-        1,
-        "",
+        1, "",
     ),
     "a full /dev/shm": (
         "torch.distributed.DistBackendError",
         f"{NCCL})\nncclSystemError\nLast error:\nError while creating shared memory segment "
         "/dev/shm/nccl-abc (size 9637888)",
-        1,
-        "",
+        1, "",
     ),
     "completion with an error of a peer": (
         "torch.distributed.DistBackendError",
         "NCCL error in: x.cpp:1, remote process exited or there was a network error\n"
         "NET/IB : Got completion from peer 10.0.0.2<5> with status=12",
-        1,
-        "",
+        1, "",
     ),
     "a loader's worker": (
         TORCH, "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
@@ -500,19 +488,15 @@ def begun(place: Workplace, launched: str = "") -> RunDir:
 
 
 def cluster_says(
-    place: Workplace,
-    excluded: str = "(null)",
-    down: str = "",
-    requeue: str = "exit 0",
+    place: Workplace, excluded: str = "(null)", down: str = "", requeue: str = "exit 0",
     update: str = "exit 0",
-) -> None:
+) -> None:  # fmt: skip
     job = (
         "JobId=17 JobName=x JobState=RUNNING Restarts=0 RunTime=00:01:00 TimeLimit=00:10:00 "
         f"PreemptTime=None Partition=main ExcNodeList={excluded} Command=y"
     )
     place.command(
-        "scontrol",
-        f'case "$1" in requeue) {requeue};; update) {update};; *) echo "{job}";; esac',
+        "scontrol", f'case "$1" in requeue) {requeue};; update) {update};; *) echo "{job}";; esac'
     )
     states = {name: "down*" if name == down else "idle" for name in ("h01", "h02", "h03", "h04")}
     lines = [f"echo '{name}|main*|{state}|64|gpu:4|x|64000'" for name, state in states.items()]

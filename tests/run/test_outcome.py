@@ -16,10 +16,7 @@ from clusterddp.run.outcome import (
     read_outcomes,
 )
 from clusterddp.run.records import TaskError
-from clusterddp.worker.supervise import (
-    is_peer_loss,
-    parse_abort,
-)
+from clusterddp.worker.supervise import is_peer_loss, parse_abort
 
 
 def outcome(rank: int, **fields: Any) -> Outcome:
@@ -92,8 +89,7 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
         (1, "exit code 3"),
     ),
     "an agent ended a rank ahead of its first record, for one that was killed": (
-        [signalled(1, 20.5, "SIGKILL")],
-        "srun: error: h01: task 0: Exited with exit code 1\n",
+        [signalled(1, 20.5, "SIGKILL")], "srun: error: h01: task 0: Exited with exit code 1\n",
         (1, "killed by SIGKILL"),
     ),
     "an agent ended the ranks of its host ahead of their first record": (
@@ -122,8 +118,7 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     ),
     "all did well": ([done(0), done(1)], "", None),
     "an exception, and what it led to": (
-        [lost(0, 20.0), raised(1, 21.0), signalled(2, 22.0, "SIGTERM"), lost(3, 19.0)],
-        "",
+        [lost(0, 20.0), raised(1, 21.0), signalled(2, 22.0, "SIGTERM"), lost(3, 19.0)], "",
         (1, "RuntimeError: boom"),
     ),
     "the earlier of two exceptions": (
@@ -158,18 +153,15 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     ),
     "a task killed with its parent, peers ended by srun": (
         [signalled(0, 20.0, "SIGTERM"), outcome(3)],
-        KILLED_3 + "srun: error: h01: task 0: Terminated\n",
-        (3, "killed by SIGKILL"),
+        KILLED_3 + "srun: error: h01: task 0: Terminated\n", (3, "killed by SIGKILL"),
     ),
     "out of memory": (
-        [lost(0, 20.0), outcome(1)],
-        "srun: error: h01: task 1: Out Of Memory\n",
+        [lost(0, 20.0), outcome(1)], "srun: error: h01: task 1: Out Of Memory\n",
         (1, "out of memory (killed by the kernel)"),
     ),
     "an exception before a kill": (
         [raised(0, 20.0), outcome(3)],
-        "srun: error: h01: task 0: Exited with exit code 1\n" + KILLED_3,
-        (0, "RuntimeError: boom"),
+        "srun: error: h01: task 0: Exited with exit code 1\n" + KILLED_3, (0, "RuntimeError: boom"),
     ),
     "a peer that did not end in KillWait is no first failure": (
         [raised(0, 20.0), outcome(3)],
@@ -196,8 +188,7 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     ),
     "a rank that hung, killed with its parent": (
         [
-            lost(0, 20.0),
-            outcome(1, hung="in a loop"),
+            lost(0, 20.0), outcome(1, hung="in a loop"),
             outcome(2, ended=20.1, exit_code=134, signal="SIGABRT"),
         ],
         "", (1, "hung: in a loop"),
@@ -273,8 +264,7 @@ CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     "still running": ([outcome(0), outcome(1)], "", None),
     "an agent's line is not about the rank of that number": (
         [done(0), done(1), outcome(2, host="h02"), lost(3, 20.0)],
-        "srun: error: h01: task 2: Killed\n",
-        (2, "left no record of its end"),
+        "srun: error: h01: task 2: Killed\n", (2, "left no record of its end"),
     ),
 }  # fmt: skip
 
@@ -429,14 +419,11 @@ def test_a_fault_is_blamed_on_the_same_rank_over_gloo_and_over_nccl(
         (log_of(3, TIMED_OUT, "[PG 0 Rank {}]"), TIMED_OUT, True),  # torch 2.4
         (log_of(3, PEER_GONE), PEER_GONE, True),
         (log_of(3, ASSERTED), ASSERTED, False),
-        (
-            "F1122 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 1] Terminating the process after "
-            "attempting to dump debug info, due to collective timeout or exception. ",
-            "collective timeout or exception. ",
-            True,
-        ),
+        ("F1122 ProcessGroupNCCL.cpp:1557] [PG ID 0 Rank 1] Terminating the process after "
+         "attempting to dump debug info, due to collective timeout or exception. ",
+         "collective timeout or exception. ", True),
     ],
-)
+)  # fmt: skip
 def test_why_nccls_watchdog_ended_a_process_is_read_off_its_log(
     log: str, message: str, lost: bool
 ) -> None:

@@ -61,12 +61,7 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
     (Policy(True, 20, 2), [FAILED, SIGNAL, FAILED], True, FAILED),
     # the cap counts every start after the first, whoever caused it
     (Policy(True, 2, 0), [REQUEUED, SIGNAL], True, SIGNAL),
-    (
-        Policy(True, 2, 0),
-        [SIGNAL, "", SIGNAL],
-        False,
-        "started 3 times (--max-requeues 2)",
-    ),
+    (Policy(True, 2, 0), [SIGNAL, "", SIGNAL], False, "started 3 times (--max-requeues 2)"),
     (Policy(True, 0, 5), [FAILED], False, "started once (--max-requeues 0)"),
     (Policy(True, 0, 0), [SIGNAL], False, "--max-requeues 0"),
 ]
@@ -109,10 +104,7 @@ FRUITLESS: list[tuple[list[tuple[str, int | None]], bool]] = [
     ([(SIGNAL, 3), (SIGNAL, 0)], True),
     ([(SIGNAL, 0), (SIGNAL, 3)], True),
     ([(SIGNAL, 0), (PREEMPTED, 0), (SIGNAL, 3)], True),
-    (
-        [(SIGNAL, 0), (PREEMPTED, 0), ("", 0), (REQUEUED, 0), (SIGNAL, 0)],
-        False,
-    ),
+    ([(SIGNAL, 0), (PREEMPTED, 0), ("", 0), (REQUEUED, 0), (SIGNAL, 0)], False),
     ([(SIGNAL, 0), (PREEMPTED, 0)], True),
     ([(PREEMPTED, 0), ("", 0), (REQUEUED, 0), (PREEMPTED, 0)], True),
     ([(SIGNAL, None), (SIGNAL, None)], True),  # of a command nobody knows

@@ -54,34 +54,29 @@ WILL: dict[str, list[str]] = {
         'def save():\n    torch.save(model.state_dict(), "model.pt")\nsave()',
     ],
     "collective-in-branch": [
-        "if rank == 0:\n    dist.barrier()",
-        "if not rank:\n    dist.barrier()",
+        "if rank == 0:\n    dist.barrier()", "if not rank:\n    dist.barrier()",
         "if dist.get_rank() != 0:\n    pass\nelse:\n    dist.all_reduce(loss)",
         "def main():\n    if rank != 0:\n        return\n    dist.all_reduce(loss)",
         'if int(os.environ["RANK"]) == 0:\n    torch.distributed.broadcast(x, src=0)',
         "def main():\n    if done or rank != 0:\n        return\n    dist.all_reduce(loss)",
         "is_main = rank == 0\nif is_main:\n    dist.barrier()",
     ],
-    "sync-batchnorm-late": [
-        "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-    ],
+    "sync-batchnorm-late": ["model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"],
     "equal-seeds": ["sampler = DistributedSampler(dataset, seed=1 + rank)"],
     "global-rank-device": [
         f"torch.cuda.set_device(rank){NODES}",
         f'device = torch.device("cuda", int(os.environ["RANK"])){NODES}',
         f'r = dist.get_rank() if many else 0\nd = torch.device(f"cuda:{{r}}"){NODES}',
-        f"model = DDP(net.to(rank), device_ids=[rank]){NODES}",
-        f"model = DDP(net.to(rank)){NODES}",
-        f"x = x.cuda(rank){NODES}",
-        f"torch.accelerator.set_device_index(rank){NODES}",
+        f"model = DDP(net.to(rank), device_ids=[rank]){NODES}", f"model = DDP(net.to(rank)){NODES}",
+        f"x = x.cuda(rank){NODES}", f"torch.accelerator.set_device_index(rank){NODES}",
     ],
-}
+}  # fmt: skip
 
 MAY: dict[str, list[str]] = {
     "global-rank-device": [f"torch.cuda.set_device(rank){NODES}".replace("4", "2", 1)],
     "sampler-epoch": [
         LOADER + "def train(loader):\n    for x in loader: pass\n"
-        "for epoch in range(3):\n    train(loader)",
+        "for epoch in range(3):\n    train(loader)"
     ],
     "no-sampler": ["train_loader = DataLoader(train_set, batch_size=8, shuffle=True)"],
     "download-per-rank": ['train_set = datasets.MNIST("data", download=True)'],
@@ -117,11 +112,11 @@ MAY: dict[str, list[str]] = {
     ],
     "loss-not-reduced": [
         LOADER + "total = 0\nfor x, y in loader:\n    total += f(model(x), y).item()\n"
-        'if rank == 0:\n    print("loss", total)',
+        'if rank == 0:\n    print("loss", total)'
     ],
     "find-unused": ["model = DDP(net, find_unused_parameters=True)"],
     "equal-seeds": [
-        "torch.manual_seed(0)\nfor x in data:\n    noise = torch.randn(3)\n    f(noise).backward()",
+        "torch.manual_seed(0)\nfor x in data:\n    noise = torch.randn(3)\n    f(noise).backward()"
     ],
     "address-in-script": [
         'os.environ["MASTER_ADDR"] = "localhost"',
@@ -155,8 +150,7 @@ RIGHT: dict[str, list[str]] = {
         + "for epoch in range(3):\n    for x in loader: pass",
     ],
     "no-sampler": [
-        LOADER,
-        LOADER + "other_loader = DataLoader(dataset, shuffle=True)",
+        LOADER, LOADER + "other_loader = DataLoader(dataset, shuffle=True)",
         "test_loader = DataLoader(test_set, shuffle=True)",
         "val_loader = DataLoader(dataset, shuffle=True)",
         "loader = DataLoader(val_set, shuffle=True)",
@@ -190,8 +184,7 @@ RIGHT: dict[str, list[str]] = {
     ],
     "load-map-location": [
         'model.load_state_dict(torch.load("model.pt", map_location="cpu"))',
-        'model.load_state_dict(torch.load("model.pt", "cpu"))',
-        'images = torch.load("images.pt")',
+        'model.load_state_dict(torch.load("model.pt", "cpu"))', 'images = torch.load("images.pt")',
         'if rank == 0:\n    model.load_state_dict(torch.load("model.pt"))',
     ],
     "collective-in-branch": [
@@ -200,8 +193,7 @@ RIGHT: dict[str, list[str]] = {
         "if rank == 0:\n    dist.broadcast(a, 0)\nelse:\n    dist.broadcast(b, 0)",
         "if rank == 0:\n    dist.send(x, 1)\nelse:\n    dist.recv(x, 0)",
         "if rank == 0:\n    dist.all_reduce(x, group=mine)",
-        "if rank == 0:\n    dist.barrier(mine)",
-        "if rank == 0:\n    dist.all_reduce(x, op, mine)",
+        "if rank == 0:\n    dist.barrier(mine)", "if rank == 0:\n    dist.all_reduce(x, op, mine)",
         "for rank in range(4):\n    if rank == 0:\n        dist.barrier()",
         "x = [dist.all_reduce(x) for rank in range(4) if rank == 0]",
         "if rank == 0 and dist.get_world_size() == 1:\n    dist.barrier()",
@@ -237,8 +229,7 @@ RIGHT: dict[str, list[str]] = {
         "seed = args.seed + rank\nsampler = DistributedSampler(dataset, seed=args.seed)",
     ],
     "nccl-without-gpus": [
-        'dist.init_process_group("nccl")',
-        f'dist.init_process_group("nccl"){NODES}',
+        'dist.init_process_group("nccl")', f'dist.init_process_group("nccl"){NODES}',
         f'dist.init_process_group("nccl"){NO_GPUS.replace("srun", "srun --gpus=4")}',
         f'dist.init_process_group("gloo"){NO_GPUS}',
         f'if torch.cuda.is_available():\n    dist.init_process_group("nccl"){NO_GPUS}',
@@ -260,7 +251,7 @@ RIGHT: dict[str, list[str]] = {
         f"{BESIDE}#SBATCH --gpus-per-node=4\nsrun python train.py",
         f"import lightning as L\ntrainer = L.Trainer(){NODES}".replace("nodes=2", "nodes=1"),
     ],
-}
+}  # fmt: skip
 
 
 def check(script: str) -> list[Finding]:
@@ -342,50 +333,32 @@ def test_text_that_looks_like_a_mistake_is_none() -> None:
 @pytest.mark.parametrize(
     ("script", "instead"),
     [
-        (
-            'model.load_state_dict(torch.load("a.pt"))',
-            'model.load_state_dict(torch.load("a.pt", map_location="cpu"))',
-        ),
-        (
-            'train_set = datasets.MNIST("data", download=True)',
-            'dist.barrier()\ntrain_set = datasets.MNIST("data", download=False)',
-        ),
-        (
-            LOADER + "for epoch in range(3):\n    for x in loader: pass",
-            "for epoch in range(3):\n    sampler.set_epoch(epoch)",
-        ),
-        (
-            'WORLD = 8\ndist.init_process_group("gloo", rank=rank, world_size=WORLD)',
-            'WORLD = int(os.environ["WORLD_SIZE"])',
-        ),
-        (
-            'rank = int(os.environ["SLURM_PROCID"])\n'
-            'dist.init_process_group("gloo", rank=rank, world_size=8)',
-            'world_size=int(os.environ["SLURM_NTASKS"]))',
-        ),
-        (
-            LOADER + "total = 0\nfor x, y in loader:\n    total += f(x, y).item()\n"
-            'if rank == 0:\n    print("loss", total)',
-            'total = torch.as_tensor(total, device="cuda")\ndist.all_reduce(total)\n'
-            "total = total.item()\nif rank == 0:",
-        ),
-        (
-            LOADER + "total = 0\nfor x, y in loader:\n    x = x.to(args.gpu).to(torch.half)\n"
-            "    total += f(x, y).item()\nprint('loss', total / len(loader))",
-            "total = torch.as_tensor(total, device=args.gpu)\ndist.all_reduce(total)\n"
-            "total = total.item() / dist.get_world_size()\nprint('loss', total / len(loader))",
-        ),
-        (
-            LOADER + "right = 0\nfor x, y in loader:\n    right += f(x, y).sum()\n"
-            "print('accuracy', right / len(loader.dataset))",
-            "right = right.item()\nprint('accuracy', right / len(loader.dataset))",
-        ),
-        (
-            "def main():\n    if rank != 0:\n        return\n    dist.barrier()",
-            "dist.barrier()  # above the condition in line 12",
-        ),
+        ('model.load_state_dict(torch.load("a.pt"))',
+         'model.load_state_dict(torch.load("a.pt", map_location="cpu"))'),
+        ('train_set = datasets.MNIST("data", download=True)',
+         'dist.barrier()\ntrain_set = datasets.MNIST("data", download=False)'),
+        (LOADER + "for epoch in range(3):\n    for x in loader: pass",
+         "for epoch in range(3):\n    sampler.set_epoch(epoch)"),
+        ('WORLD = 8\ndist.init_process_group("gloo", rank=rank, world_size=WORLD)',
+         'WORLD = int(os.environ["WORLD_SIZE"])'),
+        ('rank = int(os.environ["SLURM_PROCID"])\n'
+         'dist.init_process_group("gloo", rank=rank, world_size=8)',
+         'world_size=int(os.environ["SLURM_NTASKS"]))'),
+        (LOADER + "total = 0\nfor x, y in loader:\n    total += f(x, y).item()\n"
+         'if rank == 0:\n    print("loss", total)',
+         'total = torch.as_tensor(total, device="cuda")\ndist.all_reduce(total)\n'
+         "total = total.item()\nif rank == 0:"),
+        (LOADER + "total = 0\nfor x, y in loader:\n    x = x.to(args.gpu).to(torch.half)\n"
+         "    total += f(x, y).item()\nprint('loss', total / len(loader))",
+         "total = torch.as_tensor(total, device=args.gpu)\ndist.all_reduce(total)\n"
+         "total = total.item() / dist.get_world_size()\nprint('loss', total / len(loader))"),
+        (LOADER + "right = 0\nfor x, y in loader:\n    right += f(x, y).sum()\n"
+         "print('accuracy', right / len(loader.dataset))",
+         "right = right.item()\nprint('accuracy', right / len(loader.dataset))"),
+        ("def main():\n    if rank != 0:\n        return\n    dist.barrier()",
+         "dist.barrier()  # above the condition in line 12"),
     ],
-)
+)  # fmt: skip
 def test_the_line_to_write_keeps_what_stands_around_the_mistake(script: str, instead: str) -> None:
     (found,) = check(script)
     assert found.instead.endswith(instead)

@@ -233,11 +233,9 @@ def typed(text: str, folder: Path) -> list[str]:
     program.chmod(0o755)
     done = subprocess.run(
         ["bash", "-c", printed.stdout],
-        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
-        cwd=folder,
-        capture_output=True,
-        check=True,
-    )
+        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "LC_ALL": "C.UTF-8"}, cwd=folder,
+        capture_output=True, check=True,
+    )  # fmt: skip
     return done.stdout.decode().split("\0")[:-1]
 
 
@@ -273,22 +271,13 @@ def test_what_is_said_of_a_typical_file(kind: Kind) -> None:
 
 
 WORDS = [
-    "~/x.py --data=~/d a*",
-    "data/*.txt 'data/*.txt' \"data/*.txt\" none*",
-    "{1..3} {a,b}.py '{a,b}' {} {a}",
-    "$'a\\x41\\n\\'b' $'two\nlines'",
-    "'two\nlines' \"and $V\nmore\"",
-    "m[0]=1 d[0] 'd[0]'",
-    '"${ARRAY[@]}" x"${ARRAY[@]}"y',
-    "$TILDE/x \"$TILDE\" '$TILDE'",
-    '$GLOB "$GLOB"',
-    "$MANY last",
-    '"$V" $V "a$V b" \\$V',
-    'a\\ b "a\\"b" \'a"b\'',
-    "--name=\"it's\" -- -x - ''",
-    *(shlex.quote(value) for value in CARRIED),
-    *(f'"$V"{shlex.quote(value)}' for value in CARRIED),
-]
+    "~/x.py --data=~/d a*", "data/*.txt 'data/*.txt' \"data/*.txt\" none*",
+    "{1..3} {a,b}.py '{a,b}' {} {a}", "$'a\\x41\\n\\'b' $'two\nlines'",
+    "'two\nlines' \"and $V\nmore\"", "m[0]=1 d[0] 'd[0]'", '"${ARRAY[@]}" x"${ARRAY[@]}"y',
+    "$TILDE/x \"$TILDE\" '$TILDE'", '$GLOB "$GLOB"', "$MANY last", '"$V" $V "a$V b" \\$V',
+    'a\\ b "a\\"b" \'a"b\'', "--name=\"it's\" -- -x - ''",
+    *(shlex.quote(value) for value in CARRIED), *(f'"$V"{shlex.quote(value)}' for value in CARRIED),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -299,10 +288,7 @@ def test_the_tasks_get_the_words_that_bash_had_given_them(words: str, tmp_path: 
         (folder / name).mkdir(parents=True)
     for name in ("data/1.txt", "data/2.txt", "ab", "a c", "d0"):
         (folder / name).touch()
-    programs = {
-        "srun": 'exec "$@"',
-        "python": "for word; do printf '%s\\0' \"$word\"; done",
-    }
+    programs = {"srun": 'exec "$@"', "python": "for word; do printf '%s\\0' \"$word\"; done"}
     (tmp_path / "path").mkdir()
     for name, line in programs.items():
         (tmp_path / "path" / name).write_text(f"#!/bin/bash\n{line}\n")

@@ -108,7 +108,7 @@ WILL: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "launch-node": [
-        (f"{TWO_NODES}export MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR\nsrun python t.py", "head -n 1"),
+        (f"{TWO_NODES}export MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR\nsrun python t.py", "head -n 1")
     ],
     "rendezvous-host": [
         (f"{TWO_NODES}export MASTER_ADDR=localhost\nsrun python train.py", "head -n 1"),
@@ -173,7 +173,7 @@ WILL: dict[str, list[tuple[str, str]]] = {
             "#SBATCH -N 1\n#SBATCH -n 4\n#SBATCH --gpus-per-task=1\n"
             "srun bash -c 'CUDA_VISIBLE_DEVICES=$SLURM_LOCALID python train.py'",
             "no CUDA_VISIBLE_DEVICES",
-        ),
+        )
     ],
 }
 """Scripts with the mistake, and a part of the line to write in its place."""
@@ -207,10 +207,7 @@ MAY: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "launcher-per-rank": [
-        (
-            "#SBATCH -N 1\n#SBATCH -n 2\nsrun torchrun --nproc_per_node=4 t.py",
-            "--ntasks-per-node=1",
-        ),
+        ("#SBATCH -N 1\n#SBATCH -n 2\nsrun torchrun --nproc_per_node=4 t.py", "--ntasks-per-node=1")
     ],
     "spawn-per-task": [
         (f"#SBATCH -n 4\nsrun python train.py{SPAWNS}", "--ntasks-per-node=1 python train.py"),
@@ -230,7 +227,7 @@ MAY: dict[str, list[tuple[str, str]]] = {
         (f"{SHARED}deepspeed --master_port 29555 train.py", "SLURM_JOB_ID"),
     ],
     "launch-node": [
-        (f"{ONE_TASK_EACH}srun sh -c '{TORCHRUN} --master_addr=$SLURM_LAUNCH_NODE_IPADDR'", "head"),
+        (f"{ONE_TASK_EACH}srun sh -c '{TORCHRUN} --master_addr=$SLURM_LAUNCH_NODE_IPADDR'", "head")
     ],
     "rendezvous-host": [(f"{TWO_NODES}MASTER_ADDR=gpu17\nsrun python train.py", "head -n 1")],
     "cpus-for-srun": [
@@ -260,8 +257,7 @@ MAY: dict[str, list[tuple[str, str]]] = {
 RIGHT: dict[str, list[str]] = {
     "unknown-option": [
         "#SBATCH --gpus-per-n=4 --cpus-per-t 2 --tasks-per-node=2 --wait -P\nsrun a",
-        "#SBATCH --container-mounts=/a --comet\nsrun a",
-        "srun a\n#SBATCH --gpu-per-node=4",
+        "#SBATCH --container-mounts=/a --comet\nsrun a", "srun a\n#SBATCH --gpu-per-node=4",
     ],
     "no-rank-variables": [
         f"{TWO_NODES}srun clusterddp exec -- python train.py{INIT}",
@@ -297,8 +293,7 @@ RIGHT: dict[str, list[str]] = {
         f"{TWO_NODES}srun python train.py &\nwait",
         f"{TWO_NODES}srun python train.py & pid=$!; wait $pid",
         f"{TWO_NODES}srun python train.py &\nsrun python serve.py",
-        f"{TWO_NODES}srun python train.py &\nsleep 100",
-        f"{TWO_NODES}srun nvidia-smi -l &",
+        f"{TWO_NODES}srun python train.py &\nsleep 100", f"{TWO_NODES}srun nvidia-smi -l &",
         f"{TWO_NODES}trap 'wait' EXIT\nsrun python train.py &",
         f"{TWO_NODES}start() {{ srun python train.py & }}\nstart",
         f'{TWO_NODES}if [ -n "$A" ]; then srun python train.py & fi',
@@ -315,8 +310,7 @@ RIGHT: dict[str, list[str]] = {
         f"#SBATCH -n 4\nsrun python train.py{CHOOSES}",
     ],
     "spawn-per-task": [
-        f"{ONE_TASK_EACH}srun python train.py{SPAWNS}",
-        f"#SBATCH -n 4\npython train.py{SPAWNS}",
+        f"{ONE_TASK_EACH}srun python train.py{SPAWNS}", f"#SBATCH -n 4\npython train.py{SPAWNS}",
         f"#SBATCH -n 4\nsrun python train.py{SPAWNS}".replace(
             '__name__ == "__main__"', "args.many"
         ),
@@ -331,8 +325,7 @@ RIGHT: dict[str, list[str]] = {
         "#SBATCH --nodes=2\nsrun torchrun --standalone train.py",
         "#SBATCH --nodes=2\nsrun bash -c 'torchrun train.py --fold $SLURM_PROCID'",
         "#SBATCH --nodes=2\nsrun -N 1 torchrun train.py",
-        "#SBATCH --nodes=2\nsrun accelerate launch train.py",
-        "srun torchrun train.py",
+        "#SBATCH --nodes=2\nsrun accelerate launch train.py", "srun torchrun train.py",
     ],
     "launcher-per-rank": [
         f"{ONE_TASK_EACH}srun {TORCHRUN} train.py",
@@ -397,8 +390,7 @@ RIGHT: dict[str, list[str]] = {
     "signal-to-steps": [
         "#SBATCH --signal=B:USR1@90\ntrap again USR1\nsrun python train.py & wait",
         "#SBATCH --signal=B:USR1@90\ntrap again 10\nsrun python train.py & wait",
-        "#SBATCH --signal=USR1@90\nsrun python train.py",
-        "srun python train.py",
+        "#SBATCH --signal=USR1@90\nsrun python train.py", "srun python train.py",
         "#SBATCH --signal=B:USR1@90\ntrap again USR1\npython train.py & wait",
         "#SBATCH --signal=B:USR1@90\ntrap again USR1\npython prepare.py | tee log & wait",
         "#SBATCH --signal=B:TERM@90\nexec python train.py",
@@ -409,8 +401,7 @@ RIGHT: dict[str, list[str]] = {
     "cpus-for-srun": [
         '#SBATCH -c 8\nsrun --cpus-per-task="$SLURM_CPUS_PER_TASK" python train.py',
         "#SBATCH -c 8\nexport SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\nsrun python train.py",
-        "#SBATCH -c 8\nsrun hostname\npython train.py",
-        "#SBATCH -c 1\nsrun python train.py",
+        "#SBATCH -c 8\nsrun hostname\npython train.py", "#SBATCH -c 1\nsrun python train.py",
         "#SBATCH -c 8\nSRUN_CPUS_PER_TASK=8 srun python train.py",
     ],
     "ntasks-product": [
@@ -452,7 +443,7 @@ RIGHT: dict[str, list[str]] = {
         "#SBATCH -a 0-3\nscontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}",
         "scontrol requeue $SLURM_JOB_ID",
     ],
-}
+}  # fmt: skip
 
 
 def check(script: str) -> list[Finding]:

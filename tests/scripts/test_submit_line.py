@@ -48,24 +48,18 @@ def notes(*lines: str) -> list[str]:
         ("--gres=nvme:1", "--sbatch gres=nvme:1"),
         ("-n 2 --gpus-per-task=a30:1", "--gpus-per-node a30:2 --gpu-request gpus-per-task"),
         ("-N 2 -n 8 -G 8", "--nodes 2 --gpus-per-node 4"),
-        (
-            "-J 'two words' -p a,b -A x -q y",
-            "--job-name 'two words' --partition a,b --account x --qos y",
-        ),
+        ("-J 'two words' -p a,b -A x -q y",
+         "--job-name 'two words' --partition a,b --account x --qos y"),
         ("-t 1-12 --mem=64GB -C 'a100&ib'", "--time 1-12 --mem 64G --constraint 'a100&ib'"),
         ("-w h[1] -x h2 -d singleton", "--nodelist 'h[1]' --exclude h2 --dependency singleton"),
         ("--exclusive --requeue", "--exclusive --requeue"),
         ("--no-requeue", "--no-requeue"),
         ("--signal=B:SIGUSR1@90", "--signal B:USR1@90"),
         ("--signal=10", "--signal USR1@60"),
-        (
-            "--mail-type=END --mail-type=FAIL --mail-user=a@b",
-            "--mail-type END,FAIL --mail-user a@b",
-        ),
-        (
-            "--mem-per-cpu=4G --comment='a b' -H",
-            "--sbatch mem-per-cpu=4G --sbatch 'comment=a b' --sbatch hold",
-        ),
+        ("--mail-type=END --mail-type=FAIL --mail-user=a@b",
+         "--mail-type END,FAIL --mail-user a@b"),
+        ("--mem-per-cpu=4G --comment='a b' -H",
+         "--sbatch mem-per-cpu=4G --sbatch 'comment=a b' --sbatch hold"),
         ("--export=NONE", "--export NONE"),
         ("--export=ALL,A=1", "--env A=1"),
         ("--export=HOME,A=1", "--export NONE --env HOME --env A=1"),
@@ -73,7 +67,7 @@ def notes(*lines: str) -> list[str]:
         ("--gres=gpu:a100", "--gpus-per-node a100:1 --gpu-request gres"),
         ("-t 5 -t 9", "--time 9"),
     ],
-)
+)  # fmt: skip
 def test_directives_become_options(directives: str, typed: str) -> None:
     assert options(f"#SBATCH {directives}", SRUN) == typed
 
@@ -86,10 +80,8 @@ def test_directives_become_options(directives: str, typed: str) -> None:
         (["module purge", "module load cuda"], "--setup 'module purge' --setup 'module load cuda'"),
         (["export A=1 B='x y'"], "--env A=1 --env 'B=x y'"),
         (["X=7", "export A=$X"], "--env A=7"),
-        (
-            ["module load cuda", "export CUDA_HOME=/c"],
-            "--module cuda --setup 'export CUDA_HOME=/c'",
-        ),
+        (["module load cuda", "export CUDA_HOME=/c"],
+         "--module cuda --setup 'export CUDA_HOME=/c'"),
         (["module load cuda", "export NCCL_DEBUG=INFO"], "--env NCCL_DEBUG=INFO --module cuda"),
         (["export A=$'x\\x41' B=2"], """--env B=2 --setup 'export A=$'"'"'x\\x41'"'"''"""),
         (["export A=$SLURM_JOB_ID B=2"], "--env B=2 --setup 'export A=$SLURM_JOB_ID'"),
@@ -97,57 +89,33 @@ def test_directives_become_options(directives: str, typed: str) -> None:
         (["cd $SLURM_SUBMIT_DIR", "cd .", "set -eo pipefail"], ""),
         (["set -x"], "--setup 'set -x'"),
         (["a \\", "  b && c"], "--setup 'a  b && c'"),
-        (
-            ["if [ -f a ]; then", "  . a  ", "else", "  b", "fi"],
-            "--setup 'if [ -f a ]; then . a; else b; fi'",
-        ),
+        (["if [ -f a ]; then", "  . a  ", "else", "  b", "fi"],
+         "--setup 'if [ -f a ]; then . a; else b; fi'"),
         (["for i in 1 2", "do", "a $i &", "done"], "--setup 'for i in 1 2; do a $i & done'"),
         (["f() {", "a", "}", "f"], "--setup 'f() { a; }' --setup f"),
         # What the rendezvous needs, and nothing else, clusterddp does.
-        (
-            [
-                "export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
-                "export WORLD_SIZE=8 RANK=$SLURM_PROCID",
-            ],
-            "",
-        ),
-        (
-            [
-                "nodes=( $(scontrol show hostnames) )",
-                "head=${nodes[0]}",
-                "export MASTER_ADDR=$head",
-            ],
-            "",
-        ),
+        (["export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
+          "export WORLD_SIZE=8 RANK=$SLURM_PROCID"], ""),
+        (["nodes=( $(scontrol show hostnames) )", "head=${nodes[0]}", "export MASTER_ADDR=$head"],
+         ""),
         (["head=$(hostname)", "export MASTER_ADDR=$head", 'echo "at $head and $MASTER_ADDR"'], ""),
         (["mapfile -t h < <(scontrol show hostnames)", "ip=${h[0]}"], ""),
         (["if [ a ]; then", "ip=$(hostname)", 'echo "$ip"', "fi"], ""),
-        (
-            ["if [ a ]; then", "ip=$(hostname)", 'echo "$ip" > f', "fi"],
-            """--setup 'if [ a ]; then ip=$(hostname); echo "$ip" > f; fi'""",
-        ),
-        (
-            ["where=$(pwd)", "mkdir -p $where/x"],
-            "--setup 'where=$(pwd)' --setup 'mkdir -p $where/x'",
-        ),
+        (["if [ a ]; then", "ip=$(hostname)", 'echo "$ip" > f', "fi"],
+         """--setup 'if [ a ]; then ip=$(hostname); echo "$ip" > f; fi'"""),
+        (["where=$(pwd)", "mkdir -p $where/x"],
+         "--setup 'where=$(pwd)' --setup 'mkdir -p $where/x'"),
         (["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"], ""),
-        (
-            ["OMP_NUM_THREADS=8", "export OMP_NUM_THREADS"],
-            "--setup OMP_NUM_THREADS=8 --setup 'export OMP_NUM_THREADS'",
-        ),
-        (
-            ["set -a", "D=4", "set +a", "E=5"],
-            "--setup 'set -a' --setup D=4 --setup 'set +a'",
-        ),
+        (["OMP_NUM_THREADS=8", "export OMP_NUM_THREADS"],
+         "--setup OMP_NUM_THREADS=8 --setup 'export OMP_NUM_THREADS'"),
+        (["set -a", "D=4", "set +a", "E=5"], "--setup 'set -a' --setup D=4 --setup 'set +a'"),
         (["set -o allexport; D=4"], "--setup 'set -o allexport; D=4'"),
         (["export PATH+=:/opt/bin"], "--setup 'export PATH+=:/opt/bin'"),
         (["D=${D:-4}", "export D"], "--setup 'D=${D:-4}' --setup 'export D'"),
         (["export CUDA_VISIBLE_DEVICES=0"], "--env CUDA_VISIBLE_DEVICES=0"),
         # Two constructs are two lines.
-        (
-            ["if a; then", "b", "fi", "{ c", "d; }"],
-            "--setup 'if a; then b; fi' --setup '{ c; d; }'",
-        ),
+        (["if a; then", "b", "fi", "{ c", "d; }"],
+         "--setup 'if a; then b; fi' --setup '{ c; d; }'"),
         # Functions are needed where something calls them, but for traps.
         (["f() { g; }", "g() { a; }", "f"], "--setup 'f() { g; }' --setup 'g() { a; }' --setup f"),
         (["f() { a; }; f"], "--setup 'f() { a; }; f'"),
@@ -157,13 +125,11 @@ def test_directives_become_options(directives: str, typed: str) -> None:
         (["a &&", "", "b |", "# c", "c"], "--setup 'a && b | c'"),
         (["a && {", "b", "} || {", "c", "}"], "--setup 'a && { b; } || { c; }'"),
         (["for i in 1; do", "a", "done | tee b"], "--setup 'for i in 1; do a; done | tee b'"),
-        (
-            ["while read -r a; do", "b", "done <<< x", "c"],
-            "--setup 'while read -r a; do b; done <<< x' --setup c",
-        ),
+        (["while read -r a; do", "b", "done <<< x", "c"],
+         "--setup 'while read -r a; do b; done <<< x' --setup c"),
         (["cat <<< a", "case b in", "c) d;;", "esac", "e"], "--setup 'cat <<< a' --setup e"),
     ],
-)
+)  # fmt: skip
 def test_what_stands_ahead_of_the_step_is_carried_over_where_it_is_needed(
     lines: list[str], typed: str
 ) -> None:
@@ -175,16 +141,10 @@ def test_what_stands_ahead_of_the_step_is_carried_over_where_it_is_needed(
     [
         ("srun python train.py --lr 0.1", "", "python train.py --lr 0.1"),
         ("srun --ntasks=$SLURM_NTASKS -l -u python train.py", "", "python train.py"),
-        (
-            "time srun --cpu-bind=cores -K python -m t",
-            "--srun-args=--cpu-bind=cores",
-            "python -m t",
-        ),
-        (
-            "srun -n 4 --gpus-per-task=1 ./train",
-            "--gpus-per-node 4 --gpu-request gpus-per-task",
-            "./train",
-        ),
+        ("time srun --cpu-bind=cores -K python -m t", "--srun-args=--cpu-bind=cores",
+         "python -m t"),
+        ("srun -n 4 --gpus-per-task=1 ./train", "--gpus-per-node 4 --gpu-request gpus-per-task",
+         "./train"),
         ("A=1 srun python train.py", "--env A=1", "python train.py"),
         ("A=1 python train.py", "--env A=1", "python train.py"),
         ("A=1 torchrun train.py", "--env A=1", "python train.py"),
@@ -192,91 +152,49 @@ def test_what_stands_ahead_of_the_step_is_carried_over_where_it_is_needed(
         ("srun bash -c 'A=1 RANK=$SLURM_PROCID python train.py'", "--env A=1", "python train.py"),
         ("srun bash -c 'source x\n  python train.py'", "", "bash -c 'source x; python train.py'"),
         ("srun apptainer exec --nv i.sif python t.py", "", "apptainer exec --nv i.sif python t.py"),
-        (
-            "srun --container-image=i.sqsh --container-mounts=/a:/b,/c python t.py",
-            "--container-image i.sqsh --container-runtime pyxis --container-mount /a:/b "
-            "--container-mount /c",
-            "python t.py",
-        ),
+        ("srun --container-image=i.sqsh --container-mounts=/a:/b,/c python t.py",
+         "--container-image i.sqsh --container-runtime pyxis --container-mount /a:/b "
+         "--container-mount /c", "python t.py"),
         ("python train.py", "", "python train.py"),
         ("CMD='python train.py'\neval $CMD", "", "python train.py"),
-        (
-            "srun hostname\nsrun python train.py\nsrun rsync a b",
-            "--setup 'srun hostname' --teardown 'srun rsync a b'",
-            "python train.py",
-        ),
-        (
-            "srun python prepare.py\nsrun python train.py\npython plot.py",
-            "--setup 'srun python prepare.py' --teardown 'python plot.py'",
-            "python train.py",
-        ),
+        ("srun hostname\nsrun python train.py\nsrun rsync a b",
+         "--setup 'srun hostname' --teardown 'srun rsync a b'", "python train.py"),
+        ("srun python prepare.py\nsrun python train.py\npython plot.py",
+         "--setup 'srun python prepare.py' --teardown 'python plot.py'", "python train.py"),
         ('srun python train.py "$@"', "", "python train.py"),
         ("srun --export=ALL,A=1,B python train.py", "--env A=1", "python train.py"),
-        (
-            "srun python t.py &\nstep=$!\nwhile kill -0 $step; do wait $step; done\ncp a b",
-            "--teardown 'cp a b'",
-            "python t.py",
-        ),
+        ("srun python t.py &\nstep=$!\nwhile kill -0 $step; do wait $step; done\ncp a b",
+         "--teardown 'cp a b'", "python t.py"),
         ("srun python t.py && python eval.py", "", "python t.py"),
         ("KEY=train\nexport KEY\nsrun python train.py", "--env KEY --setup 'export KEY'", SRUN[5:]),
-        (
-            "if a; then\nA=--resume\nfi\nsrun python t.py $A",
-            "--setup 'if a; then A=--resume; fi' --setup 'export A'",
-            "bash -c 'exec python t.py $A'",
-        ),
-        (
-            "A=$(a)\nif b; then\nA=--resume\nfi\nsrun python t.py $A ${A}",
-            "--setup 'A=$(a)' --setup 'if b; then A=--resume; fi' --setup 'export A'",
-            "bash -c 'exec python t.py $A ${A}'",
-        ),
-        (
-            "A=$(a)\nsrun python t.py $A\nA=$(b)\nc $A",
-            "--setup 'A=$(a)' --setup 'export A' --teardown 'A=$(b)' --teardown 'c $A'",
-            "bash -c 'exec python t.py $A'",
-        ),
-        (
-            "if grep a b; then\nA=$(c)\nelse\nA=2\nfi\nsrun python t.py $A",
-            "--setup 'if grep a b; then A=$(c); else A=2; fi' --setup 'export A'",
-            "bash -c 'exec python t.py $A'",
-        ),
-        (
-            "srun python a.py\nsrun python b.py\npython c.py",
-            "--setup 'srun python a.py' --teardown 'python c.py'",
-            "python b.py",
-        ),
-        (
-            "if a; then\nsrun python t.py\nfi\nif b; then\nc\nfi",
-            "--teardown 'if b; then c; fi'",
-            "python t.py",
-        ),
-        (
-            "train() {\nsrun python t.py\n}\n[ -e a ] || exit\ntrain\nexit\nb",
-            "--setup '[ -e a ] || exit' --teardown b",
-            "python t.py",
-        ),
+        ("if a; then\nA=--resume\nfi\nsrun python t.py $A",
+         "--setup 'if a; then A=--resume; fi' --setup 'export A'", "bash -c 'exec python t.py $A'"),
+        ("A=$(a)\nif b; then\nA=--resume\nfi\nsrun python t.py $A ${A}",
+         "--setup 'A=$(a)' --setup 'if b; then A=--resume; fi' --setup 'export A'",
+         "bash -c 'exec python t.py $A ${A}'"),
+        ("A=$(a)\nsrun python t.py $A\nA=$(b)\nc $A",
+         "--setup 'A=$(a)' --setup 'export A' --teardown 'A=$(b)' --teardown 'c $A'",
+         "bash -c 'exec python t.py $A'"),
+        ("if grep a b; then\nA=$(c)\nelse\nA=2\nfi\nsrun python t.py $A",
+         "--setup 'if grep a b; then A=$(c); else A=2; fi' --setup 'export A'",
+         "bash -c 'exec python t.py $A'"),
+        ("srun python a.py\nsrun python b.py\npython c.py",
+         "--setup 'srun python a.py' --teardown 'python c.py'", "python b.py"),
+        ("if a; then\nsrun python t.py\nfi\nif b; then\nc\nfi", "--teardown 'if b; then c; fi'",
+         "python t.py"),
+        ("train() {\nsrun python t.py\n}\n[ -e a ] || exit\ntrain\nexit\nb",
+         "--setup '[ -e a ] || exit' --teardown b", "python t.py"),
         # Inside of `bash -c`, too, clusterddp sets these.
-        (
-            "srun bash -c 'export MASTER_ADDR=$(hostname); RANK=$SLURM_PROCID\n python t.py'",
-            "",
-            "python t.py",
-        ),
-        (
-            "srun bash -c 'a && export RANK=1 && python t.py; export RANK=2'",
-            "",
-            "bash -c 'a && python t.py; export RANK=2'",
-        ),
-        (
-            "srun bash -c 'if b\nthen\nRANK=2\nfi; python t.py'",
-            "",
-            "bash -c 'if b; then RANK=2; fi; python t.py'",
-        ),
-        (
-            "srun bash -c 'a && RANK=1; if b; then RANK=2; fi; export RANK=3 A=4; python t.py'",
-            "",
-            "bash -c 'a && RANK=1; if b; then RANK=2; fi; export RANK=3 A=4; python t.py'",
-        ),
+        ("srun bash -c 'export MASTER_ADDR=$(hostname); RANK=$SLURM_PROCID\n python t.py'", "",
+         "python t.py"),
+        ("srun bash -c 'a && export RANK=1 && python t.py; export RANK=2'", "",
+         "bash -c 'a && python t.py; export RANK=2'"),
+        ("srun bash -c 'if b\nthen\nRANK=2\nfi; python t.py'", "",
+         "bash -c 'if b; then RANK=2; fi; python t.py'"),
+        ("srun bash -c 'a && RANK=1; if b; then RANK=2; fi; export RANK=3 A=4; python t.py'", "",
+         "bash -c 'a && RANK=1; if b; then RANK=2; fi; export RANK=3 A=4; python t.py'"),
     ],
-)
+)  # fmt: skip
 def test_what_srun_starts_becomes_the_command(step: str, typed: str, command: str) -> None:
     assert options(step) == typed
     assert shlex.join(line_of(step).command) == command
@@ -284,16 +202,12 @@ def test_what_srun_starts_becomes_the_command(step: str, typed: str, command: st
 
 def test_what_only_the_shell_knows_each_task_expands_with_the_variables_that_it_needs() -> None:
     made = line_of(
-        "RUN=$(date +%s)",
-        'ARGS="--lr 0.1 --id $SLURM_JOB_ID"',
-        "LR=5 unused=$(hostname)",
+        "RUN=$(date +%s)", 'ARGS="--lr 0.1 --id $SLURM_JOB_ID"', "LR=5 unused=$(hostname)",
         'srun python train.py --run "$RUN" $ARGS --lr $LR "a b"',
-    )
+    )  # fmt: skip
     assert made.command == (
-        "bash",
-        "-c",
-        """exec python train.py --run "$RUN" $ARGS --lr 5 'a b'""",
-    )
+        "bash", "-c", """exec python train.py --run "$RUN" $ARGS --lr 5 'a b'""",
+    )  # fmt: skip
     assert [option for option in made.options if option[0] == "--setup"] == [
         ("--setup", "RUN=$(date +%s)"),
         ("--setup", "export RUN"),
@@ -305,79 +219,39 @@ def test_what_only_the_shell_knows_each_task_expands_with_the_variables_that_it_
 @pytest.mark.parametrize(
     ("directives", "step", "typed", "command"),
     [
-        (
-            "-N 2 --gres=gpu:4 -c 32",
-            "srun torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id $RANDOM "
-            "--rdzv_endpoint $(hostname):29500 train.py 50",
-            "--nodes 2 --gpus-per-node 4 --gpu-request gres --cpus-per-task 8",
-            "python train.py 50",
-        ),
-        (
-            "-N 2 --gpus-per-node=4",
-            "srun torchrun --nproc-per-node=gpu -m pkg.train",
-            "--nodes 2 --gpus-per-node 4",
-            "python -m pkg.train",
-        ),
-        (
-            "--gpus-per-node=4",
-            "torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE t.py",
-            "--gpus-per-node 4",
-            "python t.py",
-        ),
+        ("-N 2 --gres=gpu:4 -c 32", "srun torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id $RANDOM "
+         "--rdzv_endpoint $(hostname):29500 train.py 50",
+         "--nodes 2 --gpus-per-node 4 --gpu-request gres --cpus-per-task 8", "python train.py 50"),
+        ("-N 2 --gpus-per-node=4", "srun torchrun --nproc-per-node=gpu -m pkg.train",
+         "--nodes 2 --gpus-per-node 4", "python -m pkg.train"),
+        ("--gpus-per-node=4", "torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE t.py",
+         "--gpus-per-node 4", "python t.py"),
         ("-N 2", "srun torchrun t.py", "--nodes 2", "python t.py"),
-        (
-            "-N 2",
-            "srun torchrun --nproc_per_node=2 --max-restarts=3 t.py",
-            "--nodes 2 --tasks-per-node 2 --template torchrun --restart-in-job 3",
-            "python t.py",
-        ),
-        (
-            "-N 2 --gpus-per-node=2",
-            "srun python -u -m torch.distributed.run --nproc_per_node 2 t.py",
-            "--nodes 2 --gpus-per-node 2",
-            "python -u t.py",
-        ),
-        (
-            "-N 2 --gpus-per-node=2",
-            "srun accelerate launch --num_processes 4 --num_machines 2 --mixed_precision bf16 t.py",
-            "--nodes 2 --gpus-per-node 2 --env ACCELERATE_MIXED_PRECISION=bf16",
-            "python t.py",
-        ),
-        (
-            "-N 2 --gpus-per-node=2",
-            "P=2\nN=$((SLURM_NNODES * P))\nsrun accelerate launch --num_processes $N t.py",
-            "--nodes 2 --gpus-per-node 2",
-            "python t.py",
-        ),
+        ("-N 2", "srun torchrun --nproc_per_node=2 --max-restarts=3 t.py",
+         "--nodes 2 --tasks-per-node 2 --template torchrun --restart-in-job 3", "python t.py"),
+        ("-N 2 --gpus-per-node=2",
+         "srun python -u -m torch.distributed.run --nproc_per_node 2 t.py",
+         "--nodes 2 --gpus-per-node 2", "python -u t.py"),
+        ("-N 2 --gpus-per-node=2",
+         "srun accelerate launch --num_processes 4 --num_machines 2 --mixed_precision bf16 t.py",
+         "--nodes 2 --gpus-per-node 2 --env ACCELERATE_MIXED_PRECISION=bf16", "python t.py"),
+        ("-N 2 --gpus-per-node=2",
+         "P=2\nN=$((SLURM_NNODES * P))\nsrun accelerate launch --num_processes $N t.py",
+         "--nodes 2 --gpus-per-node 2", "python t.py"),
         ("-N 2 -n 4", "mpirun -np 4 python t.py", "--nodes 2 --tasks-per-node 2", "python t.py"),
-        (
-            "-N 1 --gpus-per-node=2",
-            "deepspeed --num_gpus 2 t.py --deepspeed d.json",
-            "--gpus-per-node 2",
-            "python t.py --deepspeed d.json",
-        ),
-        (
-            "-N 2 --gpus-per-node=2",
-            'L="python -m torch.distributed.run --nproc_per_node 2 --node_rank '
-            '\\$SLURM_PROCID"\nsrun --jobid $SLURM_JOB_ID bash -c "$L t.py --x 1"',
-            "--nodes 2 --gpus-per-node 2",
-            "python t.py --x 1",
-        ),
-        (
-            "-N 2 --gpus-per-node=2",
-            "srun bash -c 'source x && torchrun --nproc_per_node 2 t.py'",
-            "--nodes 2 --gpus-per-node 2",
-            "bash -c 'source x && python t.py'",
-        ),
-        (
-            "-N 2 --gpus-per-node=2",
-            "for n in $(scontrol show hostnames); do\n  srun -N1 -n1 -w $n "
-            "torchrun --nproc_per_node 2 t.py &\ndone\nwait",
-            "--nodes 2 --gpus-per-node 2",
-            "python t.py",
-        ),
+        ("-N 1 --gpus-per-node=2", "deepspeed --num_gpus 2 t.py --deepspeed d.json",
+         "--gpus-per-node 2", "python t.py --deepspeed d.json"),
+        ("-N 2 --gpus-per-node=2",
+         'L="python -m torch.distributed.run --nproc_per_node 2 --node_rank '
+         '\\$SLURM_PROCID"\nsrun --jobid $SLURM_JOB_ID bash -c "$L t.py --x 1"',
+         "--nodes 2 --gpus-per-node 2", "python t.py --x 1"),
+        ("-N 2 --gpus-per-node=2", "srun bash -c 'source x && torchrun --nproc_per_node 2 t.py'",
+         "--nodes 2 --gpus-per-node 2", "bash -c 'source x && python t.py'"),
+        ("-N 2 --gpus-per-node=2", "for n in $(scontrol show hostnames); do\n  srun -N1 -n1 -w $n "
+         "torchrun --nproc_per_node 2 t.py &\ndone\nwait", "--nodes 2 --gpus-per-node 2",
+         "python t.py"),
     ],
-)
+)  # fmt: skip
 def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, command: str) -> None:
     assert options(f"#SBATCH {directives}", step) == typed
     assert shlex.join(line_of(f"#SBATCH {directives}", step).command) == command
@@ -386,23 +260,15 @@ def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, comman
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (
-            ["#SBATCH -o logs/%j.out", SRUN],
-            "2: #SBATCH -o logs/%j.out: logs lie in the run's folder",
-        ),
+        (["#SBATCH -o logs/%j.out", SRUN],
+         "2: #SBATCH -o logs/%j.out: logs lie in the run's folder"),
         (["#SBATCH --array=0-3", SRUN], "2: #SBATCH --array=0-3: not carried over: use"),
-        (
-            ["#SBATCH --mem=lots", SRUN],
-            "2: #SBATCH --mem=lots: not carried over: --mem: 'lots' is no",
-        ),
-        (
-            ["#SBATCH -N 1", "a", "#SBATCH -N 2", SRUN],
-            "4: #SBATCH -N 2: not carried over, as sbatch does not read it",
-        ),
-        (
-            ["#SBATCH hetjob", SRUN],
-            "2: #SBATCH hetjob: not carried over: use one 'clusterddp submit'",
-        ),
+        (["#SBATCH --mem=lots", SRUN],
+         "2: #SBATCH --mem=lots: not carried over: --mem: 'lots' is no"),
+        (["#SBATCH -N 1", "a", "#SBATCH -N 2", SRUN],
+         "4: #SBATCH -N 2: not carried over, as sbatch does not read it"),
+        (["#SBATCH hetjob", SRUN],
+         "2: #SBATCH hetjob: not carried over: use one 'clusterddp submit'"),
         (["#SBATCH -N 2-4", SRUN], "2: --nodes=2-4: a run has a fixed number: 2"),
         (["#SBATCH -n 7", SRUN], "2: --ntasks=7: how many nodes that is was Slurm's choice"),
         (["#SBATCH -N 2 -n 7", SRUN], "2: --ntasks=7: not the same number on each of 2 nodes"),
@@ -415,24 +281,18 @@ def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, comman
         ([f"{SRUN} | tee log"], "the tasks' output goes to logs/rank-R.log"),
         (["if true; then", SRUN, "fi"], f"3: {SRUN}: it stands in `if`"),
         (["for i in 1 2; do", SRUN, "done"], f"3: {SRUN}: it was started in a loop"),
-        (
-            ["srun python prepare.py", SRUN],
-            "2: srun python prepare.py: a run has one step that trains",
-        ),
+        (["srun python prepare.py", SRUN],
+         "2: srun python prepare.py: a run has one step that trains"),
         (["#SBATCH -N 2", "python train.py"], "3: python train.py: it ran once, on the first node"),
         (["srun --mem=$M python train.py"], "2: --mem=$M: not carried over: only the batch shell"),
         (['srun python train.py "$@"'], '2: "$@": arguments of the script itself'),
         (["srun python train.py $(date)"], "2: $(date): each task runs the substitution itself"),
-        (
-            ["#SBATCH -n 4", "srun torchrun --nproc_per_node 4 t.py"],
-            "4 tasks of a node would each have",
-        ),
+        (["#SBATCH -n 4", "srun torchrun --nproc_per_node 4 t.py"],
+         "4 tasks of a node would each have"),
         (["srun torchrun --nproc_per_node $N t.py"], "2: $N: how many ranks that is is not known"),
         (["srun torchrun --start-method spawn t.py"], "2: --start-method spawn: not carried over"),
-        (
-            ["srun accelerate launch --config_file a.yaml t.py"],
-            "2: --config-file a.yaml: not carried",
-        ),
+        (["srun accelerate launch --config_file a.yaml t.py"],
+         "2: --config-file a.yaml: not carried"),
         (["srun python -m torch.distributed.launch t.py"], "read LOCAL_RANK from the environment"),
         (["cd /else", SRUN], "0: cd /else: the tasks then run there, not in the run's copy"),
         (["A=~/x srun python train.py"], "2: A=~/x: not carried over: add --setup 'export A=~/x'"),
@@ -443,53 +303,37 @@ def test_a_launcher_becomes_tasks(directives: str, step: str, typed: str, comman
         ([f"a; {SRUN}; cp a b"], "2: cp a b: not carried over from beside the command that trains"),
         ([f"a; {SRUN} | tee b; c"], "2: c: not carried over from beside the command that trains"),
         ([f"{SRUN} || {{ echo no; exit 1; }}"], "2: echo no: not carried over from beside"),
-        (
-            ["for i in 1 2; do", "A=$(a $i)", f"{SRUN} $A", "done"],
-            "4: $A: not carried over: A is set beside the command that trains: write it out",
-        ),
+        (["for i in 1 2; do", "A=$(a $i)", f"{SRUN} $A", "done"],
+         "4: $A: not carried over: A is set beside the command that trains: write it out"),
         ([f"{SRUN}; a"], "beside the command that trains: add it by --teardown"),
-        (
-            ["if a; then", "export A=1", SRUN, "fi"],
-            "3: export A=…: not carried over from beside the command that trains: add it by",
-        ),
+        (["if a; then", "export A=1", SRUN, "fi"],
+         "3: export A=…: not carried over from beside the command that trains: add it by"),
         ([SRUN, "if [ $? = 0 ]; then", "a", "fi"], "$? is not the tasks' exit code there"),
-        (
-            ["conda activate x && export HF_TOKEN=abc", SRUN],
-            "2: HF_TOKEN: what stands beside it is not carried over: add --setup LINE for it",
-        ),
+        (["conda activate x && export HF_TOKEN=abc", SRUN],
+         "2: HF_TOKEN: what stands beside it is not carried over: add --setup LINE for it"),
         (["srun --export=A=1 python t.py"], "2: --export=A: not carried over: the tasks get all"),
-        (
-            ["#SBATCH --gres=gpu:2 --gpus-per-task=1", SRUN],
-            "2: --gpus-per-task=1: not carried over beside --gres: a task sees all GPUs",
-        ),
+        (["#SBATCH --gres=gpu:2 --gpus-per-task=1", SRUN],
+         "2: --gpus-per-task=1: not carried over beside --gres: a task sees all GPUs"),
         (["#SBATCH --gres=gpu:x:y", SRUN], "2: --gres=gpu:x:y: not carried over: how many GPUs"),
         ([f"#SBATCH --gres=gpu:{'1' * 5000}", SRUN], "not carried over: how many GPUs"),
         (["#SBATCH --gpu-per-node 4", SRUN], "2: #SBATCH --gpu-per-node 4: sbatch takes no '4'"),
-        (
-            ["#SBATCH --gpus-per-node=2", "export CUDA_VISIBLE_DEVICES=0,1", SRUN],
-            "3: CUDA_VISIBLE_DEVICES: not carried over: Slurm hands the GPUs out",
-        ),
+        (["#SBATCH --gpus-per-node=2", "export CUDA_VISIBLE_DEVICES=0,1", SRUN],
+         "3: CUDA_VISIBLE_DEVICES: not carried over: Slurm hands the GPUs out"),
         (["deepspeed --num_gpus 2 t.py"], "2: deepspeed: it gave its program --local-rank"),
-        (
-            ["srun bash -c 'if a; then RANK=2; fi; python t.py'"],
-            "2: RANK=…: each task sets RANK over the value that clusterddp gives it",
-        ),
+        (["srun bash -c 'if a; then RANK=2; fi; python t.py'"],
+         "2: RANK=…: each task sets RANK over the value that clusterddp gives it"),
         ([f"f() {{ {SRUN} $1; }}", "f a"], "2: $1: an argument of the script, or of a function"),
         ([f"f() {{ {SRUN} $1; }}", "f a"], "3: f a: it called the function of the command"),
         (["A=${1:-a}", f"{SRUN} $A"], "2: A=${1:-a}: an argument of the script"),
         (["a $#", SRUN], "2: a $#: an argument of the script"),
         (["a &&", SRUN], "2: a: not carried over from beside the command that trains"),
-        (
-            ["srun python eval.py &", "srun python train.py"],
-            "srun python eval.py: a run has one step",
-        ),
-        (
-            ["srun python eval.py & srun python train.py"],
-            "2: srun python eval.py: a run has one step",
-        ),
+        (["srun python eval.py &", "srun python train.py"],
+         "srun python eval.py: a run has one step"),
+        (["srun python eval.py & srun python train.py"],
+         "2: srun python eval.py: a run has one step"),
         ([f"{SRUN} <<E", "x", "E"], "2: <<: not carried over: put the input into a file"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_carried_over_or_differs_is_said(lines: list[str], said: str) -> None:
     assert any(said.replace("--config_file", "--config-file") in note for note in notes(*lines)), (
         notes(*lines)
@@ -545,26 +389,15 @@ def test_a_secret_is_passed_by_name_and_stands_nowhere_in_the_line() -> None:
 
 
 ROUND_TRIPS = [
-    [
-        "#SBATCH -N 2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 --time=1:00:00",
-        SRUN,
-    ],
+    ["#SBATCH -N 2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 --time=1:00:00", SRUN],
     ["#SBATCH --nodes=2 --ntasks-per-node=2 --gres=gpu:a100:2 --mem=64G --exclusive", SRUN],
-    [
-        "#SBATCH -N 1 --ntasks-per-node=2 --gpus-per-task=1 -p a,b --account=c --qos=d",
-        SRUN,
-    ],
+    ["#SBATCH -N 1 --ntasks-per-node=2 --gpus-per-task=1 -p a,b --account=c --qos=d", SRUN],
     ["#SBATCH --nodes=3 --signal=B:USR1@120 --requeue --constraint='a&b' --nodelist=h[1-3]", SRUN],
-    [
-        "#SBATCH -N 1 --job-name='a b' --comment='c # d' --hint=nomultithread --mem-per-cpu=4G",
-        "srun python train.py --name 'it is' \"a\\\"b\" 'c$d'",
-    ],
-    [
-        "#SBATCH -N 2 --mail-type=END,FAIL --mail-user=a@b.c --dependency=afterok:7 --no-requeue",
-        "S=train.py",
-        "srun -u python -u $S --lr 0.1",
-    ],
-]
+    ["#SBATCH -N 1 --job-name='a b' --comment='c # d' --hint=nomultithread --mem-per-cpu=4G",
+     "srun python train.py --name 'it is' \"a\\\"b\" 'c$d'"],
+    ["#SBATCH -N 2 --mail-type=END,FAIL --mail-user=a@b.c --dependency=afterok:7 --no-requeue",
+     "S=train.py", "srun -u python -u $S --lr 0.1"],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("lines", ROUND_TRIPS)
@@ -626,12 +459,9 @@ def test_a_hostile_value_is_carried_as_it_is_or_named(value: str, tmp_path: Path
     program.write_text("#!/bin/sh\nfor word; do printf '%s\\0' \"$word\"; done\n")
     program.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-c", made.shell],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        cwd=tmp_path,
-        capture_output=True,
-        check=True,
-    )
+        ["bash", "-c", made.shell], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, cwd=tmp_path,
+        capture_output=True, check=True,
+    )  # fmt: skip
     assert done.stdout.decode(errors="surrogateescape").split("\0")[:-1] == made.argv
     assert made.command == ("python", "train.py", value)
     assert [path.name for path in tmp_path.iterdir()] == ["clusterddp"]

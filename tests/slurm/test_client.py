@@ -195,16 +195,14 @@ def test_a_silent_refusal_names_the_exit_code(fake: Fake) -> None:
 LOST = [
     pytest.param(
         "echo 'sbatch: error: job submission failed: Socket timed out on send/recv' >&2; exit 1",
-        "Socket timed out",
-        id="socket-timed-out",
+        "Socket timed out", id="socket-timed-out",
     ),
     pytest.param(
         "echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
-        "Unable to contact",
-        id="unable-to-contact",
+        "Unable to contact", id="unable-to-contact",
     ),
     pytest.param("echo thank you", "printed 'thank you', expected a job id", id="garbage"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("answer", "seen"), LOST)

@@ -81,11 +81,9 @@ def test_a_sweep_is_waited_for_by_its_arrays(tmp_path: Path) -> None:
 
 def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
     seen = [
-        awaited("a", "running"),
-        awaited("b", "done"),
-        awaited("c", "queued", "failed", array_element="89_3"),
-        awaited("d", "running"),
-    ]
+        awaited("a", "running"), awaited("b", "done"),
+        awaited("c", "queued", "failed", array_element="89_3"), awaited("d", "running"),
+    ]  # fmt: skip
     assert chain.dependency(seen) == "afterany:12,afterany:89_3"
     assert chain.dependency(seen, ["singleton", ""]) == "singleton,afterany:12,afterany:89_3"
     assert chain.dependency(seen[1:2], [""]) == ""
@@ -112,12 +110,9 @@ def queue(folder: Path, name: str, *after: str, **more: Any) -> RunDir:
     path = folder / "jobs" / name
     runs = tuple((str(folder / "jobs" / each), "ok") for each in after)
     spec = JobSpec(
-        run_name=name,
-        run_dir=str(path),
-        resources=Resources(),
-        after=runs,
+        run_name=name, run_dir=str(path), resources=Resources(), after=runs,
         **{"command": ("true",), **more},
-    )
+    )  # fmt: skip
     run = SweepDir(path) if spec.sweep else RunDir(path)
     run.make()
     run.spec.write_text(spec.to_json())
@@ -167,11 +162,9 @@ def test_runs_that_would_wait_for_each_other_are_refused(
 
 
 def test_a_held_job_that_cannot_be_told_of_a_new_one_is_named_with_the_remedy(
-    waiting: RunDir,
-    changes: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    waiting: RunDir, changes: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     events.add(waiting.events, events.Waits(job_id="5", runs=("a",), held=True))
     a = RunDir(waiting.path.with_name("a"))
@@ -322,23 +315,18 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     ],
 )
 def test_a_job_is_let_go_where_the_awaited_run_has_gone_on_while_it_was_being_held(
-    waiting: RunDir,
-    changes: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    then: str,
+    waiting: RunDir, changes: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, then: str,
     let_go: list[tuple[str, ...]],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(chain, "look", lambda _: [awaited("a", then if changes else "stopped")])
     assert chain.wait_again(waiting, "5", 0) == "waits for a (stopped)"
     assert changes == [("put_back", "5", ""), *let_go]
 
 
 def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
-    waiting: RunDir,
-    changes: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    waiting: RunDir, changes: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     def refuse(*_: str) -> None:
         raise SlurmError("no answer")
 
@@ -351,12 +339,9 @@ def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
 @pytest.mark.parametrize("state", [State.PENDING, State.COMPLETING])
 @pytest.mark.parametrize("held", [True, False])
 def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_yet(
-    waiting: RunDir,
-    changes: list[tuple[str, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    state: State,
+    waiting: RunDir, changes: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, state: State,
     held: bool,
-) -> None:
+) -> None:  # fmt: skip
     job = JobState(state, HELD if held else "Dependency")
     monkeypatch.setattr(chain.slurm, "query", lambda ids: dict.fromkeys(ids, job))
     monkeypatch.setattr(chain.slurm, "dependency_of", lambda _: [])

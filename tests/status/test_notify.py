@@ -95,19 +95,13 @@ def test_each_submission_of_a_persons_has_an_end_of_its_own(workplace: Workplace
         ("done", DONE, True),
         ("failed", [*HISTORY, ended("1", 3, cause="failed", why="no restart", attempt=1)], True),
         ("running", HISTORY, False),
-        (
-            "requeued",
-            [*HISTORY, ended("1", 75, cause="signal"), {"event": "requeued", "job_id": "1"}],
-            False,
-        ),
-        (
-            "next",
-            [*HISTORY, ended("1", 75, cause="signal"), {**submitted("2"), "in_place_of": "1"}],
-            False,
-        ),
+        ("requeued",
+         [*HISTORY, ended("1", 75, cause="signal"), {"event": "requeued", "job_id": "1"}], False),
+        ("next", [*HISTORY, ended("1", 75, cause="signal"), {**submitted("2"), "in_place_of": "1"}],
+         False),
         ("undecided", [*HISTORY, ended("1", 75, cause="signal")], False),
     ],
-)
+)  # fmt: skip
 def test_the_script_tells_an_end_for_good_alone(
     workplace: Workplace, name: str, history: list[dict[str, object]], is_told: bool
 ) -> None:

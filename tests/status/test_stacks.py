@@ -78,10 +78,8 @@ def test_ranks_are_grouped_by_their_whole_stack_whatever_their_host() -> None:
 
 def test_the_import_systems_own_calls_are_left_out() -> None:
     frames = (
-        Frame("fit", "/home/me/model.py", 3),
-        Frame("_load", "<frozen importlib._b>", 9),
-        MAIN,
-    )
+        Frame("fit", "/home/me/model.py", 3), Frame("_load", "<frozen importlib._b>", 9), MAIN,
+    )  # fmt: skip
     assert "frozen" not in described([at(0, frames)])
 
 
@@ -138,12 +136,10 @@ def test_a_torn_answer_is_none(damage: slice) -> None:
 
 
 HOSTILE = [
-    "",
-    "clusterddp-stacks h eJwDAAAAAAE=",
-    "clusterddp-stacks h .",
+    "", "clusterddp-stacks h eJwDAAAAAAE=", "clusterddp-stacks h .",
     f"clusterddp-stacks h {base64.b64encode(zlib.compress(b'7')).decode()}",
     f"clusterddp-stacks h {base64.b64encode(zlib.compress(b'[7, {}, null]')).decode()}",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -206,14 +206,9 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
 
 @pytest.mark.parametrize(("events", "report", "job", "alive", "state", "detail"), TABLE)
 def test_state_from_events_and_slurm(
-    *,
-    events: list[Event],
-    report: Event,
-    job: JobState | None,
-    alive: bool | None,
-    state: str,
+    *, events: list[Event], report: Event, job: JobState | None, alive: bool | None, state: str,
     detail: str,
-) -> None:
+) -> None:  # fmt: skip
     seen, why = judge(latest_submission([parse(e) for e in events]), report, job, alive, now=200.0)
     assert (seen, detail in why) == (state, True), why
 

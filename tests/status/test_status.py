@@ -40,12 +40,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "jobs/mnist-1"
     spec = JobSpec(
-        run_name="mnist-1",
-        run_dir=str(path),
-        resources=Resources(nodes=2, gpus_per_node=4),
-        python="python",
-        train=TrainConfig(),
-    )
+        run_name="mnist-1", run_dir=str(path), resources=Resources(nodes=2, gpus_per_node=4),
+        python="python", train=TrainConfig(),
+    )  # fmt: skip
     path.mkdir(parents=True)
     run = RunDir(path)
     run.spec.write_text(spec.to_json())
@@ -187,15 +184,9 @@ STARTS: list[tuple[list[Event], str, int | None, int, list[str], str]] = [
 
 @pytest.mark.parametrize(("events", "job", "attempt", "restarts", "reasons", "goes_on"), STARTS)
 def test_starts_are_counted_since_a_person_submitted(
-    *,
-    run: RunDir,
-    events: list[Event],
-    job: str,
-    attempt: int | None,
-    restarts: int,
-    reasons: list[str],
-    goes_on: str,
-) -> None:
+    *, run: RunDir, events: list[Event], job: str, attempt: int | None, restarts: int,
+    reasons: list[str], goes_on: str,
+) -> None:  # fmt: skip
     write_events(run, *events)
     status = run_status(run, {job: said(State.RUNNING)}, now=200)
     assert (status.job_id, status.attempt, status.restarts) == (job, attempt, restarts)

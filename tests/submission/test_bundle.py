@@ -110,13 +110,9 @@ def test_the_same_sources_give_the_same_bytes(run: RunDir, tmp_path: Path) -> No
     code += "print(b.__file__, h.sha256(b.build()).hexdigest())"
     seed = str(hash(str(tmp_path)) % 1000)
     end = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": seed},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path), "PYTHONHASHSEED": seed},
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     file, digest = end.stdout.rsplit(maxsplit=1)
     assert Path(file).is_relative_to(tmp_path)
     assert digest == hashlib.sha256(bundle.build()).hexdigest()
@@ -427,13 +423,11 @@ def test_two_ranks_train_from_it_and_what_they_spawn_imports_it(
     argv += ["--model=own:network", "--world-size=2", f"--master-port={free_port()}"]
     ranks = [
         subprocess.Popen(
-            [*argv, f"--rank={rank}"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
+            [*argv, f"--rank={rank}"], cwd=tmp_path, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     printed = [rank.communicate()[0].decode() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)
     assert json.loads((tmp_path / "run/report.json").read_text())["steps"] == 3

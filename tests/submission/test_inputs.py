@@ -172,10 +172,7 @@ def test_own_functions_are_looked_for_in_the_copy_where_there_is_one(
     ],
 )
 def test_a_function_that_is_not_there_is_refused_and_nothing_is_queued(
-    tree: Path,
-    workplace: Workplace,
-    argv: list[str],
-    words: str,
+    tree: Path, workplace: Workplace, argv: list[str], words: str
 ) -> None:
     got = workplace.invoke("submit", "--run-name", "one", "--dataset", "pkg.sets:make", *argv)
     assert (got.code, workplace.calls) == (2, [])
@@ -193,10 +190,7 @@ ENTERS = 'cd -- "$run_dir/code"'
 OPTIONS = ("--model", "nets:build", "--dataset", "pkg.sets:make")
 
 
-def test_a_run_with_own_functions_gets_a_copy_of_the_tree(
-    tree: Path,
-    workplace: Workplace,
-) -> None:
+def test_a_run_with_own_functions_gets_a_copy_of_the_tree(tree: Path, workplace: Workplace) -> None:
     run = submitted(workplace, *OPTIONS)
     assert (run / "code/nets.py").read_text() == (tree / "nets.py").read_text()
     assert (run / "code/pkg/sets.py").is_file() and not (run / "code/jobs").exists()
@@ -205,8 +199,7 @@ def test_a_run_with_own_functions_gets_a_copy_of_the_tree(
 
 
 def test_without_a_copy_a_changed_tree_is_refused_at_the_next_start(
-    tree: Path,
-    workplace: Workplace,
+    tree: Path, workplace: Workplace
 ) -> None:
     run = submitted(workplace, *OPTIONS, "--no-snapshot")
     assert not (run / "code").exists() and (run / "code.json").is_file()
@@ -231,10 +224,7 @@ def test_a_changed_model_is_said_and_taken_on_purpose(tree: Path, workplace: Wor
 
 
 def test_what_is_installed_or_ours_is_not_copied(
-    tree: Path,
-    workplace: Workplace,
-    synthetic_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tree: Path, workplace: Workplace, synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = tree.parent / f"{tree.name}-site"
     (tree / "pkg").rename(installed)
@@ -249,9 +239,7 @@ def test_what_is_installed_or_ours_is_not_copied(
 
 
 def test_the_images_of_a_shipped_dataset_are_no_code(
-    tree: Path,
-    workplace: Workplace,
-    synthetic_dir: Path,
+    tree: Path, workplace: Workplace, synthetic_dir: Path
 ) -> None:
     (tree / "data").mkdir()
     (tree / "data/notes.txt").write_text("mine")

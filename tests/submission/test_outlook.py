@@ -111,14 +111,11 @@ def test_a_resubmission_that_no_partition_can_meet_is_refused_unless_a_person_in
 @pytest.mark.parametrize(
     "argv",
     [
-        "--gpus-per-node 4 -c 4 -N 2 -t 1-00 -p main",
-        "-p main,fast --gpus-per-node a100:8",
-        "-p main,slow -t 30-0 -N 90",
-        "-c 32 --sbatch overcommit",
-        "-t 20:00:00",
+        "--gpus-per-node 4 -c 4 -N 2 -t 1-00 -p main", "-p main,fast --gpus-per-node a100:8",
+        "-p main,slow -t 30-0 -N 90", "-c 32 --sbatch overcommit", "-t 20:00:00",
         "-t 2-0 --sbatch time-min=12:00:00",
     ],
-)
+)  # fmt: skip
 def test_what_some_node_has_is_none(site: Workplace, argv: str) -> None:
     code, said = submit(site, *argv.split())
     assert code == 0 and "sinfo" not in said

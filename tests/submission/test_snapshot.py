@@ -20,12 +20,9 @@ from tests.hostile import CARRIED, REFUSED
 
 # A name of a file can be anything but these; -n covers what an option would look like.
 NAMES = [
-    *(name for name in CARRIED + REFUSED if name and "\0" not in name and "/" not in name),
-    "-n",
-    "'\"",
-    os.fsdecode(b"latin-1 \xe9"),
-    os.fsdecode(b"cut off \xe2\x98"),
-]
+    *(name for name in CARRIED + REFUSED if name and "\0" not in name and "/" not in name), "-n",
+    "'\"", os.fsdecode(b"latin-1 \xe9"), os.fsdecode(b"cut off \xe2\x98"),
+]  # fmt: skip
 with_git = pytest.mark.skipif(not shutil.which("git"), reason="no git on this machine")
 
 
@@ -222,10 +219,7 @@ def test_an_edit_after_it_does_not_reach_the_copy(repository: Path, target: Path
     assert below(target) == {*before.digests, "data"}
     after = fingerprint(repository)
     assert after is not None
-    assert difference(before, after) == [
-        "changed train.py",
-        "removed package/model.py",
-    ]
+    assert difference(before, after) == ["changed train.py", "removed package/model.py"]
 
 
 def test_nothing_differs_when_nothing_was_edited(repository: Path, target: Path) -> None:
@@ -240,12 +234,9 @@ def test_a_difference_is_one_line_a_file_whatever_its_name() -> None:
     before = Snapshot(0, 0, dict.fromkeys(["two words", "new\nline", "\udc80", " x", "ü"], "d"), "")
     after = Snapshot(0, 0, {}, "")
     assert difference(before, after) == [
-        "removed ' x'",
-        "removed '\\udc80'",
-        "removed 'new\\nline'",
-        "removed two words",
+        "removed ' x'", "removed '\\udc80'", "removed 'new\\nline'", "removed two words",
         "removed ü",
-    ]
+    ]  # fmt: skip
 
 
 def test_what_git_ignores_can_be_read_and_written_through_the_copy(

@@ -41,10 +41,7 @@ def _receive(reader: Connection) -> Any:
 
 
 def _rank(
-    writer: Connection,
-    store: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    writer: Connection, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     import torch
     import torch.distributed as dist

@@ -177,9 +177,7 @@ def test_a_size_that_does_not_fit_is_told_and_the_next_ones_work(limited: type[L
     assert ours(64).note != OUT_OF_MEMORY
 
 
-def test_another_error_of_the_model_is_no_lack_of_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_error_of_the_model_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(nets.MODELS, "convnet", lambda: nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         trial(Clock(1.0))(16)
@@ -242,14 +240,9 @@ def find(rank: int, world_size: int) -> tuple[list[Tried], list[str], list[tuple
     marks: list[tuple[int, int]] = []
     with log.to(said.append):
         tried, reason = batch_size.find(
-            TrainConfig(batch_size=32),
-            agreed(world_size),
-            rank=rank,
-            train_set=digits(2000),
-            device=CPU,
-            mark=lambda *mark: marks.append(mark),
-            request=StopRequest(),
-        )
+            TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
+            device=CPU, mark=lambda *mark: marks.append(mark), request=StopRequest(),
+        )  # fmt: skip
     assert reason == ""
     return tried, said, marks, together(rank, world_size)
 
@@ -261,13 +254,9 @@ def find_until_asked(rank: int, world_size: int) -> tuple[list[Tried], str, list
         request.note("SIGTERM")
     with log.to(said.append):
         rows, reason = batch_size.find(
-            TrainConfig(batch_size=32),
-            agreed(world_size),
-            rank=rank,
-            train_set=digits(2000),
-            device=CPU,
-            request=request,
-        )
+            TrainConfig(batch_size=32), agreed(world_size), rank=rank, train_set=digits(2000),
+            device=CPU, request=request,
+        )  # fmt: skip
     return rows, reason, said
 
 

@@ -43,9 +43,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_device_follows_from_what_is_visible(
-    case: tuple[str, int, int, int, str, str],
-) -> None:
+def test_the_device_follows_from_what_is_visible(case: tuple[str, int, int, int, str, str]) -> None:
     wanted, visible, local_rank, granted, driver, expected = case
 
     def chosen() -> Processor:

@@ -252,12 +252,9 @@ def lines_by_skewed_clocks(
     ],
 )
 def test_a_line_is_written_at_steps_that_the_ranks_agree_on(
-    log_every: int,
-    seconds_a_step: list[float],
-    expected: list[int],
-    synthetic_dir: Path,
+    log_every: int, seconds_a_step: list[float], expected: list[int], synthetic_dir: Path,
     tmp_path: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Two a second at most, by the slower rank's clock; those that were asked for are kept."""
     settings = config(
         synthetic_dir, model="mlp", batch_size=1, max_steps=950, log_every=log_every, keep_last=9,
@@ -503,12 +500,9 @@ def test_a_captured_training_that_is_cut_off_ends_as_one_in_a_piece(
 
 
 def test_the_capture_is_outside_the_clock_of_the_training(
-    synthetic_dir: Path,
-    tmp_path: Path,
-    captures: Captures,
-    alone: None,
+    synthetic_dir: Path, tmp_path: Path, captures: Captures, alone: None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     now = [0.0]
 
     def slow(*work: Any) -> Any:

@@ -196,11 +196,7 @@ def test_a_run_that_goes_on_keeps_the_precision_it_began_with() -> None:
     ],
 )
 def test_which_steps_are_captured_once_auto_captures(
-    options: dict[str, Any],
-    kind: str,
-    ranks: int,
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], kind: str, ranks: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "AUTO_CAPTURES", True)
     assert decided(options, kind, [True] * ranks).cuda_graph is expected
@@ -313,9 +309,7 @@ def tf32_settings() -> Iterator[Callable[[], tuple[bool, ...]]]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
-    precision: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tf32_settings: Callable[[], tuple[bool, ...]],
+    precision: str, monkeypatch: pytest.MonkeyPatch, tf32_settings: Callable[[], tuple[bool, ...]]
 ) -> None:
     """torch's own setting has convolutions in TF32. As a rank that joins does it."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
@@ -332,12 +326,9 @@ def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("tf32", False)])
 def test_on_a_gpu_fp32_convolves_exactly_and_tf32_does_not(
-    precision: str,
-    exact: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tf32_settings: Callable[[], tuple[bool, ...]],
-    record_property: Callable[[str, object], None],
-) -> None:
+    precision: str, exact: bool, monkeypatch: pytest.MonkeyPatch,
+    tf32_settings: Callable[[], tuple[bool, ...]], record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(64, 16, 14, 14, generator=generator)
     weight = torch.randn(32, 16, 5, 5, generator=generator)

@@ -66,8 +66,7 @@ def checked(rank: int, world_size: int, folder: str, hook: str = "") -> tuple[bo
     verdict.SLOW_PRODUCT, verdict.SLOW_SHARE = math.inf, 0.0
     preflight._SPAN_SECONDS = preflight._EXCHANGE_SECONDS = 0.01
     hello = cast(
-        Hello,
-        SimpleNamespace(rank=rank, local_rank=rank % 2, host=f"h{rank // 2}", device="cpu"),
+        Hello, SimpleNamespace(rank=rank, local_rank=rank % 2, host=f"h{rank // 2}", device="cpu")
     )
     progress, attempt = Progress(), Attempt(RunDir(Path(folder)), 1)
     passes = preflight.nodes_pass(hello, attempt, CPU, "fp32", progress)

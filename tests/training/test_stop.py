@@ -162,9 +162,7 @@ def test_without_a_limit_it_is_never_near(clock: list[float], seconds_left: floa
     assert not deadline.is_near(1e6)
 
 
-def test_a_lead_that_is_too_short_is_logged_once_with_one_that_is_enough(
-    logged: list[str],
-) -> None:
+def test_a_lead_that_is_too_short_is_logged_once_with_one_that_is_enough(logged: list[str]) -> None:
     deadline = Deadline(signal_lead=30)
     deadline.check_lead(25.5)
     deadline.check_lead(99.0)

@@ -57,11 +57,7 @@ def hello(rank: int, world_size: int) -> Hello:
 
 
 def agree(
-    settings: TrainConfig,
-    run: Path,
-    world_size: int = 1,
-    *,
-    number: int | None = None,
+    settings: TrainConfig, run: Path, world_size: int = 1, *, number: int | None = None
 ) -> Agreement:
     """As rank 0 decides. All starts are of one job, so that none waits for another."""
     hellos = [hello(rank, world_size) for rank in range(world_size)]
@@ -80,13 +76,9 @@ def build(settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:
 
 
 def train_rank(
-    rank: int,
-    world_size: int,
-    settings: TrainConfig,
-    run: Path,
-    stop: Mapping[int, int] | None = None,
-    noisy: bool = True,
-) -> dict[str, Any]:
+    rank: int, world_size: int, settings: TrainConfig, run: Path,
+    stop: Mapping[int, int] | None = None, noisy: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """One start of a run; rank r is asked to stop at step stop[r], and at that one all look."""
     at = (stop or {}).get(rank, -1)
     plain = nets.MODELS["convnet"]
@@ -168,12 +160,9 @@ def _images(data_dir: str, train: bool) -> Images:
 def numbers_drawn() -> tuple[Any, ...]:
     """Some numbers of every generator; an odd count of Gaussians leaves half a pair waiting."""
     return (
-        torch.rand(3).tolist(),
-        random.random(),
-        random.gauss(0, 1),
-        np.random.rand(3).tolist(),
+        torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist(),
         np.random.standard_normal(),
-    )
+    )  # fmt: skip
 
 
 def generator_states() -> Tensor:

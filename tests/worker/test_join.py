@@ -59,12 +59,9 @@ def alike(tasks: int, shown: str | None, gpus: tuple[str, ...] = FOUR) -> Host:
 
 
 def meet(
-    host: Host,
-    monkeypatch: pytest.MonkeyPatch,
-    config: TrainConfig,
-    nccl: tuple[int, ...] = (2, 30, 7),
-    **environ: str,
-) -> tuple[list[str], Agreement]:
+    host: Host, monkeypatch: pytest.MonkeyPatch, config: TrainConfig,
+    nccl: tuple[int, ...] = (2, 30, 7), **environ: str,
+) -> tuple[list[str], Agreement]:  # fmt: skip
     """The GPU of each rank of the host, and what its ranks agree on."""
     hellos = []
     for task, env in enumerate(local_ranks(len(host.shown), 29500)):
@@ -101,10 +98,7 @@ def meet(
         (Host(("0",) * 4, tuple((gpu,) for gpu in FOUR)), FOUR),
         (Host(("0", "1", "2", "3"), (FOUR,) * 4), FOUR),
         (Host(("0,1",) * 4, PAIRS), ("GPU-a", "GPU-d", "GPU-e", "GPU-h")),
-        (
-            Host(("0,1", "2,3", "4,5", "6,7"), (EIGHT,) * 4),
-            ("GPU-a", "GPU-d", "GPU-e", "GPU-h"),
-        ),
+        (Host(("0,1", "2,3", "4,5", "6,7"), (EIGHT,) * 4), ("GPU-a", "GPU-d", "GPU-e", "GPU-h")),
         (Host(("0,1", "0,1", "2,3", "2,3"), (FOUR,) * 4), FOUR),
         (Host(("0,1", "2,3") * 2, (FOUR,) * 4), ("GPU-a", "GPU-d", "GPU-b", "GPU-c")),
         (Host(("0,1", "0", "1,2", "2,3"), (FOUR,) * 4), ("GPU-b", "GPU-a", "GPU-c", "GPU-d")),
@@ -140,12 +134,9 @@ def test_every_rank_has_a_gpu_of_its_own_however_the_host_shows_them(
     ],
 )
 def test_ranks_share_a_gpu_where_that_is_asked_for_and_can_be(
-    config: TrainConfig,
-    environ: dict[str, str],
-    nccl: tuple[int, ...],
-    backend: str,
+    config: TrainConfig, environ: dict[str, str], nccl: tuple[int, ...], backend: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     host = alike(4, "0,1")
     if not backend:
         with pytest.raises(TrainingError, match=r"rank 0 and rank 2 are on one GPU.*GPU-a.*2\.30"):

@@ -170,13 +170,9 @@ def test_a_batch_size_that_was_changed_on_purpose_counts_for_the_ranks_there_are
 
 @pytest.mark.parametrize(("name", "value"), [("model", "mlp"), ("dataset", "mnist")])
 def test_another_model_or_dataset_is_refused_always(
-    name: str,
-    value: str,
-    synthetic_dir: Path,
-    tmp_path: Path,
-    alone: None,
+    name: str, value: str, synthetic_dir: Path, tmp_path: Path, alone: None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     train_alone(config(synthetic_dir), tmp_path / "run", 1)
     (tmp_path / "run/resolved.json").unlink()  # not even where the record was lost
     monkeypatch.setattr(mnist, "ensure", lambda *_, **__: None)

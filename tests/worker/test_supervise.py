@@ -34,14 +34,9 @@ class Task:
         self.run = RunDir(run_dir)
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(child=child), str(run_dir)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **env},
-            start_new_session=True,
-            **options,
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **env}, start_new_session=True, **options,
+        )  # fmt: skip
         self.stderr = ""
 
     def read_line(self, name: str = "stdout") -> str:

@@ -188,14 +188,9 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint(
     ],
 )
 def test_a_signal_has_it_save_leave_and_go_on_another_time(
-    number: int,
-    code: int,
-    reason: str,
-    synthetic_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    number: int, code: int, reason: str, synthetic_dir: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     def step(_: Journal) -> None:
         if not sent:
             os.kill(os.getpid(), sent.append(number) or number)
@@ -355,11 +350,9 @@ def test_absent_torch_is_named_with_host_and_interpreter(
 
 
 def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
-    config: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(processors, "NVIDIA_DRIVER", (tmp_path / "none", tmp_path / "driver"))
@@ -395,11 +388,9 @@ def test_a_rank_is_shown_its_own_mig_device_before_cuda_starts(
 
 
 def test_a_rank_computes_on_the_device_that_rank_0_gives_it(
-    config: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     def share_out(hellos: Sequence[Hello]) -> list[Hello]:
         return [dataclasses.replace(hello, device="cpu:0") for hello in hellos]
 
@@ -433,13 +424,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
 
 @pytest.mark.parametrize("end", ["done", "paused", "failed"])
 def test_a_graph_is_released_before_the_process_group_is_left(
-    end: str,
-    config: TrainConfig,
-    tmp_path: Path,
-    captures: Captures,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    end: str, config: TrainConfig, tmp_path: Path, captures: Captures,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """NCCL waits in the destroy for all graphs that hold an exchange of its, and for ever."""
     alive_as_it_is_left: list[int] = []
     leave, step = dist.destroy_process_group, Journal.step
@@ -501,11 +488,9 @@ def test_a_task_that_is_done_is_ended_by_nobody_else(
 
 
 def test_a_process_group_that_is_never_left_keeps_no_rank_that_is_done(
-    config: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     leave, over, is_left = dist.destroy_process_group, threading.Event(), threading.Event()
 
     def hangs() -> None:

@@ -11,18 +11,11 @@ import pytest
 
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
-from clusterddp.run.outcome import (
-    Outcome,
-    read_outcomes,
-)
+from clusterddp.run.outcome import Outcome, read_outcomes
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import end_codes
-from clusterddp.worker.supervise import (
-    LONGEST_MESSAGE,
-    parse_error_file,
-    parse_traceback,
-)
+from clusterddp.worker.supervise import LONGEST_MESSAGE, parse_error_file, parse_traceback
 from tests.hostile import CARRIED, REFUSED
 from tests.waiting import PATIENCE
 
@@ -83,13 +76,10 @@ def test_the_error_of_a_launchers_child_stands_for_the_launchers_own(log: str, r
 @pytest.mark.parametrize(
     "log",
     [
-        "",
-        "ValueError: of no traceback\n",
-        FRAMES,
-        f"{FRAMES}*** what is this\n",
+        "", "ValueError: of no traceback\n", FRAMES, f"{FRAMES}*** what is this\n",
         "my Traceback (most recent call last):\nValueError: x\n",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_traceback_names_nothing(log: str) -> None:
     assert parse_traceback(log) is None
 

@@ -27,12 +27,9 @@ RIGHT = "#!/bin/bash\n#SBATCH --ntasks=8\nsrun python train.py\n"
 def run_check(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "clusterddp", "check", *arguments],
-        env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
-        input=stdin,
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-    )
+        env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}, input=stdin, capture_output=True,
+        check=False, cwd=ROOT,
+    )  # fmt: skip
 
 
 def test_a_finding_has_the_line_the_reason_and_the_line_to_write(tmp_path: Path) -> None:

@@ -26,14 +26,9 @@ def complete(workplace: Workplace, words: str) -> list[str]:
         "COMP_CWORD": str(len(words.split(" "))),
     }
     got = subprocess.run(
-        [sys.executable, "-c", "from clusterddp.cli.main import main; main()"],
-        env=environ,
-        cwd=workplace.folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
+        [sys.executable, "-c", "from clusterddp.cli.main import main; main()"], env=environ,
+        cwd=workplace.folder, capture_output=True, text=True, check=False, timeout=90,
+    )  # fmt: skip
     assert got.stderr == ""
     # click prints an empty line where it has nothing to offer
     return [line.partition(",")[2] for line in got.stdout.splitlines() if line]
@@ -42,12 +37,9 @@ def complete(workplace: Workplace, words: str) -> list[str]:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_is_accepted_by_its_shell(shell: str, tmp_path: Path) -> None:
     got = subprocess.run(
-        [sys.executable, "-m", "clusterddp", "completion", shell],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
+        [sys.executable, "-m", "clusterddp", "completion", shell], capture_output=True, text=True,
+        check=False, timeout=90,
+    )  # fmt: skip
     assert (got.returncode, got.stderr) == (0, "")
     assert "_CLUSTERDDP_COMPLETE" in got.stdout
     program = shutil.which(shell)

@@ -108,10 +108,8 @@ def test_help_shows_the_default_folder_and_its_variable(name: str) -> None:
 def test_the_whole_command_exits_with_1_and_no_traceback(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "clusterddp", "data", "check", "--data-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr.startswith("clusterddp: the mnist dataset is missing")
     assert "Traceback" not in ran.stderr

@@ -117,17 +117,12 @@ def test_partitions_have_their_limits_and_defaults(site: Site) -> None:
         ("nothing is", "", GOOD, "gpu takes --gpus-per-node=1, --gres=gpu:1", None),
         ("gpus-per-node=", "error: use gres", BAD, "use gres; it takes --gres=gpu:1", "gres"),
         ("gpus-per-(node|task)=1$", "error: type", BAD, "it takes --gres=gpu:1", "gres"),
-        (
-            "(gpu:|gpus-per-(node|task)=)1$",
-            "error: name a type",
-            BAD,
-            "it takes --gpus-per-node=a100:1",
-            None,
-        ),
+        ("(gpu:|gpus-per-(node|task)=)1$", "error: name a type", BAD,
+         "it takes --gpus-per-node=a100:1", None),
         ("gres|gpus-per", "error: no GPUs for you", BAD, "no form is taken", None),
         ("gres|gpus-per", "error: Nodes are not available", WARNING, "no form is taken", None),
     ],
-)
+)  # fmt: skip
 def test_the_form_in_which_gpus_are_asked_for_is_found_out(
     site: Site, refused: str, words: str, verdict: str, seen: str, setting: str | None
 ) -> None:
@@ -340,13 +335,10 @@ def test_ctrl_c_ends_it_and_what_it_has_started(hangs: str, workplace: Workplace
         (folder / "torch.py").write_text("import time; time.sleep(600)\n")
         workplace.command("python", f'{notes}PYTHONPATH={folder} exec {sys.executable} "$@"')
     process = subprocess.Popen(
-        [sys.executable, "-m", "clusterddp", "doctor", "--python", "python"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-m", "clusterddp", "doctor", "--python", "python"], cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
     with process:
         wait_for(lambda: len(pids(folder)) >= 2, "both commands")
         os.killpg(process.pid, signal.SIGINT)

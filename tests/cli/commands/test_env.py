@@ -28,12 +28,9 @@ def run_env(
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "clusterddp", "env", *arguments],
-        env={"PATH": "/usr/bin:/bin", **environ},
-        input=stdin,
-        capture_output=True,
-        check=False,
+        env={"PATH": "/usr/bin:/bin", **environ}, input=stdin, capture_output=True, check=False,
         cwd=Path(__file__).parents[3],
-    )
+    )  # fmt: skip
 
 
 def test_the_table_shows_every_value_and_its_source() -> None:
@@ -127,11 +124,7 @@ def test_torch_is_not_imported() -> None:
         "print(sorted({'torch', 'torchvision', 'submitit', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=STEP,
-        capture_output=True,
-        check=True,
-        text=True,
+        [sys.executable, "-c", program], env=STEP, capture_output=True, check=True, text=True,
         cwd=Path(__file__).parents[3],
-    )
+    )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "[]"

@@ -24,11 +24,9 @@ def run_exec(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "clusterddp", "exec", *arguments],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        check=False,
-        text=True,
-    )
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environ}, capture_output=True,
+        check=False, text=True,
+    )  # fmt: skip
 
 
 def test_the_command_sees_the_derived_variables_and_the_ones_it_had() -> None:

@@ -166,45 +166,32 @@ def test_follow_tells_the_states_and_ends_with_the_run(
 ) -> None:
     run = workplace.run("one", submitted("7"))
     story(
-        workplace,
-        run,
-        say("PENDING", "(Resources)"),
-        say("PENDING", "(Resources)"),
+        workplace, run, say("PENDING", "(Resources)"), say("PENDING", "(Resources)"),
         f"{record('started', nodelist=HOSTS)}; echo hello >logs/rank-0.log; {say('RUNNING')}",
         f"echo bye >>logs/rank-0.log; {record('ended', exit_code=0)}; {say('COMPLETING')}",
-    )
+    )  # fmt: skip
     assert follow(run) == 0
     out, err = capfd.readouterr()
     assert out == "hello\nbye\n"
     assert [line.removeprefix("clusterddp: one: ") for line in err.splitlines()] == [
-        "queued as job 7: Resources",
-        "running on h01 h02",
-        "done: took 0.0s",
-    ]
+        "queued as job 7: Resources", "running on h01 h02", "done: took 0.0s",
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (
-            "/bin/rm -r {}",
-            "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]",
-        ),
-        (
-            "/bin/mv {0} {0}-x",
-            "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]",
-        ),
-        (
-            "/bin/rm {}/events.jsonl",
-            "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]",
-        ),
-        (
-            ">{}/events.jsonl",
-            "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]",
-        ),
+        ("/bin/rm -r {}",
+         "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]"),
+        ("/bin/mv {0} {0}-x",
+         "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]"),
+        ("/bin/rm {}/events.jsonl",
+         "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]"),
+        (">{}/events.jsonl",
+         "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]"),
     ],
-)
+)  # fmt: skip
 def test_follow_ends_with_the_records_of_the_run(
     workplace: Workplace, capfd: pytest.CaptureFixture[str], loss: str, why: str
 ) -> None:
@@ -246,17 +233,11 @@ def test_follow_goes_on_over_a_requeue(
 ) -> None:
     run = workplace.run("one", submitted("7"), started("7"))
     story(
-        workplace,
-        run,
-        say("RUNNING"),
-        say("NODE_FAIL"),
-        say("PENDING", "BeginTime"),
-        say("RUNNING"),
-        f"{record('ended', exit_code=143)}; {say('COMPLETING')}",
-        say("PENDING", "BeginTime"),
-        f"{record('started', restart=1)}; {say('RUNNING')}",
+        workplace, run, say("RUNNING"), say("NODE_FAIL"), say("PENDING", "BeginTime"),
+        say("RUNNING"), f"{record('ended', exit_code=143)}; {say('COMPLETING')}",
+        say("PENDING", "BeginTime"), f"{record('started', restart=1)}; {say('RUNNING')}",
         f"{record('ended', restart=1, exit_code=0)}; {say('RUNNING')}",
-    )
+    )  # fmt: skip
     assert follow(run) == 0
     assert capfd.readouterr().err.splitlines()[-1].startswith("clusterddp: one: done")
 
@@ -329,14 +310,9 @@ def test_follow_goes_over_to_the_next_job(
     )
     both = "echo '7|COMPLETED|None'; echo '8|%s|None'"
     story(
-        workplace,
-        run,
-        say("RUNNING"),
-        f"{left}; {next_job}; {both % 'PENDING'}",
-        *[both % "PENDING"] * 3,
-        f"{begun}; {both % 'RUNNING'}",
-        f"{done}; {both % 'COMPLETING'}",
-    )
+        workplace, run, say("RUNNING"), f"{left}; {next_job}; {both % 'PENDING'}",
+        *[both % "PENDING"] * 3, f"{begun}; {both % 'RUNNING'}", f"{done}; {both % 'COMPLETING'}",
+    )  # fmt: skip
     assert follow(run) == 0
     said = told(capfd.readouterr().err)
     assert "requeued: signal" in said
@@ -352,13 +328,9 @@ def test_follow_ends_with_a_run_that_is_stopped(
     left = attempt("ended", 1, exit_code=75, cause="stopped", why="stopped", step=40)
     asked = attempt("stop_asked", 1)
     story(
-        workplace,
-        run,
-        say("RUNNING"),
-        f"{asked}; {say('RUNNING')}",
-        f"{left}; {say('COMPLETING')}",
-        say("FAILED"),
-    )
+        workplace, run, say("RUNNING"), f"{asked}; {say('RUNNING')}",
+        f"{left}; {say('COMPLETING')}", say("FAILED"),
+    )  # fmt: skip
     assert follow(run) == 75
     said = told(capfd.readouterr().err)
     assert said[1].startswith("running on h01 h02: asked to save and leave")
@@ -377,11 +349,9 @@ def test_earlier_requeues_are_no_news(
     again = {**started("7", restart=1), "attempt": 2}
     run = workplace.run("one", submitted("7"), start, end, again)
     story(
-        workplace,
-        run,
-        say("RUNNING"),
+        workplace, run, say("RUNNING"),
         f"{attempt('ended', 2, restart=1, exit_code=0, cause='done', why='')}; {say('RUNNING')}",
-    )
+    )  # fmt: skip
     assert follow(run) == 0
     assert "requeued" not in capfd.readouterr().err
 

@@ -81,23 +81,17 @@ def test_the_files_that_another_one_hides_are_named(
         ("[cluster:big]\nmem = lots\n", {}, ["--mem", "'lots'", "site.cfg [cluster:big]"]),
         ("[defaults]\nnodes = two\n", {}, ["'two'", "site.cfg [defaults]"]),
         ("[defaults]\nsignal = USR3\n", {}, ["--signal", "USR3"]),
-        (
-            "[defaults]\ntemplate = gone\n",
-            {},
-            ["--template: 'gone' is not found", "site.cfg [defaults]"],
-        ),
+        ("[defaults]\ntemplate = gone\n", {},
+         ["--template: 'gone' is not found", "site.cfg [defaults]"]),
         ("[defaults]\ntemplate-dir = /gone\n", {}, ["--template-dir", "/gone"]),
         ("[defaults]\ngpus-per-node = 4\n", {"SBATCH_TIMELIMIT": "x"}, ["SBATCH_TIMELIMIT"]),
         ("", {"CLUSTERDDP_PARTITION": "a b"}, ["'a b'", "CLUSTERDDP_PARTITION"]),
     ],
-)
+)  # fmt: skip
 def test_a_value_that_is_none_is_refused_as_a_submission_would(
-    content: str,
-    environment: dict[str, str],
-    words: list[str],
-    elsewhere: Path,
+    content: str, environment: dict[str, str], words: list[str], elsewhere: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     (elsewhere / "site.cfg").write_text(content or "[cluster:big]\n")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -174,11 +174,7 @@ def test_a_stopped_run_says_why_and_how_to_go_on(workplace: Workplace) -> None:
 def test_json_holds_the_same(workplace: Workplace) -> None:
     workplace.run("bad", submitted("1"), started("1"), ended("1", 3, first_failure=FAILURE))
     status = json.loads(workplace.invoke("status", "--json").out)
-    assert (status["state"], status["exit_code"], status["first_failure"]) == (
-        "failed",
-        3,
-        BOOM,
-    )
+    assert (status["state"], status["exit_code"], status["first_failure"]) == ("failed", 3, BOOM)
 
 
 def test_a_job_that_slurm_has_forgotten_is_unknown(workplace: Workplace) -> None:

@@ -396,12 +396,8 @@ GPUS = [*EIGHT, "--gpu-request", "gres"]
         ({"SBATCH_REQ_SWITCH": "2"}, [], ["--switches=2"], []),
         ({"SBATCH_REQUEUE": "expedite"}, [], ["--requeue=expedite"], []),
         ({"SBATCH_REQUEUE": "1"}, [], ["--requeue"], []),
-        (
-            {"SBATCH_REQUEUE": "expedite"},
-            ["--no-requeue"],
-            ["--no-requeue"],
-            ["--requeue=expedite"],
-        ),
+        ({"SBATCH_REQUEUE": "expedite"}, ["--no-requeue"], ["--no-requeue"],
+         ["--requeue=expedite"]),
         ({"CLUSTERDDP_REQUEUE": "expedite"}, [], ["--requeue=expedite"], []),
         ({"CLUSTERDDP_REQUEUE": "false"}, [], ["--no-requeue"], []),
         ({}, ["--requeue=expedite"], ["--requeue=expedite"], []),
@@ -410,14 +406,11 @@ GPUS = [*EIGHT, "--gpu-request", "gres"]
         ({}, ["--requeue", "--no-requeue"], ["--no-requeue"], ["--requeue"]),
         ({"SBATCH_HINT": "a"}, ["--sbatch", "hint=b"], ["--hint=b"], ["--hint=a"]),
     ],
-)
+)  # fmt: skip
 def test_sbatch_variables_stand_below_what_is_asked_for(
-    variables: dict[str, str],
-    args: list[str],
-    there: list[str],
-    absent: list[str],
+    variables: dict[str, str], args: list[str], there: list[str], absent: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     script = dry_run(*args)
@@ -560,24 +553,16 @@ def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecas
 @pytest.mark.parametrize(
     ("forecast", "words"),
     [
-        (
-            "echo 'sbatch: Job 9 to start at 2026-01-02T03:04:05 on nodes h1' >&2; exit 0",
-            "clusterddp: Slurm says: to start at 2026-01-02T03:04:05 on nodes h1\n",
-        ),
-        (
-            "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1",
-            "warning: Slurm says: Requested node configuration is not available. Queued all",
-        ),
-        (
-            "echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
-            "warning: Slurm says: Invalid partition name specified [CD0403]\n",
-        ),
-        (
-            "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
-            "warning: Slurm could not be asked: ",
-        ),
+        ("echo 'sbatch: Job 9 to start at 2026-01-02T03:04:05 on nodes h1' >&2; exit 0",
+         "clusterddp: Slurm says: to start at 2026-01-02T03:04:05 on nodes h1\n"),
+        ("echo 'allocation failure: Requested node configuration is not available' >&2; exit 1",
+         "warning: Slurm says: Requested node configuration is not available. Queued all"),
+        ("echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
+         "warning: Slurm says: Invalid partition name specified [CD0403]\n"),
+        ("echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
+         "warning: Slurm could not be asked: "),
     ],
-)
+)  # fmt: skip
 def test_a_check_is_one_question_that_warns_and_refuses_nothing(
     forecast: str, words: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -643,10 +643,8 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
     [
         (["resubmit", "s", "--sweep", "m=1"], "varies n, and the new points m"),
         (["resubmit", "s", "--code", "new", "--sweep", "n=11"], "share one copy of the code"),
-        (
-            ["resubmit", "s", "--code", "new", "--max-parallel=1"],
-            "are for one job; s means several",
-        ),
+        (["resubmit", "s", "--code", "new", "--max-parallel=1"],
+         "are for one job; s means several"),
         (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
         (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
         (["resubmit", "x-*"], "no run below jobs has a name that fits"),
@@ -655,16 +653,14 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, and this is about one run"),
         (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
-        (
-            ["submit", "--launcher", "local", "--max-parallel", "2", "--sweep", "lr=1,2"],
-            "--max-parallel 2: has no part in --launcher local",
-        ),
+        (["submit", "--launcher", "local", "--max-parallel", "2", "--sweep", "lr=1,2"],
+         "--max-parallel 2: has no part in --launcher local"),
         (["submit", "--sample", "2"], "name what to draw"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
         (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes against --sweep nodes"),
         (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_is_refused_with_the_reason(
     sweep: SweepDir, workplace: Workplace, argv: list[str], words: str
 ) -> None:

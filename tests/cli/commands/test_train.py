@@ -360,12 +360,9 @@ def test_a_wrong_request_is_refused_before_anything_is_written(tmp_path: Path) -
     ):
         process = subprocess.run(
             [sys.executable, "-m", "clusterddp", "train", f"--run-dir={tmp_path / 'run'}", *argv],
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
+            env={**os.environ, **env}, capture_output=True, text=True, timeout=PATIENCE,
             check=False,
-        )
+        )  # fmt: skip
         assert process.returncode == (1 if env else 2), process.stderr
         assert "Traceback" not in process.stderr
         assert not (tmp_path / "run").exists()
@@ -378,12 +375,9 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'torchvision', 'numpy')))"
     )
     process = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE,
         check=False,
-    )
+    )  # fmt: skip
     assert process.returncode == 0, process.stderr
     text = " ".join(process.stdout.split())
     for field in dataclasses.fields(TrainConfig):

@@ -47,15 +47,9 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    name: str,
-    expected: str = SAME,
-    *,
-    conf: Mapping[str, str | None] | None = None,
-    hosts: int = 2,
-    needs: tuple[str, ...] = ("two",),
-    disk: str = "",
-    quick: bool = False,
-) -> Callable[[Strike], Strike]:
+    name: str, expected: str = SAME, *, conf: Mapping[str, str | None] | None = None,
+    hosts: int = 2, needs: tuple[str, ...] = ("two",), disk: str = "", quick: bool = False,
+) -> Callable[[Strike], Strike]:  # fmt: skip
     """Register a function as a row. `conf={}` is a cluster of its own without further lines."""
 
     def register(strike: Strike) -> Strike:

@@ -10,14 +10,7 @@ from collections.abc import Callable
 
 from tests.on_slurm.campaign.fault import fault
 from tests.on_slurm.campaign.nodes import ON_BOTH, SOON
-from tests.on_slurm.campaign.run import (
-    SCRIPT_PACE,
-    SCRIPT_STEPS,
-    Run,
-    Struck,
-    Trial,
-    slurm,
-)
+from tests.on_slurm.campaign.run import SCRIPT_PACE, SCRIPT_STEPS, Run, Struck, Trial, slurm
 from tests.on_slurm.campaign.stops import more_time
 
 _draw = random.SystemRandom()

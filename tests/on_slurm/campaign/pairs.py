@@ -82,14 +82,12 @@ def _tell(run: Run, _: str) -> Undo:
 
 
 FORMS = (
-    Form("killed", OTHERS, spares.kill_host),
-    Form("frozen", OTHERS, _freeze),
-    Form("cut-off", OTHERS, _cut),
-    Form("spare-killed", SPARE, spares.kill_host),
+    Form("killed", OTHERS, spares.kill_host), Form("frozen", OTHERS, _freeze),
+    Form("cut-off", OTHERS, _cut), Form("spare-killed", SPARE, spares.kill_host),
     Form("script-killed", BATCH, spares.kill_host, in_job=False),
     Form("script-rebooted", BATCH, spares.reboot, in_job=False),
     Form("told", BATCH, _tell, in_job=False),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,7 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *("--bucket-cap-mb", "0.01"),
     ],
 }
-SCRIPTS = {
-    "loop": "resumable.py",
-    "loop-fsdp": "resumable_fsdp.py",
-    "loop-three": "resumable.py",
-}
+SCRIPTS = {"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py", "loop-three": "resumable.py"}
 """Of a configuration the script of examples/ that it runs as its COMMAND."""
 SCRIPT_STEPS = {"loop": 48, "loop-fsdp": 48, "loop-three": 33}
 SCRIPT_PACE = 0.1
@@ -147,12 +143,7 @@ class Trial(Place):
         self.runs: list[Run] = []
 
     def start(
-        self,
-        *options: str,
-        config: str = "two",
-        pace: float = PACE,
-        name: str = "run",
-        **env: str,
+        self, *options: str, config: str = "two", pace: float = PACE, name: str = "run", **env: str
     ) -> Run:
         """Submits a run and returns at once."""
         argv = ["submit", "--run-name", name, "--json"]
@@ -162,14 +153,9 @@ class Trial(Place):
             # Of the package the COMMAND sees what its run carries, and no other.
             only = f"PYTHONPATH={Path(__file__).with_name('hooks')}"
             argv += [
-                "--nodes",
-                str(world_size_of(config)),
-                "--requeue",
-                "--env",
-                only,
-                "--env",
+                "--nodes", str(world_size_of(config)), "--requeue", "--env", only, "--env",
                 "OMP_NUM_THREADS=1",
-            ]
+            ]  # fmt: skip
             argv += [*options, "--", sys.executable, SCRIPTS[config]]
         else:
             argv += [*CONFIGURATIONS[config], *COMMON, *self.data[config], *options]
@@ -393,12 +379,9 @@ class Run:
         return Struck(self.step, time.time(), self.attempts[-1].number)
 
     def check_same(
-        self,
-        struck: Struck | None = None,
-        *,
-        causes: Sequence[str] | None = None,
+        self, struck: Struck | None = None, *, causes: Sequence[str] | None = None,
         seconds: float = PATIENCE,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """The right end of nearly every fault; returns it in words. Raises Differs.
 
         causes: how the attempts have ended, in order; one that nobody recorded is left out.
@@ -434,12 +417,9 @@ class Run:
         return f"attempts from step {starts}{how}; same weights"
 
     def check_failed(
-        self,
-        *words: str,
-        within: float = PATIENCE,
-        states: Sequence[str] = ("failed",),
+        self, *words: str, within: float = PATIENCE, states: Sequence[str] = ("failed",),
         usable: int | None = None,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """A clean failure: ended, named, no job left, the last checkpoint usable.
 
         words: what the end of the log, or status, says. usable: a step from which to go on.
