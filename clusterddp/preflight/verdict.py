@@ -10,7 +10,7 @@ all-reduces between ranks of one local rank, which have the same place in their 
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -155,14 +155,10 @@ class _Flow:
 
 def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
     """Judge the nodes; silent: those that have not answered, each with what is known of it."""
-    found = {"no answer": _silent(nodes, silent)}
+    found: dict[str, Iterable[tuple[str, str]]] = {"no answer": _silent(nodes, silent)}
     for what, check in _CHECKS.items():
-        found[what] = {node.host: why for node in nodes if (why := check(node, nodes))}
-    found |= {
-        "foreign work": _loaded(nodes),
-        "not reached": _unreached(nodes),
-        "slow transfers": _slow(nodes),
-    }
+        found[what] = [(node.host, why) for node in nodes if (why := check(node, nodes))]
+    found |= {"not reached": _unreached(nodes), "slow transfers": _slow(nodes)}
     return _verdict(len(nodes) + len(silent), found, partial(_unexplained, nodes))
 
 
@@ -180,26 +176,30 @@ def judge_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Verdict:
 
 def _verdict(
     total: int,
-    found: Mapping[str, Mapping[str, str]],
+    found: Mapping[str, Iterable[tuple[str, str]]],
     unexplained: Callable[[Collection[str]], Iterator[str]],
 ) -> Verdict:
     """Blame nodes for the checks that they fail; one that most of them fail blames none.
 
-    total: nodes that are judged. found: what each check has measured, by the node's name.
+    total: nodes that are judged. found: nodes that fail each check, and why; one more than once,
+    perhaps.
     unexplained: yields the pairs that stand apart where none of the blamed nodes takes part.
     """
     failed: dict[str, list[str]] = {}
     unfit, remarks, comparisons = set[str](), list[str](), False
-    for what, reasons in found.items():
+    for what, failures in found.items():
+        reasons: dict[str, list[str]] = {}
+        for host, reason in failures:
+            reasons.setdefault(host, []).append(reason)
         if 2 * len(reasons) > total > 1:
-            first, reason = next(iter(reasons.items()))
+            first = next(iter(reasons))
             remarks.append(
                 f"{len(reasons)} of {total} nodes: {what}, so no one of them is blamed "
-                f"({first}: {reason})"
+                f"({first}: {'; '.join(reasons[first])})"
             )
             continue
-        for host, reason in reasons.items():
-            failed.setdefault(host, []).append(reason)
+        for host, several in reasons.items():
+            failed.setdefault(host, []).extend(several)
         unfit |= set() if what in _SLOWNESS else reasons.keys()
         comparisons = comparisons or (bool(reasons) and what in _OF_A_MOMENT)
     pairs = [*unexplained(failed)]
@@ -316,14 +316,13 @@ def schedule(places: Sequence[tuple[str, int]]) -> list[dict[int, int]]:
     return rounds
 
 
-def _silent(nodes: Sequence[Node], silent: Mapping[str, str]) -> Mapping[str, str]:
+def _silent(nodes: Sequence[Node], silent: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return those that a lack of answers tells of: others reach the batch host, which may be one.
 
     Where no other node than this has answered, nobody may be able to reach it.
     """
-    if len(nodes) > 1:
-        return silent
-    return {host: why for host, why in silent.items() if not why.startswith(NO_ANSWER)}
+    alone = len(nodes) <= 1
+    return [each for each in silent.items() if not (alone and each[1].startswith(NO_ANSWER))]
 
 
 def _gpus(node: Node, nodes: Sequence[Node]) -> str:
@@ -379,6 +378,16 @@ def _interface(node: Node, nodes: Sequence[Node]) -> str:
     return f"{node.load.interface} has {own:g} Mbit/s, the others' {usual:g}"
 
 
+def _loaded(node: Node, nodes: Sequence[Node]) -> str:
+    others, spin = _others(node, nodes, lambda each: each.load.spin), node.load.spin
+    if not others or spin <= SPIN_FACTOR * (usual := statistics.median(others)):
+        return ""
+    return (
+        f"a fixed loop takes {spin * 1000:.0f} ms, on the others {usual * 1000:.0f} ms: other work "
+        "holds its processor, or it is throttled"
+    )
+
+
 _CHECKS: dict[str, Callable[[Node, Sequence[Node]], str]] = {
     "GPUs": _gpus,
     "memory": _memory,
@@ -386,48 +395,28 @@ _CHECKS: dict[str, Callable[[Node, Sequence[Node]], str]] = {
     "/dev/shm": _shm,
     "clock": _clock,
     "link speed": _interface,
+    "foreign work": _loaded,
 }
 
 
-def _loaded(nodes: Sequence[Node]) -> dict[str, str]:
-    loaded = {}
-    for node in nodes:
-        others = _others(node, nodes, lambda each: each.load.spin)
-        if others and node.load.spin > SPIN_FACTOR * (usual := statistics.median(others)):
-            loaded[node.host] = (
-                f"a fixed loop takes {node.load.spin * 1000:.0f} ms, on the others "
-                f"{usual * 1000:.0f} ms: other work holds its processor, or it is throttled"
-            )
-    return loaded
+def _unreached(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    pairs = [(node.host, other, pair.error) for node in nodes for other, pair in node.pairs.items()]
+    flows = [_Flow(source, target, 0.0, not error) for source, target, error in pairs]
+    words = " or ".join(sorted({error for *_, error in pairs if error}))
+    for host, outwards, count, _ in _culprits(flows):
+        to, by = f"cannot reach {count} other nodes", f"{count} other nodes cannot connect to it"
+        yield host, f"{to if outwards else by} ({words})"
 
 
-def _unreached(nodes: Sequence[Node]) -> dict[str, str]:
-    flows = [
-        _Flow(node.host, other, 0.0, not pair.error)
-        for node in nodes
-        for other, pair in node.pairs.items()
-    ]
-    errors = {pair.error for node in nodes for pair in node.pairs.values() if pair.error}
-    words = " or ".join(sorted(errors))
-    return {
-        host: f"cannot reach {count} other nodes ({words})"
-        if outwards
-        else f"{count} other nodes cannot connect to it ({words})"
-        for host, (outwards, count, _) in _culprits(flows)
-    }
-
-
-def _slow(nodes: Sequence[Node]) -> dict[str, str]:
+def _slow(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
     flows = _flows(nodes)
-    usual = _usual([flow.rate for flow in flows], nodes)
-    return {
-        host: f"{'sends' if outwards else 'receives'} at most {shown_rate(rate)} with {count} "
-        f"other nodes, where {shown_rate(usual)} is usual"
-        for host, (outwards, count, rate) in _culprits(flows)
-    }
+    usual = shown_rate(_usual([flow.rate for flow in flows], nodes))
+    for host, outwards, count, rate in _culprits(flows):
+        most = f"{'sends' if outwards else 'receives'} at most {shown_rate(rate)}"
+        yield host, f"{most} with {count} other nodes, where {usual} is usual"
 
 
-def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, float]]]:
+def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, bool, int, float]]:
     """Yield the nodes of which every flow in one direction is bad, with two others at least.
 
     Of these others two at least have good flows elsewhere, so that it is not theirs. With each:
@@ -446,22 +435,17 @@ def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, tuple[bool, int, fl
                 for each in (flow.source, flow.target)
             }
             if len(others & elsewhere) >= 2:
-                yield host, (outwards, len(others), max(flow.rate for flow in own))
+                yield host, outwards, len(others), max(flow.rate for flow in own)
                 break
 
 
 def _flows(nodes: Sequence[Node]) -> list[_Flow]:
     """Return all transfers, each from its sender's side."""
-    rates = [
-        (source, target, rate)
-        for node in nodes
-        for other, pair in node.pairs.items()
-        if not pair.error
-        for source, target, rate in (
-            (node.host, other, pair.sent),
-            (other, node.host, pair.received),
-        )
-    ]
+    rates: list[tuple[str, str, float]] = []
+    for node in nodes:
+        for other, pair in node.pairs.items():
+            if not pair.error:
+                rates += (node.host, other, pair.sent), (other, node.host, pair.received)
     usual = _usual([rate for *_, rate in rates], nodes)
     floor = min(SLOW_SHARE * usual, QUICK_BYTES_PER_SECOND)
     return [_Flow(source, target, rate, rate >= floor) for source, target, rate in rates]
@@ -526,19 +510,15 @@ def _circle(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         ring = [ring[0], ring[-1], *ring[1:-1]]
 
 
-def _wrong(ranks: Sequence[RankMeasurements]) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+def _wrong(ranks: Sequence[RankMeasurements]) -> Iterator[tuple[str, str]]:
     for each in ranks:
         if each.fault:
-            where = f"rank {each.rank} on {_processor(each)}"
-            found.setdefault(each.host, []).append(f"{where} multiplies wrongly: {each.fault}")
-    return {host: "; ".join(reasons) for host, reasons in found.items()}
+            yield each.host, f"{_shown(each)} multiplies wrongly: {each.fault}"
 
 
-def _slow_products(ranks: Sequence[RankMeasurements]) -> dict[str, str]:
-    """Return nodes with a rank that multiplies slowly, against others' nodes or, alone, its own."""
+def _slow_products(ranks: Sequence[RankMeasurements]) -> Iterator[tuple[str, str]]:
+    """Yield nodes with a rank that multiplies slowly, against others' nodes or, alone, its own."""
     is_alone = len({each.host for each in ranks}) == 1
-    found: dict[str, list[str]] = {}
     for each in ranks:
         others = [
             other.speed
@@ -549,12 +529,8 @@ def _slow_products(ranks: Sequence[RankMeasurements]) -> dict[str, str]:
             and other.speed >= 0
         ]
         if each.speed >= 0 and others and SLOW_PRODUCT * each.speed < statistics.median(others):
-            usual = _speed(statistics.median(others))
-            found.setdefault(each.host, []).append(
-                f"rank {each.rank} on {_processor(each)} multiplies at {_speed(each.speed)}, "
-                f"where {usual} is usual"
-            )
-    return {host: "; ".join(reasons) for host, reasons in found.items()}
+            own, usual = _speed(each.speed), _speed(statistics.median(others))
+            yield each.host, f"{_shown(each)} multiplies at {own}, where {usual} is usual"
 
 
 def _all_reduces(ranks: Sequence[RankMeasurements], quick: float) -> Iterator[tuple[int, _Flow]]:
@@ -580,19 +556,15 @@ def _usual_all_reduce(ranks: Sequence[RankMeasurements]) -> float:
 
 def _slow_all_reduces(
     ranks: Sequence[RankMeasurements], flows: Sequence[tuple[int, _Flow]]
-) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+) -> Iterator[tuple[str, str]]:
     groups = _by_local_rank(ranks)
     for local_rank, own in groups.items():
         usual = shown_rate(_usual_all_reduce(own))
         which = f" (local rank {local_rank})" if len(groups) > 1 else ""
         of_group = [flow for each, flow in flows if each == local_rank]
-        for host, (_, count, rate) in _culprits(of_group):
-            found.setdefault(host, []).append(
-                f"all-reduces with {count} other nodes{which} reach {shown_rate(rate)} at most, "
-                f"where {usual} is usual"
-            )
-    return {host: "; ".join(reasons) for host, reasons in found.items()}
+        for host, _, count, rate in _culprits(of_group):
+            most = f"reach {shown_rate(rate)} at most, where {usual} is usual"
+            yield host, f"all-reduces with {count} other nodes{which} {most}"
 
 
 def _unexplained_all_reduces(
@@ -605,8 +577,8 @@ def _unexplained_all_reduces(
             yield f"{flow.source} and {flow.target} alone all-reduce at {shown_rate(flow.rate)}"
 
 
-def _processor(rank: RankMeasurements) -> str:
-    return f"{rank.device} ({rank.model})" if rank.model else rank.device
+def _shown(rank: RankMeasurements) -> str:
+    return f"rank {rank.rank} on {rank.device}{f' ({rank.model})' if rank.model else ''}"
 
 
 def _speed(operations: float) -> str:
