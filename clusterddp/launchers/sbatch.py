@@ -343,10 +343,8 @@ def agent_words(spec: JobSpec) -> list[str]:
     its ranks take for a request to stop.
     """
     resources = spec.resources
-    of_node, rendezvous = (
-        ['--node-rank="$SLURM_NODEID"'],
-        ['--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"'],
-    )
+    of_node = ['--node-rank="$SLURM_NODEID"']
+    rendezvous = ['--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"']
     if spec.restart_in_job:
         of_node = [
             '--local-addr="$SLURMD_NODENAME"',

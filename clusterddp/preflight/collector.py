@@ -191,6 +191,7 @@ class _Collector:
         self._hosts, self._nonce, self._has_ended = list(hosts), nonce, has_ended
         self._exit_codes = exit_codes
         self.probes: dict[str, _Probe] = {}
+        self._known: dict[Lines, _Probe] = {}
         self._seen_at = ""
         """Address of the batch host as the other nodes have it."""
         self._selector = selectors.DefaultSelector()
@@ -209,20 +210,17 @@ class _Collector:
         for key in list(self._selector.get_map().values()):
             if key.data:
                 with contextlib.suppress(OSError):
-                    key.data[0].send({"end": True})
-                key.data[0].socket.close()
+                    key.data.send({"end": True})
+                key.data.socket.close()
         self._selector.close()
 
     def nodes(self) -> list[Node]:
         """Return the measurements of the nodes that have answered, in the job's order."""
         silent = self.silent()
         return [
-            Node(host, probe.node, probe.load or LoadMeasurements(), probe.pairs)
-            for host in self._hosts
-            if host not in silent
-            and (probe := self.probes.get(host))
-            and probe.node
-            and not probe.has_gone
+            Node(probe.host, probe.node, probe.load or LoadMeasurements(), probe.pairs)
+            for probe in self._taking_part()
+            if probe.node and probe.host not in silent
         ]
 
     def silent(self) -> dict[str, str]:
@@ -264,6 +262,10 @@ class _Collector:
     def measure_together(self) -> None:
         """Have all nodes that answer measure at one time, and keep the better of two answers."""
         probes = self._taking_part()
+        for probe in probes:
+            if _is_local(probe.address):
+                own = probe.lines.socket.getsockname()[0].removeprefix("::ffff:")
+                probe.address = self._seen_at or own
         self._peers = [probe.host for probe in probes]
         peers = [[probe.address, probe.port] for probe in probes]
         for number, probe in enumerate(probes):
@@ -292,7 +294,7 @@ class _Collector:
                 if key.data is None:
                     self._accept()
                 else:
-                    self._hear(*key.data)
+                    self._hear(key.data)
             if one_is_enough and self.probes:
                 return
             if not self._is_missing(hosts) and not any(
@@ -312,15 +314,7 @@ class _Collector:
     def _taking_part(self) -> list[_Probe]:
         """Return the probes that have measured their node, in the job's order."""
         known = (self.probes.get(host) for host in self._hosts)
-        return [
-            probe if not _is_local(probe.address) else self._with_address(probe)
-            for probe in known
-            if probe and probe.node and not probe.has_gone
-        ]
-
-    def _with_address(self, probe: _Probe) -> _Probe:
-        probe.address = self._seen_at or probe.lines.socket.getsockname()[0].removeprefix("::ffff:")
-        return probe
+        return [probe for probe in known if probe and probe.node and not probe.has_gone]
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -330,26 +324,21 @@ class _Collector:
                 return
             self._connections += 1
             stream.settimeout(1.0)
-            key = Lines(stream)
-            self._selector.register(stream, selectors.EVENT_READ, (key, [None]))
+            self._selector.register(stream, selectors.EVENT_READ, Lines(stream))
 
-    def _hear(self, lines: Lines, holder: "list[_Probe | None]") -> None:
-        try:
+    def _hear(self, lines: Lines) -> None:
+        with contextlib.suppress(OSError, ValueError):
             said = lines.take()
-            if said is not None and all(self._take(lines, holder, each) for each in said):
+            if said is not None and all(self._take(lines, each) for each in said):
                 return
-        except (OSError, ValueError):
-            pass
         self._selector.unregister(lines.socket)
         lines.socket.close()
-        if holder[0]:
-            holder[0].has_gone = True
+        if probe := self._known.get(lines):
+            probe.has_gone = True
 
-    def _take(
-        self, lines: Lines, holder: "list[_Probe | None]", said: Mapping[str, object]
-    ) -> bool:
+    def _take(self, lines: Lines, said: Mapping[str, object]) -> bool:
         """Take an answer; returns False for a stranger's."""
-        probe = holder[0]
+        probe = self._known.get(lines)
         self._answers += probe is not None or said.get("nonce") == self._nonce
         if probe is None:
             host, local, port = (said.get(name) for name in ("host", "local", "port"))
@@ -357,7 +346,7 @@ class _Collector:
                 return False
             if not (isinstance(host, str) and isinstance(local, str) and type(port) is int):
                 return False
-            holder[0] = self.probes[host] = _Probe(lines, host, local, port)
+            self.probes[host] = self._known[lines] = _Probe(lines, host, local, port)
             seen = said.get("seen")
             if isinstance(seen, str) and not _is_local(seen):
                 self._seen_at = seen

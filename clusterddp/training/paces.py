@@ -220,11 +220,8 @@ class Pace:
 
         Returns them with the steps and this rank's seconds; None where no step was done.
         """
-        steps, images, elapsed = (
-            step - self._last[0],
-            self.images - self._last[1],
-            self.clock.elapsed,
-        )
+        steps, images = step - self._last[0], self.images - self._last[1]
+        elapsed = self.clock.elapsed
         if not steps:
             return None
         seconds = elapsed - self._last[2]
