@@ -24,16 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 from markupsafe import Markup
 
 from clusterddp.errors import RequestError
+from clusterddp.reporting import sweep
 from clusterddp.reporting.gather import Gathered, RunReport
-from clusterddp.reporting.sweep import (
-    LARGEST,
-    USUAL,
-    Curve,
-    SweepReport,
-    curve,
-    label,
-    lower_is_better,
-)
+from clusterddp.reporting.sweep import USUAL, Curve, SweepReport, curve, label
 from clusterddp.run.records import MetricsLine
 
 if TYPE_CHECKING:
@@ -370,7 +363,7 @@ def _curves(
         legend.append((colour, " ".join(f"{name}={text}" for name, text in row.point.items())))
     if not any(len(line.points) > 1 for line in drawn):
         return None
-    lowers = lower_is_better(metric)
+    lowers = sweep.lower_is_better(metric)
     scale: Scale = "logarithmic" if lowers else "percent" if metric == "accuracy" else "linear"
     notes = []
     if len(report.rows) > len(lines):
@@ -402,7 +395,7 @@ def _number(text: str) -> float | None:
 
 def _fits(number: float) -> bool:
     """Return whether an axis, of either scale, can hold a number."""
-    return number == 0 or 1 / LARGEST < abs(number) < LARGEST
+    return number == 0 or 1 / sweep.LARGEST < abs(number) < sweep.LARGEST
 
 
 def _marks(gathered: Gathered, colour: str) -> list[tuple[int, str]]:

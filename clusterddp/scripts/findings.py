@@ -21,15 +21,7 @@ class Finding:
     """The line, or lines, to write in its place."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rule": self.rule,
-            "file": self.file,
-            "line": self.line,
-            "sure": self.is_sure,
-            "why": self.why,
-            "text": self.text,
-            "instead": self.instead,
-        }
+        return {name.removeprefix("is_"): value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)

@@ -106,10 +106,8 @@ class PythonFile:
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    if alias.asname:
-                        names[alias.asname] = alias.name
-                    else:
-                        names[alias.name.partition(".")[0]] = alias.name.partition(".")[0]
+                    top = alias.name.partition(".")[0]
+                    names[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -126,11 +124,10 @@ class PythonFile:
         parts.append(self.imported.get(node.id, node.id))
         return ".".join(reversed(parts))
 
-    def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Yield the calls of functions whose last name is one of these."""
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and self.last_name(node) in names:
-                yield node
+    def calls(self, *names: str) -> list[ast.Call]:
+        """Return the calls of functions whose last name is one of these; all without a name."""
+        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        return [call for call in calls if not names or self.last_name(call) in names]
 
     def last_name(self, call: ast.Call) -> str:
         return self.full_name(call.func).rpartition(".")[2]
@@ -143,7 +140,7 @@ class PythonFile:
     @property
     def is_distributed(self) -> bool:
         """Return whether it trains on several ranks by torch.distributed itself."""
-        return any(True for _ in self.calls(*_DISTRIBUTED))
+        return bool(self.calls(*_DISTRIBUTED))
 
     @property
     def is_managed(self) -> bool:
@@ -153,7 +150,7 @@ class PythonFile:
     @property
     def trains(self) -> bool:
         """Return whether it computes gradients."""
-        return any(True for _ in self.calls("backward"))
+        return bool(self.calls("backward"))
 
     @property
     def knows_no_rank(self) -> bool:
@@ -174,13 +171,11 @@ class PythonFile:
     @cached_property
     def spawns(self) -> bool:
         """Return whether it starts its ranks itself, on one machine."""
-        return any(True for _ in self._spawning)
+        return bool(self._spawning)
 
     @property
-    def _spawning(self) -> Iterator[ast.Call]:
-        for call in self.calls("spawn"):
-            if "multiprocessing" in self.full_name(call.func):
-                yield call
+    def _spawning(self) -> list[ast.Call]:
+        return [c for c in self.calls("spawn") if "multiprocessing" in self.full_name(c.func)]
 
     @property
     def always_spawns(self) -> int:
@@ -295,10 +290,9 @@ class PythonFile:
 
         Without those that it sets itself; line 0 where it is not known.
         """
-        calls = list(self.calls("init_process_group"))
-        if self.spawns or self.is_managed or any(True for _ in self.calls(*_STARTERS)):
+        if self.spawns or self.is_managed or self.calls(*_STARTERS):
             return 0, frozenset()
-        for call in calls:
+        for call in self.calls("init_process_group"):
             given = {each.arg: each.value for each in call.keywords}
             method = given.get("init_method", ast.Constant("env://"))
             by_env = isinstance(method, ast.Constant) and method.value in (None, "env://")

@@ -52,16 +52,17 @@ def _source(node: ast.AST) -> str:
     return " ".join(ast.unparse(node).split())
 
 
-def _typed(script: PythonFile, node: ast.AST) -> tuple[str, str]:
-    """Return an expression as it is typed, and as Python itself writes it."""
-    return ast.get_source_segment(script.text, node) or "", _source(node)
+def _typed(script: PythonFile, node: ast.AST, line: str) -> str:
+    """Return an expression as the line has it: as typed, or as Python writes it; else nothing."""
+    ways = (ast.get_source_segment(script.text, node) or "", _source(node))
+    return next((way for way in ways if way in line), "")
 
 
 def _with_keyword(script: PythonFile, call: ast.Call, name: str, instead: str) -> str:
     """Return the line of a call with a keyword replaced, or left out where that is empty."""
     line = script.line(call)
     keyword = next(each for each in call.keywords if each.arg == name)
-    typed = re.escape(next((each for each in _typed(script, keyword) if each in line), ""))
+    typed = re.escape(_typed(script, keyword, line))
     pattern = typed if instead else rf",\s*{typed}|{typed},?\s*"
     return re.sub(pattern, lambda _: instead, line, count=1) if typed else line
 
@@ -71,6 +72,12 @@ def _of_task(script: PythonFile, name: str, of_slurm: str) -> str:
     texts = set(script.names_in(script.tree))
     own = "SLURM_PROCID" in texts and not texts & {"RANK", name}
     return f'int(os.environ["{of_slurm if own else name}"])'
+
+
+def _names_behind(script: PythonFile, node: ast.AST) -> set[str]:
+    """Return the names within an expression, and within the values of its variables."""
+    values = [value for each in ast.walk(node) for value in script.values_of(each)]
+    return {name for each in (node, *values) for name in script.names_in(each)}
 
 
 def _own_ranks(script: PythonFile) -> bool:
@@ -169,9 +176,9 @@ def no_sampler(script: PythonFile) -> Iterator[Found]:
     Source: torch.utils.data.distributed.DistributedSampler's documentation; torch.distributed's
     documentation.
     """
-    if not _own_ranks(script) or not any(True for _ in script.calls(*_WRAPPERS)):
+    if not _own_ranks(script) or not script.calls(*_WRAPPERS):
         return
-    if any(True for _ in script.calls(*_SAMPLERS)):
+    if script.calls(*_SAMPLERS):
         return  # who knows it, has left it out on purpose
     names = set(script.names_in(script.tree))
     if any("model_parallel" in name for name in names) or names & _MESHES:
@@ -200,10 +207,7 @@ def no_sampler(script: PythonFile) -> Iterator[Found]:
 
 def _is_split(script: PythonFile, dataset: ast.AST) -> bool:
     """Return whether a dataset may give each rank its own part by itself."""
-    names = set(script.names_in(dataset))
-    for each in ast.walk(dataset):
-        for value in script.values_of(each):
-            names |= set(script.names_in(value))
+    names = _names_behind(script, dataset)
     for node in script.nodes:
         if isinstance(node, ast.ClassDef) and node.name in names:
             bases = {script.full_name(base).rpartition(".")[2] for base in node.bases}
@@ -221,11 +225,7 @@ def download_per_rank(script: PythonFile) -> Iterator[Found]:
     """
     if not _own_ranks(script):
         return
-    downloads = [
-        call
-        for call in script.calls(*_names_of_calls(script))
-        if _is_true(_keyword(call, "download"))
-    ]
+    downloads = [call for call in script.calls() if _is_true(_keyword(call, "download"))]
     if any(script.reached(call) is False for call in downloads):
         return  # one rank does it; what comes behind finds the files
     for call in downloads:
@@ -241,10 +241,6 @@ def download_per_rank(script: PythonFile) -> Iterator[Found]:
             f"if dist.get_rank() == 0:\n    {text}\ndist.barrier()\n{line}",
         )
         return
-
-
-def _names_of_calls(script: PythonFile) -> set[str]:
-    return {script.last_name(node) for node in script.nodes if isinstance(node, ast.Call)}
 
 
 def _comes_after_start(script: PythonFile, call: ast.Call) -> bool:
@@ -279,7 +275,7 @@ def save_per_rank(script: PythonFile) -> Iterator[Found]:
             continue
         constant, sure = isinstance(path, ast.Constant), False
         if script.reached(call) is True:
-            sure = constant and any(True for _ in script.calls(*_WRAPPERS))
+            sure = constant and bool(script.calls(*_WRAPPERS))
             sure = sure and not script.spawn_flags
             who = "every rank"
         elif not _is_on_one_node(script) and (line := script.node_guard(call)):
@@ -301,11 +297,8 @@ def _is_on_one_node(script: PythonFile) -> bool:
 
 
 def _is_buffer(script: PythonFile, path: ast.AST) -> bool:
-    names = set(script.names_in(path))
-    for each in ast.walk(path):
-        for value in script.values_of(each):
-            names |= set(script.names_in(value))
-    return bool(names & {"BytesIO", "io", "buffer", "NamedTemporaryFile", "tempfile", "mkstemp"})
+    buffers = {"BytesIO", "io", "buffer", "NamedTemporaryFile", "tempfile", "mkstemp"}
+    return bool(_names_behind(script, path) & buffers)
 
 
 @rule
@@ -326,7 +319,7 @@ def load_map_location(script: PythonFile) -> Iterator[Found]:
         if not _is_state(script, call) or script.is_guarded(call):
             continue
         line = script.line(call)
-        typed = next((each for each in _typed(script, call) if each in line), _source(call))
+        typed = _typed(script, call, line) or _source(call)
         fixed = typed[:-1] + ', map_location="cpu")'
         yield Found(
             call.lineno,
@@ -515,9 +508,9 @@ def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
 
     Source: torch.distributed's documentation, all_reduce; the ImageNet example of PyTorch.
     """
-    if not _own_ranks(script) or not any(True for _ in script.calls(*_SAMPLERS)):
+    if not _own_ranks(script) or not script.calls(*_SAMPLERS):
         return
-    called = _names_of_calls(script)
+    called = {script.last_name(call) for call in script.calls()}
     if called & _REDUCERS or any("reduce" in name or "gather" in name for name in called):
         return
     for node in script.nodes:
@@ -580,7 +573,7 @@ def _is_over_part(script: PythonFile, node: ast.AST) -> bool:
             if loaders:
                 return any(_keyword(loader, "sampler") is not None for loader in loaders)
             if any("loader" in name.lower() for name in names):
-                every = list(script.calls("DataLoader"))
+                every = script.calls("DataLoader")
                 return bool(every) and all(_keyword(c, "sampler") is not None for c in every)
     return False
 
@@ -664,9 +657,8 @@ def equal_seeds(script: PythonFile) -> Iterator[Found]:
     names = set(script.names_in(script.tree))
     if not _own_ranks(script) or names & _MESHES:
         return
-    seeds = [
-        c for c in script.calls("manual_seed") if script.full_name(c.func) == "torch.manual_seed"
-    ]
+    every = script.calls("manual_seed")
+    seeds = [call for call in every if script.full_name(call.func) == "torch.manual_seed"]
     if not seeds or any(c.args and script.mentions_rank(c.args[0]) for c in seeds):
         return
     draw = _drawn_in_training(script)
@@ -674,7 +666,7 @@ def equal_seeds(script: PythonFile) -> Iterator[Found]:
     if draw is None or not seed.args or not _is_plain(seed.args[0]):
         return
     line = script.line(seed)
-    typed = next((each for each in _typed(script, seed) if each in line), "")
+    typed = _typed(script, seed, line)
     yield Found(
         seed.lineno,
         False,
@@ -734,7 +726,7 @@ def global_rank_device(script: PythonFile) -> Iterator[Found]:
         for number in numbers:
             if not script.is_global_rank(number):
                 continue
-            typed = next((e for e in _typed(script, number) if e in script.line(call)), "")
+            typed = _typed(script, number, script.line(call))
             local = _of_task(script, "LOCAL_RANK", "SLURM_LOCALID")
             if 'f"' in script.line(call):
                 local = local.replace('"', "'")
@@ -778,7 +770,7 @@ def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
         if isinstance(backend, ast.Constant) and backend.value == "nccl":
             at = backend if isinstance(typed, ast.Name) else call
             line = script.line(at)
-            text = next((each for each in _typed(script, backend) if each in line), "")
+            text = _typed(script, backend, line)
             either = '"nccl" if torch.cuda.is_available() else "gloo"'
             yield Found(
                 at.lineno,
@@ -833,7 +825,7 @@ def address_in_script(script: PythonFile) -> Iterator[Found]:
 
     Source: torch.distributed's documentation, environment variable initialization.
     """
-    if script.spawns or not any(True for _ in script.calls("init_process_group")):
+    if script.spawns or not script.calls("init_process_group"):
         return
     values = [
         value

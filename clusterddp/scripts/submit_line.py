@@ -17,28 +17,9 @@ from clusterddp.request import nested_launcher
 from clusterddp.request.nested_launcher import NestedLauncher
 from clusterddp.request.options import REPLACED
 from clusterddp.request.spec import DIRECTIVES
-from clusterddp.scripts import shell
-from clusterddp.scripts.job_script import (
-    DERIVED,
-    DIRECTIVES_OF_GPUS,
-    DIRECTIVES_OF_LAYOUT,
-    MPI,
-    TRAINS,
-    JobScript,
-)
-from clusterddp.scripts.sbatch_file import (
-    SAYS,
-    Directive,
-    Option,
-    SbatchFile,
-    Statement,
-    arguments,
-    needed,
-    one_line,
-    references,
-    statements,
-)
-from clusterddp.scripts.sbatch_file import options as read_options
+from clusterddp.scripts import job_script, sbatch_file, shell
+from clusterddp.scripts.job_script import DERIVED, MPI, TRAINS, JobScript
+from clusterddp.scripts.sbatch_file import SAYS, Directive, Option, SbatchFile, Statement, one_line
 from clusterddp.scripts.shell import Assignment, Command, Word, is_known, said
 from clusterddp.slurm import forms
 
@@ -180,7 +161,7 @@ class _Translation:
         self.job = JobScript(file)
         self.training = self.job.training
         self.where = self.training.command.line
-        self.statements = list(statements(file))
+        self.statements = list(sbatch_file.statements(file))
         own = [s for s in self.statements if s.first <= self.where <= s.last]
         named = _NAMED.match(own[0].source) if "function" in self.training.command.inside else None
         of_function = (named[1] or named[2],) if named else ()
@@ -240,8 +221,9 @@ class _Translation:
         for number, text in enumerate(self.file.lines, 1):
             if re.match(r"#SBATCH\s+(?:het|pack)job\b", text):
                 self.line.note(number, text, f"not carried over: use {REPLACED['het-group']}")
-            words = list(arguments(text[len("#SBATCH") :])) if number in read_lines else []
-            if (at := read_options(words, "sbatch", number)[1]) < len(words):
+            behind = text.removeprefix("#SBATCH")
+            words = list(sbatch_file.arguments(behind)) if number in read_lines else []
+            if (at := sbatch_file.options(words, "sbatch", number)[1]) < len(words):
                 why = f"sbatch takes no {words[at]!r} there; it, and what follows, is left out"
                 self.line.note(number, text, why)
         for directive in self.file.directives:
@@ -253,7 +235,7 @@ class _Translation:
             elif directive.name == "mail-type":  # Slurm adds them up
                 events = [d.value or "" for d in self.file.directives if d.name == "mail-type"]
                 self.directive(replace(directive, value=",".join(events)))
-            elif directive.name not in DIRECTIVES_OF_LAYOUT:
+            elif directive.name not in job_script.DIRECTIVES_OF_LAYOUT:
                 self.directive(directive)
 
     def directive(self, directive: Directive) -> None:
@@ -312,15 +294,15 @@ class _Translation:
     def step(self) -> None:
         """Carry over those of srun's options that matter to the tasks."""
         line, step, file = self.line, self.training.step, self.file
+        of_gpus = job_script.DIRECTIVES_OF_GPUS
+        asks_for_gpus = file.value(*of_gpus) is not None
         for each in self.training.command.assignments:
             self.ahead(each.name, each.text, each.source, self.where)
         if step is None:
             return
         for option in step.options:
             name, value, source = option.name, option.value, self.shown(option.source)
-            is_jobs_own = name in DIRECTIVES_OF_GPUS and (
-                value == file.value(name) or file.value(*DIRECTIVES_OF_GPUS) is None
-            )
+            is_jobs_own = name in of_gpus and (value == file.value(name) or not asks_for_gpus)
             if name in _OF_STEP or is_jobs_own:
                 continue
             if name in _LOGS:
@@ -475,7 +457,7 @@ class _Translation:
     def reads(self, source: str, line: int) -> None:
         """Note which variables of the batch shell a text of the tasks reads, and what differs."""
         setting = {n: each for each in self.statements for n in each.names_set | each.assigned}
-        for name in references(source):
+        for name in sbatch_file.references(source):
             if re.search(rf"\b(?:for|select)\s+{name}\s", "\n".join(self.file.lines)):
                 why = f"not carried over: {name} is the loop's; give its value, one line for each"
                 self.line.note(line, source, why)
@@ -559,7 +541,7 @@ class _Translation:
         says = [s for s in others if all(_says(command) for command in s.commands)]
         wanted = [s for s in others if s not in only_set and s not in says]
         reading = [s for s in wanted if not self.exports_literals(s)]
-        lines = needed(reading, self.read_by_tasks, only_set)
+        lines = sbatch_file.needed(reading, self.read_by_tasks, only_set)
         kept = [*wanted, *(s for s in only_set if s.first in lines)]
         gone = {n for s in self.statements if s not in kept for n in s.names_set}
         kept += [s for s in says if not s.names & gone]
@@ -584,7 +566,7 @@ class _Translation:
     def pieces_of_the_command(self, others: Sequence[Statement]) -> list[Statement]:
         """Return the statements that export a piece of the command itself, several words long."""
         setting = {name: s for s in others for name in s.names_set}
-        waiting, pieces = references(self.training.command.source), []
+        waiting, pieces = sbatch_file.references(self.training.command.source), []
         seen = set(waiting)
         while waiting:
             statement = setting.get(waiting.pop())

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp import patience
 from clusterddp.errors import RequestError, SlurmError
-from clusterddp.slurm.forms import (
-    RANK_VARIABLES,
-    TASK_VARIABLES,
-    array_indices,
-    hosts_of,
-    time_seconds,
-)
+from clusterddp.slurm import forms
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
 
 if TYPE_CHECKING:
@@ -476,7 +470,7 @@ def in_arrays(job_ids: Sequence[str]) -> list[str]:
     elements: dict[str, list[int]] = {}
     for array, _, index in (job_id.partition("_") for job_id in job_ids if "_" in job_id):
         elements.setdefault(array, []).append(int(index))
-    listed = {array: array_indices(sorted(indices)) for array, indices in elements.items()}
+    listed = {array: forms.array_indices(sorted(indices)) for array, indices in elements.items()}
     jobs = [job_id for job_id in job_ids if "_" not in job_id]
     return [*jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())]
 
@@ -551,7 +545,7 @@ def job_nodes(job_id: str) -> JobNodes:
     if "Partition" not in fields:
         raise SlurmError(f"Slurm does not say where job {job_id} may start")
     excluded = fields.get("ExcNodeList", "(null)")
-    hosts = hosts_of("" if excluded == "(null)" else excluded)
+    hosts = forms.hosts_of("" if excluded == "(null)" else excluded)
     return JobNodes(fields["Partition"], tuple(hosts))
 
 
@@ -646,7 +640,7 @@ def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
     surrounding job would reach the new one (an inherited SLURM_CPU_BIND crowds its tasks).
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
-    dropped = {*RANK_VARIABLES, *TASK_VARIABLES}
+    dropped = {*forms.RANK_VARIABLES, *forms.TASK_VARIABLES}
     if "SLURM_JOB_ID" in environ:
         dropped.update(_DEVICES.split())
     return {
@@ -709,7 +703,7 @@ def ending(job_id: str, restart: int) -> Ending:
         return Ending.PREEMPTED
     if state in _ENDINGS:
         return _ENDINGS[state]
-    ran, limit = (time_seconds(fields.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    ran, limit = (forms.time_seconds(fields.get(name, "")) for name in ("RunTime", "TimeLimit"))
     is_over = ran is not None and limit is not None and ran >= limit
     return Ending.TIME_LIMIT if is_over else Ending.CANCELLED
 
@@ -745,4 +739,4 @@ def _job_fields(job_id: str) -> dict[str, str]:
 
 def seconds_left(job_id: str) -> float | None:
     """Return the seconds until the job's time limit; None without one, or where it is unknown."""
-    return time_seconds(output_of(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())
+    return forms.time_seconds(output_of(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())
