@@ -122,28 +122,3 @@ def test_a_bad_node_that_slurm_gives_all_the_same_is_given_back_without_an_attem
     ]  # fmt: skip
     assert (events[1]["nodelist"], events[4]["nodelist"]) == ("h01", "h02")
     assert events[4]["attempt"] == 1
-
-
-@pytest.mark.timeout(600)
-def test_a_program_that_raises_at_every_start_blames_nobody(
-    three: SlurmCluster, home: Path
-) -> None:
-    program = """
-import os
-for step in range(100):
-    if step == 50 and os.environ["RANK"] == "3":
-        raise RuntimeError("CUDA-like trouble of rank 3 at step 50")
-"""
-    run = submit(
-        three, home, "raises", program, "--nodes", "2", "--tasks-per-node", "2",
-        "--requeue", "--restart-on-failure", "2",
-    )  # fmt: skip
-    assert three.wait_job(job_of(run)) == "FAILED", run.job_log.read_text()
-    events = read_events(run)
-    failed = [e["first_failure"] for e in events if e["event"] == "ended"]
-    assert [failure["rank"] for failure in failed] == [3, 3, 3], run.job_log.read_text()
-    assert {failure["host"] for failure in failed} == {"h02"}
-    assert "nodes_blamed" not in kinds(run)
-    assert not (home / "jobs/bad-nodes.jsonl").exists()
-    listed = typed(three, home, *CLUSTERDDP, "nodes")
-    assert "no bad nodes" in listed.stderr

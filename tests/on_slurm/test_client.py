@@ -111,11 +111,6 @@ def test_a_job_is_put_back_behind_others_or_is_held_until_it_is_released(
         assert (tmp_path / f"{name}.again").exists()
 
 
-@pytest.mark.slow
-def test_partitions_come_from_sinfo(cluster: SlurmCluster) -> None:
-    assert client(cluster, "client.partitions()") == ["main", "high"]
-
-
 def test_a_lost_submission_is_found_by_its_comment(cluster: SlurmCluster) -> None:
     mine = cluster.sbatch(script("true", comment="clusterddp:a|b"), "--hold")
     cluster.sbatch(script("true", comment="clusterddp:other"), "--hold")

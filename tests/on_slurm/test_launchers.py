@@ -389,35 +389,3 @@ def test_signals_to_srun_reach_the_tasks_alike(
     # The real one has been seen to end with either: which depends on who is heard of first.
     assert re.search(r"srun ended with (0|137)$", job_log.read_text(), re.MULTILINE)
     assert not [log for log in logs if "SIGTERM" in log.read_text()]
-
-
-# Trains nothing: waits until the task's parent has seen which world it is in.
-SEEN = """
-import os, pathlib, sys, time
-record = pathlib.Path(sys.argv[1], f"rank-{os.environ['SLURM_PROCID']}.json")
-deadline = time.monotonic() + 90
-while "own_world" not in record.read_text():
-    assert time.monotonic() < deadline
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.slow
-def test_tasks_that_each_start_torchrun_are_named_in_the_verdict(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "seen.py").write_text(SEEN)
-    outcomes = tmp_path / "jobs/own/attempts/0001/outcomes"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = cluster.run(
-        [sys.executable, "-m", "clusterddp", "submit", "--nodes=2", "--run-name=own", "--wait",
-         "--allow-launcher", "--", *torchrun, "seen.py", outcomes],
-        cwd=tmp_path, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    words = (
-        "the children of 2 of 2 tasks formed worlds of their own, started by torchrun, of 2 ranks"
-    )
-    assert words in (tmp_path / "jobs/own/logs/job.log").read_text()
-    shown = cluster.run([sys.executable, "-m", "clusterddp", "status", "own"], cwd=tmp_path)
-    assert f"warning     {words}" in shown.stdout

@@ -136,21 +136,3 @@ def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) 
     assert cluster.wait_job(job_of(runs["bad"])) == "COMPLETED"
     [mark] = runs["bad"].path.glob("notified-*.json")
     wait_for(lambda: json.loads(mark.read_text()).get("exit_code") == 9, "the program's end")
-
-
-@pytest.mark.slow
-def test_each_start_of_rank_0_is_shown_the_same_tracked_run(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    script = (
-        f"echo id=$WANDB_RUN_ID $WANDB_RESUME $WANDB_NAME >>{tmp_path}/rank-$RANK; "
-        f"if [ $RANK = 0 ] && [ ! -e {tmp_path}/again ]; then touch {tmp_path}/again; exit 75; fi"
-    )
-    done = submit(cluster, tmp_path, "--run-name", "tracked", "--tasks-per-node", "2", "--wait",
-                  "--tracker", "wandb", "--env", "WANDB_NAME=own", "--requeue",
-                  "--", "sh", "-c", script)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    ours, others = ((tmp_path / f"rank-{n}").read_text().splitlines() for n in (0, 1))
-    kept = json.loads((tmp_path / "jobs/tracked/tracked.json").read_text())
-    assert ours == [f"id={kept['wandb']} allow own"] * 2
-    assert set(others) == {"id= own"}

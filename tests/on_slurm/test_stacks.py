@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.run_dir import RunDir
-from tests.cli.commands.test_stacks import JUMPS, PACKAGE, SCRIPT, SHELL
+from tests.cli.commands.test_stacks import JUMPS, PACKAGE, SCRIPT
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.held import LONG
@@ -109,19 +109,6 @@ def test_an_ordinary_user_sees_eight_ranks_beside_a_sites_sitecustomize(
         writer = os.open(home / "go", os.O_RDWR)
         assert cluster.wait_job(job_of(run)) == "COMPLETED"
         os.close(writer)
-
-
-@pytest.mark.slow
-def test_a_shell_on_each_host_is_told_of_and_goes_on(
-    cluster: SlurmCluster, tmp_path: Path, go: Path
-) -> None:
-    run = started(cluster, tmp_path, "--", *SHELL)
-    note = "all 4 (ranks 0-3): no Python in it (bash), sleeping"
-    wait_for(lambda: note in stacks(cluster, tmp_path).stdout, note, LONG)
-    assert stacks(cluster, tmp_path).returncode == 1
-    writer = os.open(go, os.O_RDWR)
-    assert cluster.wait_job(job_of(run)) == "COMPLETED"
-    os.close(writer)
 
 
 @pytest.mark.slow

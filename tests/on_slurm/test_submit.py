@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from click.testing import CliRunner
 
 from clusterddp.cli.main import cli
 from clusterddp.files import read_json_lines
-from clusterddp.ranks.dist_env import master_port
 from tests.hostile import CARRIED
 from tests.on_slurm.cluster import SlurmCluster
 
@@ -202,32 +200,3 @@ def test_what_no_node_has_is_refused_and_sbatch_decides_where_a_person_insists(
     done = submit_patiently(cluster, tmp_path, *long, "--force", "--", "true")
     assert done.returncode == 0, done.stderr
     cluster.run(["scancel", json.loads(done.stdout)["job_id"]], check=True)
-
-
-@pytest.mark.slow
-def test_a_taken_port_is_passed_over(cluster: SlurmCluster, tmp_path: Path) -> None:
-    first = submit(
-        cluster, tmp_path, "--run-name", "first", "--wait", "--json", "--", sys.executable, "-c",
-        WHO,
-    )  # fmt: skip
-    job_id = int(json.loads(first.stdout.splitlines()[0])["job_id"])
-    assert told(tmp_path / "jobs/first", 0)["env"]["MASTER_PORT"] == str(master_port(job_id, 0, 0))
-    # The next job's first choice is taken on the first host while it runs.
-    taken = master_port(job_id + 1, 0, 0)
-    listen = (
-        "import socket, sys; s = socket.create_server(('', int(sys.argv[1])));"
-        "print('listening', flush=True); sys.stdin.read()"
-    )
-    with cluster.popen_on(
-        "h01", [sys.executable, "-c", listen, str(taken)], stdin=PIPE, stdout=PIPE
-    ) as listener:
-        assert listener.stdout is not None
-        assert listener.stdout.readline() == "listening\n"
-        second = submit(
-            cluster, tmp_path, "--run-name", "second", "--nodelist", "h01", "--wait", "--json",
-            "--", sys.executable, "-c", WHO,
-        )  # fmt: skip
-        listener.terminate()
-    assert int(json.loads(second.stdout.splitlines()[0])["job_id"]) == job_id + 1
-    seen = told(tmp_path / "jobs/second", 0)["env"]["MASTER_PORT"]
-    assert seen == str(master_port(job_id + 1, 0, 0, candidate=1))

@@ -186,6 +186,8 @@ def _test(root: Path | None, tests: Sequence[str]) -> tuple[list[str], list[str]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+        if files := len({test.partition("::")[0] for test in tests}) - 1:  # several wait at once
+            options += ["-n", str(min(files + 1, 3)), "--dist", "loadfile"]
         argv = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *_once(tests)]
         with subprocess.Popen(argv, env=env) as process:
             try:

@@ -401,18 +401,6 @@ def test_before_the_ranks_have_met_a_request_ends_them(
     assert all(has_gone(pid) for pid in pids)
 
 
-@pytest.mark.slow
-@pytest.mark.release  # launchers/test_local.py has it of ranks that are programs of their own
-def test_a_rank_that_dies_ends_the_others_and_is_named(debug: Any, tmp_path: Path) -> None:
-    process = debug("--procs=2", "--start-method=forkserver", *LONG)
-    wait_until(process)
-    os.kill(rank_pids(RunDir(tmp_path / "run"))[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    named = f"rank 1 on {socket.gethostname()} failed first: killed by SIGKILL (logs/rank-1.log)"
-    assert named in err
-
-
 def test_a_wrong_request_starts_nothing(workplace: Workplace) -> None:
     run = workplace.folder / "run"
     for argv in (

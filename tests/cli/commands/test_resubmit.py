@@ -28,7 +28,6 @@ from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds, read_events
 from tests.hostile import CARRIED
-from tests.waiting import PATIENCE, dying_with_us, wait_for
 
 __all__ = ["workplace"]
 
@@ -837,42 +836,6 @@ def test_a_job_that_slurm_has_forgotten_is_gone_on_with(workplace: Workplace) ->
     got = accepted(workplace, "one")
     assert "Slurm no longer knows the job" in got.err
     assert "as job 13" in got.out
-
-
-def test_of_three_at_once_one_submits(workplace: Workplace) -> None:
-    stopped(workplace, train=None, command=("true",))
-    workplace.command("sbatch", "/bin/cat >sent; echo 13")
-    # Each waits where it has seen that nothing is queued, until all that get there are there.
-    hold = "while [ ! -e go ]; do /bin/sleep 0.05; done"
-    workplace.command("squeue", f"{hold}; {FORGOTTEN}")
-    argv = [sys.executable, "-m", "clusterddp", "resubmit", "one", "--time", "9"]
-    several = [
-        subprocess.Popen(
-            argv,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=dying_with_us(),  # noqa: PLW1509
-        )
-        for _ in range(3)
-    ]
-    try:
-        wait_for(
-            lambda: (
-                sum(process.poll() is not None for process in several)
-                + sum(call.startswith("squeue") for call in workplace.calls)
-                == 3
-            ),
-            "each to ask Slurm, or to be refused",
-        )
-        (workplace.folder / "go").touch()
-        said = [process.communicate(timeout=PATIENCE)[1] for process in several]
-    finally:
-        for process in several:
-            process.kill()
-    assert sorted(process.returncode for process in several) == [0, 2, 2], said
-    [done] = [process.pid for process in several if process.returncode == 0]
-    assert sum(f"being resubmitted by process {done} on" in words for words in said) == 2
-    assert sum(call.startswith("sbatch") for call in workplace.calls) == 1
 
 
 DONE = {**ended("12", 0), "attempt": 1, "cause": "done", "why": ""}

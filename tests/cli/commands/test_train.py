@@ -244,43 +244,6 @@ def pid_of(run_dir: Path, rank: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.release  # on_slurm/test_signals.py stops ranks and has them go on
-def test_a_signal_to_one_rank_has_all_save_and_leave_and_the_run_goes_on(
-    start: Any, synthetic_dir: Path, tmp_path: Path
-) -> None:
-    processes = [
-        start(train_argv(synthetic_dir, tmp_path, *LONG), env) for env in ranks(2, free_port())
-    ]
-    wait_until(processes[0])
-    os.kill(pid_of(tmp_path, 1), signal.SIGUSR1)
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
-    assert [process.returncode for process in processes] == [75, 75], outputs
-    end = json.loads((tmp_path / "attempts/0001/end.json").read_text())
-    assert (end["cause"], end["reason"]) == ("stopped", "signal")
-    assert f"stopped at step {end['step']} (signal)" in outputs[0]
-    more = ("--epochs=5000", f"--max-steps={end['step'] + 2}")
-    one = start(train_argv(synthetic_dir, tmp_path, *more))  # and on one rank, with both's batch
-    output = one.communicate(timeout=PATIENCE)[0]
-    assert one.returncode == 0, output
-    assert f"step-{end['step']:08d}.pt" in output and "batch 128 x 1 = 128" in output
-    assert report_of(tmp_path)["steps"] == end["step"] + 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to_task", [False, pytest.param(True, marks=pytest.mark.release)])
-def test_term_twice_is_harmless(
-    to_task: bool, start: Any, synthetic_dir: Path, tmp_path: Path
-) -> None:
-    process = start(train_argv(synthetic_dir, tmp_path, *LONG))
-    wait_until(process)
-    for _ in range(2):
-        os.kill(pid_of(tmp_path, 0) if to_task else process.pid, signal.SIGTERM)
-    output = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 75, output
-    assert "stopped at step" in output and "(SIGTERM)" in output
-
-
-@pytest.mark.slow
 def test_a_stopped_rank_is_named_by_its_parent_and_by_the_watchdog(
     start: Any, synthetic_dir: Path, tmp_path: Path
 ) -> None:
@@ -324,17 +287,6 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     # One may have been on its way; those of the seconds after it are not there.
     assert max(map(step_of, checkpoints.iterdir())) <= last + 2
     assert not (tmp_path / "attempts/0001/end.json").exists()
-
-
-@pytest.mark.slow
-def test_a_log_on_a_full_disk_does_not_end_the_training(
-    start: Any, synthetic_dir: Path, tmp_path: Path
-) -> None:
-    argv = train_argv(synthetic_dir, tmp_path, "--max-steps=3", "--log-every=1")
-    process = start(["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *argv])
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
-    assert report_of(tmp_path)["steps"] == 3
 
 
 def test_a_port_in_use_is_one_clear_message(
