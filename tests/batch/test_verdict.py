@@ -50,6 +50,8 @@ PAUSED: dict[str, Any] = {"cause": "stopped", "reason": "signal", "step": 40}
 
 @pytest.fixture
 def run(workplace: Workplace) -> RunDir:
+    """A run that has begun, of a job that Slurm knows."""
+    slurm_says(workplace)
     return begun(workplace.run("mnist", submitted("17")))
 
 
@@ -63,6 +65,7 @@ def command_run(
     workplace: Workplace, name: str = "own", *, command: tuple[str, ...] = ("python", "train.py"),
     python: str = "python",
 ) -> RunDir:  # fmt: skip
+    slurm_says(workplace)
     run = workplace.run(name, submitted("17"))
     spec = JobSpec(
         run_name=name, run_dir=str(run.path), resources=Resources(), python=python,
@@ -159,7 +162,6 @@ def test_a_rank_lost_after_the_last_word_takes_nothing_from_the_run(
 def test_the_first_failure_is_named_and_its_code_wins_over_sruns(
     workplace: Workplace, run: RunDir
 ) -> None:
-    slurm_says(workplace)
     error = {"type": "RuntimeError", "message": "boom", "peer_lost": False}
     record(run, 1, 1, error=error)
     record(run, 0, 143, signal="SIGTERM")
@@ -237,7 +239,6 @@ def test_a_command_that_was_ended_for_its_silence_has_hung_however_its_ranks_end
     workplace: Workplace, ends: dict[int, dict[str, Any]], srun_code: int
 ) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     for rank, fields in ends.items():
         record(run, rank, 0, **fields)
     run.job_log.write_text("x, job 17 on h01, Tue\nsrun: error: h01: task 0: Killed\n")
@@ -254,7 +255,6 @@ def test_a_silence_for_which_no_rank_is_to_blame_names_none(
     workplace: Workplace, code: int
 ) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     record(run, 0, 143, signal="SIGTERM")
     record(run, 1, 143, signal="SIGTERM")
     hung = {"ranks": [], "reason": "no rank printed anything for 30m00s", "ended": True}
@@ -272,7 +272,6 @@ def test_a_silence_for_which_no_rank_is_to_blame_names_none(
 def test_nodes_that_fail_checks_make_no_rank_a_failed_one(
     workplace: Workplace, ranks: int, run: RunDir
 ) -> None:
-    slurm_says(workplace)
     for rank in range(ranks):
         record(run, rank, 75)
     blamed = {"nodes": {"h02": "GPU 1 is slow"}, "by": "preflight", "attempt": 1}
@@ -439,7 +438,6 @@ TROUBLE = "the checkpoint step-00000050.pt was not written: No space left on dev
 def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     workplace: Workplace, run: RunDir
 ) -> None:
-    slurm_says(workplace)
     saved(run)
     leave(run, **{**PAUSED, "step": 50, "saved": 40, "trouble": TROUBLE})
     got = finish_attempt(workplace, run, 0, requeue=True)
@@ -455,7 +453,6 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
 def test_ranks_that_could_record_nothing_on_a_full_disk_have_not_failed(
     workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm_says(workplace)
     saved(run)
     for rank in (0, 1):
         record(run, rank, 0, ended=None, exit_code=None)
@@ -496,7 +493,6 @@ def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
     workplace: Workplace, run: RunDir, word: str, how: str
 ) -> None:
     """srun ends the other tasks for it, by a TERM that the ranks take for a request."""
-    slurm_says(workplace)
     leave(run, cause="stopped", reason="SIGTERM", step=40)
     run.job_log.write_text(
         f"clusterddp: mnist, job 17 on h01, Tue\nsrun: error: h01: task 1: {word}\n"
@@ -670,7 +666,6 @@ def test_what_slurm_or_a_person_has_decided_is_left(
 
 
 def test_cancel_wins_whatever_slurm_shows(workplace: Workplace, run: RunDir) -> None:
-    slurm_says(workplace)
     add_event(run, "cancelled", job_id="17")
     leave(run, **PAUSED)
     assert finish_attempt(workplace, run, 75, requeue=True).code == 75
@@ -791,7 +786,6 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
     workplace: Workplace, run: RunDir, how: str, cause: str
 ) -> None:
     """It came when they had already left for another reason."""
-    slurm_says(workplace)
     if cause == "signal":
         leave(run, **PAUSED)
     else:
@@ -807,7 +801,6 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
 
 
 def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir) -> None:
-    slurm_says(workplace)
     add_event(run, "stop_asked", job_id="17", attempt=1)
     add_event(run, "resubmit")
     begun(run, 2)
@@ -818,7 +811,6 @@ def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir)
 
 def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workplace) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 138, signal="SIGUSR1")  # it does not know the signal
     finish_attempt(workplace, run, 138, requeue=True)
@@ -828,7 +820,6 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
 
 def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 75)
     got = finish_attempt(workplace, run, 0, requeue=True)
@@ -844,7 +835,6 @@ def test_what_a_commands_loop_has_saved_is_in_the_verdict(
 ) -> None:
     """An agent of torchrun's makes a failure of 75, so that its ranks leave with 0."""
     run = command_run(workplace)
-    slurm_says(workplace)
     saved(run, step=7)
     leave(run, cause="stopped", reason="time limit", step=7, saved=7)
     for rank, code in enumerate(codes):
@@ -867,7 +857,6 @@ def test_a_commands_loop_that_gains_no_step_twice_is_not_started_again(
     workplace: Workplace,
 ) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     for number, start in ((1, 7), (2, 7)):
         if number == 2:
             begun(run, 2, 1)
@@ -893,7 +882,6 @@ def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -
 
 def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workplace) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     record(run, 0, 75)
     got = finish_attempt(workplace, run, 0)
     assert got.code == 75
@@ -917,7 +905,6 @@ def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workp
 def test_a_command_whose_srun_was_ended_is_not_done(workplace: Workplace) -> None:
     """TERM to srun kills the tasks together with their parents, and srun exits with 0."""
     run = command_run(workplace)
-    slurm_says(workplace)
     record(run, 0, 0, ended=None, exit_code=None)
     got = finish_attempt(workplace, run, 0)
     assert got.code == 1
@@ -930,7 +917,6 @@ def test_a_code_for_which_slurm_requeues_is_warned_about(
 ) -> None:
     run = command_run(workplace)
     config = "RequeueExit             = 2-3,9\nRequeueExitHold         = 75\nX = (null)"
-    slurm_says(workplace)
     workplace.command("scontrol", f'case "$2" in config) echo "{config}";; esac')
     record(run, 0, code)
     got = finish_attempt(workplace, run, code)
@@ -947,7 +933,6 @@ def test_ranks_that_lost_each_other_after_a_suspension_are_started_again(
     workplace: Workplace, run: RunDir, went_on: tuple[int, ...], cause: str
 ) -> None:
     """Where one rank alone was stopped, the others have waited for it in earnest."""
-    slurm_says(workplace)
     for rank in (0, 1):
         more = {"continued": 149.0} if rank in went_on else {}
         record(run, rank, 1, error=TIMED_OUT, **more)
@@ -964,7 +949,6 @@ def test_ranks_that_lost_each_other_after_a_suspension_are_started_again(
 
 def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: Workplace) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     record(run, 0, 138, signal="SIGUSR1")
     got = finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["cause"] == "failed"
@@ -1045,7 +1029,6 @@ def test_a_command_that_ends_with_0_is_done_unless_it_was_told_to_end(
     workplace: Workplace, ranks: list[dict[str, Any]], log: str, cause: str
 ) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     for rank, fields in enumerate(ranks):
         record(run, rank, 0, **fields)
     run.logs.mkdir(exist_ok=True)
@@ -1060,7 +1043,6 @@ def test_ranks_that_srun_tells_to_end_because_one_has_failed_have_not_been_told(
     workplace: Workplace,
 ) -> None:
     run = command_run(workplace)
-    slurm_says(workplace)
     record(run, 0, 0, **told(TERM, 1))
     record(run, 1, 1)
     finish_attempt(workplace, run, 1)
@@ -1092,7 +1074,6 @@ def test_a_command_that_is_told_to_end_twice_in_a_row_stops(
     run = command_run(workplace)
     add_event(run, "ended", job_id="17", restart=0, attempt=1, exit_code=75, **first)
     begun(run, 2)
-    slurm_says(workplace)
     record(run, 0, 0, number=2, **told(TERM, 1))
     got = finish_attempt(workplace, run, 0, requeue=True, number=2)
     assert ("scontrol requeue 17" in workplace.calls) == goes_on
