@@ -64,6 +64,11 @@ class OptionError(RequestError):
         self.option = option.partition(" ")[0]
         super().__init__(option + problem, code=code or _OF_OPTIONS.get(self.option, ""))
 
+    def saying(self, more: str) -> "OptionError":
+        """Return the same refusal with more words behind it."""
+        problem = str(self).removeprefix(self.option)
+        return OptionError(self.option, f"{problem} {more}", code=self.code)
+
 
 _OF_OPTIONS = {
     "--after": "CD1105",

@@ -1,7 +1,8 @@
-"""Waits for what sends no word, and the table of how long and how often: one loop, all times here.
+"""Waits for what sends no word, by one loop, and how long and how often that is done.
 
 So wait files on a file system that hosts share, a slurmctld that comes back, processes of others.
-Times are in seconds; what can be waited for by an event (a pipe, a child, a thread) is not here.
+Times are in seconds. A time that says when something counts as silent, late or lost stands with
+what it judges; what is waited for by an event (a pipe, a child, a thread) is not here either.
 """
 
 import math

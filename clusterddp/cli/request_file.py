@@ -47,7 +47,7 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
     if "env" in values:
         items = [(item.partition("=")[0], item) for item in values["env"]]
         values["env"] = [name if name in secret else item for name, item in items]
-    named = {OPTIONS[name.replace("_", "-")].name: value for name, value in values.items()}
+    named = {name.replace("_", "-"): value for name, value in values.items()}
     if spec.command:
         named[_COMMAND] = spec.command
     if path.exists():
@@ -169,11 +169,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         try:
             values[OPTIONS[key].parameter] = OPTIONS[key].parse(value)
         except OptionError as error:
-            raise OptionError(
-                f"{error.option}",
-                f"{str(error).removeprefix(error.option)} (from {path})",
-                code=error.code,
-            ) from None
+            raise error.saying(f"(from {path})") from None
     return values, tuple(command)
 
 

@@ -362,8 +362,7 @@ class Given:
             where = self.source(error.option.removeprefix("--").replace("-", "_"))
             if where in (FLAG, DEFAULT):
                 raise
-            problem = str(error).removeprefix(error.option)
-            raise OptionError(error.option, f"{problem} (from {where})", code=error.code) from None
+            raise error.saying(f"(from {where})") from None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -158,12 +158,7 @@ class BuiltIn(_Program):
         try:
             return BuiltIn(dataclasses.replace(self.config, **values))
         except OptionError as error:
-            problem = str(error).removeprefix(error.option)
-            raise OptionError(
-                error.option,
-                f"{problem} It is the point {shown(point)} of the sweep.",
-                code=error.code,
-            ) from None
+            raise error.saying(f"It is the point {shown(point)} of the sweep.") from None
 
     def meant(self, names: Sequence[str], point: Sequence[str]) -> tuple[object, ...]:
         return tuple(_value(name, text) for name, text in zip(names, point, strict=True))

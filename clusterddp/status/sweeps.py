@@ -23,7 +23,6 @@ _MOST_TELLING = (
     RunState.DONE,
 )
 """States of points, the one first that tells most about their sweep."""
-_PATTERN = frozenset("*?[")
 
 
 @dataclass(frozen=True)

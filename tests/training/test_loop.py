@@ -277,6 +277,27 @@ def test_an_interval_of_minutes_goes_by_the_clock(
     assert lines_of(tmp_path, "train") == steps, "what was trained until a save is accounted for"
 
 
+def test_what_a_gpu_still_has_to_do_is_counted_at_every_line(
+    synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for a GPU takes a hundred seconds for what was queued, whenever it is awaited."""
+    clock, waited, now = Clock(monkeypatch), list[int](), time.perf_counter
+    ours = timed(clock, config(synthetic_dir, max_steps=6, log_every=2), tmp_path, 0.0)
+
+    def synchronize() -> None:
+        waited.append(ours.steps)
+        clock.now += 100.0
+
+    ours.learner.waiting.on_gpu = True
+    ours._poll.due = lambda _: False  # type: ignore[method-assign]
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now + now())
+    assert train(ours) == ""
+    lines = [line for line in read_json_lines(RunDir(tmp_path).metrics) if line["kind"] == "train"]
+    assert ([line["step"] for line in lines], waited) == ([2, 4, 6], [2, 4, 6])
+    assert [line["seconds"] // 100 for line in lines] == [1, 2, 3]
+
+
 def test_the_first_checkpoint_of_every_attempt_comes_after_forty_seconds(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +384,22 @@ def test_a_last_checkpoint_that_fails_is_tried_again_with_all_that_belongs_to_it
     failures += [OSError(28, "No space left on device")] * 9
     with pytest.raises(CheckpointError, match="the last whole one is of step 4"):
         train_alone(config(synthetic_dir), tmp_path)
+
+
+def test_who_waits_for_the_last_checkpoint_is_saving(
+    synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By these words the watchdog names a rank that hangs there."""
+    settings, said = config(synthetic_dir, max_steps=4), list[str]()
+    ours, wait = build(settings, agree(settings, tmp_path, 1)), writer.Saver.wait
+
+    def waiting(self: writer.Saver) -> bool:
+        said.append(ours._progress.place.words())
+        return wait(self)
+
+    monkeypatch.setattr(writer.Saver, "wait", waiting)
+    assert train(ours) == ""
+    assert said == ["saving after step 4"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(
