@@ -336,8 +336,8 @@ def judge(
     if silent:
         # Before those that left: they may have done so for the want of this one.
         return _silence(postings, silent)
-    gone = [rank for rank, posting in postings.items() if posting.left]
-    if left := [rank for rank in gone if postings[rank].place.phase != Phase.DONE]:
+    left = [r for r, each in postings.items() if each.left and each.place.phase != Phase.DONE]
+    if left:
         place = postings[min(left)].place
         return Verdict(
             "left",
@@ -345,8 +345,8 @@ def judge(
             f"{_names(left, postings)} left the training, {place.words()}; "
             f"the log of rank {min(left)} says why",
         )
-    lowest = min(posting.place for posting in postings.values())
-    highest = max(posting.place for posting in postings.values())
+    places = [posting.place for posting in postings.values()]
+    lowest, highest = min(places), max(places)
     if lowest == highest:
         return Verdict(
             "level",

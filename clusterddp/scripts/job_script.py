@@ -78,6 +78,11 @@ class Run:
         launcher = self.launcher
         return dict(launcher.options) if launcher and launcher.command == self.texts else {}
 
+    @property
+    def is_static(self) -> bool:
+        """Return whether an agent is told its node's rank, rather than agree on it with others."""
+        return self.options.get("rdzv-backend", "static") == "static"
+
     def line_of(self, text: str) -> int:
         """Return the line of the first word that contains a text."""
         return next((word.line for word in self.command.words if text in word.text), self.line)

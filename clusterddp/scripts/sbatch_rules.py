@@ -281,11 +281,10 @@ def batch_shell_rank(job: JobScript) -> Iterator[Found]:
                 key = (expansion.line, expansion.name)
                 if expansion.name not in _OF_A_TASK or several == 1 or key in reported:
                     continue
-                static = run.options.get("rdzv-backend", "static") == "static"
-                if run.starts in START_PYTHON and not static:
+                own = run.launcher if run.launcher and run.launcher.command == run.texts else None
+                of_launcher = run.command.texts[: own.last] if own else run.command.texts
+                if run.starts in START_PYTHON and not (run.is_static and text in of_launcher):
                     continue  # the agents agree on their ranks themselves, and take no notice
-                if run.starts in START_PYTHON and text not in run.command.texts[: _program_at(run)]:
-                    continue
                 reported.add(key)
                 yield Found(
                     expansion.line,
@@ -308,19 +307,14 @@ def _one_rank_for_all(job: JobScript, run: Run) -> Iterator[Found]:
     assert run.step
     for name in ("node-rank", "machine-rank"):
         rank = run.options.get(name, "")
-        static = run.options.get("rdzv-backend", "static") == "static"
         nodes = job.step_nodes(run.step)
-        if run.starts in START_PYTHON and static and rank.isdecimal() and (nodes or 0) > 1:
+        if run.starts in START_PYTHON and run.is_static and rank.isdecimal() and (nodes or 0) > 1:
             yield Found(
                 run.line,
                 not in_loop(run.command),
                 f"srun starts this on {nodes} nodes, and each of them is rank {rank}.",
                 _in_task_shell(job, run.step, of_rank=rank),
             )
-
-
-def _program_at(run: Run) -> int:
-    return run.launcher.last if run.launcher and run.launcher.command == run.texts else 10_000
 
 
 def _exported_ranks(job: JobScript) -> Iterator[Found]:
@@ -518,9 +512,8 @@ def rendezvous_host(job: JobScript) -> Iterator[Found]:
         nodes = job.step_nodes(run.step) if run.step else job.nodes
         if nodes == 1 or (not run.step and not job.in_tasks):
             continue
-        static = run.options.get("rdzv-backend", "static") == "static"
         for line, text in _addresses(run):
-            for of_host, host, sure, why in _wrong_hosts(job, run, text, nodes, static):
+            for of_host, host, sure, why in _wrong_hosts(job, run, text, nodes):
                 at = of_host or _typed_in(job, line, host)
                 if at not in used:
                     used.add(at)
@@ -529,7 +522,7 @@ def rendezvous_host(job: JobScript) -> Iterator[Found]:
 
 
 def _wrong_hosts(
-    job: JobScript, run: Run, text: str, nodes: int | None, static: bool
+    job: JobScript, run: Run, text: str, nodes: int | None
 ) -> Iterator[tuple[int, str, bool, str]]:
     """Yield what is wrong with an address: the line if known, the host, whether sure, why."""
     host = text.rpartition(":")[0] if re.search(r":\d+$", text) else text
@@ -547,7 +540,7 @@ def _wrong_hosts(
         elif name in _NODELISTS and len(host) == 1 and typed_as.strip("${}") == name:
             why = "the list of nodes is compressed, gpu[01-04]: no host name."
             yield line, typed_as, bool(nodes), why
-        elif static and nodes and _is_not_first(job, expansion):
+        elif run.is_static and nodes and _is_not_first(job, expansion):
             why = "the address is static, and rank 0 is on the first node, not on this one."
             yield line, typed_as, True, why
 
@@ -694,7 +687,9 @@ def cpus_for_srun(job: JobScript) -> Iterator[Found]:
             continue
         if "SRUN_CPUS_PER_TASK" in dict(step.environment):
             continue
-        if any(not is_known(option.source) for option in step.options) or _takes_options(step):
+        typed_words = [option.source for option in step.options]
+        typed_words += [word.text for word in step.program[:1]]  # which may be options
+        if not all(map(is_known, typed_words)):
             continue
         yield Found(
             step.command.line,
@@ -715,11 +710,6 @@ def _with_cpus(job: JobScript, step: Step) -> str:
     if fixed != source:
         return line
     return f"export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n{line}"
-
-
-def _takes_options(step: Step) -> bool:
-    """Return whether srun gets words that are not known here, which may be options."""
-    return bool(step.program) and not is_known(step.program[0].text)
 
 
 @rule
@@ -831,7 +821,8 @@ def local_rank_isolated(job: JobScript) -> Iterator[Found]:
                 named and bool(tasks) and each == "1",
                 f"each task sees one GPU, number 0, and {PurePath(script.name).name} takes the one "
                 f"of its local rank (line {line}): there is none.",
-                _gpus_per_node(job, step),
+                f"#SBATCH --gpus-per-node={job.gpus_per_node or tasks or 'N'}  "
+                "# in place of --gpus-per-task",
             )
         for assignment in run.command.assignments:
             if assignment.name == "CUDA_VISIBLE_DEVICES" and "SLURM_LOCALID" in {
@@ -839,11 +830,6 @@ def local_rank_isolated(job: JobScript) -> Iterator[Found]:
             }:
                 why = "each task sees its own GPU alone, whatever its number: leave it to Slurm."
                 yield Found(run.line, bool(tasks), why, "# no CUDA_VISIBLE_DEVICES")
-
-
-def _gpus_per_node(job: JobScript, step: Step) -> str:
-    gpus = job.gpus_per_node or job.step_tasks_per_node(step) or "N"
-    return f"#SBATCH --gpus-per-node={gpus}  # in place of --gpus-per-task"
 
 
 @rule

@@ -544,8 +544,7 @@ def job_nodes(job_id: str) -> JobNodes:
     fields = _job_fields(job_id)
     if "Partition" not in fields:
         raise SlurmError(f"Slurm does not say where job {job_id} may start")
-    excluded = fields.get("ExcNodeList", "(null)")
-    hosts = forms.hosts_of("" if excluded == "(null)" else excluded)
+    hosts = forms.hosts_of(fields.get("ExcNodeList", "").replace("(null)", ""))
     return JobNodes(fields["Partition"], tuple(hosts))
 
 
@@ -575,8 +574,8 @@ def dependency_of(job_id: str) -> list[str]:
     fields = _job_fields(job_id)
     if "Dependency" not in fields:
         raise SlurmError(f"Slurm does not say what job {job_id} waits for")
-    named = fields["Dependency"] if fields["Dependency"] != "(null)" else ""
-    return [re.sub(r"\(.*", "", item) for item in named.split(",") if item]
+    named = fields["Dependency"].replace("(null)", "").split(",")
+    return [re.sub(r"\(.*", "", item) for item in named if item]
 
 
 def depend(job_id: str, dependency: str) -> None:
