@@ -30,10 +30,10 @@ class _NodeSeconds:
     whole: float
     idle: float
     starting: float
-    saving: float
-    redone: float
-    computing: float
-    waiting: float | None
+    saving: float = 0.0
+    redone: float = 0.0
+    computing: float = 0.0
+    waiting: float | None = 0.0
     """None where it is not known; `computing` then has it."""
 
 
@@ -74,20 +74,13 @@ def account(
     if not met and not (spec and spec.program.keeps_records):
         return paid
     knows_waiting = all(each.waiting is not None for each in parts)
-    computing, waiting = hours("computing"), hours("waiting")
-    if not knows_waiting:
-        computing, waiting = round(computing + waiting, _DIGITS), 0.0
-    split = [computing, waiting, *map(hours, ("starting", "saving", "redone"))]
-    rest = max(whole - sum(split) - (paid.idle or 0.0), 0.0)
-    return replace(
-        paid,
-        computing=computing,
-        waiting=waiting if knows_waiting else None,
-        starting=split[2],
-        saving=split[3],
-        redone=split[4],
-        rest=round(rest, _DIGITS),
-    )
+    names = ("computing", "waiting", "starting", "saving", "redone")
+    split: dict[str, float] = {name: hours(name) for name in names}
+    rest = round(max(whole - sum(split.values()) - (paid.idle or 0.0), 0.0), _DIGITS)
+    if knows_waiting:
+        return replace(paid, rest=rest, **split)
+    split["computing"] = round(split["computing"] + split.pop("waiting"), _DIGITS)
+    return replace(paid, rest=rest, **split)
 
 
 def _gpu_use(known: list[Attempt]) -> float | None:
@@ -121,9 +114,7 @@ def _held(
     with suppress(RequestError):
         nodes = len(expand_nodelist(started.nodelist))
     if spent is None or spent.first_step is None:  # it has come to no step
-        yield _NodeSeconds(
-            whole * (nodes + spares), whole * spares, whole * nodes, 0.0, 0.0, 0.0, 0.0
-        )
+        yield _NodeSeconds(whole * (nodes + spares), whole * spares, whole * nodes)
         return
     starting = min(max(spent.first_step - began, 0.0), whole)
     training = min(spent.training, whole - starting)
