@@ -134,7 +134,7 @@ def follow(
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
     try:
         from clusterddp.run.logs import of_attempt
-        from clusterddp.status.follow import LogPrinter, how_it_ended, wait_for_end
+        from clusterddp.status.follow import LogPrinter, log_end, wait_for_end
 
         status = wait_for_end(run, LogPrinter(paths or [run.rank_log(0)], lines, stream))
     except KeyboardInterrupt:
@@ -151,9 +151,7 @@ def follow(
         last = of_attempt(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]
         if last:
             click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
-    log.info(f"{run.name}: {how_it_ended(status)}")
-    codes = {RunState.DONE: errors.EXIT_DONE, RunState.STOPPED: errors.EXIT_PAUSED}
-    return codes.get(status.state, errors.EXIT_FAILED)
+    return log_end(run, status)
 
 
 def follow_submitted(

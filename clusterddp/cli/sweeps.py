@@ -199,14 +199,10 @@ def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
     """Wait for the end of each run; returns the highest of their exit codes."""
     code = errors.EXIT_DONE
     try:
-        from clusterddp.status.follow import how_it_ended, wait_for_end
-        from clusterddp.status.state import RunState
+        from clusterddp.status.follow import log_end, wait_for_end
 
-        codes = {RunState.DONE: errors.EXIT_DONE, RunState.STOPPED: errors.EXIT_PAUSED}
         for run in runs:
-            status = wait_for_end(run)
-            log.info(f"{run.name}: {how_it_ended(status)}")
-            ended = codes.get(status.state, errors.EXIT_FAILED)
+            ended = log_end(run, wait_for_end(run))
             code = ended if code == errors.EXIT_DONE or ended == errors.EXIT_FAILED else code
     except KeyboardInterrupt:
         click.echo(

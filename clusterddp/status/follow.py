@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clusterddp import formatting, log, patience
-from clusterddp.errors import RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.run import events
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
@@ -122,6 +122,13 @@ def how_it_ended(status: RunStatus) -> str:
         return f"done{': ' if figures else ''}{figures}"
     again = f"\n  {status.next_command}" if status.next_command else ""
     return f"{status.state}{': ' if why else ''}{why}{again}"
+
+
+def log_end(run: RunDir, status: RunStatus) -> int:
+    """Log how a run has ended; returns the exit code of a command: 0 done, 75 stopped, else 1."""
+    log.info(f"{run.name}: {how_it_ended(status)}")
+    codes = {RunState.DONE: EXIT_DONE, RunState.STOPPED: EXIT_PAUSED}
+    return codes.get(status.state, EXIT_FAILED)
 
 
 def default_log(run: RunDir, status: RunStatus) -> Path:
