@@ -175,13 +175,9 @@ class RunStatus:
 def run_status(
     run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
 ) -> RunStatus:
-    """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`.
-
-    The events are read here: a run can record its end while Slurm is asked.
-    """
+    """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    history = History.read(run)
-    spec = history.spec
+    history = History.read(run)  # not earlier: a run can record its end while Slurm is asked
     submission = latest_submission(history.events)
     state, detail, job, report = _judge(history, submission, slurm_states, now)
     waits = _waits(history, submission, job) if submission and state == RunState.QUEUED else None
@@ -202,7 +198,7 @@ def run_status(
         job_id=known.job_id,
         array_element=known.start.array_element or (job.element if job else ""),
         launcher=known.launcher,
-        **_asked_for(spec),
+        **_asked_for(history.spec),
         hosts=hosts_of(known.start.nodelist),
         preflight=_preflight(run, known.attempt),
         attempt=known.attempt,

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clusterddp import files, log
@@ -123,8 +123,6 @@ def _latest(run: RunDir) -> Claim | None:
 def _claims(run: RunDir) -> list[Claim]:
     with os.scandir(run.path) as entries:
         numbers = [int(name[1]) for entry in entries if (name := _NAME.fullmatch(entry.name))]
-    claims = [Claim(run, number, ClaimHolder()) for number in numbers]
-    return [
-        Claim(run, each.number, files.read(ClaimHolder, each.path) or ClaimHolder())
-        for each in claims
-    ]
+    nobody = ClaimHolder()
+    claims = [Claim(run, number, nobody) for number in numbers]
+    return [replace(each, holder=files.read(ClaimHolder, each.path) or nobody) for each in claims]
