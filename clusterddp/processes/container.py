@@ -249,9 +249,8 @@ class ContainerStart:
     ) -> tuple[list[str], dict[str, str]]:
         inner = passed_on(self.environ, self.container.variables)
         if self.runtime == APPTAINER:
-            ours = (
-                "SINGULARITYENV_" if str(self.program).endswith("singularity") else "APPTAINERENV_"
-            )
+            is_older = str(self.program).endswith("singularity")
+            ours = "SINGULARITYENV_" if is_older else "APPTAINERENV_"
             variables = {f"{ours}{variable}": value for variable, value in inner.items()}
             return [*self._apptainer(), *main], {**self.environ, **variables}
         own = (*self._podman(name), *(f"--env={variable}" for variable in inner), *of_podman)

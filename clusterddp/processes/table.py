@@ -250,22 +250,18 @@ class Meeting:
     def look(self) -> None:
         """Look once; at the end, too: what was connected at `port` is seen for a minute more."""
         with self._looking:  # the watch and the end, one after the other
-            self._look()
-
-    def _look(self) -> None:
-        if self._has_met:
-            return
-        sockets = list(_sockets())
-        reachable = {s.inode for s in sockets if s.is_listening and s.address not in _LOOPBACK}
-        processes = [self._pid, *(child.pid for child in descendants(self._pid))]
-        if any(self._port in (s.port, s.remote_port) for s in sockets) or any(
-            reachable & _inodes(each) for each in processes
-        ):
-            self._has_met = True
-            self._found(True)
-        elif not self._has_torch and any(map(_has_torch, processes)):
-            self._has_torch = True
-            self._found(False)
+            if self._has_met:
+                return
+            sockets = list(_sockets())
+            reachable = {s.inode for s in sockets if s.is_listening and s.address not in _LOOPBACK}
+            processes = [self._pid, *(child.pid for child in descendants(self._pid))]
+            is_at_port = any(self._port in (s.port, s.remote_port) for s in sockets)
+            if is_at_port or any(reachable & _inodes(each) for each in processes):
+                self._has_met = True
+                self._found(True)
+            elif not self._has_torch and any(map(_has_torch, processes)):
+                self._has_torch = True
+                self._found(False)
 
     def _watch(self) -> None:
         began = start_ticks(self._pid)
