@@ -91,12 +91,7 @@ def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, s
 class NodeWatch:
     """Looks at the records of a step's ranks for nodes that show no life."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        nodes: Sequence[str],
-        idle: Collection[str] = (),
-    ) -> None:
+    def __init__(self, attempt: Attempt, nodes: Sequence[str], idle: Collection[str] = ()) -> None:
         """idle: the job's further nodes, but for this one."""
         self.attempt, self._nodes, self._idle = attempt, nodes, {*idle}
         self._others = {*nodes, *idle}

@@ -142,11 +142,7 @@ class Resources(Record):
     def layout(self) -> str:
         """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
         spares = self.spare_nodes
-        counts = (
-            (self.nodes, "node"),
-            (self.tasks_per_node, "task"),
-            (self.num_tasks, "rank"),
-        )
+        counts = ((self.nodes, "node"), (self.tasks_per_node, "task"), (self.num_tasks, "rank"))
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
         more = f", and {spares} spare node{'s' if spares != 1 else ''}" if spares else ""
         return f"{nodes} x {tasks} = {ranks}{more}"

@@ -278,10 +278,7 @@ class JobSpec(Record):
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
         if self.requeue not in (None, True, False, EXPEDITE):
-            raise OptionError(
-                "--requeue",
-                f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.",
-            )
+            raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run either trains (train) or runs a command (command): give one of "
@@ -333,14 +330,12 @@ class JobSpec(Record):
         """Refuse a program that cannot start, and options for which it has no use."""
         if self.end_silent and self.silence == 0:
             raise OptionError(
-                "--end-silent",
-                " against --silence 0, by which no silence counts. [CD0103]",
+                "--end-silent", " against --silence 0, by which no silence counts. [CD0103]"
             )
         for name, why in self.program.refused.items():
             if getattr(self, name):
                 raise OptionError(
-                    f"--{name.replace('_', '-')}",
-                    f" is for a COMMAND: {why}. [CD0103]",
+                    f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}. [CD0103]"
                 )
         self.program.check(self.resources)
 

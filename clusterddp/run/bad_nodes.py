@@ -208,11 +208,7 @@ def choose_for_submission(spec: JobSpec) -> Choice:
     if "exclude" in spec.omit_directives or "clusters" in dict(spec.sbatch):
         return Choice()
     choice = choose(
-        root,
-        spec.resources,
-        os.environ,
-        others=dict(spec.sbatch),
-        seconds=patience.PARTITIONS * 5,
+        root, spec.resources, os.environ, others=dict(spec.sbatch), seconds=patience.PARTITIONS * 5
     )
     for remark in choice.remarks:
         log.warning(coded(remark, "CD1303"))

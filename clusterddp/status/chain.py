@@ -300,10 +300,7 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         log.info(f"it has waited for {', '.join(each.words for each in awaited)}")
         return ""
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
-        raise NotDue(
-            "the job was cancelled while it waited [CD1203]",
-            Cause.CANCELLED,
-        )
+        raise NotDue("the job was cancelled while it waited [CD1203]", Cause.CANCELLED)
     trouble = ""
     try:
         slurm.put_back(name, dependency(waits))
@@ -457,12 +454,7 @@ def _left_held(job_id: str, error: Exception) -> str:
 
 
 def _record_wait(
-    run: RunDir,
-    job_id: str,
-    awaited: Sequence[Awaited],
-    *,
-    sync: bool = True,
-    trouble: str = "",
+    run: RunDir, job_id: str, awaited: Sequence[Awaited], *, sync: bool = True, trouble: str = ""
 ) -> None:
     """Record what a job waits for.
 

@@ -63,11 +63,7 @@ class LogPrinter:
     """Writes several logs to one stream; with more than one, every line names its file."""
 
     def __init__(
-        self,
-        paths: Sequence[Path],
-        lines: int | None,
-        stream: BinaryIO,
-        labels: Sequence[str] = (),
+        self, paths: Sequence[Path], lines: int | None, stream: BinaryIO, labels: Sequence[str] = ()
     ) -> None:
         """Take the files; labels: their names in front of the lines, by default the files'."""
         self._tails = [LogTail(path, lines) for path in paths]

@@ -107,8 +107,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
 
 
 def act_together(
-    act: Callable[[RunDir, RunStatus, Send], _Result],
-    runs: Sequence[tuple[RunDir, RunStatus]],
+    act: Callable[[RunDir, RunStatus, Send], _Result], runs: Sequence[tuple[RunDir, RunStatus]]
 ) -> list[_Result | ClusterDDPError]:
     """Stop or cancel several runs; returns the results, or the errors in their place.
 

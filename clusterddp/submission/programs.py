@@ -258,14 +258,10 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
         return
     if here and (Path(python).is_dir() or not os.access(python, os.X_OK)):
         what = "is a folder" if Path(python).is_dir() else "has no execute permission"
-        raise OptionError(
-            option,
-            f" {typed} cannot run: it {what}. Name an interpreter. [CD0310]",
-        )
+        raise OptionError(option, f" {typed} cannot run: it {what}. Name an interpreter. [CD0310]")
     if not here and Path(python).is_relative_to(Path.cwd()) and os.path.realpath(python) == python:
         raise OptionError(
-            option,
-            f" {typed} cannot run: there is no such file. Name one that is. [CD0310]",
+            option, f" {typed} cannot run: there is no such file. Name one that is. [CD0310]"
         )
     if not here:
         log.warning(f"{option} {typed} is not on this machine: the nodes need it [CD0317]")

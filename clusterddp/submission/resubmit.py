@@ -497,11 +497,7 @@ def _recorded_script(run: RunDir) -> str:
 
 
 def _submit(
-    claims: Sequence[Claim],
-    before: JobSpec,
-    plan: Resubmission,
-    terms: Terms,
-    new: Sequence[str],
+    claims: Sequence[Claim], before: JobSpec, plan: Resubmission, terms: Terms, new: Sequence[str]
 ) -> launchers.SentJob:
     """Lay the records down, submit, and put the former records back where that is refused.
 

@@ -319,11 +319,7 @@ def carry_over(
 
 
 def fingerprint(
-    tree: Path,
-    *,
-    limit_mb: float = LIMIT_MB,
-    leave_out: Collection[Path] = (),
-    workdir: str = "",
+    tree: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = (), workdir: str = ""
 ) -> Snapshot | None:
     """Return what `take` would, without a copy.
 

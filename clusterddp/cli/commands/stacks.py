@@ -51,8 +51,7 @@ def command(
     """
     if here:
         for line in stacks.as_lines(
-            stacks.here(RunDir(Path(run or ".")), ranks, workers=workers),
-            host_name(os.environ),
+            stacks.here(RunDir(Path(run or ".")), ranks, workers=workers), host_name(os.environ)
         ):
             click.echo(line)
         return EXIT_DONE

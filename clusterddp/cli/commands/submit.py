@@ -7,13 +7,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import main
-from clusterddp.cli.options import (
-    WithCommand,
-    from_option,
-    held_by,
-    options,
-    site_options,
-)
+from clusterddp.cli.options import WithCommand, from_option, held_by, options, site_options
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
@@ -107,10 +101,7 @@ def command(
         )
     swept = sweep_of(held, max_parallel or 0)
     if max_parallel and not swept:
-        raise OptionError(
-            "--max-parallel",
-            " is for the points of a sweep: give --sweep. [CD1104]",
-        )
+        raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep. [CD1104]")
     spec = job_spec(held, run_name or made_up_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(held))
     if save_to:

@@ -52,11 +52,7 @@ _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "l
 @click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.option("--signal-lead", type=int, default=0, hidden=True)
 def command(
-    run_dir: Path | None,
-    own_log: bool,
-    attempt: int | None,
-    signal_lead: int,
-    **_values: object,
+    run_dir: Path | None, own_log: bool, attempt: int | None, signal_lead: int, **_values: object
 ) -> int:
     """Train as one rank, which this process learns from its environment, or from --rank.
 
