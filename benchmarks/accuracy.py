@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import hardware
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images
 from clusterddp.request.train_config import RECIPES, TrainConfig
 from clusterddp.run.attempt import begin
@@ -72,7 +72,7 @@ def command(
         torch.backends.cudnn.deterministic = True
         use_tf32(_precision(kind))
     with _alone(threads):
-        held = shared_memory.read("mnist", data_dir)
+        held = mnist.read("mnist", data_dir)
         sets = tuple(Images(*held.tensors(train=train), on) for train in (True, False))
         began = time.perf_counter()
         train(dataclasses.replace(config, max_steps=_WARM_UP_STEPS), *sets)

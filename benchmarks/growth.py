@@ -38,7 +38,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from clusterddp import log
-    from clusterddp.data import shared_memory
+    from clusterddp.data import mnist
     from clusterddp.data.loader import Images
     from clusterddp.data.synthetic import synthesise
     from clusterddp.request.train_config import TrainConfig
@@ -54,7 +54,7 @@ def main() -> None:
     seen: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name, log.to(lambda _: None):
         synthesise(name, train_images=8_000, test_images=200)
-        held = shared_memory.read("synthetic", name)
+        held = mnist.read("synthetic", name)
         train_set, test_set = (Images(*held.tensors(train=train), cpu) for train in (True, False))
         attempt = begin(RunDir(Path(name, "run")))
         attempt.checkpoints.mkdir()

@@ -31,13 +31,13 @@ class Row:
 
 HELD = (
     Row("code lines", 36_522, 31_500),
-    Row("modules", 200, 185),
+    Row("modules", 195, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 32, 24),
-    Row(f"{_ENTERED}the batch process", 35, 22),
-    Row(f"{_ENTERED}rank 0", 49, 42),
-    Row(f"{_ENTERED}another rank", 46, 36),
+    Row(f"{_ENTERED}the batch process", 34, 22),
+    Row(f"{_ENTERED}rank 0", 46, 42),
+    Row(f"{_ENTERED}another rank", 43, 36),
     Row(f"{_ENTERED}a COMMAND's task", 18, 16),
     Row("places that ask for a run's kind", 18, 20),
     Row("lines of tests", 57_800, 50_000),

@@ -23,8 +23,8 @@ from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
+from clusterddp.run.attempt import of_attempt
 from clusterddp.run.events import Cause, Failure
-from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir, find_runs
 from clusterddp.status import end_codes, follow, stacks

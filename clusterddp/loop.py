@@ -26,7 +26,7 @@ from torch import nn
 from clusterddp import log
 from clusterddp.checkpoints import sharded, state
 from clusterddp.checkpoints.state import Content, Position, why_unreadable
-from clusterddp.distributed import exchange, heartbeat
+from clusterddp.distributed import agreement, heartbeat
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.distributed.watchdog import Watchdog, noting
 from clusterddp.errors import (
@@ -45,9 +45,8 @@ from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay, resumable, stop
 from clusterddp.training.metrics import Lines
 from clusterddp.training.paces import Pace
-from clusterddp.training.presence import Presence, poll_time_limit
 from clusterddp.training.resumable import Resumable
-from clusterddp.training.stop import Deadline
+from clusterddp.training.stop import Deadline, Presence, poll_time_limit
 
 T = TypeVar("T")
 
@@ -111,7 +110,7 @@ class Loop(Resumable):
         self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.part(self._objects)
         self._check_readable()
-        self.rank, self.world_size = exchange.world()
+        self.rank, self.world_size = agreement.world()
         self._unlisten = stop.requested.listen()
         try:
             attempt, source = self._begin(folder)
@@ -218,7 +217,7 @@ class Loop(Resumable):
             raise ValueError(
                 f"save_every={save_every!r}: expected such as '500steps', '1epoch' or '10minutes'"
             )
-        if folder is None and not exchange.has_group() and _tasks() > 1:
+        if folder is None and not agreement.has_group() and _tasks() > 1:
             raise TrainingError(
                 f"this is one of {_tasks()} tasks by its environment, and there is no process "
                 "group: call torch.distributed.init_process_group() before Loop(), or give each "
@@ -229,7 +228,7 @@ class Loop(Resumable):
         """Settle on rank 0 where to write and where to resume, and restore that on all ranks."""
         own = attempt_here(os.environ) if folder is None else None
         self._in_run = own is not None
-        self._hosts = exchange.gather(host_name(os.environ))
+        self._hosts = agreement.gather(host_name(os.environ))
         hosts = list(dict.fromkeys(self._hosts))
         settled: tuple[str, str, type[ClusterDDPError] | None] = ("", "", None)
         if self.rank == 0:
@@ -253,7 +252,7 @@ class Loop(Resumable):
             except OSError as error:
                 cause = f"rank 0 on {hosts[0]} cannot begin an attempt: {error} [CD0504]"
                 settled = cause, "", TrainingError
-        path, source_path, failure = exchange.gather(settled)[0]
+        path, source_path, failure = agreement.gather(settled)[0]
         if failure:
             raise failure(path)
         return attempt_at(Path(path)), Path(source_path) if source_path else None
@@ -326,7 +325,7 @@ class Loop(Resumable):
             problem = f"rank {self.rank} on {host_name(os.environ)}: {coded(error, code)}"
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"the checkpoint {source} does not fit what this loop was given: {error}"
-        if problem := next(filter(None, exchange.gather(problem)), ""):
+        if problem := next(filter(None, agreement.gather(problem)), ""):
             raise CheckpointError(problem, code="CD0703")
         return results[0]
 
@@ -424,7 +423,7 @@ class Loop(Resumable):
         iterator = replay.beyond(loader, done)
         if done:
             self._restore_random()
-        lengths = set(exchange.gather(_length(loader)))  # the last batch is that of all ranks
+        lengths = set(agreement.gather(_length(loader)))  # the last batch is that of all ranks
         self._batches = lengths.pop() if len(lengths) == 1 else -1
         self._position.step_in_epoch = done
         return self._counted(iterator)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import entered, timed
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
@@ -43,7 +43,7 @@ def main(*, exchange: bool = False) -> None:
         exchanged=all_reduce if exchange else lambda: None,
     )  # fmt: skip
     train_step = GraphedStep(step, model, asked.batch_size) if captured else step
-    images = Images(*shared_memory.read("mnist", asked.root).tensors(train=True), device)
+    images = Images(*mnist.read("mnist", asked.root).tensors(train=True), device)
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = list(images.batches(order, asked.batch_size))

@@ -41,7 +41,7 @@ def main() -> None:
 
     torch.optim.SGD([torch.zeros(())])  # imports as much again (torch._dynamo, sympy)
     mark("import torch")
-    from clusterddp.data import shared_memory
+    from clusterddp.data import mnist
     from clusterddp.data.loader import Images, as_images
     from clusterddp.models import nets
     from clusterddp.request.train_config import TrainConfig
@@ -61,7 +61,7 @@ def main() -> None:
     mark("CUDA context")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     mark("process group, gloo")
-    held = shared_memory.read("mnist", asked.root)
+    held = mnist.read("mnist", asked.root)
     train_set, test_set = (Images(*held.tensors(train=train), device) for train in (True, False))
     mark("dataset, to the device")
     [(images, labels)] = train_set.batches(torch.arange(asked.batch_size), asked.batch_size)
@@ -94,7 +94,7 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
     import torch
 
     from clusterddp.checkpoints import state
-    from clusterddp.distributed import exchange
+    from clusterddp.distributed import agreement
     from clusterddp.distributed.agreement import Poll
     from clusterddp.training import replay
     from clusterddp.training.device import peak_bytes
@@ -115,7 +115,7 @@ def _afterwards(training: "Training", images: "Tensor", labels: "Tensor") -> dic
         poll.ask(number, [0, 0])
     asking = time.perf_counter() - began
     began = time.perf_counter()
-    random_states = exchange.gather(replay.random_state(()), on_first=True)
+    random_states = agreement.gather(replay.random_state(()), on_first=True)
     state.collect(learner.states, training.position, world_size=1, random_states=random_states)
     copying = time.perf_counter() - began
     return {

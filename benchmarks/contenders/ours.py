@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import entered
-from clusterddp.data import mnist, shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images, Loaded, as_images
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
@@ -42,7 +42,7 @@ def main() -> None:
         data_dir=asked.root, batch_size=asked.batch_size, max_steps=asked.steps,
         precision=asked.precision, **settings,
     )  # fmt: skip
-    held = shared_memory.read("mnist", asked.root)
+    held = mnist.read("mnist", asked.root)
     train_set: Images | Loaded
     train_set, test_set = (Images(*held.tensors(train=train), device) for train in (True, False))
     few = Images(test_set._pixels[:64], test_set._labels[:64], device)

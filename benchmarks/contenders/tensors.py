@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contenders.article import ConvNet, step_of
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import as_it_comes_or_exact, timed
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images, as_images
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     if mode := asked.options.get("compile"):
         model.compile(mode=mode)
     step = step_of(model, asked)
-    images = Images(*shared_memory.read("mnist", asked.root).tensors(train=True), device)
+    images = Images(*mnist.read("mnist", asked.root).tensors(train=True), device)
     first = int(os.environ["RANK"]) * asked.steps * asked.batch_size
     order = (torch.arange(asked.steps * asked.batch_size) + first) % len(images)
     batches = [

@@ -18,8 +18,8 @@ from clusterddp.errors import (
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts
-from clusterddp.run import bad_nodes, events, logs
-from clusterddp.run.attempt import Attempt, NotStarted
+from clusterddp.run import bad_nodes, events
+from clusterddp.run.attempt import Attempt, NotStarted, divide_logs
 from clusterddp.run.events import Cause
 from clusterddp.run.history import History, capped, causes_of, requeue_is_off
 from clusterddp.run.records import LastWord
@@ -132,7 +132,7 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
         _await_other_job(job, history, seconds)
         attempt = attempts.begin(run)
         attempt.set_room_aside()
-        logs.divide(attempt, job.id)
+        divide_logs(attempt, job.id)
         # Checked again now that the attempt can be seen: a later stop leaves its mark in it.
         _refuse_withdrawn(job, history.again())
         return attempt

@@ -44,9 +44,8 @@ from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
 from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
-from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
+from clusterddp.run.attempt import ALIVE_SECONDS, Attempt, print_to_job_log
 from clusterddp.run.history import History, Policy
-from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.records import PreflightRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm

@@ -18,10 +18,9 @@ from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt, NotStarted, Superseded
+from clusterddp.run.attempt import Attempt, NotStarted, Superseded, of_attempt, print_to_job_log
 from clusterddp.run.events import Cause, Failure
 from clusterddp.run.history import History, Policy, gained
-from clusterddp.run.logs import of_attempt, print_to_job_log
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending, requeued_after_grace, sbatch

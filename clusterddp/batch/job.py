@@ -9,10 +9,9 @@ from clusterddp import log, patience
 from clusterddp.errors import SlurmError
 from clusterddp.ranks.variables import own_name
 from clusterddp.run import events
-from clusterddp.run.attempt import Attempt, NotStarted, Superseded
+from clusterddp.run.attempt import Attempt, NotStarted, Superseded, print_to_job_log
 from clusterddp.run.events import Cause, Event
 from clusterddp.run.history import History, withdrawn
-from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending

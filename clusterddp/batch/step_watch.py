@@ -20,8 +20,7 @@ from clusterddp.errors import ClusterDDPError, SlurmError
 from clusterddp.formatting import duration
 from clusterddp.processes import table
 from clusterddp.run import events
-from clusterddp.run.attempt import Attempt
-from clusterddp.run.logs import printed
+from clusterddp.run.attempt import Attempt, printed
 from clusterddp.run.outcome import (
     HUNG,
     any_began,

@@ -16,7 +16,7 @@ from clusterddp.batch.job import JobStart
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt import Attempt, of_attempt
 from clusterddp.run.bad_nodes import named_hardware
 from clusterddp.run.events import Cause, Ended, Failure
 from clusterddp.run.history import (
@@ -29,7 +29,6 @@ from clusterddp.run.history import (
     gained,
     withdrawn,
 )
-from clusterddp.run.logs import of_attempt
 from clusterddp.run.outcome import (
     ended_for,
     failure_of,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import FORMAT, Best
-from clusterddp.distributed import exchange
+from clusterddp.distributed import agreement
 from clusterddp.errors import CheckpointError
 from clusterddp.version import __version__
 
@@ -112,7 +112,7 @@ def load_together(path: Path) -> Content:
     Collective over the default process group, where there is one; shards are left out. Raises
     CheckpointError as `load` does, on all ranks where rank 0 cannot read it.
     """
-    rank, world_size = exchange.world()
+    rank, world_size = agreement.world()
     if world_size == 1:
         return load(path, shards=False)
     data, problem = b"", ("", "")
@@ -121,7 +121,7 @@ def load_together(path: Path) -> Content:
             data = catalog.read(path, shards=False)
         except CheckpointError as error:
             problem = str(error), error.code
-    [(length, (message, code)), *_] = exchange.gather((len(data), problem))
+    [(length, (message, code)), *_] = agreement.gather((len(data), problem))
     if message:
         raise CheckpointError(message, code=code)
     return _parsed(path, _broadcast(data, length))
@@ -131,7 +131,7 @@ def _broadcast(data: bytes, size: int) -> bytes:
     """Give rank 0's bytes to all; what they travel in is freed before they are parsed."""
     whole = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
     for piece in torch.split(whole, _PIECE_BYTES):
-        sent = piece.to(exchange.device())
+        sent = piece.to(agreement.device())
         dist.broadcast(sent, src=0)
         piece.copy_(sent)
     return data or whole.numpy().tobytes()

@@ -133,7 +133,7 @@ def follow(
     """
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
     try:
-        from clusterddp.run.logs import of_attempt
+        from clusterddp.run.attempt import of_attempt
         from clusterddp.status.follow import LogPrinter, log_end, wait_for_end
 
         status = wait_for_end(run, LogPrinter(paths or [run.rank_log(0)], lines, stream))

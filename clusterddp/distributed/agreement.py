@@ -5,23 +5,33 @@ once, and recorded, so that a later attempt decides the same. While they train, 
 about twice a second whether to stop or to save now: one exchange of a few numbers, in step with
 the training, so that all of them learn of a request at the same step. Which steps those are
 follows from how long steps take; that too is exchanged.
+
+An exchange leaves nothing behind in gloo's threads. One of these drops the tensors a moment after
+who waits for it goes on. Where Python made a tensor that takes Python's lock, and ends the process
+by SIGABRT once the interpreter is ending. So exchanges return when gloo has dropped theirs. Without
+a process group they are of a rank alone.
 """
 
 import dataclasses
 import itertools
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
-from clusterddp.distributed import exchange
 from clusterddp.errors import TrainingError
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import SHARING
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 
+T = TypeVar("T")
+
+_DROPPED_SECONDS = 5.0
 AUTO_CAPTURES = False
 """True for `--cuda-graph auto` to capture the built-in models on a single GPU: not before the tests
 that are marked `gpu` have passed on one."""
@@ -190,8 +200,8 @@ class Poll:
         if self._last and step > self._last[0]:
             self.step_seconds = (now - self._last[1]) / (step - self._last[0])
         wanted = int(POLL_SECONDS / self.step_seconds) if self.step_seconds else _UNKNOWN
-        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=exchange.device())
-        exchange.largest(answer)
+        answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=device())
+        largest(answer)
         *answers, slowest = answer.tolist()
         self.pace = -slowest
         # Careful at first: a step that is slow to begin with is soon faster, and the other way.
@@ -292,3 +302,73 @@ def _where(hellos: Sequence[Hello]) -> tuple[str, ...]:
         devices = ", ".join(dict.fromkeys(hello.device for hello in members))
         lines.append(f"{ranks} on {host}: {devices}")
     return tuple(lines)
+
+
+def has_group() -> bool:
+    """Return whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> tuple[int, int]:
+    """Return this rank and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if has_group() else (0, 1)
+
+
+def device() -> torch.device:
+    """Return where the default process group exchanges small values: NCCL on GPUs alone."""
+    if has_group() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def largest(values: torch.Tensor) -> None:
+    """Set each value to the largest over all ranks."""
+    if has_group():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        _await_dropped([values])
+
+
+def rows(values: list[float]) -> list[list[float]]:
+    """Return the numbers of all ranks, a row a rank."""
+    if world()[1] == 1:
+        return [values]
+    sent = torch.tensor(values, dtype=torch.float64, device=device())
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, sent)
+    _await_dropped([sent, *received])
+    return [each.tolist() for each in received]
+
+
+def gather(value: T, *, on_first: bool = False) -> list[T]:
+    """Return the values of all ranks, which are pickled; empty on others than rank 0 if `on_first`.
+
+    Collective over the default process group.
+    """
+    rank, world_size = world()
+    if world_size == 1:
+        return [value]
+    data = bytearray(pickle.dumps(value))
+    lengths = [int(row[0]) for row in rows([len(data)])]
+    padded = bytearray(max(lengths))
+    padded[: len(data)] = data
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device())
+    receives = rank == 0 or not on_first
+    received = [torch.empty_like(sent) for _ in lengths] if receives else []
+    if on_first:
+        dist.gather(sent, received or None, dst=0)
+    else:
+        dist.all_gather(received, sent)
+    _await_dropped([sent, *received])
+    return [
+        pickle.loads(each.cpu().numpy().tobytes()[:length])
+        for each, length in zip(received, lengths if receives else [], strict=True)
+    ]
+
+
+def _await_dropped(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until nobody but Python has the tensors; those of NCCL are dropped otherwise."""
+    deadline = time.monotonic() + _DROPPED_SECONDS
+    for each in tensors:
+        users: Callable[[], int] = getattr(each, "_use_count")  # noqa: B009 -- torch's stubs lack it
+        while each.device.type == "cpu" and users() > 1 and time.monotonic() < deadline:
+            time.sleep(0.0001)

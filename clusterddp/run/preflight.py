@@ -13,8 +13,7 @@ from clusterddp import files, formatting, log
 from clusterddp.preflight import collector, verdict
 from clusterddp.preflight.collector import Collection
 from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
-from clusterddp.run.attempt import Attempt
-from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.attempt import Attempt, print_to_job_log
 from clusterddp.run.records import PreflightRecord
 from clusterddp.slurm.forms import NONCE_VARIABLE
 

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from clusterddp import files, formatting
 from clusterddp.errors import EXIT_INTERRUPTED, coded
 from clusterddp.request.spec import JobSpec, submission_comment
-from clusterddp.run import bad_nodes, events, logs
-from clusterddp.run.attempt import Attempt, latest
+from clusterddp.run import bad_nodes, events
+from clusterddp.run.attempt import Attempt, latest, printed
 from clusterddp.run.events import Cause, Ended, Failure, Started
 from clusterddp.run.history import NO_RESTART, History, gained
 from clusterddp.run.outcome import HUNG, first_failure, last_sign, read_outcomes
@@ -328,7 +328,7 @@ def _hang(attempt: Attempt) -> str:
     if hung.ranks:
         ranks = formatting.some([str(rank) for rank in hung.ranks], 8, ", ")
         return f"{'ranks' if len(hung.ranks) > 1 else 'rank'} {ranks}: {hung.reason}"
-    if silent is None or logs.printed(attempt.run) != silent.printed:
+    if silent is None or printed(attempt.run) != silent.printed:
         return ""
     ranks = formatting.some([str(rank) for rank in silent.ranks], 8, ", ")
     who = f"; rank {ranks} is in {silent.places}" if ranks else ""

@@ -1,28 +1,41 @@
-"""The built-in training of one rank: its batches, metrics and evaluations; all else is a Loop's."""
+"""The built-in training of one rank: its batches, metrics and evaluations; all else is a Loop's.
 
+Of an evaluation every image counts once, whatever the number of ranks: nothing is padded.
+"""
+
+import base64
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from clusterddp import log
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Content, Position
 from clusterddp.checkpoints.writer import Saver
-from clusterddp.data.loader import Images, Loaded, generators_kept, training_order
-from clusterddp.distributed import exchange
+from clusterddp.data.loader import (
+    Images,
+    Loaded,
+    as_images,
+    evaluation_order,
+    generators_kept,
+    training_order,
+)
+from clusterddp.distributed import agreement
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import TrainingError, coded
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import Interval, TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import Agreement, MetricsLine, RankReport
-from clusterddp.training import evaluation
+from clusterddp.run.records import Agreement, EvaluationRecord, MetricsLine, RankReport, WorstImage
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
 from clusterddp.training.paces import Pace, Paces, of_ranks
@@ -31,6 +44,9 @@ from clusterddp.training.resumable import Left, Resumable
 from clusterddp.training.step import Schedule
 from clusterddp.training.stop import Deadline, StopRequest
 
+# Images that a rank evaluates at once; it changes the speed and the memory, not the result.
+BATCH = 1000
+_WORST = 24
 _LOG_STEPS = 100
 
 
@@ -52,10 +68,33 @@ def train(training: "Training") -> str:
     return reason
 
 
+@dataclass(frozen=True)
+class Result:
+    """The result of an evaluation, the same on every rank."""
+
+    accuracy: float
+    loss: float
+    """Mean over all images."""
+    confusion: Tensor
+    """(classes, classes) counts: a row a label, a column a prediction."""
+    worst: tuple[WorstImage, ...] = ()
+    """The images of the highest loss, the highest first, without their pixels."""
+
+    def record(self, step: int, test_set: Images | Loaded) -> EvaluationRecord:
+        """Return the record of this result, with the worst images themselves."""
+        order = torch.tensor([image.index for image in self.worst], dtype=torch.int64)
+        shown = [image for batch, _ in test_set.batches(order, BATCH) for image in batch.cpu()]
+        return EvaluationRecord(
+            step,
+            tuple(map(tuple, self.confusion.tolist())),
+            tuple(_with_pixels(*each) for each in zip(self.worst, shown, strict=True)),
+        )
+
+
 class Training(Resumable):
     """One rank's training, from the start or from a checkpoint; needs a process group."""
 
-    result = evaluation.Result(math.nan, math.nan, torch.zeros(0, 0))
+    result = Result(math.nan, math.nan, torch.zeros(0, 0))
     """The latest evaluation of the whole test set; NaN before."""
     capture_seconds = 0.0
     """Seconds before the first step: a pass without an update, or the capture."""
@@ -83,7 +122,7 @@ class Training(Resumable):
         """request: this rank's. deadline: of the job, on rank 0. resume_content: a checkpoint's."""
         self.config, self.agreed, self.device = config, agreed, device
         self.train_set, self.test_set = train_set, test_set
-        rank, _ = exchange.world()
+        rank, _ = agreement.world()
         content = resume_content
         self.learner = Learner(
             config, agreed, rank=rank, device=device, mark=self._mark, resume_content=content
@@ -322,7 +361,7 @@ class Training(Resumable):
         if self._evaluated == step:
             return
         began = time.perf_counter()
-        self.result = evaluation.evaluate(
+        self.result = evaluate(
             self.model,
             self.test_set,
             self.device,
@@ -334,3 +373,81 @@ class Training(Resumable):
         self._evaluated = step
         if self._best is None or accuracy > self._best.accuracy:
             self._best = Best(accuracy, step)
+
+
+def evaluate(
+    model: nn.Module,
+    test_set: Images | Loaded,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[None]],
+    mark: Callable[[Phase], None] = lambda _: None,
+) -> Result:
+    """Evaluate the bare module: shares may differ in length, and DDP's forward would wait for ranks
+    that have no batch left. Collective over the default process group.
+
+    mark: called with each phase as it begins.
+    """
+    for buffer in model.buffers():  # of rank 0, as saved; of each rank they are its own
+        dist.broadcast(buffer, src=0)
+    share = evaluation_order(len(test_set), dist.get_rank(), dist.get_world_size())
+    no_label = torch.zeros(0, dtype=torch.int64, device=device)
+    batches = [(no_label, no_label, torch.zeros(0, device=device))]  # a rank can have no image
+    classes = torch.zeros((), dtype=torch.int64, device=device)
+    model.eval()
+    # Random numbers of its own, so that training draws the same however often this is done.
+    with generators_kept(device), torch.no_grad():
+        for images, labels in test_set.batches(share, BATCH):
+            mark(Phase.EVALUATE)
+            with autocast():
+                scores = model(as_images(images))
+            losses = cross_entropy(scores.float(), labels, reduction="none")
+            batches.append((labels, scores.argmax(1), losses))
+            classes.fill_(scores.shape[1])
+    model.train()
+    mark(Phase.COUNT)
+    dist.all_reduce(classes, dist.ReduceOp.MAX)
+    return _joined(batches, share, int(classes), len(test_set))
+
+
+def _joined(
+    batches: list[tuple[Tensor, Tensor, Tensor]], share: Tensor, classes: int, count: int
+) -> Result:
+    labels, predicted, losses = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    confusion = torch.bincount(labels * classes + predicted, minlength=classes * classes).double()
+    totals = torch.cat([confusion, losses.double().sum().view(1)])
+    dist.all_reduce(totals)
+    confusion, loss_sum = totals[:-1].view(classes, classes), float(totals[-1])
+    counted = int(confusion.sum())
+    assert counted == count, f"{counted} of {count} images were counted"
+    highest = losses.topk(min(_WORST, len(losses))).indices
+    own_rows = torch.full((_WORST, 4), -1.0, dtype=torch.float64, device=labels.device)
+    own_rows[: len(highest)] = torch.stack(
+        [part[highest].double() for part in (share.to(labels.device), labels, predicted, losses)], 1
+    )
+    gathered = [torch.empty_like(own_rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own_rows)
+    rows = [row for row in torch.cat(gathered).tolist() if row[0] >= 0]
+    rows.sort(key=lambda row: (-row[3], row[0]))
+    return Result(
+        accuracy=float(confusion.diagonal().sum()) / count,
+        loss=loss_sum / count,
+        confusion=confusion.long().cpu(),
+        worst=tuple(
+            WorstImage(int(index), int(label), int(taken), loss)
+            for index, label, taken, loss in rows[:_WORST]
+        ),
+    )
+
+
+def _with_pixels(worst: WorstImage, image: Tensor) -> WorstImage:
+    """Add one channel of the image as bytes, stretched to the whole range where it is not bytes.
+
+    An image of one dimension is a row of pixels.
+    """
+    image = image.view(1, -1) if image.dim() < 2 else image
+    plane = image if image.dim() == 2 else image.reshape(-1, *image.shape[-2:])[0]
+    if plane.dtype is not torch.uint8:
+        plane = plane.float() - plane.min()
+        plane = (plane * (255 / max(float(plane.max()), 1e-9))).to(torch.uint8)
+    pixels = base64.b64encode(plane.contiguous().numpy().tobytes()).decode()
+    return replace(worst, shape=tuple(plane.shape), pixels=pixels)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clusterddp import log
 from clusterddp.checkpoints.state import Position
-from clusterddp.distributed import exchange
+from clusterddp.distributed import agreement
 from clusterddp.errors import TrainingError
 from clusterddp.files import append_line, read_lines
 from clusterddp.request.train_config import TrainConfig
@@ -328,7 +328,7 @@ class Tally:
     def collect(self) -> tuple[float, float]:
         """Return mean loss and accuracy over all ranks; starts a new sum."""
         own = torch.stack([self._loss, self._correct.double()]).tolist()
-        loss, correct, count = map(sum, zip(*exchange.rows([*own, self._count]), strict=True))
+        loss, correct, count = map(sum, zip(*agreement.rows([*own, self._count]), strict=True))
         self._loss.zero_()
         self._correct.zero_()
         self._count = self.steps = 0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from clusterddp import log
-from clusterddp.distributed import exchange
+from clusterddp.distributed import agreement
 from clusterddp.files import write_record
 from clusterddp.formatting import duration
 from clusterddp.run.attempt import Attempt
@@ -200,7 +200,7 @@ class Pace:
         """
         layers = [layer for module in modules for layer in module.modules()]
         is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
-        device = next(modules[0].parameters()).device if is_seen else exchange.device()
+        device = next(modules[0].parameters()).device if is_seen else agreement.device()
         knows = world_size == 1 or is_seen
         pace = cls(Waiting(device, knows=knows, finds_end=True, ready=ready), step)
         if is_seen:
@@ -226,7 +226,7 @@ class Pace:
             return None
         seconds = elapsed - self._last[2]
         self._last = step, self.images, elapsed
-        counts, busy = zip(*exchange.rows([images, seconds - self._waiting.take()]), strict=True)
+        counts, busy = zip(*agreement.rows([images, seconds - self._waiting.take()]), strict=True)
         paces = Paces(counts if all(counts) else [steps] * len(counts), busy)
         self.rates = paces.images_per_second if all(counts) else []
         return paces, steps, seconds
@@ -235,7 +235,7 @@ class Pace:
 def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
     """Return host, memory and throughput of each rank. Collective over the default group."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    everyone = exchange.gather((host, peak_bytes(device)))
+    everyone = agreement.gather((host, peak_bytes(device)))
     known = [round(rate, 1) for rate in paces.images_per_second]
     rates: Sequence[float | None] = known or [None] * len(everyone)
     return [

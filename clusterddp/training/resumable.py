@@ -22,7 +22,7 @@ from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Position, Stateful
 from clusterddp.checkpoints.writer import Costs, Saver
-from clusterddp.distributed import exchange
+from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, CheckpointError, TrainingError
@@ -100,7 +100,7 @@ class Resumable:
         self.attempt = attempt
         self.is_resumed = is_resumed
         """True where it began with a checkpoint."""
-        self.rank, self.world_size = exchange.world()
+        self.rank, self.world_size = agreement.world()
         self._position, self._pace = position, pace
         self._shards, self._wrappers = shards or {}, wrappers or {}
         self._whole = {name: each for name, each in states.items() if name not in self._shards}
@@ -248,7 +248,7 @@ class Resumable:
             self.leave(reason)
         self.save()
         if trouble := self._await_checkpoint():
-            last = exchange.gather(self._saver.last_step if self._saver else None)[0]
+            last = agreement.gather(self._saver.last_step if self._saver else None)[0]
             whole = "there is none yet" if last is None else f"the last whole one is of step {last}"
             raise CheckpointError(
                 f"the training is done, but {trouble}; {whole}. Make room and start the run again: "
@@ -329,7 +329,7 @@ class Resumable:
             if indices := replay.arrangement(self._wrappers[name]):
                 self._arranged[name] = indices
         began = time.monotonic()
-        random_states = exchange.gather(self._random_state(), on_first=True)
+        random_states = agreement.gather(self._random_state(), on_first=True)
         path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._kept()
         shards, problem = sharded.save(path, self._shards) if self._shards else ({}, "")
         if self._saver and problem:
@@ -361,7 +361,7 @@ class Resumable:
         # Rank 0 is the one that is waited for.
         self._progress.mark(self.steps, Phase.SAVE if self._saver else Phase.DONE)
         trouble = "" if self._saver is None or self._saver.wait() else self._saver.trouble
-        return exchange.gather(trouble)[0]
+        return agreement.gather(trouble)[0]
 
     def _random_state(self) -> object:
         """Return this rank's generators: now, and at the beginning of the epoch."""

@@ -17,7 +17,7 @@ from clusterddp import files, log
 from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Content
-from clusterddp.data import mnist, shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.synthetic import synthesise
 from clusterddp.data.user_dataset import OwnSets
@@ -222,11 +222,11 @@ def obtain(
     config: TrainConfig,
     env: DistEnv,
     store: RunStore,
-    reading: shared_memory.Reading | OwnSets | None,
+    reading: mnist.Reading | OwnSets | None,
     device: torch.device,
     *,
     data_sha256: str,
-) -> tuple[Sets, shared_memory.Held | None]:
+) -> tuple[Sets, mnist.Held | None]:
     """Obtain the training set and the test set; and what this rank holds for others until `close`.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
@@ -251,7 +251,7 @@ def obtain(
             )
         return reading.on(device), None
 
-    def read() -> shared_memory.Offer | None:
+    def read() -> mnist.Offer | None:
         if env.rank:  # rank 0 has made sure of it already
             mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
         return reading.held().offer() if reading else None
@@ -270,7 +270,7 @@ def obtain(
 
 
 def _have_first_read(
-    env: DistEnv, store: RunStore, key: str, read: Callable[[], shared_memory.Offer | None]
+    env: DistEnv, store: RunStore, key: str, read: Callable[[], mnist.Offer | None]
 ) -> None:
     """Have the first rank of every node read the dataset, and leave an offer to the others.
 
@@ -290,16 +290,16 @@ def _have_first_read(
         raise fault
 
 
-def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> shared_memory.Held:
-    offer = files.load(shared_memory.Offer, _said_by_first(store, env, key))
+def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> mnist.Held:
+    offer = files.load(mnist.Offer, _said_by_first(store, env, key))
     try:
-        return shared_memory.take(offer)
+        return mnist.take(offer)
     except (OSError, ValueError) as error:
         log.info(
             f"rank {env.rank} on {socket.gethostname()} reads the dataset itself, as it cannot map "
             f"the copy of its node's first rank: {error}"
         )
-        return shared_memory.read(config.dataset, config.data_dir)
+        return mnist.read(config.dataset, config.data_dir)
 
 
 def _said_by_first(store: RunStore, env: DistEnv, key: str) -> Mapping[str, object]:

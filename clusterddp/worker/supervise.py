@@ -36,8 +36,7 @@ from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
 from clusterddp.processes.table import hears
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
-from clusterddp.run import logs
-from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt import Attempt, divide_own_log
 from clusterddp.run.outcome import TaskRecord
 from clusterddp.run.records import TaskError, announced
 from clusterddp.run.run_dir import RunDir
@@ -135,7 +134,7 @@ def _divide_log(attempt: Attempt) -> None:
     """Begin a part of the log where an agent starts the task again within its attempt."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isdigit() and int(restarts):
-        logs.divide_own(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
+        divide_own_log(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:

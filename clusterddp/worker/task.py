@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import log
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.distributed import tcp_store
 from clusterddp.errors import (
     EXIT_DONE,
@@ -35,8 +35,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.training import stop
-from clusterddp.training.presence import Presence, poll_time_limit
-from clusterddp.training.stop import Deadline
+from clusterddp.training.stop import Deadline, Presence, poll_time_limit
 from clusterddp.worker import supervise
 from clusterddp.worker.supervise import is_peer_loss
 
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from clusterddp.worker.join import Joined
     from clusterddp.worker.start import Sets
 
-    _Reading = shared_memory.Reading | OwnSets
+    _Reading = mnist.Reading | OwnSets
 
 # For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
@@ -186,11 +185,11 @@ def _unfit(packages: Sequence[str], what: str) -> TrainingError:
     )
 
 
-def _begin_reading(config: TrainConfig, env: DistEnv) -> shared_memory.Reading | None:
+def _begin_reading(config: TrainConfig, env: DistEnv) -> mnist.Reading | None:
     """Begin to read MNIST's files beside the imports, on the first rank of a node."""
     is_own, is_first = is_reference(config.dataset), 0 in (env.local_rank, env.rank)
     if config.data_pipeline == "memory" and is_first and not is_own:
-        return shared_memory.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
+        return mnist.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
     return None
 
 

@@ -36,8 +36,8 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run import events, logs
-from clusterddp.run.attempt import Attempt
+from clusterddp.run import events
+from clusterddp.run.attempt import Attempt, divide_logs
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
@@ -112,7 +112,7 @@ def train(
     run.make(run.logs)
     attempts.await_silence(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)
-    logs.divide(attempt, "")
+    divide_logs(attempt, "")
     with TaskGroup() as group, _stopping(group, attempt, by_mark=bool(container)) as relay:
         for env in dist_env.local_ranks(procs, free_port()):
             _start_rank(group, start_method, config, attempt, env, container)

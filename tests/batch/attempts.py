@@ -8,9 +8,8 @@ from clusterddp.batch.begin import begin_attempt as begin
 from clusterddp.batch.finish import finish
 from clusterddp.batch.job import JobStart
 from clusterddp.errors import ClusterDDPError, coded
-from clusterddp.run.attempt import Attempt
+from clusterddp.run.attempt import Attempt, print_to_job_log
 from clusterddp.run.history import Policy
-from clusterddp.run.logs import print_to_job_log
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Outcome, Workplace
 

@@ -29,7 +29,7 @@ from clusterddp import log
 from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
 from clusterddp.errors import ClusterDDPError
-from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.attempt import print_to_job_log
 from clusterddp.run.run_dir import RunDir
 
 with log.to(print_to_job_log):

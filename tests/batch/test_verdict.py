@@ -36,7 +36,7 @@ from clusterddp import log
 from clusterddp.batch.finish import finish
 from clusterddp.batch.job import JobStart
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.logs import print_to_job_log
+from clusterddp.run.attempt import print_to_job_log
 from clusterddp.run.history import Policy
 from clusterddp.run.run_dir import RunDir
 

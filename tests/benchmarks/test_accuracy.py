@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import accuracy
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import loop
@@ -18,7 +18,7 @@ def test_a_training_knows_the_number_of_its_device(
 ) -> None:
     """CUDA's set_device takes no other, and a captured step is released by it."""
     monkeypatch.setattr(loop, "train", lambda _: None)
-    held = shared_memory.read("synthetic", str(synthetic_dir))
+    held = mnist.read("synthetic", str(synthetic_dir))
     sets: Any = [Images(*held.tensors(train=train), torch.device("cpu")) for train in (True, False)]
     training = accuracy.train(TrainConfig(dataset="synthetic", device="cpu", threads=1), *sets)
     assert training.device == torch.device("cpu", 0)

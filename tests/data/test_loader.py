@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from clusterddp.data import mnist, shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import (
     Images,
     Loaded,
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def in_memory(synthetic_dir: Path) -> Images:
-    held = shared_memory.read("synthetic", str(synthetic_dir))
+    held = mnist.read("synthetic", str(synthetic_dir))
     return Images(*held.tensors(train=True), CPU)
 
 

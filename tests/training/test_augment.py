@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import accuracy
 from clusterddp.checkpoints.state import Position
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.train_config import AUGMENTATIONS, RECIPES, TrainConfig
@@ -176,7 +176,7 @@ def test_ranks_draw_apart_and_score_with_the_averages_that_are_saved(
 @pytest.mark.usefixtures("alone")
 def test_the_benchmark_trains_to_the_end_and_sums_up(synthetic_dir: Path) -> None:
     settings = small(synthetic_dir, "fast")
-    held = shared_memory.read("synthetic", str(synthetic_dir))
+    held = mnist.read("synthetic", str(synthetic_dir))
     sets = (Images(*held.tensors(train=train), CPU) for train in (True, False))
     training = accuracy.train(settings, *sets)
     assert training.position.epoch == settings.epochs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clusterddp.data.loader import seed_generators
-from clusterddp.distributed import exchange
+from clusterddp.distributed import agreement
 from clusterddp.errors import CheckpointError
 from clusterddp.training import replay
 from tests.training.ranks import run_ranks
@@ -62,7 +62,7 @@ def _gather(rank: int, world_size: int) -> tuple[Any, Any]:
     """Seeds of its own, the states of all ranks as far as they are here, and what comes next."""
     seed_generators(rank)
     numbers_drawn()
-    states = exchange.gather(replay.random_state(()), on_first=True)
+    states = agreement.gather(replay.random_state(()), on_first=True)
     return [{**each, "torch": each["torch"].tolist()} for each in states], numbers_drawn()
 
 

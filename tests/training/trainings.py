@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp.checkpoints import state
-from clusterddp.data import shared_memory
+from clusterddp.data import mnist
 from clusterddp.data.loader import Images
 from clusterddp.distributed.agreement import Hello
 from clusterddp.models import nets
@@ -154,7 +154,7 @@ def after(ours: Training, at: int, act: Callable[[], object]) -> None:
 
 @functools.cache
 def _images(data_dir: str, train: bool) -> Images:
-    return Images(*shared_memory.read("synthetic", data_dir).tensors(train=train), CPU)
+    return Images(*mnist.read("synthetic", data_dir).tensors(train=train), CPU)
 
 
 def numbers_drawn() -> tuple[Any, ...]:

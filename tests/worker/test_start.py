@@ -12,7 +12,7 @@ import torch.distributed as dist
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.data import mnist
-from clusterddp.data.shared_memory import Reading
+from clusterddp.data.mnist import Reading
 from clusterddp.data.synthetic import synthesise
 from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import CheckpointError, DataError, TrainingError

@@ -36,7 +36,7 @@ from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
-from clusterddp.training import cuda_graph, presence
+from clusterddp.training import cuda_graph, stop
 from clusterddp.training.learner import Learner
 from clusterddp.training.metrics import Journal
 from clusterddp.worker import join, supervise, task
@@ -286,7 +286,7 @@ def test_a_request_in_the_attempts_folder_stops_it(
             first.ask_to_stop("stop")
 
     first = Attempt(RunDir(tmp_path), 1)
-    monkeypatch.setattr(presence, "ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(stop, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(Journal, "step", step)
     settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
     assert run_task(settings, tmp_path) == EXIT_PAUSED
