@@ -30,7 +30,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_522, 31_500),
+    Row("code lines", 36_490, 31_500),
     Row("modules", 195, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
@@ -42,7 +42,7 @@ HELD = (
     Row("places that ask for a run's kind", 18, 20),
     Row("lines of tests", 57_800, 50_000),
     Row("lines of the rendered script", 27, 27),
-    Row("dry run: calls of functions", 21_000, 18_000),
+    Row("dry run: calls of functions", 20_900, 18_000),
     Row("dry run: modules", 34, 34),
     Row("dry run: bytes of bytecode", 588_000, 500_000),
 )
