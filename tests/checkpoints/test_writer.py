@@ -391,58 +391,6 @@ def test_shards_go_with_a_checkpoint_that_cannot_be_written(
     assert place.holds_only()
 
 
-_ON_A_SMALL_DISK = """
-import json
-from pathlib import Path
-from clusterddp import log
-from tests.checkpoints.test_writer import Place, content_of
-place = Place(Path("run").absolute())
-kept = log.to(place.said.append)
-kept.__enter__()
-place.folder.mkdir(parents=True)
-writer = place.saver(keep_last=3)
-results = []
-def save(step):
-    writer.save(content_of(step, size=256))  # 260 kB
-    results.append([writer.wait(), place.steps, sorted(n for n in place.names if n[0] == ".")])
-save(1)
-save(2)
-filler = place.attempt.run.path / "filler"
-with filler.open("wb", buffering=0) as file:
-    try:
-        while file.write(bytes(4096)):
-            pass
-    except OSError as error:
-        results.append(error.strerror)
-save(3)
-for step in (1, 2):
-    writer._valid.clear()
-    assert writer._is_valid(place.path(step))
-filler.unlink()
-save(4)
-print(json.dumps([results, place.said]))
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk(small_disk: Callable[[str], list[str]]) -> None:
-    got = subprocess.run(
-        [*small_disk("size=2m"), sys.executable, "-c", _ON_A_SMALL_DISK],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert got.returncode == 0, got.stderr
-    results, said = json.loads(got.stdout)
-    assert results == [
-        [True, [1], []],
-        [True, [2, 1], []],
-        "No space left on device",
-        [False, [2, 1], []],
-        [True, [4, 2, 1], []],
-    ]
-    assert len(said) == 1 and "No space left on device" in said[0]
-
-
 def test_a_folder_that_is_gone_is_said_and_used_again_when_it_is_back(place: Place) -> None:
     writer = place.saver()
     shutil.rmtree(place.folder)

@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
     [
         ["--help"], ["--version"], ["submit", "--help"], ["train", "--help"], ["jobs"],
         ["templates", "list"], ["site"], ["completion", "bash"], ["compare", "--help"],
-        ["report", "--help"],
+        ["report", "--help"], ["env"],
     ],
     ids=" ".join,
 )  # fmt: skip

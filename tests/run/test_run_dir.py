@@ -57,14 +57,6 @@ def test_a_submission_without_an_answer_keeps_its_directory(tmp_path: Path) -> N
         assert (tmp_path / f"demo-{number}/spec.json").is_file()
 
 
-def test_a_run_that_exists_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo/mine").write_text("mine")
-    with pytest.raises(RequestError, match="exists already"):
-        RunDir.create(spec(run_dir=str(tmp_path / "demo")), "").__enter__()
-    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["mine"]
-
-
 def test_a_full_disk_is_said_and_nothing_is_left(small_disk: Callable[[str], list[str]]) -> None:
     fill = (
         "cat /dev/zero >full 2>/dev/null\n"

@@ -238,30 +238,6 @@ def wait_until(process: "subprocess.Popen[str]", word: str = "images/s") -> str:
     return text
 
 
-def pid_of(run_dir: Path, rank: int) -> int:
-    """The task itself, not its small parent."""
-    return int(json.loads((RunDir(run_dir).outcomes / f"rank-{rank}.json").read_text())["pid"])
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_by_its_parent_and_by_the_watchdog(
-    start: Any, synthetic_dir: Path, tmp_path: Path
-) -> None:
-    argv = train_argv(synthetic_dir, tmp_path, *LONG, "--watchdog=1")
-    first, second = (start(argv, env) for env in ranks(2, free_port()))
-    wait_until(first)
-    stopped = pid_of(tmp_path, 1)
-    os.kill(stopped, signal.SIGSTOP)
-    wait_until(second, f"process {stopped}, rank 1 on")
-    wait_until(first, f"rank 1 on {socket.gethostname()} does not answer")
-    os.kill(stopped, signal.SIGCONT)
-    wait_until(first, "goes on after")
-    os.kill(stopped, signal.SIGTERM)
-    for process in (first, second):
-        process.communicate(timeout=PATIENCE)
-    assert (first.returncode, second.returncode) == (75, 75)
-
-
 @pytest.mark.slow
 def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     start: Any, synthetic_dir: Path, tmp_path: Path
