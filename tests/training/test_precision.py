@@ -55,7 +55,7 @@ def test_a_run_cut_off_ends_with_the_very_weights_of_one_in_a_piece(
 def test_the_scale_of_fp16_is_in_the_checkpoint(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
-    settings = config(synthetic_dir, precision="fp16", max_steps=3)
+    settings = config(synthetic_dir, precision="fp16", max_steps=3, model="mlp")
     ours = build(settings, agree(settings, tmp_path))
     ours.learner.step.scaler.load_state_dict(
         {**ours.learner.step.scaler.state_dict(), "scale": 4.0}
@@ -85,8 +85,8 @@ def test_two_ranks_that_accumulate_step_as_one_does_on_all_their_images(
 def test_ranks_whose_gradients_are_rounded_for_their_exchange_stay_equal(
     hook: str, synthetic_dir: Path, tmp_path: Path
 ) -> None:
-    settings = config(synthetic_dir, batch_size=50, max_steps=3, comm_hook=hook)
-    exact = config(synthetic_dir, batch_size=50, max_steps=3)
+    exact = config(synthetic_dir, batch_size=50, max_steps=3, model="mlp")
+    settings = replace(exact, comm_hook=hook)
     ours = run_ranks(2, train_rank, settings, tmp_path / "rounded", None, False)
     plain = run_ranks(2, train_rank, exact, tmp_path / "exact", None, False)
     assert ours[0]["sha256"] == ours[1]["sha256"] != plain[0]["sha256"]
@@ -268,13 +268,14 @@ def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
 ) -> None:
     """Its precision is known after the graph has been decided on: auto does without one."""
     monkeypatch.setattr(agreement, "AUTO_CAPTURES", True)
-    first = config(synthetic_dir, precision="fp16", max_steps=1)
+    first = config(synthetic_dir, precision="fp16", max_steps=1, model="mlp")
     train(build(first, agree(first, tmp_path / "first")))
     more = {"resume": str(tmp_path / "first"), "device": "auto", "allow_changed": True}
 
     def settled(**options: Any) -> Agreement:
-        later = config(synthetic_dir, **more, **options)
-        return start.settle_attempt(later, tmp_path / "later", None, {}, hellos("cuda", [True]))
+        later = config(synthetic_dir, model="mlp", **more, **options)
+        own = {"SLURM_JOB_ID": "7"}  # all of one job: none waits for the one before
+        return start.settle_attempt(later, tmp_path / "later", None, own, hellos("cuda", [True]))
 
     with pytest.raises(
         TrainingError, match=r"--cuda-graph on against fp16, in which .*Leave --cuda-graph out, or"

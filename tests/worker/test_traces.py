@@ -201,6 +201,7 @@ except LookupError:
 """
 
 
+@pytest.mark.slow
 def test_torchs_record_decorator_is_heard(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, RECORDED)
     assert (outcome.exit_code, outcome.reason) == (5, "LookupError: as torch")
