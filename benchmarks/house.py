@@ -30,12 +30,12 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_490, 31_500),
-    Row("modules", 195, 185),
+    Row("code lines", 36_475, 31_500),
+    Row("modules", 194, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
     Row(f"{_ENTERED}a submission", 32, 24),
-    Row(f"{_ENTERED}the batch process", 34, 22),
+    Row(f"{_ENTERED}the batch process", 33, 22),
     Row(f"{_ENTERED}rank 0", 46, 42),
     Row(f"{_ENTERED}another rank", 43, 36),
     Row(f"{_ENTERED}a COMMAND's task", 18, 16),

@@ -1,13 +1,13 @@
 """Begins an attempt of a run in a job that Slurm has started, or refuses it; records either."""
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from clusterddp import formatting, log, patience, version
-from clusterddp.batch import nodes
-from clusterddp.batch.job import JobStart
+from clusterddp import files, formatting, log, patience, version
+from clusterddp.batch.job import JobStart, note_left_out, to_leave_out
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -25,9 +25,12 @@ from clusterddp.run.history import History, capped, causes_of, requeue_is_off
 from clusterddp.run.records import LastWord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
+from clusterddp.slurm import srun_lines
 from clusterddp.slurm.forms import hosts_of
+from clusterddp.slurm.site import nodes
 from clusterddp.slurm.states import State
 
+_LOG_TAIL_BYTES = 1 << 20
 _MOST_CHANGES = 20
 _MOST_STARTS_IN_VAIN = 2
 """Starts in a row that put the job back for the nodes that it was given; the next one does not."""
@@ -251,13 +254,13 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
     if is_rehearsal(os.environ):
         return history
     try:
-        if nodes.blame_lost_script(history):
+        if _blame_lost_script(history):
             history = history.again()
         blamed = bad_nodes.read_for(history)
         bad = [host for host in hosts_of(job.nodelist) if host in blamed]
         if not bad or job.withdrawal(history):
             return history
-        choice, hosts = nodes.to_leave_out(job, spec, history)
+        choice, hosts = to_leave_out(job, spec, history)
         given = [host for host in bad if host in choice.nodes]
         words = f"Slurm has given {', '.join(given or bad)}, which is bad"
         if not given:
@@ -277,7 +280,7 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
     _record_in_vain(job, words)
     try:
         slurm.exclude_nodes(job.name, hosts)
-        nodes.note_left_out(job, job.id, None, choice)
+        note_left_out(job, job.id, None, choice)
     except SlurmError as error:
         log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
     raise BackInQueue(f"{words}: job {job.id} is back in the queue")
@@ -329,3 +332,25 @@ def _starts_in_vain(history: History) -> int:
     starts = [e for e in history.events if isinstance(e, events.Started | events.StartedInVain)]
     begun = [index for index, event in enumerate(starts) if isinstance(event, events.Started)]
     return len(starts) - 1 - max(begun, default=-1)
+
+
+def _blame_lost_script(history: History) -> bool:
+    """Blame the nodes of an attempt that nobody judged, if they are lost: its script was with them.
+
+    srun has seen them fail, or they are down now. Returns whether some were. Raises OSError.
+    """
+    latest = max(history.starts, key=lambda start: start.number, default=None)
+    if latest is None or latest.cause:
+        return False
+    job_id = history.every(events.Started, latest.number)[-1].job_id
+    text = files.read_tail(history.run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
+    lost = set(srun_lines.lost_nodes(text.rpartition(f", job {job_id} on ")[2]))
+    with contextlib.suppress(SlurmError):
+        partition = os.environ.get("SLURM_JOB_PARTITION", "")
+        lost |= {node.name for node in nodes(partition, os.environ) if node.is_lost}
+    blamed = history.blamed(latest.number)
+    new = [host for host in latest.nodes if host in lost and host not in blamed]
+    reason = f"lost during attempt {latest.number}, whose end nobody recorded"
+    attempt = Attempt(history.run, latest.number)
+    bad_nodes.blame(attempt, job_id, dict.fromkeys(new, reason), bad_nodes.BY_LOSS)
+    return bool(new)

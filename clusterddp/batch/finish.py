@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from clusterddp import log
-from clusterddp.batch import nodes
-from clusterddp.batch.job import JobStart, patiently
+from clusterddp.batch.job import JobStart, leave_nodes_out, note_left_out, patiently, to_leave_out
 from clusterddp.batch.verdict import Evidence, Verdict, judge
 from clusterddp.errors import ClusterDDPError, SlurmError, coded
 from clusterddp.ranks.variables import is_rehearsal
@@ -25,6 +24,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending, requeued_after_grace, sbatch
 
+_LONGEST_REASON = 300
 _LAST_LINES = 10
 
 
@@ -43,7 +43,7 @@ def finish(job: JobStart, attempt: Attempt, exit_code: int, policy: Policy) -> i
         if verdict.is_stop_asked:
             job.withdraw()
         else:
-            nodes.leave_out(job, attempt.number)
+            leave_nodes_out(job, attempt.number)
         log.info(verdict.decision.why)
         return 0
     _leave(job, attempt, verdict, history)
@@ -69,7 +69,7 @@ def resume_in_job(
     is_ending = slurm.ending(job.name, job.restart) is not Ending.NONE
     if not verdict.decision.go_on or is_taken_back or is_ending:
         return []
-    nodes.blame(job, attempt, verdict, history)
+    _blame(job, attempt, verdict, history)
     history = history.again()
     chosen = choose() if history.blamed(attempt.number) else []
     if not chosen:
@@ -108,7 +108,7 @@ def _conclude(job: JobStart, attempt: Attempt, verdict: Verdict, history: Histor
         log.info(line)
     job.record(verdict.ended)
     attempt.remove_leftovers()
-    nodes.blame(job, attempt, verdict, history)
+    _blame(job, attempt, verdict, history)
 
 
 def _show_last_words(attempt: Attempt, failure: Failure) -> None:
@@ -177,7 +177,7 @@ def _start_again(job: JobStart, attempt: Attempt, why: str) -> bool:
         job.record(events.Requeued(attempt=attempt.number, why=why))
         log.info(f"{why}: {how}")
         job.heed_withdrawal()
-        nodes.leave_out(job, attempt.number)
+        leave_nodes_out(job, attempt.number)
 
     if why == Cause.PREEMPTED and requeued_after_grace(job.name):
         requeued(f"Slurm puts job {job.id} back into the queue")
@@ -214,7 +214,7 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
         is_own = spec.point and not is_array(script)
         index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")
         try:
-            choice, exclude = nodes.to_leave_out(job, spec, History.read(run))
+            choice, exclude = to_leave_out(job, spec, History.read(run))
         except (ClusterDDPError, OSError) as error:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
         successor = patiently(
@@ -243,7 +243,7 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
     from clusterddp.status import chain  # seldom needed
 
     chain.rejoin(run)
-    nodes.note_left_out(job, successor, attempt.number, choice)
+    note_left_out(job, successor, attempt.number, choice)
     job.heed_withdrawal(successor)
 
 
@@ -251,3 +251,42 @@ def _give_up(job: JobStart, attempt: Attempt, why: str, error: Exception) -> Non
     job.record(events.RequeueFailed(attempt=attempt.number, why=why, error=str(error)))
     log.info(coded(f"this node cannot start the run again: {error}", "CD1225"))
     log.info(f"resume with: {job.run.resubmission}")
+
+
+def _blame(job: JobStart, attempt: Attempt, verdict: Verdict, history: History) -> None:
+    """Blame nodes that were lost, that hardware names, where ranks crash again or are slow.
+
+    One that was blamed in the attempt is not blamed twice.
+    """
+    if is_rehearsal(os.environ):
+        return
+    try:
+        already = history.blamed(attempt.number)
+        blamed = bad_nodes.read_for(history) if verdict.lost_nodes else {}
+        new = [
+            # A job's log can tell of an earlier attempt in the same job.
+            host
+            for host in verdict.lost_nodes
+            if host not in already and (host not in blamed or blamed[host].job_id != job.id)
+        ]
+        if new:
+            lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
+            bad_nodes.blame(attempt, job.id, lost, bad_nodes.BY_LOSS)
+        first = verdict.ended.first_failure
+        starts = history.starts_with(attempt.number, failure=first)
+        failure = first if first and first.host not in already else None
+        if failure and verdict.hardware:
+            named = {failure.host: f"rank {failure.rank} died: {verdict.hardware}"}
+            bad_nodes.blame(attempt, job.id, named, bad_nodes.BY_HARDWARE)
+        elif failure and (host := bad_nodes.failed_again(starts)):
+            why = f"ranks crash there again that got further elsewhere: {failure.reason}"
+            again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
+            bad_nodes.blame(attempt, job.id, again, bad_nodes.BY_REPETITION)
+        is_latest = verdict.ended.cause != Cause.SUPERSEDED
+        slow = bad_nodes.straggling(starts) if is_latest and starts[-1].slow else {}
+        if fresh := {host: why for host, why in slow.items() if host not in already}:
+            for host, why in fresh.items():
+                log.info(f"node {host} is bad: {why}")
+            bad_nodes.blame(attempt, job.id, fresh, bad_nodes.BY_STRAGGLING)
+    except OSError as error:
+        log.warning(f"bad nodes cannot be recorded: {error} [CD1302]")

@@ -1,4 +1,4 @@
-"""This start of a job: what it records, its way back into the queue, and out of it."""
+"""This start of a job: what it records, its way back into the queue or out, nodes it leaves out."""
 
 import os
 from collections.abc import Callable
@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from clusterddp import log, patience
-from clusterddp.errors import SlurmError
+from clusterddp.errors import ClusterDDPError, SlurmError
 from clusterddp.ranks.variables import own_name
-from clusterddp.run import events
+from clusterddp.request.spec import JobSpec
+from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt, NotStarted, Superseded, print_to_job_log
 from clusterddp.run.events import Cause, Event
 from clusterddp.run.history import History, withdrawn
@@ -103,3 +104,54 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
                 raise
             log.info(f"{error}; trying again")
     raise AssertionError("the last look answers or raises")
+
+
+def leave_nodes_out(job: JobStart, number: int) -> None:
+    """Have a job in the queue leave out the bad nodes; where that fails it is logged.
+
+    number: of the attempt that has ended.
+    """
+    history = History.read(job.run)
+    if not bad_nodes.known_to(history):
+        return
+    try:
+        choice, hosts = to_leave_out(job, job.run.load_spec(), history)
+        if set(hosts) != set(slurm.job_nodes(job.name).excluded):
+            slurm.exclude_nodes(job.name, hosts)
+    except (ClusterDDPError, OSError) as error:
+        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
+        return
+    note_left_out(job, job.id, number, choice)
+
+
+def to_leave_out(
+    job: JobStart, spec: JobSpec, history: History
+) -> tuple[bad_nodes.Choice, list[str]]:
+    """Return the bad nodes that the next start can do without, and all that it leaves out.
+
+    Raises SlurmError where Slurm does not say what the job leaves out so far.
+    """
+    known = bad_nodes.known_to(history)
+    if not known:
+        return bad_nodes.Choice(), []
+    asked = slurm.job_nodes(job.name)
+    count = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    choice = bad_nodes.choose(
+        job.run.path.parent,
+        spec.resources,
+        os.environ,
+        count=int(count) if count.isdecimal() else 0,
+        partition=asked.partition,
+        others=dict(spec.sbatch),
+        history=history,
+    )
+    return choice, bad_nodes.merged(spec.resources, asked.excluded, choice.nodes, known)
+
+
+def note_left_out(job: JobStart, job_id: str, number: int | None, choice: bad_nodes.Choice) -> None:
+    """Log and record what a job leaves out, be it this one or its successor."""
+    for remark in choice.remarks:
+        log.info(remark)
+    if choice.nodes:
+        job.record(events.NodesLeftOut(job_id=job_id, attempt=number, nodes=choice.nodes))
+        log.info(choice.line)
