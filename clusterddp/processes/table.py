@@ -190,7 +190,7 @@ class World:
     """Command line of the process that started its ranks."""
 
 
-def watch(pid: int, own: Mapping[str, str], found: Callable[[World], None]) -> None:
+def watch_for_world(pid: int, own: Mapping[str, str], found: Callable[[World], None]) -> None:
     """Look at a process's descendants until it has ended, or a world of their own is found.
 
     own: the environment that the process was given. found: is called from another thread, once.
@@ -203,14 +203,14 @@ def watch(pid: int, own: Mapping[str, str], found: Callable[[World], None]) -> N
             # Not another process that has its number by now.
             if began is None or start_ticks(pid) != began:
                 return
-            if world := find(pid, own):
+            if world := find_world(pid, own):
                 found(world)
                 return
 
     threading.Thread(target=look, daemon=True, name="worlds").start()
 
 
-def find(pid: int, own: Mapping[str, str]) -> World | None:
+def find_world(pid: int, own: Mapping[str, str]) -> World | None:
     """Return a world that is not the process's own and that its descendants make up, if any."""
     ranks: dict[tuple[str, ...], set[str]] = defaultdict(set)
     parents: dict[tuple[str, ...], int] = {}

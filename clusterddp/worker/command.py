@@ -109,7 +109,7 @@ def _watching(
             launcher = nested_launcher.find(world.launcher)
             record.found(OwnWorld(world.size, launcher.name if launcher else ""))
 
-        table.watch(pid, environ, found)
+        table.watch_for_world(pid, environ, found)
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
             met.append(Meeting(pid, int(port), record.met))
