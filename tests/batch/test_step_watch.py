@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +14,17 @@ import pytest
 
 from clusterddp import log, patience
 from clusterddp.batch import step_watch
+from clusterddp.errors import SlurmError
+from clusterddp.files import read_json
+from clusterddp.processes.stacks import Frame, Program
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import StepEnded
 from clusterddp.run.history import History
+from clusterddp.run.outcome import ended_for, note_hung
 from clusterddp.run.run_dir import RunDir
+from clusterddp.status import stacks
+from clusterddp.status.stacks import RankStacks
+from tests.status.test_stacks import LOADS, MAIN, REDUCES, at, record
 from tests.waiting import PATIENCE
 
 ENDED = {"ended": 2.0, "exit_code": 0}
@@ -183,3 +192,186 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
     step.watch()
     assert looks > 50 + 20  # the longer grace
     assert step.cancelled == ["17.3"]
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    made = Attempt(RunDir(tmp_path / "a"), 1)
+    made.outcomes.mkdir(parents=True)
+    made.run.logs.mkdir()
+    record(made.run, 0)
+    return made
+
+
+class Sleep:
+    """Counts the pauses; what is to happen in each is given by its number."""
+
+    def __init__(self, **happens: Callable[[], object]) -> None:
+        self.pauses, self.seconds, self._happens = 0, 0.0, happens
+
+    def __call__(self, seconds: float) -> None:
+        self.pauses += 1
+        self.seconds += seconds
+        self._happens.get(f"in_{self.pauses}", lambda: None)()
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [at(0), at(1), at(2), at(3, LOADS, "gpu03")]
+    monkeypatch.setattr(stacks, "gather", lambda *_, **__: ranks)
+
+
+def watch(attempt: Attempt, sleep: Sleep, end: Callable[[], None] | None = None) -> None:
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience, "time", clock)
+        step_watch.watch_output(attempt, 4, 600.0, end)
+
+
+@pytest.mark.usefixtures("found")
+def test_the_stacks_are_printed_once_and_the_job_goes_on(
+    attempt: Attempt, logged: list[str]
+) -> None:
+    sleep = Sleep()
+    watch(attempt, sleep)
+    assert sleep.seconds == 600
+    assert logged[0] == "no rank has printed anything for 10m00s. Where they are:"
+    assert logged[1].startswith("3 of 4 (ranks 0-2) in all_reduce")
+    assert [line for line in logged if line.startswith("rank 3 on gpu03 in DataLoader")]
+    assert logged[-1].startswith("the job goes on")
+    silent = read_json(attempt.silent)
+    assert silent is not None
+    assert silent["ranks"] == [3]
+    assert silent["places"].startswith("DataLoader") and "most are in all_red" in silent["places"]
+    assert not (attempt.outcomes / "hung.json").exists()
+
+
+@pytest.mark.usefixtures("found", "logged")
+def test_whatever_a_rank_prints_begins_the_time_anew(attempt: Attempt) -> None:
+    quiet = Sleep()
+    watch(attempt, quiet)
+    logs = attempt.run.logs
+    own = Sleep(
+        in_5=lambda: (logs / "rank-3.log").write_text("step 1\n"),
+        in_9=lambda: (logs / "job.log").write_text("the script's and Slurm's words"),
+    )
+    watch(attempt, own)
+    assert own.pauses == quiet.pauses + 5
+
+
+@pytest.mark.usefixtures("found", "logged")
+def test_a_log_that_is_begun_anew_counts_as_printed(attempt: Attempt) -> None:
+    log = attempt.run.logs / "rank-0.log"
+    log.write_text("step 1\nstep 2\n")
+    own = Sleep(in_5=lambda: log.write_text("step 3\n"))
+    watch(attempt, own)
+    assert own.seconds == 750
+
+
+@pytest.mark.usefixtures("found", "logged")
+def test_time_counts_from_the_first_task_on(attempt: Attempt) -> None:
+    quiet = Sleep()
+    watch(attempt, quiet)
+    (attempt.outcomes / "rank-0.json").unlink()
+    late = Sleep(in_7=lambda: record(attempt.run, 2))
+    watch(attempt, late)
+    assert late.pauses == quiet.pauses + 6
+
+
+@pytest.mark.usefixtures("found", "logged")
+def test_the_job_is_ended_only_when_asked_and_the_odd_rank_is_blamed(attempt: Attempt) -> None:
+    record(attempt.run, 3)
+    ended = []
+    watch(attempt, Sleep(), lambda: ended.append(read_json(attempt.outcomes / "hung.json")))
+    [hung] = ended
+    assert hung is not None
+    assert (hung["ranks"], hung["ended"]) == ([3], True)
+    told = ended_for(attempt.outcomes)
+    assert told
+    assert told.reason.startswith("no rank printed anything for 10m00s; it is in Data")
+    assert "most are in all_reduce" in told.reason
+
+
+def unread(rank: int, note: str = "its host has not answered") -> RankStacks:
+    return RankStacks(rank, "h01", note=note)
+
+
+def in_shell(rank: int) -> RankStacks:
+    return RankStacks(rank, "h01", (Program(7, "sh", note=f"no Python (sh), sleeping in {rank}"),))
+
+
+def of_agent(rank: int, frames: tuple[Frame, ...] = REDUCES) -> RankStacks:
+    [program] = at(rank, frames).programs
+    return RankStacks(rank // 2, "h01", (replace(program, rank=rank),))
+
+
+# Other lines of the standard library, and another caller further out.
+WAITS = (Frame("poll", "/usr/lib/python3.11/selectors.py", 468), *REDUCES)
+WAITS_TOO = (Frame("poll", "/usr/lib/python3.11/selectors.py", 469), *REDUCES)
+FROM_ELSEWHERE = (*REDUCES, Frame("<module>", "/home/me/train.py", 99))
+
+
+@pytest.mark.usefixtures("found", "logged")
+def test_the_rank_that_a_loops_watchdog_has_named_is_blamed_when_the_job_is_ended(
+    attempt: Attempt,
+) -> None:
+    note_hung(attempt.outcomes, (1,), "in the forward pass of step 7")
+    watch(attempt, Sleep(), end=lambda: None)
+    told = ended_for(attempt.outcomes)
+    assert told and (told.ranks, told.reason) == ((1,), "in the forward pass of step 7")
+
+
+@pytest.mark.usefixtures("logged")
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [at(0), at(1), at(2, LOADS), at(3, LOADS)],
+        [at(0), at(1), at(2, LOADS), at(3, (MAIN,))],
+        [at(0), at(1), at(2), unread(3)],
+        [at(0), at(1), at(2, LOADS), unread(3, "has ended: exit code 0")],
+        [at(0), at(1), at(2, LOADS), unread(3)],
+        [at(0), at(1, WAITS), at(2, WAITS_TOO), at(3, FROM_ELSEWHERE)],
+        [of_agent(0), of_agent(1), of_agent(2), of_agent(3, LOADS)],
+        [in_shell(0), in_shell(1), in_shell(1), in_shell(1)],
+        [],
+    ],
+    ids=[
+        "half and half", "three places", "a host that is silent", "one that has ended", "a doubt",
+        "one place", "an agent's ranks", "no Python", "nothing",
+    ],
+)  # fmt: skip
+def test_no_rank_is_blamed_where_it_is_not_sure(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch, ranks: list[RankStacks]
+) -> None:
+    monkeypatch.setattr(stacks, "gather", lambda *_, **__: ranks)
+    watch(attempt, Sleep(), lambda: None)
+    told = ended_for(attempt.outcomes)
+    assert told
+    seen = "; the job's log has their stacks" if any(stacks.places(ranks)) else ""
+    assert (told.ranks, told.reason) == ((), f"no rank printed anything for 10m00s{seen}")
+
+
+def test_ranks_that_print_again_meanwhile_are_not_ended(
+    attempt: Attempt, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(*_: object, **__: object) -> list[RankStacks]:
+        (attempt.run.logs / "rank-0.log").write_text("step 1\n")
+        return [at(0)]
+
+    monkeypatch.setattr(stacks, "gather", gather)
+    watch(attempt, Sleep(), lambda: pytest.fail("the job is ended"))
+    assert logged[-1].startswith("the ranks print again: the job goes on")
+    assert ended_for(attempt.outcomes) is None
+
+
+def test_slurm_that_does_not_answer_costs_the_stacks_and_not_the_watch(
+    attempt: Attempt, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise SlurmError("slurmctld is down")
+
+    monkeypatch.setattr(stacks, "gather", fails)
+    watch(attempt, Sleep(), fails)
+    assert "their stacks cannot be read: slurmctld is down" in logged
+    assert logged[-1] == "the job cannot be ended, and goes on: slurmctld is down"
+    assert not (attempt.outcomes / "hung.json").exists()
