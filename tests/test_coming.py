@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ BLOCKS = [
     (page.stem, re.sub("^    ", "", block, flags=re.MULTILINE))
     for page in PAGES
     for block in re.findall(r"(?:^    .*\n)+", page.read_text(), re.MULTILINE)
-]
-OURS = [
-    pytest.param(line, id=f"{page}-{number}")
-    for number, (page, block) in enumerate(BLOCKS)
-    for line in block.replace("\\\n", " ").splitlines()
-    if line.startswith("clusterddp submit")
 ]
 # Each sbatch file, with the block behind it: the line that import prints.
 FILES = [
@@ -40,14 +33,3 @@ def test_each_way_has_a_page_and_a_line() -> None:
 def test_the_line_is_what_import_prints(file: str, line: str, workplace: Workplace) -> None:  # noqa: F811
     (workplace.folder / "job.sbatch").write_text(file)
     assert workplace.invoke("import", "job.sbatch").out == line
-
-
-@pytest.mark.parametrize("line", OURS)
-def test_submit_takes_the_line(line: str, workplace: Workplace) -> None:  # noqa: F811
-    (workplace.folder / "train.py").write_text("")
-    words = shlex.split(line)[1:]
-    separator = words.index("--")
-    got = workplace.invoke(*words[:separator], "--dry-run", *words[separator:])
-    assert got.code == 0, got.err
-    script = got.out.replace(" \\\n  ", " ")  # in one line each
-    assert script.endswith(f" {shlex.join(words[separator:])}\n")
