@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from clusterddp.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, fault
-from tests.on_slurm.campaign.run import Differs, Run, Trial, slurm
+from tests.on_slurm.campaign.run import Differs, Run, Struck, Trial, slurm
 
 
 def named(run: Run, rank: int) -> None:
@@ -114,7 +115,8 @@ for _name, (_strike, _config, _quick) in _rows().items():
     fault(_name, needs=(_config,), quick=_quick)(_strike)
 
 
-def _srun(trial: Trial, number: int) -> str:
+def _struck_srun(trial: Trial, number: int) -> tuple[Run, Struck]:
+    """Strike the srun of a training, which has a process beside it that KILL must meet as well."""
     run = trial.start("--restart-on-failure", "1", "--nodelist", "h[01-02]")
     run.wait_step(60)
     struck = run.struck()
@@ -122,10 +124,10 @@ def _srun(trial: Trial, number: int) -> str:
     if not sruns:
         raise run.differs("there is no srun on h01")
     for pid in sruns if number == signal.SIGKILL else sruns[:1]:
-        run.signal(pid, number)
+        with contextlib.suppress(ProcessLookupError):  # the other may have taken it along
+            run.signal(pid, number)
     run.gone(sruns[0])
-    run.wait_attempt(2)
-    return run.check_same(struck, causes=["failed", "done"])
+    return run, struck
 
 
 def _is_srun(pid: int) -> bool:
@@ -134,13 +136,24 @@ def _is_srun(pid: int) -> bool:
 
 @fault("srun-killed")
 def srun_killed(trial: Trial) -> str:
-    return _srun(trial, signal.SIGKILL)
+    run, struck = _struck_srun(trial, signal.SIGKILL)
+    run.wait_attempt(2)
+    return run.check_same(struck, causes=["failed", "done"])
 
 
 @fault("srun-terminated")
 def srun_terminated(trial: Trial) -> str:
-    """TERM to srun: it ends the tasks at once and exits with 0, as if all had been done."""
-    return _srun(trial, signal.SIGTERM)
+    """TERM to srun: it ends the tasks at once and exits with 0, as if all had been done.
+
+    So does `scancel JOB.STEP`, after which nothing starts by itself; a person's resubmit goes on.
+    """
+    run, struck = _struck_srun(trial, signal.SIGTERM)
+    run.check_failed("clusterddp resubmit", states=("cancelled",), usable=40)
+    done = trial.clusterddp("resubmit", "run")
+    if done.returncode:
+        raise run.differs(f"resubmit: exit {done.returncode}: {done.stderr}")
+    run.wait_attempt(2)
+    return run.check_same(struck, causes=["cancelled", "done"])
 
 
 def _batch_controller(trial: Trial, kill: Callable[[int], object]) -> str:
@@ -276,9 +289,9 @@ def clocks_apart_command(trial: Trial) -> str:
     if done.returncode:
         raise Differs(done.stderr)
     run = trial.adopt("run")
-    for rank in (1, 0):
-        (trial.folder / f"go-{rank}").touch()
-        run.wait(lambda rank=rank: run.attempts and _recorded(run, rank), f"the end of rank {rank}")
+    (trial.folder / "go-1").touch()
+    run.wait_said("task 1: Exited")
+    (trial.folder / "go-0").touch()
     run.wait(lambda: run.causes, "the verdict")
     named(run, 1)
     return run.check_failed("exit code 4")
