@@ -110,7 +110,10 @@ def _become(
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    os.setsid()
+    # A fork server finds no module of a bundle, as it does not use the sys.path that it is given:
+    # its process has imported this one by itself, and leads a session since.
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     _let_fork_server_go()
     die_with_parent(os.getppid())
     starter = multiprocessing.process.parent_process()

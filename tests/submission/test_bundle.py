@@ -453,7 +453,7 @@ def test_an_agent_starts_ranks_of_it(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    ["spawn", *(pytest.param(each, marks=pytest.mark.release) for each in ("exec", "forkserver"))],
+    ["spawn", "forkserver", pytest.param("exec", marks=pytest.mark.release)],
 )
 def test_ranks_on_a_workstation_run_the_same_file(
     carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, method: str
