@@ -30,7 +30,7 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_476, 31_500),
+    Row("code lines", 36_477, 31_500),
     Row("modules", 194, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),

@@ -258,7 +258,7 @@ def _judge(
         detail = "its script has recorded nothing yet"
     elif state == RunState.CREATED and _is_rehearsed(history.spec):
         detail = "its turn in the rehearsal, which runs one point after the other, has not come"
-        if lost_turn(history):
+        if lost_turn(history.again()):
             state, detail = RunState.CANCELLED, "ahead of its turn in the rehearsal"
     return state, detail, job, report
 

@@ -65,7 +65,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
         return Stop(
             run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
         )
-    submission = latest_submission(history.events)
+    submission = latest_submission(history.again().events)  # its turn may have come meanwhile
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
     if attempt:  # its ranks were started by hand
         try:
@@ -164,7 +164,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     history = History.read(run)
     if awaits_turn(history):
         return _give_turn_up(run, send)
-    submission = latest_submission(history.events)
+    submission = latest_submission(history.again().events)  # its turn may have come meanwhile
     if submission is None and status.state == RunState.RUNNING:
         message = (
             f"{run.name}: its ranks were started by hand: end them where they were started, or use "

@@ -120,7 +120,8 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
 def _fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for values of options, by their parameters, but those of a container."""
     names = values.keys() - {*CONTAINER, "python"}
-    rows = [r for r in REQUEST if r.parameter in names and hasattr(JobSpec, r.field)]
+    own = {field.name for field in dataclasses.fields(JobSpec)}
+    rows = [row for row in REQUEST if row.parameter in names and row.field in own]
     return {row.field: row.read(values[row.parameter]) for row in rows}
 
 
