@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.pairs import Row, alternate, processor_timed
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.run.run_dir import RunDir
 from clusterddp.submission import bundle
 
@@ -49,7 +49,7 @@ def measure() -> list[Row]:
             ours = partial(start, sys.executable, str(run.bundle), *task)
             return _row(f"{what} of its own{how}", "installed", theirs, ours, pairs)
 
-        synthesise(str(folder / "data"), train_images=64, test_images=64)
+        generate(str(folder / "data"), train_images=64, test_images=64)
         trained = ["train", "--dataset=synthetic", f"--data-dir={folder / 'data'}", "--device=cpu"]
         trained += ["--max-steps=1", "--eval-every=100epochs", "--threads=1"]
         return [

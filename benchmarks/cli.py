@@ -75,7 +75,7 @@ def measure() -> list[Row]:
     """The rows of the table, the baseline against itself first: how far chance alone goes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        status = [*COMMAND, "status", "--output-root"]
+        status = [*COMMAND, "status", "--runs-dir"]
         one, many = folder / "one", folder / "many"
         _make_run(one, 0, done=True)
         for number in range(_RUNS):
@@ -92,7 +92,7 @@ def measure() -> list[Row]:
             row(f"clusterddp status, the latest of {_RUNS:,} runs", [*status, str(many)], pairs=20),
             row(
                 f"clusterddp jobs, {_RUNS:,} runs, each in squeue",
-                [*COMMAND, "jobs", "--output-root", str(many)],
+                [*COMMAND, "jobs", "--runs-dir", str(many)],
                 pairs=20,
             ),
         ]
@@ -147,7 +147,7 @@ def _submission(folder: Path) -> Iterator[Row]:
     if not _slurm_answers():
         print("not measured: clusterddp submit: no Slurm answers here", file=sys.stderr)
         return
-    held = [*COMMAND, "submit", "--nodes=1", "--sbatch=hold", "--output-root", str(folder / "e2e")]
+    held = [*COMMAND, "submit", "--nodes=1", "--sbatch=hold", "--runs-dir", str(folder / "e2e")]
     command = ["--no-snapshot", "--", "true"]
     script = folder / "held.sbatch"
     script.write_text(_printed([*held, "--run-name=x", "--dry-run", *command]))

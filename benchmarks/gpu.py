@@ -56,10 +56,10 @@ class Place:
     @functools.cached_property
     def images(self) -> str:
         """Torchvision's root of digits that are rendered once."""
-        from clusterddp.data.synthetic import synthesise
+        from clusterddp.data.synthetic import generate
 
         count = 20_000 if self.device == "cuda" else 2_000
-        synthesise(str(self.folder / "digits"), train_images=count, test_images=64)
+        generate(str(self.folder / "digits"), train_images=count, test_images=64)
         return str(self.folder / "digits" / "synthetic")
 
     def contender(

@@ -40,7 +40,7 @@ def main() -> None:
     from clusterddp import log
     from clusterddp.data import mnist
     from clusterddp.data.loader import Images
-    from clusterddp.data.synthetic import synthesise
+    from clusterddp.data.synthetic import generate
     from clusterddp.request.train_config import TrainConfig
     from clusterddp.run.attempt import begin
     from clusterddp.run.records import Agreement
@@ -53,7 +53,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     seen: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as name, log.to(lambda _: None):
-        synthesise(name, train_images=8_000, test_images=200)
+        generate(name, train_images=8_000, test_images=200)
         held = mnist.read("synthetic", name)
         train_set, test_set = (Images(*held.tensors(train=train), cpu) for train in (True, False))
         attempt = begin(RunDir(Path(name, "run")))

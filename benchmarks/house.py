@@ -6,9 +6,7 @@ limit, or where nothing was measured. A limit changes in the commit that needs i
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +55,7 @@ def main() -> None:
     parser.add_argument("--more", action="store_true", help="print what is not held, too")
     parser.add_argument("--no-walks", action="store_true", help="count the source alone")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(asked.checkout).absolute()
-        if not root.is_dir():
-            root = Path(folder)
-            archive = ["git", "archive", asked.checkout]
-            content = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
-            subprocess.run(["tar", "x", "-C", folder], input=content, check=True)
+    with source.checkout(asked.checkout) as root:
         figures = source.measured(root)
         if not asked.no_walks:
             figures |= walked(root)

@@ -108,7 +108,7 @@ def contenders(folder: Path) -> dict[str, Start]:
     def ours_in_a_rehearsal(made: Path, _: int) -> Commands:
         argv = [
             here, "-m", "clusterddp", "submit", "--launcher=local", "--tasks-per-node=2", "--wait",
-            f"--output-root={made}", "--run-name=run", *_train(folder, None),
+            f"--runs-dir={made}", "--run-name=run", *_train(folder, None),
         ]  # fmt: skip
         return [(argv, {})]
 

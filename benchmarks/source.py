@@ -8,9 +8,12 @@ in a string is not seen.
 import ast
 import io
 import re
+import subprocess
+import tempfile
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 NAME = "clusterddp"
@@ -32,6 +35,19 @@ _KIND = re.compile(r"trains?|command|uses_own_code|(is|has|runs)_(a_)?(command|t
 """Attributes whose truth says which kind a run is."""
 _OTHER_COMMANDS = (f"{NAME}/scripts/", f"{NAME}/launchers/srun.py")
 """Where a command is a line of a shell's, or srun's, and no run's."""
+
+
+@contextmanager
+def checkout(name: str) -> Iterator[Path]:
+    """Yield the folder `name`, or a temporary one that holds that commit of this repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(name).absolute()
+        if not root.is_dir():
+            root = Path(folder)
+            archive = ["git", "archive", name]
+            content = subprocess.run(archive, check=True, stdout=subprocess.PIPE).stdout
+            subprocess.run(["tar", "x", "-C", folder], input=content, check=True)
+        yield root
 
 
 def measured(root: Path) -> dict[str, object]:

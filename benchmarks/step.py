@@ -117,9 +117,9 @@ def _row(ours: Contender, other: Contender, what: str = "training") -> Row:
 
 def _images(folder: Path) -> str:
     """As many digits as the ranks see in a sample, rendered."""
-    from clusterddp.data.synthetic import synthesise
+    from clusterddp.data.synthetic import generate
 
-    synthesise(str(folder), train_images=20_000, test_images=64)
+    generate(str(folder), train_images=20_000, test_images=64)
     return str(folder / "synthetic")
 
 

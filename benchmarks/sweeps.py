@@ -38,7 +38,7 @@ def measure() -> list[Row]:
 
         def asking(*words: str) -> Callable[[int], Sample]:
             def of(count: int) -> Sample:
-                root = f"--output-root={folder / str(count)}"
+                root = f"--runs-dir={folder / str(count)}"
                 return timed(lambda: run([*cli.COMMAND, *words, root]))
 
             return of
@@ -71,7 +71,7 @@ def _submission(root: Path, count: int) -> list[str]:
         "--run-name=s",
         f"--sweep=seed=0..{count - 1}",
         "--no-snapshot",
-        f"--output-root={root}",
+        f"--runs-dir={root}",
     ]
     return [*cli.COMMAND, "submit", *words, "--", "/bin/true", "{seed}"]
 

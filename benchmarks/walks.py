@@ -91,8 +91,8 @@ except SystemExit as leaving:
 _DRY_RUN = "submit --dry-run --nodes 2 --gpus-per-node 4 --run-name x"
 # Its lines are wrapped: with paths of a person's, wherever the figures are taken.
 _PATHS = (
-    "--python /opt/venv/bin/python --batch-python /opt/venv/bin/python"
-    " --output-root /shared/me/jobs --data-dir /shared/me/data"
+    "--python /opt/venv/bin/python --controller-python /opt/venv/bin/python"
+    " --runs-dir /shared/me/jobs --data-dir /shared/me/data"
 )
 _TRAINING = "--dataset synthetic --epochs 1"
 
@@ -128,7 +128,7 @@ def entered(root: Path) -> dict[str, list[str]]:
         }
         clusterddp = [sys.executable, "-m", "clusterddp"]
         for environ, words in (
-            (plain, "data synthesise --train-images 640 --test-images 64"),
+            (plain, "data generate --train-images 640 --test-images 64"),
             (watched, "submit --run-name one -- true"),
             (watched, "submit --launcher local --run-name two -- true"),
             (watched, f"submit --launcher local --run-name three --nodes 2 {_TRAINING}"),

@@ -178,7 +178,7 @@ class Run:
         self,
         spec: JobSpec | None = None,
         *,
-        allow_changed: bool = False,
+        allow_config_change: bool = False,
         new_code: bool = False,
         new_clusterddp: bool = False,
         from_scratch: bool = False,
@@ -192,7 +192,7 @@ class Run:
         Raises RequestError where nothing was submitted, SlurmError where the job may be queued.
         """
         terms = Terms(
-            allow_changed=allow_changed,
+            allow_config_change=allow_config_change,
             new_code=new_code,
             new_clusterddp=new_clusterddp,
             from_scratch=from_scratch,
@@ -203,12 +203,12 @@ class Run:
         return resubmission.resubmit(self._run, lambda before: spec or before, terms)
 
 
-def runs(output_root: str | Path = DEFAULT_ROOT) -> list[Run]:
+def runs(runs_dir: str | Path = DEFAULT_ROOT) -> list[Run]:
     """Return the runs below an output root, the latest last.
 
     Raises RequestError where it cannot be read.
     """
-    return [Run(run.path.absolute()) for run in find_runs(Path(output_root))]
+    return [Run(run.path.absolute()) for run in find_runs(Path(runs_dir))]
 
 
 @overload

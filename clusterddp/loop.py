@@ -129,7 +129,7 @@ class Loop(Resumable):
                 is_resumed=source is not None,
                 request=stop.requested,
                 deadline=self._deadline_of(attempt),
-                straggler_seconds=_STRAGGLER_SECONDS,
+                straggler_window=_STRAGGLER_SECONDS,
                 pace=Pace.of(modules, self.world_size, position.step, ready),
             )
         except BaseException:

@@ -15,7 +15,7 @@ import pytest
 import submitit  # noqa: F401
 
 from clusterddp import log
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.processes.processors import gpu_driver
 from clusterddp.slurm import client
 from clusterddp.slurm.forms import RANK_VARIABLES
@@ -118,7 +118,7 @@ def mnist_dir() -> Path:
 def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder with 2,000 and 500 synthetic digits; not to be written to."""
     path = tmp_path_factory.mktemp("data")
-    synthesise(str(path), train_images=2_000, test_images=500)
+    generate(str(path), train_images=2_000, test_images=500)
     return path
 
 
@@ -188,7 +188,7 @@ def port() -> int:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A data folder of our own with 30 and 10 synthetic digits."""
-    synthesise(str(tmp_path / "data"), train_images=30, test_images=10)
+    generate(str(tmp_path / "data"), train_images=30, test_images=10)
     return tmp_path / "data"
 
 

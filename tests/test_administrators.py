@@ -133,7 +133,7 @@ HELD = 'touch "$SLURM_SUBMIT_DIR/up"; until [ -e "$SLURM_SUBMIT_DIR/go" ]; do sl
         pytest.param("a rank fails, and that is the end", "exit 3", "JobState=RUNNING", {},
          marks=SLOW),
         pytest.param("a rank fails, and the run starts again", "exit 3", "JobState=RUNNING",
-         {"requeue": True, "restart_on_failure": 1}, marks=SLOW),
+         {"requeue": True, "retries": 1}, marks=SLOW),
         pytest.param("it has saved and goes back into the queue", "exit 75", "JobState=RUNNING",
          {"requeue": True}, marks=SLOW),
         pytest.param("it is cancelled", f"{HELD}exit 143", "JobState=COMPLETING", {"requeue": True},
@@ -156,7 +156,8 @@ def test_the_calls_in_a_job(
         stand_in(tmp_path, name, "exit 1")
     request = spec(
         run_name="a", run_dir=str(tmp_path / "jobs/a"), resources=Resources(nodes=1),
-        python=sys.executable, batch_python=sys.executable, command=("sh", "-c", command), **fields,
+        python=sys.executable, controller_python=sys.executable,
+        command=("sh", "-c", command), **fields,
     )  # fmt: skip
     (tmp_path / "script").write_text(sbatch.render(request))
     job = subprocess.Popen(

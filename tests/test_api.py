@@ -174,13 +174,13 @@ def test_a_command_is_submitted_by_keywords_as_by_flags(folder: Path) -> None:
     Path("train.py").write_text("pass\n")
     flags = [
         "--nodes=2", "--gpus-per-node=4", "--time=30", "--setup=a", "--env=A=b",
-        "--output-root=out",
+        "--runs-dir=out",
     ]  # fmt: skip
     words = ["python", "train.py"]
     assert command("--run-name=one", *flags, "--", *words) == 0
     run = submit(
         words, run_name="two", nodes=2, gpus_per_node=4, time=30, setup="a", env=["A=b"],
-        output_root=Path("out"),
+        runs_dir=Path("out"),
     )  # fmt: skip
     assert run.run_dir == Path("out/two").absolute()
     first = clusterddp.Run(Path("out/one")).spec

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.files import read_json
 from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
@@ -66,7 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     commands would render is larger, and the other tests' smaller.
     """
     folder = tmp_path_factory.mktemp("digits")
-    synthesise(str(folder), train_images=3_200, test_images=500)
+    generate(str(folder), train_images=3_200, test_images=500)
     return f"--dataset synthetic --data-dir {folder}"
 
 

@@ -88,7 +88,7 @@ def test_the_readme_has_a_command_for_each_file() -> None:
 )
 def test_an_own_model_and_dataset_train(folder: Path, synthetic_dir: Path, line: str) -> None:
     root = f"runs-{COMMANDS.index(line)}"
-    out = typed(folder, f"{line} --data-dir {synthetic_dir} --output-root {root}")
+    out = typed(folder, f"{line} --data-dir {synthetic_dir} --runs-dir {root}")
     run = run_of(folder, root)
     report = read_json(run / "report.json")
     assert report is not None and report["model"] == "own_model:build"
@@ -111,7 +111,7 @@ def test_an_own_model_and_dataset_train(folder: Path, synthetic_dir: Path, line:
 def test_a_script_runs_as_it_is_in_the_copy_of_its_folder(folder: Path) -> None:
     [line] = [line for line in COMMANDS if " -- " in line]
     options, _, command = line.partition(" -- ")
-    assert "step 50, loss" in typed(folder, f"{options} --output-root runs-script -- {command}")
+    assert "step 50, loss" in typed(folder, f"{options} --runs-dir runs-script -- {command}")
     assert (run_of(folder, "runs-script") / "code/own_script.pt").is_file()
 
 
@@ -182,7 +182,7 @@ def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     [line] = re.findall(rf"^    (clusterddp submit .*-- python {script}.py)$", README, re.M)
     options, _, command = line.partition(" -- ")
     root = f"runs-{script}"
-    options += f" --output-root {root} --env OMP_NUM_THREADS=1"
+    options += f" --runs-dir {root} --env OMP_NUM_THREADS=1"
     out = typed(folder, f"{options} --run-name whole -- {command}")
     assert len(re.findall(r"^epoch 3: loss 0\.\d+$", out, re.M)) == 1, "one rank speaks"
     (folder / "asked.py").write_text(_ASKED)  # rank 1 gets a signal in the second epoch
@@ -190,7 +190,7 @@ def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     typed(folder, f"{options} --run-name stopped -- {asked}", code=75)
     run = RunDir(folder / root / "stopped")
     assert "signal: the ranks have saved and left at step " in run.job_log.read_text()
-    typed(folder, f"clusterddp resubmit stopped --output-root {root}")
+    typed(folder, f"clusterddp resubmit stopped --runs-dir {root}")
     record = Attempt(run, 2).read_record()
     assert record and record.step and record.step > 20
     weights = [
@@ -205,7 +205,7 @@ def test_the_script_for_many_devices_runs_as_its_page_says(folder: Path) -> None
         r"^    (clusterddp submit --launcher local .*many_devices.py)$", FROM_ONE, re.M
     )
     options, _, command = line.partition(" -- ")
-    out = typed(folder, f"{options} --output-root runs-many -- {command}")
+    out = typed(folder, f"{options} --runs-dir runs-many -- {command}")
     assert len(re.findall(r"^epoch 3: loss 0\.\d+$", out, re.M)) == 1, "one rank speaks"
     alone = typed(folder, "python one_device.py")
     assert "epoch 3: loss 0." in alone

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from tests.cli.made_runs import Workplace, submitted, workplace
 from tests.waiting import PATIENCE
 
@@ -53,7 +53,7 @@ def test_no_block_both_sends_a_run_and_ends_it() -> None:
 @pytest.mark.slow
 def test_the_first_run_needs_no_slurm(tmp_path: Path) -> None:
     # Ten steps of four ranks on as many digits as these see; the page's run renders the full set.
-    synthesise(str(tmp_path / "data"), train_images=2_560, test_images=200)
+    generate(str(tmp_path / "data"), train_images=2_560, test_images=200)
     submit, *others = SECTIONS["Without Slurm"]
     assert "test accuracy" in typed(tmp_path, submit.replace("--max-steps 200", "--max-steps 10"))
     status, logs, checkpoints, report = (typed(tmp_path, line) for line in others)

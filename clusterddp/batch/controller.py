@@ -121,7 +121,7 @@ def control(
     except OSError as error:
         raise NoRunDirectory(
             f"cannot make the run directory {run_dir}: {error.strerror}. Make room there, or "
-            "choose another --output-root. [CD0504]"
+            "choose another --runs-dir. [CD0504]"
         ) from None
     output = ScriptOutput(os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
@@ -649,7 +649,7 @@ class Controller:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
         spec = self._spec
         job = own_name(os.environ, self._job_id)
-        grace = patience.STEP_OF_AGENTS_ENDS if spec.restart_in_job else patience.STEP_ENDS
+        grace = patience.STEP_OF_AGENTS_ENDS if spec.max_restarts else patience.STEP_ENDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
     def _watch_nodes(self, attempt: Attempt, step: Step) -> None:

@@ -55,7 +55,7 @@ COMMANDS = {
     "clean": "Remove what can be spared of old runs.",
     "rm": "Remove whole runs.",
     "nodes": "List the nodes that runs leave out as bad, or clear them.",
-    "data": "Fetch, check, import or synthesise the dataset.",
+    "data": "Fetch, check, import or generate the dataset.",
     "templates": "List, show or copy the sbatch templates.",
     "site": "Show each setting in force and its source; take those for a public cluster.",
     "explain": "Explain the code that ends a message, and what to do.",

@@ -28,7 +28,7 @@ _BY_NAME = ("env", "sbatch")
 """Lists whose typed items change what they name, unless one is empty; others are replaced."""
 _OTHERS = ("check", "force", "check_python", "snapshot_limit")
 """Options of a submission that are no part of its JobSpec, but for where things lie."""
-_OF_A_SUBMISSION = ("run-name", "sweep", "sweep-file", "sample", "sample-seed", "max-parallel")
+_OF_A_SUBMISSION = ("run-name", "sweep", "sweep-file", "sample", "sample-seed", "max-concurrent")
 """Options that make runs of a request, and are no keys of a file."""
 
 
@@ -97,7 +97,7 @@ def taken(given: Given, text: str) -> Given:
     if not text.endswith(SUFFIX):
         from clusterddp.status.find import find_run
 
-        spec = find_run(Path(given.values["output_root"]), text).load_spec()
+        spec = find_run(Path(given.values["runs_dir"]), text).load_spec()
         where, recorded, command = f"the request of {text}", values_of(spec), spec.command
         given = dataclasses.replace(given, environment={}, environ={})
     else:

@@ -29,7 +29,7 @@ _LAST_LINES = 20
 
 def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
     """Return the runs' names, the latest first, behind those of the sweeps."""
-    root = ctx.params.get("output_root") or os.environ.get("CLUSTERDDP_OUTPUT_ROOT")
+    root = ctx.params.get("runs_dir") or os.environ.get("CLUSTERDDP_RUNS_DIR")
     try:
         folder = Path(root or DEFAULT_ROOT)
         return [run.name for run in reversed([*find_runs(folder), *find_sweeps(folder)])]
@@ -40,13 +40,13 @@ def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
 RUN = Completed("run", _names)
 """Type of a run's name, job id or directory."""
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-OUTPUT_ROOT_OPTION = click.option(
-    "--output-root",
+RUNS_DIR_OPTION = click.option(
+    "--runs-dir",
     metavar="DIR",
     type=click.Path(path_type=Path),
     default=DEFAULT_ROOT,
     show_default=True,
-    envvar="CLUSTERDDP_OUTPUT_ROOT",
+    envvar="CLUSTERDDP_RUNS_DIR",
     help="Folder in which runs are kept.",
 )
 """The same as that of `submit`."""

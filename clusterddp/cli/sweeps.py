@@ -53,7 +53,7 @@ def sweep_options(function: F) -> F:
     return function
 
 
-def sweep_of(given: Given, max_parallel: int = 0) -> Sweep:
+def sweep_of(given: Given, max_concurrent: int = 0) -> Sweep:
     """Return the sweep that was typed; none without its options. Raises OptionError."""
     items, path = given.values["sweep"], given.values["sweep_file"]
     sample, seed = given.values["sample"], given.values["sample_seed"]
@@ -66,7 +66,7 @@ def sweep_of(given: Given, max_parallel: int = 0) -> Sweep:
     if sample is not None and seed is None:
         seed = int.from_bytes(os.urandom(4), "big")
     rows = read_points(path) if path else ()
-    return parse(items, rows, sample=sample, seed=seed or 0, max_parallel=max_parallel)
+    return parse(items, rows, sample=sample, seed=seed or 0, max_concurrent=max_concurrent)
 
 
 def described(sweep: Sweep) -> dict[str, object]:

@@ -331,7 +331,7 @@ def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
     place = f"--data-dir {shlex.quote(data_dir)}"
     fetch = (f"clusterddp data fetch {place}", "downloads it")
     import_ = (f"clusterddp data import FILE {place}", "takes it from a folder or tar archive")
-    render = (f"clusterddp data synthesise {place}", "renders digits for --dataset synthetic")
+    render = (f"clusterddp data generate {place}", "renders digits for --dataset synthetic")
     elsewhere = ("--data-dir FOLDER", "if it is elsewhere already")
     rows = [render, elsewhere]
     if dataset == "mnist":

@@ -33,7 +33,7 @@ _FONT = """
 _CHUNK = 2_000  # images rendered at once: about 20 MB, whatever the count. Part of the stream.
 
 
-def synthesise(
+def generate(
     data_dir: str, *, train_images: int = 60_000, test_images: int = 10_000, seed: int = 0
 ) -> DatasetInfo:
     """Render a set into data_dir/synthetic, checked and moved into place whole.

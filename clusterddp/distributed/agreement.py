@@ -174,7 +174,7 @@ def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]
         raise TrainingError(
             f"{wanted}, in which {lacking.name} does not compute ({lacking.device}): GPUs do from "
             "Ampere on. Ask for such GPUs (--constraint), or change the precision on purpose: "
-            f"--precision fp32{' --allow-changed' if open_to_us else ''}. [CD0807]"
+            f"--precision fp32{' --allow-config-change' if open_to_us else ''}. [CD0807]"
         )
 
 

@@ -153,12 +153,12 @@ def output_folder(run_dir: str, *, doubts: bool) -> Check:
     seen = f"{root} on {kind}, free: {formatting.memory(free)}, {counted}"
     few = inodes is not None and inodes < FEW_INODES
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        advice = "name a folder of yours with --output-root"
+        advice = "name a folder of yours with --runs-dir"
         return Check("output folder", BAD, f"{seen}; {place} cannot be written", advice, facts)
     if free < FEW_BYTES or few:
-        advice = "make room there, or name another folder with --output-root"
+        advice = "make room there, or name another folder with --runs-dir"
         return Check("output folder", BAD, f"{seen}: too little", advice, facts)
-    advices = [_doubt(kind, is_shared, "--output-root")] if doubts else []
+    advices = [_doubt(kind, is_shared, "--runs-dir")] if doubts else []
     if free < LITTLE_BYTES or (inodes is not None and inodes < LITTLE_INODES):
         advices.append("make room: each checkpoint takes some")
     advice = "; ".join(filter(None, advices))
@@ -228,7 +228,7 @@ def dataset(spec: JobSpec, *, doubts: bool) -> Check:
 
 def python(spec: JobSpec) -> Check:
     """Check that the tasks' interpreter imports torch, with which CUDA, and how long that takes."""
-    if spec.container_image or spec.launch_prefix:
+    if spec.container_image or spec.wrapper:
         advice = "a run of one node shows it: clusterddp submit --max-steps 1"
         return Check("python", WARNING, "the image's Python is not started here", advice)
     mended = (

@@ -170,7 +170,7 @@ def _one_node(
         partition=partition.name,
         gpus_per_node=1 if partition.gpus else 0,
         gpu_type=kind,
-        gpu_request=form or spec.resources.gpu_request,
+        gpu_directive=form or spec.resources.gpu_directive,
     )
 
 
@@ -264,7 +264,7 @@ def _gpus(
 
     resources: what a submission asks for.
     """
-    asked = (resources.gpu_request, resources.gpu_type)
+    asked = (resources.gpu_directive, resources.gpu_type)
     if not partition:
         return Check("GPUs", GOOD, "no partition has any: ranks meet by gloo"), {}
     taken = [form for form, outcome in outcomes.items() if outcome[0]]
@@ -277,11 +277,11 @@ def _gpus(
         advice = "ask the site's staff how its GPUs are asked for, or try when nodes are up"
         return Check("GPUs", _refusal(seen), f"{seen}; no form is taken", advice, facts), {}
     form, kind = min(taken, key=lambda form: (form[1], form[0] != asked[0]))
-    advice = f"use --gpu-request {form}" if form != asked[0] else ""
+    advice = f"use --gpu-directive {form}" if form != asked[0] else ""
     if kind:
         advice = f"{advice or 'name the type'}: --gpus-per-node {kind}:N"
     advice = advice or "leave the type out of --gpus-per-node"
-    settings = {"gpu-request": form} if form != asked[0] else {}
+    settings = {"gpu-directive": form} if form != asked[0] else {}
     return Check("GPUs", BAD, f"{seen}; it takes {shown}", advice, facts), settings
 
 
@@ -402,7 +402,7 @@ def _set(settings: Mapping[str, str]) -> Iterator[str]:
         "partition": "gpu",
         "account": "physics",
         "time": "04:00:00",
-        "output-root": "/shared/runs",
+        "runs-dir": "/shared/runs",
         "data-dir": "/shared/datasets",
     }
     for name in sorted({*hints, *settings}):

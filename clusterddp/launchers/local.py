@@ -66,12 +66,12 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     if wants_gpus and (gpus := own_gpus(os.environ)) is not None:
         _check_gpus(spec, gpus)
         environ[VISIBLE_GPUS] = ",".join(gpus)
-    if spec.restart_on_failure:
+    if spec.retries:
         log.warning(
-            f"--restart-on-failure {spec.restart_on_failure} has no effect here: a rehearsal is "
+            f"--retries {spec.retries} has no effect here: a rehearsal is "
             "not put back into a queue [CD0103]"
         )
-    in_image = spec.launch_prefix or spec.container_image
+    in_image = spec.wrapper or spec.container_image
     if not in_image and not shutil.which(spec.python):
         log.warning(
             f"--python {spec.python}: there is no such interpreter on this workstation; unless the "

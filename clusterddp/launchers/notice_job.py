@@ -45,7 +45,7 @@ def render(spec: JobSpec) -> str:
             'exec >>"$run_dir/logs/notify.log" 2>&1',
             'own=("$run_dir/clusterddp.pyz"); [ -e "${own[0]}" ] || own=(-m clusterddp)',
             # Of a run whose interpreter is missing, its own script says nothing.
-            f"python={shell_word(spec.batch_python)}",
+            f"python={shell_word(spec.controller_python)}",
             'command -v "$python" >/dev/null || python=python3',
             'exec "$python" "${own[@]}" notify "$run_dir"',
             "",

@@ -147,13 +147,13 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
         "ntasks-per-node": str(tasks_per_node),
     }
     if spec.sweep:
-        wanted["array"] = array_of(range(len(spec.sweep)), spec.sweep.max_parallel)
+        wanted["array"] = array_of(range(len(spec.sweep)), spec.sweep.max_concurrent)
     if agents and (cpus := agent_cpus(spec)):
         wanted["cpus-per-task"] = str(cpus)
     elif resources.cpus_per_task:
         wanted["cpus-per-task"] = str(resources.cpus_per_task)
     if resources.gpus_per_node:
-        wanted[resources.gpu_request] = _gpus(resources, tasks_per_node)
+        wanted[resources.gpu_directive] = _gpus(resources, tasks_per_node)
     for row in REQUEST:
         value = getattr(resources, row.parameter, None)
         if row.directive and isinstance(value, str) and value:
@@ -193,7 +193,7 @@ def _shows_all_gpus(spec: JobSpec) -> bool:
     none` is no way out: Slurm 22.05 then names no GPUs, and a task sees those of other jobs, too.
     """
     directives, resources = dict(spec.sbatch), spec.resources
-    own = resources.gpus_per_node and resources.gpu_request == "gpus-per-task"
+    own = resources.gpus_per_node and resources.gpu_directive == "gpus-per-task"
     return bool(own) and "gpu-bind" not in directives and "tres-bind" not in directives
 
 
@@ -290,7 +290,7 @@ def container_words(spec: JobSpec, ranks: int = 1) -> list[str]:
 
     ranks: of a task.
     """
-    words = [shell_word(spec.batch_python), '"$own"', "exec", '--run-dir="$run_dir"']
+    words = [shell_word(spec.controller_python), '"$own"', "exec", '--run-dir="$run_dir"']
     return [*words, f"--container={shell_word(spec.container.to_json(ranks))} --"]
 
 
@@ -327,7 +327,7 @@ def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     program = spec.program
     is_plain = not (agents and "$" in spec.run_dir)
     own, run_dir = ('"$own"', '"$run_dir"') if is_plain else map(variable, ("own", "run_dir"))
-    prefix = [] if agents else spec.launch_prefix
+    prefix = [] if agents else spec.wrapper
     words = [*map(shell_word, (*prefix, spec.python)), own, program.starter]
     words.append(f"--run-dir={run_dir}")
     if agents:
@@ -345,16 +345,16 @@ def agent_words(spec: JobSpec) -> list[str]:
     resources = spec.resources
     of_node = ['--node-rank="$SLURM_NODEID"']
     rendezvous = ['--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"']
-    if spec.restart_in_job:
+    if spec.max_restarts:
         of_node = [
             '--local-addr="$SLURMD_NODENAME"',
             '--rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=120"',
         ]
         rendezvous = [
-            *("--rdzv-backend=c10d", f"--max-restarts={spec.restart_in_job}"),
+            *("--rdzv-backend=c10d", f"--max-restarts={spec.max_restarts}"),
             '--rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"',
         ]
-    starter = [*map(shell_word, (*spec.launch_prefix, spec.python)), "-m", "torch.distributed.run"]
+    starter = [*map(shell_word, (*spec.wrapper, spec.python)), "-m", "torch.distributed.run"]
     return [
         *("bash", "-c"),
         shell_word(f'trap "" USR1 USR2; exec {" ".join([*starter, *of_node])} "$@"'),
@@ -377,22 +377,22 @@ def points(spec: JobSpec) -> list[str]:
     return lines
 
 
-def array_of(indices: Iterable[int], max_parallel: int = 0) -> str:
+def array_of(indices: Iterable[int], max_concurrent: int = 0) -> str:
     """Give the value of --array for indices in order, `0-3,7%2`."""
     listed = forms.array_indices(indices)
-    return f"{listed}%{max_parallel}" if max_parallel else listed
+    return f"{listed}%{max_concurrent}" if max_concurrent else listed
 
 
 def _gpus(resources: Resources, tasks_per_node: int) -> str:
-    per_task = resources.gpu_request == "gpus-per-task"
+    per_task = resources.gpu_directive == "gpus-per-task"
     count = resources.gpus_per_node // (tasks_per_node if per_task else 1)
-    name = "gpu:" if resources.gpu_request == "gres" else ""
+    name = "gpu:" if resources.gpu_directive == "gres" else ""
     return f"{name}{resources.gpu_type}:{count}" if resources.gpu_type else f"{name}{count}"
 
 
 _OF_SPEC = (
-    "run_name run_dir python batch_python resources environment pass_environment modules setup "
-    "teardown srun_args network_interface launch_prefix"
+    "run_name run_dir python controller_python resources environment pass_environment modules "
+    "setup teardown srun_args network_interface wrapper"
 )
 """Fields of the request that a template can use by their names."""
 
@@ -528,9 +528,9 @@ def _check(spec: JobSpec, script: str) -> None:
             f"template {spec.template} has CRLF line ends or NULs, which sbatch refuses; "
             "save it with plain line ends. [CD0303]"
         )
-    if spec.restart_in_job and "--max-restarts=" not in script:
+    if spec.max_restarts and "--max-restarts=" not in script:
         raise RequestError(
-            f"--restart-in-job {spec.restart_in_job}: template {spec.template} starts the ranks "
+            f"--max-restarts {spec.max_restarts}: template {spec.template} starts the ranks "
             "without an agent that could start them again. Use --template "
             "torchrun.sbatch.j2. [CD0303]"
         )

@@ -207,7 +207,7 @@ def _by_protocol(spec: JobSpec) -> bool:
 
 
 def _python(spec: JobSpec) -> str:
-    return shlex.join([*spec.launch_prefix, spec.python])
+    return shlex.join([*spec.wrapper, spec.python])
 
 
 def _parameters(spec: JobSpec) -> dict[str, Any]:

@@ -62,11 +62,11 @@ NEEDED_DIRECTIVES = ("nodes", "ntasks")
 
 _REFERENCE = r"(?a)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
-_LOGS = "--output-root DIR: logs lie in the run's folder"
+_LOGS = "--runs-dir DIR: logs lie in the run's folder"
 REPLACED = {
     "ntasks": "--nodes N --tasks-per-node N, ranks on each of the nodes",
     "gpus": "--gpus-per-node [TYPE:]N, GPUs on each of the nodes",
-    "gpus-per-task": "--gpus-per-node [TYPE:]N with --gpu-request gpus-per-task",
+    "gpus-per-task": "--gpus-per-node [TYPE:]N with --gpu-directive gpus-per-task",
     "no-requeue": "--no-requeue",
     "test-only": "--check",
     "parsable": "--json",
@@ -80,7 +80,7 @@ REPLACED = {
 """Options of sbatch that are not taken, and what takes their place."""
 REPLACED_FLAGS = {
     **REPLACED,
-    "gres": "--gpus-per-node [TYPE:]N, and --gpu-request gres where the site wants it so",
+    "gres": "--gpus-per-node [TYPE:]N, and --gpu-directive gres where the site wants it so",
     "chdir": "the folder in which you type it",
 }
 """Flags of sbatch that are not taken; two of them are taken as directives."""
@@ -400,8 +400,11 @@ class Settings:
         if gpus:
             kind = f"{gpus['type']}:" if gpus["type"] else ""
             values.setdefault("gpus-per-node", f"{kind}{gpus['count'] or 1}")
-            values["gpu-request"] = "gres"
-            sources = {**dict.fromkeys(("gpus-per-node", "gpu-request"), "SBATCH_GRES"), **sources}
+            values["gpu-directive"] = "gres"
+            sources = {
+                **dict.fromkeys(("gpus-per-node", "gpu-directive"), "SBATCH_GRES"),
+                **sources,
+            }
         return dataclasses.replace(
             self, values={**self.values, **values}, sources={**self.sources, **sources}
         )

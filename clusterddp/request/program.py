@@ -42,7 +42,7 @@ _KEPT = {
     "resume": "every point begins at the same checkpoint; submit one sweep for each",
     "data-dir": "every point reads the same folder; submit one sweep for each",
     "find-batch-size": "it trains nothing; run it once, without a sweep",
-    "allow-changed": "it belongs to the resubmission of a run",
+    "allow-config-change": "it belongs to the resubmission of a run",
 }
 """Options of the training that a sweep cannot vary, and why."""
 

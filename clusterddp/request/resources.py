@@ -20,7 +20,7 @@ class Resources(Record):
         0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
     )
     gpu_type: str = ""
-    gpu_request: str = option(
+    gpu_directive: str = option(
         "gpus-per-node",
         "Directive that asks for the GPUs; sites differ.",
         Choice(("gpus-per-node", "gres", "gpus-per-task")),
@@ -92,8 +92,8 @@ class Resources(Record):
         """Refuse ranks that cannot share the GPUs of a node evenly."""
         gpus, tasks = self.gpus_per_node, self.tasks_per_node
         problem = ""
-        if gpus % tasks and self.gpu_request == "gpus-per-task":
-            problem = "--gpu-request gpus-per-task gives all tasks as many GPUs, one at least"
+        if gpus % tasks and self.gpu_directive == "gpus-per-task":
+            problem = "--gpu-directive gpus-per-task gives all tasks as many GPUs, one at least"
         elif 0 < gpus < tasks and tasks % gpus:
             problem = "not as many tasks on each GPU"
         if gpus and problem:

@@ -73,7 +73,7 @@ class JobSpec(Record):
         "FILE",
         shown="this one; with an image, its python3",
     )
-    batch_python: str = option(
+    controller_python: str = option(
         sys.executable,
         "Interpreter of the batch script: Python 3.10 or later, and nothing more.",
         PATH,
@@ -153,7 +153,7 @@ class JobSpec(Record):
         forms.NETWORK_INTERFACE,
         "NAME",
     )
-    launch_prefix: tuple[str, ...] = option(
+    wrapper: tuple[str, ...] = option(
         (), "Words put before each task: 'apptainer exec --nv IMG'.", WORDS, "WORDS", type=str
     )
     container_image: str = option(
@@ -194,17 +194,17 @@ class JobSpec(Record):
     max_requeues: int = option(
         20, "Most attempts after the first, whatever the cause.", WHOLE, group=table.INTERRUPTED
     )
-    restart_on_failure: int = option(
+    retries: int = option(
         0, "Most attempts that may follow a crash.", WHOLE, group=table.INTERRUPTED
     )
-    restart_in_job: int = option(
+    max_restarts: int = option(
         0,
         "Most restarts of a failed rank inside the job, with all others, before the job ends; "
         "with --template torchrun.sbatch.j2.",
         WHOLE,
         group=table.INTERRUPTED,
     )
-    bad_node_hours: float = option(
+    avoid_bad_nodes_for: float = option(
         24.0,
         "Hours for which a node that this run blames is left out of the next starts.",
         table.HOURS,
@@ -285,9 +285,9 @@ class JobSpec(Record):
                 "them. [CD0103]"
             )
         table.check_fields(self)
-        if self.requeue is False and self.restart_on_failure:
+        if self.requeue is False and self.retries:
             raise OptionError(
-                f"--restart-on-failure {self.restart_on_failure}",
+                f"--retries {self.retries}",
                 " against --no-requeue: the second forbids what the first asks for. Leave one of "
                 "them out. [CD0103]",
             )
@@ -321,7 +321,7 @@ class JobSpec(Record):
         lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
         return {
             "resumable": self.program.resumable,
-            "requeue": True if resumable or self.restart_on_failure else None,
+            "requeue": True if resumable or self.retries else None,
             "signal": f"B:USR1@{max(lead, 1)}" if resumable else "",
             "silence": 0.0 if resumable else _SILENCE_MINUTES,
         }
@@ -350,11 +350,11 @@ class JobSpec(Record):
 
     def _check_places(self) -> None:
         """Refuse a directory that Slurm would write otherwise in the paths of logs."""
-        run_dir = forms.text("--output-root", self.run_dir)
+        run_dir = forms.text("--runs-dir", self.run_dir)
         rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()
         if rewritten or not Path(run_dir).is_absolute():
             raise OptionError(
-                "--output-root",
+                "--runs-dir",
                 f": the run directory {run_dir!r} must be an absolute path without '%', backslash "
                 "and outer blanks, which Slurm replaces or takes out in log paths.",
             )
@@ -384,10 +384,10 @@ class JobSpec(Record):
 
         A new request is checked; the record of a sweep, which is read often, without it.
         """
-        if self.sweep.max_parallel and self.launcher == "local":
+        if self.sweep.max_concurrent and self.launcher == "local":
             raise OptionError(
-                "--max-parallel",
-                f" {self.sweep.max_parallel}: has no part in --launcher local, which runs the "
+                "--max-concurrent",
+                f" {self.sweep.max_concurrent}: has no part in --launcher local, which runs the "
                 "points one after the other. Leave it out. [CD0103]",
             )
         self.sweep.refuse_equal(self.program.meant)
@@ -474,10 +474,10 @@ class JobSpec(Record):
                 f" against --launcher {self.launcher}: the nodes of a step are chosen by the "
                 "script of --launcher sbatch alone. Use that one, or no spares. [CD0103]",
             )
-        if self.restart_in_job:
+        if self.max_restarts:
             raise OptionError(
                 asked,
-                f" against --restart-in-job {self.restart_in_job}: torchrun's agents start their "
+                f" against --max-restarts {self.max_restarts}: torchrun's agents start their "
                 "ranks again on the nodes that they have. Leave one of them out. [CD0103]",
             )
         words = [  # `-N4` is `-N 4`
@@ -509,10 +509,10 @@ class JobSpec(Record):
                     raise OptionError(f"--{name}", problem, code="CD1004")
             return
         asked = f"--container-image {self.container_image}"
-        if self.launch_prefix:
+        if self.wrapper:
             raise OptionError(
                 asked,
-                " against --launch-prefix: that puts words before the task, which an image "
+                " against --wrapper: that puts words before the task, which an image "
                 "replaces. Use one of them.",
             )
         if "container" in dict(self.sbatch):
@@ -546,7 +546,7 @@ class JobSpec(Record):
         """
         from clusterddp.processes.container import Container, Mount  # most runs have none
 
-        Mount(self.run_dir, self.run_dir).check("--output-root")
+        Mount(self.run_dir, self.run_dir).check("--runs-dir")
         mounts = []
         for name in ("data_dir", "resume"):
             if path := self.program.options.get(name):
@@ -655,7 +655,7 @@ class JobSpec(Record):
     @property
     def starts_own_files(self) -> bool:
         """Return whether the job starts the user's code, program of `notify`, or interpreter."""
-        own_python = {self.python, self.batch_python} != {sys.executable}
+        own_python = {self.python, self.controller_python} != {sys.executable}
         return self.uses_own_code or bool(self.notify) or own_python
 
     @property
@@ -694,10 +694,14 @@ class JobSpec(Record):
 
     def _asked(self) -> dict[str, object]:
         """Return the fields that are not defaults; the Python of the tasks in any case."""
-        asked = {**_not_defaults(self), "python": self.python, "batch_python": self.batch_python}
+        asked = {
+            **_not_defaults(self),
+            "python": self.python,
+            "controller_python": self.controller_python,
+        }
         unsaid = [name for name, usual in self._usual().items() if getattr(self, name) == usual]
-        if self.batch_python == self.python and not (self.launch_prefix or self.container_image):
-            unsaid.append("batch_python")
+        if self.controller_python == self.python and not (self.wrapper or self.container_image):
+            unsaid.append("controller_python")
         return {name: value for name, value in asked.items() if name not in unsaid}
 
     @classmethod
@@ -715,7 +719,7 @@ class JobSpec(Record):
         """
         try:
             fields = _fields(content, name)
-            fields.setdefault("batch_python", fields["python"])
+            fields.setdefault("controller_python", fields["python"])
             if run_dir is not None:
                 fields.setdefault("run_dir", run_dir)
             for part, kind in _PARTS.items():
@@ -769,9 +773,7 @@ class _Terms:
     snapshot_limit: float = option(
         50.0, "Most megabytes that such a copy may have.", names="MB", group=table.CODE
     )
-    output_root: str = option(
-        "jobs", "Folder in which runs are kept.", names="DIR", group=table.KEPT
-    )
+    runs_dir: str = option("jobs", "Folder in which runs are kept.", names="DIR", group=table.KEPT)
 
 
 _RECORDS = ((Resources, table.ASKED), (JobSpec, table.START), (_Terms, table.START))

@@ -45,7 +45,7 @@ class Sweep(Record):
 
     names: tuple[str, ...] = ()
     points: tuple[tuple[str, ...], ...] = ()
-    max_parallel: int = 0
+    max_concurrent: int = 0
     """Most points that run at once; 0 leaves it to Slurm."""
     sample_seed: int | None = None
     """Seed with which the points were drawn; None where they were given."""
@@ -154,7 +154,7 @@ def parse(
     *,
     sample: int | None = None,
     seed: int = 0,
-    max_parallel: int = 0,
+    max_concurrent: int = 0,
 ) -> Sweep:
     """Return the sweep of what was typed: every combination of the values, or draws from them.
 
@@ -181,14 +181,14 @@ def parse(
         import random  # not needed where nothing is drawn
 
         points = _draws(values, sample, random.Random(seed))
-        return Sweep(names, points, max_parallel, seed)
+        return Sweep(names, points, max_concurrent, seed)
     lists = [_list(name, text) for name, text in values.items()]
     count = math.prod(map(len, lists)) * max(len(rows), 1)
     if count > MOST_POINTS:
         raise OptionError("--sweep", f": {count} points; {MOST_POINTS} is the most.")
     firsts = [tuple(row.values()) for row in rows] or [()]
     points = tuple((*first, *rest) for first in firsts for rest in itertools.product(*lists))
-    return Sweep(names, points, max_parallel)
+    return Sweep(names, points, max_concurrent)
 
 
 def read_points(path: Path) -> list[dict[str, str]]:

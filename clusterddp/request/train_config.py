@@ -136,7 +136,7 @@ class TrainConfig(Record):
     )
     epochs: int = decisive(2, "Passes over the training set.", COUNT)
     batch_size: int = decisive(64, "Images per rank in one forward pass.", COUNT)
-    accumulate: int = decisive(
+    gradient_accumulation_steps: int = decisive(
         1, "Batches over whose gradients one optimizer step takes the mean.", COUNT
     )
     lr: float = decisive(0.001, "Learning rate of one rank; see --lr-scaling.", POSITIVE)
@@ -248,7 +248,7 @@ class TrainConfig(Record):
     find_batch_size: bool = option(
         False, "Try batch sizes, log the throughput of each, and leave without training."
     )
-    allow_changed: bool = option(False, "Resume from a checkpoint of another configuration.")
+    allow_config_change: bool = option(False, "Resume from a checkpoint of another configuration.")
     rendezvous_timeout: int = option(
         300, "Seconds that a rank waits for the others at the start.", COUNT
     )
@@ -258,7 +258,7 @@ class TrainConfig(Record):
     watchdog: int = option(
         60, "Seconds without progress until the hanging rank is named; 0 is never.", NUMBER
     )
-    straggler_seconds: int = option(
+    straggler_window: int = option(
         60,
         "Seconds for which a rank computes at less than 80 % of the others' speed until it is "
         "named; 0 is never.",
@@ -320,7 +320,7 @@ class TrainConfig(Record):
     @property
     def step_size(self) -> int:
         """Return the images per rank in one optimizer step."""
-        return self.batch_size * self.accumulate
+        return self.batch_size * self.gradient_accumulation_steps
 
     def reference_world_size(self, world_size: int, images: int, step_size: int) -> int:
         """Return the world size from which a resumed run counts its batch and learning rate.
@@ -338,7 +338,11 @@ class TrainConfig(Record):
         images = self.step_size * reference
         if images % world_size == 0:
             return ""
-        passes = f" x --accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        passes = (
+            f" x --gradient-accumulation-steps {self.gradient_accumulation_steps}"
+            if self.gradient_accumulation_steps > 1
+            else ""
+        )
         return (
             f"the run's batch of {images} images over all ranks (--batch-size {self.batch_size}"
             f"{passes} x {reference} ranks at its start) cannot be shared by {world_size} ranks "

@@ -84,7 +84,7 @@ def blame(
     number = None if is_remark else attempt.number
     events.add(run.events, events.NodesBlamed(job_id=job_id, attempt=number, nodes=nodes, by=by))
     spec = run.read_spec()
-    expires = now + 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
+    expires = now + 3600 * (spec.avoid_bad_nodes_for if spec else JobSpec.avoid_bad_nodes_for)
     for host, reason in nodes.items():
         node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
         files.append_json_line(run.path.parent / FILE_NAME, vars(node), _MODE)
@@ -126,7 +126,7 @@ def _latest_for(history: History) -> dict[str, BadNode]:
     except OSError as error:
         log.info(f"the list of bad nodes cannot be read: {error}")
     run, spec = history.run, history.spec
-    seconds = 3600 * (spec.bad_node_hours if spec else JobSpec.bad_node_hours)
+    seconds = 3600 * (spec.avoid_bad_nodes_for if spec else JobSpec.avoid_bad_nodes_for)
     for event in history.every(events.NodesBlamed):
         when = event.time or 0.0
         for host, reason in event.nodes.items():

@@ -227,7 +227,7 @@ def _is_a_persons(event: Event) -> bool:
 OWN_CLOCK = "its own clock, ahead of the time limit"
 """What took place where the cause is SIGNAL and there was none."""
 STOP_ASKED = "'clusterddp stop' asked for it"
-NO_RESTART = "a failed run starts again only with --restart-on-failure"
+NO_RESTART = "a failed run starts again only with --retries"
 
 _FRUITLESS_STARTS = 2
 _TOLD_AGAIN = (
@@ -260,7 +260,7 @@ class Policy:
     requeue: bool
     max_requeues: int
     """Most starts after the first, whatever the cause."""
-    restart_on_failure: int
+    retries: int
     """Most of these that may follow a crash."""
     requeues_loops: bool = False
     """True where nobody has decided on a COMMAND: one that has begun a Loop is requeued."""
@@ -269,7 +269,7 @@ class Policy:
     def of(cls, spec: JobSpec) -> "Policy":
         """Return what a request allows."""
         undecided = spec.requeue is None
-        return cls(bool(spec.requeue), spec.max_requeues, spec.restart_on_failure, undecided)
+        return cls(bool(spec.requeue), spec.max_requeues, spec.retries, undecided)
 
 
 @dataclass(frozen=True)
@@ -303,14 +303,14 @@ def decide(
     if cause == Cause.REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
     has_loop = policy.requeues_loops and starts[-1].gained is not None
-    if not (policy.requeue or has_loop) and (cause in _GOES_ON or policy.restart_on_failure):
+    if not (policy.requeue or has_loop) and (cause in _GOES_ON or policy.retries):
         return Decision(False, requeue_is_off(how or cause), "CD1221")
     if cause == Cause.FAILED:
         crashes = sum(start.cause == Cause.FAILED for start in starts)
-        if not policy.restart_on_failure:
+        if not policy.retries:
             return Decision(False, NO_RESTART, "CD1223")
-        if crashes > policy.restart_on_failure:
-            limit = f"--restart-on-failure {policy.restart_on_failure}"
+        if crashes > policy.retries:
+            limit = f"--retries {policy.retries}"
             return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
     if len(starts) > policy.max_requeues:
         return Decision(False, capped(policy.max_requeues), "CD1222")

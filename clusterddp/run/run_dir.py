@@ -145,7 +145,7 @@ class RunDir:
     @property
     def shown(self) -> str:
         """Name or path by which a command that is typed in this folder finds the run."""
-        usual = Path(os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or "jobs")
+        usual = Path(os.environ.get("CLUSTERDDP_RUNS_DIR") or "jobs")
         path = self.path.absolute()
         return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
 
@@ -207,7 +207,7 @@ class RunDir:
         except OSError as error:
             undo(draft.path if draft else None, missing)
             raise RequestError(
-                f"--output-root: cannot write the run directory {path}: {error.strerror}. "
+                f"--runs-dir: cannot write the run directory {path}: {error.strerror}. "
                 "Choose a folder that you can write and that has room. [CD0504]"
             ) from None
         try:
@@ -269,28 +269,28 @@ class SweepDir(RunDir):
         return os.path.isfile(self.spec)  # noqa: PTH113 -- Path's own raises OSError then
 
 
-def find_runs(output_root: Path) -> list[RunDir]:
+def find_runs(runs_dir: Path) -> list[RunDir]:
     """List the runs below an output root that this user can read, the latest last.
 
     A sweep is none, but each of its points is. Raises RequestError where it cannot be read.
     """
-    return directories(RunDir, output_root)
+    return directories(RunDir, runs_dir)
 
 
-def directories(kind: type[_Kind], output_root: Path) -> list[_Kind]:
+def directories(kind: type[_Kind], runs_dir: Path) -> list[_Kind]:
     """List the directories of a kind below an output root, the latest last.
 
     Raises RequestError as `find_runs` does.
     """
     try:
-        if not output_root.is_dir():
+        if not runs_dir.is_dir():
             return []
-        found = [kind(path) for path in output_root.iterdir() if not path.name.startswith(".")]
+        found = [kind(path) for path in runs_dir.iterdir() if not path.name.startswith(".")]
         readable = [run for run in found if os.access(run.spec, os.R_OK)]
         return sorted(readable, key=lambda run: (run.spec.stat().st_mtime, _in_order(run.name)))
     except OSError as error:
         raise RequestError(
-            f"--output-root: {output_root} cannot be read: {error.strerror}. Name a folder of runs "
+            f"--runs-dir: {runs_dir} cannot be read: {error.strerror}. Name a folder of runs "
             "that you can read. [CD0505]"
         ) from None
 

@@ -579,7 +579,7 @@ class Layout:
     gpus: int = 0
     """GPUs of a node."""
     gpu_type: str = ""
-    gpu_request: str = "gpus-per-node"
+    gpu_directive: str = "gpus-per-node"
     other_gres: str = ""
     """Generic resources beside the GPUs."""
 
@@ -590,7 +590,7 @@ class Layout:
         asked = [
             ("nodes", str(self.nodes)),
             ("gpus-per-node", f"{kind}{self.gpus}" if self.gpus else ""),
-            ("gpu-request", "" if self.gpu_request == "gpus-per-node" else self.gpu_request),
+            ("gpu-directive", "" if self.gpu_directive == "gpus-per-node" else self.gpu_directive),
             ("tasks-per-node", "" if self.tasks == (self.gpus or 1) else str(self.tasks)),
             ("cpus-per-task", str(self.cpus or "")),
             ("sbatch", f"gres={self.other_gres}" if self.other_gres else ""),
@@ -620,7 +620,7 @@ class _LayoutReader:
             each for each in (self.file.value("gres") or "").split(",") if each[:3] != "gpu"
         )
         if others and gpus and request == "gres":
-            why = f"--gpu-request gres takes the GPUs alone; {others} is left out"
+            why = f"--gpu-directive gres takes the GPUs alone; {others} is left out"
             self.note(self.place("gres"), f"--gres={self.file.value('gres')}", why)
             others = ""
         return Layout(nodes, ranks, cpus, gpus, kind, request if gpus else "gpus-per-node", others)

@@ -342,7 +342,7 @@ class _Translation:
                 self.variable(_VARIABLES_OF_ACCELERATE[option], value, self.where, source)
             elif option == "max-restarts" and re.fullmatch("[1-9][0-9]*", value):
                 line.add("template", "torchrun")
-                line.add("restart-in-job", value)
+                line.add("max-restarts", value)
             elif option == "x" and name in MPI:
                 variable, equals, text = value.partition("=")
                 self.variable(variable, text if equals else None, self.where, source)

@@ -135,7 +135,7 @@ def judge(condition: str, status: RunStatus) -> Due:
     return Due.MET if (ended_well if condition == OK else has_failed) else Due.NEVER
 
 
-def find(output_root: Path, text: str) -> tuple[str, str]:
+def find(runs_dir: Path, text: str) -> tuple[str, str]:
     """Find what `RUN[:CONDITION]` means; returns its directory and the end that it is to come to.
 
     A sweep is named as a run is. Raises RequestError where there is neither.
@@ -143,7 +143,7 @@ def find(output_root: Path, text: str) -> tuple[str, str]:
     name, _, condition = text.rpartition(":")
     if condition not in CONDITIONS:
         name, condition = text, OK
-    found = find_sweep(output_root, name) or find_run(output_root, name)
+    found = find_sweep(runs_dir, name) or find_run(runs_dir, name)
     return os.path.abspath(found.path), condition
 
 

@@ -30,7 +30,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
         if not runs:
             raise RequestError(
                 f"there is no run below {root}. Start one with 'clusterddp submit', or name the "
-                "folder that holds your runs with --output-root. [CD0501]"
+                "folder that holds your runs with --runs-dir. [CD0501]"
             )
         return runs[-1]
     for run in runs:
@@ -91,29 +91,29 @@ def job_ids(run: RunDir) -> set[str]:
     return {event.job_id for event in recorded if event.job_id} | {*elements, *arrays}
 
 
-def find_sweeps(output_root: Path) -> list[SweepDir]:
+def find_sweeps(runs_dir: Path) -> list[SweepDir]:
     """List the sweeps below an output root that this user can read, the latest last.
 
     Raises RequestError where it cannot be read.
     """
-    return directories(SweepDir, output_root)
+    return directories(SweepDir, runs_dir)
 
 
-def find_sweep(output_root: Path, text: str) -> SweepDir | None:
+def find_sweep(runs_dir: Path, text: str) -> SweepDir | None:
     """Find the sweep of a name, directory or array's job id; None where there is none.
 
     One that is not below the root is looked for in the person's other output roots. Raises
     RequestError where the output root cannot be read.
     """
-    for path in (output_root / text, Path(text)):
-        if (path.parent == output_root or "/" in text) and SweepDir(path).is_sweep:
+    for path in (runs_dir / text, Path(text)):
+        if (path.parent == runs_dir or "/" in text) and SweepDir(path).is_sweep:
             return SweepDir(path)
     if text.isdecimal():
-        sweeps = reversed(find_sweeps(output_root))
+        sweeps = reversed(find_sweeps(runs_dir))
         if found := next((sweep for sweep in sweeps if text in arrays_of(sweep)), None):
             return found
-    others = elsewhere(SweepDir, output_root, text, lambda sweep: text in arrays_of(sweep))
-    if len(others) != 1 or is_run_of(output_root, text):
+    others = elsewhere(SweepDir, runs_dir, text, lambda sweep: text in arrays_of(sweep))
+    if len(others) != 1 or is_run_of(runs_dir, text):
         return None
     log.info(f"{text} is {others[0].path}")
     return others[0]
@@ -190,4 +190,4 @@ def _hint(runs: Sequence[RunDir], text: str) -> str:
         return f" Did you mean {', '.join(near)}?"
     if names:
         return f" The latest are {', '.join(names[-3:])}; 'clusterddp jobs' lists them all."
-    return " There are no runs there; --output-root names the folder that holds them."
+    return " There are no runs there; --runs-dir names the folder that holds them."

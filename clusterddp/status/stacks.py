@@ -186,8 +186,8 @@ def _ask_hosts(
     hosts = list(dict.fromkeys(outcome.host for outcome in outcomes))
     python = next((outcome.python for outcome in outcomes if outcome.python), "")
     spec = run.read_spec()
-    if spec and (spec.container_image or spec.launch_prefix or not python):
-        python = spec.batch_python  # the tasks' own may be an image's
+    if spec and (spec.container_image or spec.wrapper or not python):
+        python = spec.controller_python  # the tasks' own may be an image's
     path = run.path.absolute()
     argv = [
         *("srun", f"--jobid={outcomes[0].job_id}", "--overlap", f"--nodelist={','.join(hosts)}"),

@@ -144,7 +144,7 @@ class RunStatus:
     cleaned: str = ""
     """What `clusterddp clean` has removed since it was last submitted, and when."""
     directory: str = ""
-    """Directory of the run, as --output-root leads to it."""
+    """Directory of the run, as --runs-dir leads to it."""
     works_in: str = ""
     """Folder in which the tasks run a person's code, where its relative output lies."""
     next_command: str = ""

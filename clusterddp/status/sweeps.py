@@ -41,7 +41,7 @@ class SweepStatus:
     """Values of each point, as text, in the order of `names`."""
     states: tuple[RunState, ...]
     """State of each point, as of a run."""
-    max_parallel: int
+    max_concurrent: int
     """Most points that run at once; 0 where there is no limit."""
     job_ids: tuple[str, ...]
     """Job arrays that were submitted for it, the latest last."""
@@ -81,7 +81,7 @@ class SweepStatus:
             "state": self.state,
             "counts": self.counts,
             "points": points,
-            "max_parallel": self.max_parallel,
+            "max_concurrent": self.max_concurrent,
             "job_ids": self.job_ids,
             "submitted_time": self.submitted_time,
             "directory": self.directory,
@@ -154,7 +154,7 @@ def sweep_status(
         names=spec.sweep.names,
         points=spec.sweep.points,
         states=tuple(states),
-        max_parallel=spec.sweep.max_parallel,
+        max_concurrent=spec.sweep.max_concurrent,
         job_ids=tuple(event.job_id for event in submitted if event.job_id),
         submitted_time=submitted[0].time if submitted else None,
         directory=str(sweep.path),

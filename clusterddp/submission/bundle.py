@@ -52,7 +52,7 @@ def check():
     if sys.version_info < (3, 10):
         sys.exit(
             "clusterddp: %s on %s is Python %s, and clusterddp needs 3.10 or later. Name another "
-            "interpreter: --python for the tasks, --batch-python for the batch script."
+            "interpreter: --python for the tasks, --controller-python for the batch script."
             % (sys.executable, os.uname()[1], sys.version.split()[0])
         )
     path = os.path.realpath(sys.path[0])
@@ -128,7 +128,7 @@ def carry(run: RunDir) -> Bundle:
             path.unlink(missing_ok=True)
         raise RequestError(
             f"cannot put clusterddp into the run, {path} ({len(content) / 1e6:.1f} MB): "
-            f"{error.strerror}. Make room there, or choose another --output-root. [CD0504]"
+            f"{error.strerror}. Make room there, or choose another --runs-dir. [CD0504]"
         ) from None
     _keep_bytecode(path, content)
     return Bundle(path)

@@ -44,9 +44,17 @@ _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
 
 
 CHANGEABLE = (
-    *("resources", "train", "after", "signal", "job_name", "python", "batch_python"),
-    *("requeue", "max_requeues", "restart_on_failure", "restart_in_job"),
-    *("arm_stacks", "silence", "end_silent", "bad_node_hours", "preflight", "notify", "tracker"),
+    *("resources", "train", "after", "signal", "job_name", "python", "controller_python"),
+    *("requeue", "max_requeues", "retries", "max_restarts"),
+    *(
+        "arm_stacks",
+        "silence",
+        "end_silent",
+        "avoid_bad_nodes_for",
+        "preflight",
+        "notify",
+        "tracker",
+    ),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
 """Fields of a JobSpec that a resubmission may change, beside those that its program names."""
@@ -99,13 +107,13 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
     fields = {
         **_fields_of(values),
         "run_name": run_name,
-        "run_dir": f"{os.path.abspath(values['output_root'])}/{run_name}",
+        "run_dir": f"{os.path.abspath(values['runs_dir'])}/{run_name}",
         "resources": resources,
         **program.fields,
         "sweep": sweep,
         "environment": environment,
         "pass_environment": passed,
-        **{name: interpreter(values[name]) for name in ("python", "batch_python")},
+        **{name: interpreter(values[name]) for name in ("python", "controller_python")},
         **container_of(given),
         "after": _after(values, program.options.get("resume", "")),
         "template": _template(given),
@@ -136,12 +144,12 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
     of_container = {*CONTAINER, "python"}
     fields = _fields_of(typed)
     fields |= container_fields({name: typed[name] for name in typed if name in of_container})
-    if "max_parallel" in typed:
-        fields["sweep"] = dataclasses.replace(before.sweep, max_parallel=typed["max_parallel"])
+    if "max_concurrent" in typed:
+        fields["sweep"] = dataclasses.replace(before.sweep, max_concurrent=typed["max_concurrent"])
     if "after" in fields:
-        fields["after"] = awaited_runs(fields["after"], Path(given.values["output_root"]))
-    if "batch_python" in fields:
-        fields["batch_python"] = interpreter(fields["batch_python"])
+        fields["after"] = awaited_runs(fields["after"], Path(given.values["runs_dir"]))
+    if "controller_python" in fields:
+        fields["controller_python"] = interpreter(fields["controller_python"])
     image = fields.get("container_image")
     if image == "":  # none any more, nor what was asked for beside it
         fields = {**_NO_CONTAINER, **fields}
@@ -158,7 +166,7 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
 
 def _changed_program(given: Given, before: JobSpec) -> Program:
     """Return what the run runs with what is typed, over a recipe that is typed."""
-    names = [row.parameter for row in TRAINING if row.name != "allow-changed"]
+    names = [row.parameter for row in TRAINING if row.name != "allow-config-change"]
     typed = {name: value for name, value in given.typed.items() if name in names}
     typed = {**recipe_settings(typed.get("recipe")), **typed}
     if typed.get("data_dir"):
@@ -197,7 +205,7 @@ def _program(given: Given) -> Program:
     data_dir, resume = given.values["data_dir"], given.values["resume"]
     paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
     if resume:
-        paths["resume"] = resume_path(resume, given.values["output_root"])
+        paths["resume"] = resume_path(resume, given.values["runs_dir"])
     return BuiltIn(TrainConfig.of(given, **paths))
 
 
@@ -373,21 +381,21 @@ def changed_resources(
     return dataclasses.replace(before, **{"tasks_per_node": tasks_per_node, **fields})
 
 
-def resume_path(value: str, output_root: str) -> str:
+def resume_path(value: str, runs_dir: str) -> str:
     """Return a checkpoint file or a run's directory, also of a run below the output root."""
-    for path in (Path(value), Path(output_root) / value):
+    for path in (Path(value), Path(runs_dir) / value):
         if path.exists():
             return os.path.abspath(path)
     raise OptionError(
         "--resume",
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
-        f"{output_root}.",
+        f"{runs_dir}.",
     )
 
 
 def _after(values: Mapping[str, Any], resume: str) -> tuple[tuple[str, str], ...]:
     """Return the runs to wait for: those of --after, and that of --resume while it goes on."""
-    after = awaited_runs(values["after"], Path(values["output_root"]))
+    after = awaited_runs(values["after"], Path(values["runs_dir"]))
     if not resume or not (Path(resume) / "spec.json").is_file() or resume in dict(after):
         return after
     from clusterddp.run.run_dir import RunDir
@@ -398,7 +406,7 @@ def _after(values: Mapping[str, Any], resume: str) -> tuple[tuple[str, str], ...
     return (*after, (resume, ANY)) if goes_on else after
 
 
-def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, str], ...]:
+def awaited_runs(texts: Iterable[str], runs_dir: Path) -> tuple[tuple[str, str], ...]:
     """Return the directories of the runs of --after, and the end that each is to come to.
 
     An empty text names none. Raises OptionError where there is no such run.
@@ -409,7 +417,7 @@ def awaited_runs(texts: Iterable[str], output_root: Path) -> tuple[tuple[str, st
     from clusterddp.status import chain  # few runs wait
 
     try:
-        return tuple(dict(chain.find(output_root, text) for text in texts).items())
+        return tuple(dict(chain.find(runs_dir, text) for text in texts).items())
     except RequestError as error:
         ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
         raise OptionError(
@@ -470,7 +478,7 @@ def directives_of(
         forms.DIRECTIVE.check("--sbatch", name)
         instead = _instead(name) if name != "output" else ""  # what is printed ahead of the log
         if name == "gres" and "gpu" in value:
-            instead = "--gpus-per-node with --gpu-request gres"
+            instead = "--gpus-per-node with --gpu-directive gres"
         if instead:
             raise OptionError("--sbatch", f" {item}: refused; use {instead}.")
         directives[name] = forms.text(f"--sbatch {name}", value) if equals else None

@@ -29,7 +29,7 @@ def make_sure(
     """
     from clusterddp.checkpoints import catalog
     from clusterddp.data import mnist
-    from clusterddp.data.synthetic import synthesise
+    from clusterddp.data.synthetic import generate
 
     absent = config.missing_package()
     if absent and not _in_another_python(spec):
@@ -42,7 +42,7 @@ def make_sure(
             _check_checkpoint(catalog.find(config.resume), config, spec)
         if is_reference(config.dataset):
             return
-        sources: dict[str, Callable[[str], object]] = {"synthetic": synthesise}
+        sources: dict[str, Callable[[str], object]] = {"synthetic": generate}
         if spec:
             check_folder(config)
             sources["mnist"] = _fetch
@@ -94,7 +94,7 @@ def _in_another_python(spec: JobSpec | None) -> bool:
     """Return whether the tasks can have modules installed that are not installed here."""
     if spec is None:
         return False
-    return spec.python != sys.executable or bool(spec.launch_prefix or spec.container_image)
+    return spec.python != sys.executable or bool(spec.wrapper or spec.container_image)
 
 
 def _check_awaited(run: RunDir, config: TrainConfig, spec: JobSpec) -> None:
@@ -126,15 +126,16 @@ def _check_run(
 ) -> None:
     """Check a request against the run from whose checkpoint it starts."""
     changed = changes(vars(before), vars(config))
-    if changed and not config.allow_changed:
+    if changed and not config.allow_config_change:
         raise RequestError(
             f"--resume {config.resume}: it was trained with another configuration: "
-            f"{'; '.join(changed)}. Give the options as they were, or add --allow-changed. [CD0703]"
+            f"{'; '.join(changed)}. Give the options as they were, or add "
+            "--allow-config-change. [CD0703]"
         )
     if step is not None and not config.find_batch_size and is_finished(run, step, before, config):
         raise RequestError(
             f"--resume {config.resume}: {run.name} is done at step {step}: nothing is left to "
-            "train. Give it more, such as --epochs N --allow-changed, or name an earlier "
+            "train. Give it more, such as --epochs N --allow-config-change, or name an earlier "
             "checkpoint of it. [CD0510]"
         )
     problem = uneven_batch(run, config, spec.world_size) if spec else ""

@@ -51,7 +51,7 @@ def check_command(
     if spec.container_image:
         check_container(spec)
         return
-    is_open = spec.setup or spec.launch_prefix or spec.srun_args or spec.resources.dependency
+    is_open = spec.setup or spec.wrapper or spec.srun_args or spec.resources.dependency
     if not spec.command or is_open or spec.template not in SHIPPED:
         return
     if any(name.startswith(_BRING_FILES) for name, _ in spec.sbatch):
@@ -205,19 +205,19 @@ def _lacks_interpreter(path: Path) -> bool:
 
 
 def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
-    """Refuse an interpreter that cannot run, --python or --batch-python, as its file shows.
+    """Refuse an interpreter that cannot run, --python or --controller-python, as its file shows.
 
     One that is not on this machine may be on the nodes, and is a warning, unless its place is in
     this folder. imports: start those of the tasks, and refuse one that cannot import torch.
     """
-    given = {"--python": spec.python, "--batch-python": spec.batch_python}
-    if spec.container_image or spec.launch_prefix:
+    given = {"--python": spec.python, "--controller-python": spec.controller_python}
+    if spec.container_image or spec.wrapper:
         given.pop("--python")  # the image's
     for option, python in given.items():
         if python != sys.executable:
             _check_interpreter(option, python, spec)
     if spec.export == "NONE":
-        _try_without_environment(spec.batch_python)
+        _try_without_environment(spec.controller_python)
     if not imports:
         return
     if "--python" not in given:
@@ -283,7 +283,7 @@ def _try_without_environment(python: str) -> None:
     if answer.returncode:
         last = answer.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise OptionError(
-            "--batch-python",
+            "--controller-python",
             f" {shlex.quote(python)} does not start without your shell's variables, which "
             f"--export NONE leaves out: {last}. Name one that does, of Python 3.10 or later, such "
             "as /usr/bin/python3. [CD0310]",

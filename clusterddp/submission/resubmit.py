@@ -51,7 +51,7 @@ _MOST_CHANGES = 20
 _MOST_COMMANDS = 20
 _EITHER = (
     "Name its folder with --template-dir, edit the script and resubmit without options, or add "
-    "--allow-changed to have it rendered anew."
+    "--allow-config-change to have it rendered anew."
 )
 
 
@@ -59,7 +59,7 @@ _EITHER = (
 class Terms:
     """Conditions of a resubmission, beside the request itself."""
 
-    allow_changed: bool = False
+    allow_config_change: bool = False
     """True allows a change that decides the weights, or of an edited script."""
     new_code: bool = False
     """True replaces the run's copy of the code by the current folder."""
@@ -176,8 +176,8 @@ def _changed(
             "which begins where it likes. [CD0511]"
         )
     after = change(before)
-    if terms.allow_changed:  # the ranks check their configuration too
-        program = after.program.changed(run.name, {"allow_changed": True}, "", ())
+    if terms.allow_config_change:  # the ranks check their configuration too
+        program = after.program.changed(run.name, {"allow_config_change": True}, "", ())
         after = dataclasses.replace(after, **program.fields)
     if terms.more:
         whole = after.sweep.with_points(terms.more, after.program.meant)
@@ -240,7 +240,7 @@ def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> s
         return recorded
     whole = run.sweep if before.point and is_array(recorded) else None
     asked = whole.load_spec() if whole else before  # a point has the script of its sweep
-    again = "" if terms.allow_changed else render(asked, terms.template_folder)
+    again = "" if terms.allow_config_change else render(asked, terms.template_folder)
     if again and recorded != again and of_script(recorded) == of_script(again):
         raise RequestError(
             f"{run.script} is not what template {before.template} gives for this run: it was "
@@ -286,7 +286,7 @@ def _check_start(before: JobSpec, plan: Resubmission, own_code: Path | None, ter
     """Check what the job needs from here, as a first submission does."""
     spec = plan.spec
     question = ask_for_partitions(spec) if spec.resources != before.resources else None
-    if (spec.python, spec.batch_python) != (before.python, before.batch_python):
+    if (spec.python, spec.controller_python) != (before.python, before.controller_python):
         check_pythons(spec)
     has_queue = spec.launcher != "local"
     if has_queue:
@@ -391,7 +391,7 @@ def _check_done(
     if has_changed and not (reached and is_finished(run, reached[0], before.train, after.train)):
         return
     is_at_most = reached and 0 < before.train.max_steps <= reached[0]
-    more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-changed"
+    more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-config-change"
     raise RequestError(
         f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
         "submit a new run. [CD0510]"
@@ -440,10 +440,10 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
     Logs in what the folder differs from the copy of the code that the run uses.
     """
     changed = changes(before.program.options, after.program.options)
-    if changed and not terms.allow_changed:
+    if changed and not terms.allow_config_change:
         raise RequestError(
             f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
-            "the options as they were, add --allow-changed, or submit a new run. [CD0703]"
+            "the options as they were, add --allow-config-change, or submit a new run. [CD0703]"
         )
     if terms.new_code or not run.code_record.is_file():
         return
@@ -455,7 +455,7 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
         )
     if run.code.is_dir():
         _log_code_changes(before, run)
-    elif not terms.allow_changed:  # it uses the folder itself
+    elif not terms.allow_config_change:  # it uses the folder itself
         differing = snapshot.changes_since_submission(run, Path.cwd())
         if differing is None:
             log.warning(

@@ -167,7 +167,7 @@ def _beside(
     others = [spec.resources.dependency]
     return {
         "dependency": chain.dependency(awaited, others) if awaited else "",
-        "array": sbatch.array_of(indices, spec.sweep.max_parallel),
+        "array": sbatch.array_of(indices, spec.sweep.max_concurrent),
     }
 
 
@@ -362,7 +362,7 @@ def created_points(
         if not isinstance(error, OSError):
             raise
         raise RequestError(
-            f"--output-root: cannot write {error.filename or sweep.path}: {error.strerror}. "
+            f"--runs-dir: cannot write {error.filename or sweep.path}: {error.strerror}. "
             "Choose a folder that you can write and that has room. [CD0504]"
         ) from None
     try:

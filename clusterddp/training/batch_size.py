@@ -79,7 +79,7 @@ def find(
         mark(size, Phase.LOG)
         return _together(alone, request.reason, agreed.world_size, device)
 
-    most = len(train_set) // agreed.world_size // config.accumulate
+    most = len(train_set) // agreed.world_size // config.gradient_accumulation_steps
     rows = list[Tried]()
     report(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
     for row in search(sizes(config.batch_size, most), tried, to_the_end=device.type == "cuda"):
@@ -188,7 +188,7 @@ class Trial:
         """Return the images per second."""
         learner = self._learner(size, mark)
         try:
-            return self._speed_of(learner, size * self.config.accumulate)
+            return self._speed_of(learner, size * self.config.gradient_accumulation_steps)
         finally:
             learner.close()  # a graph keeps its memory to itself
 
@@ -214,7 +214,7 @@ class Trial:
         """Build the training's own, as for a rank alone; anew, so that no size owes another."""
         if self.config.compile:
             torch.compiler.reset()
-        images = size * self.config.accumulate
+        images = size * self.config.gradient_accumulation_steps
         return Learner(
             replace(self.config, sync_batchnorm=False),  # which would be an exchange
             replace(self.agreed, world_size=1, global_batch_size=images, resume=""),

@@ -81,7 +81,7 @@ class Learner:
             self.tally,
             device=device,
             precision=agreed.precision,
-            accumulate=config.accumulate,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             label_smoothing=config.label_smoothing,
             mark=mark,
             exchanged=self.waiting.done,
@@ -204,7 +204,7 @@ def check_fit(
 
 def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
     """Return a warning where ranks normalise by small batches of their own, else nothing."""
-    of_one_pass = agreed.batch_size // config.accumulate
+    of_one_pass = agreed.batch_size // config.gradient_accumulation_steps
     small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
     if not small or config.sync_batchnorm or not step.has_batchnorm(model):
         return ""

@@ -138,7 +138,7 @@ class Training(Resumable):
             is_resumed=bool(agreed.resume),
             request=request,
             deadline=deadline or Deadline(),
-            straggler_seconds=config.straggler_seconds,
+            straggler_window=config.straggler_window,
             pace=Pace(self.learner.waiting, position.step),
             progress=progress,
         )
@@ -244,7 +244,11 @@ class Training(Resumable):
                 [(images, labels)] = self.train_set.batches(torch.arange(count), count)
                 if settles:
                     # Of a GPU as many images as a pass has, for its kernels are chosen by that.
-                    some = -(-count // self.config.accumulate) if self.loads_kernels else 1
+                    some = (
+                        -(-count // self.config.gradient_accumulation_steps)
+                        if self.loads_kernels
+                        else 1
+                    )
                     learner.settle(images[:some], labels[:some])
                 learner.capture(images, labels)
             if self.device.type == "cuda":

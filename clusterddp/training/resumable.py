@@ -85,7 +85,7 @@ class Resumable:
         is_resumed: bool,
         request: StopRequest,
         deadline: Deadline,
-        straggler_seconds: float,
+        straggler_window: float,
         pace: Pace,
         progress: Progress | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class Resumable:
         """Time at which the attempt's first step begins, once it does."""
         self._paces = Paces()
         """Images and seconds of each rank in this attempt."""
-        self._stragglers = Stragglers(attempt, self.rank, straggler_seconds)
+        self._stragglers = Stragglers(attempt, self.rank, straggler_window)
         self._saving = Interval.parse(save_every)
         self._accounted = self._waited = 0.0
         self._start_step, self._earlier_seconds = position.step, position.seconds

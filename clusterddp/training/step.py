@@ -50,7 +50,7 @@ class Step:
     tally: Tally
     device: torch.device
     precision: str = "fp32"
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     """Passes into which a batch is cut; gradients are exchanged after the last."""
     label_smoothing: float = 0.0
     mark: Callable[[Phase], None] = lambda _: None
@@ -72,7 +72,7 @@ class Step:
     def compute(self, images: Tensor, labels: Tensor) -> None:
         """Do what happens on the device, and so can be captured into a graph."""
         self.optimizer.zero_grad()
-        size = -(-len(labels) // self.accumulate)
+        size = -(-len(labels) // self.gradient_accumulation_steps)
         cuts = range(0, len(labels), size)
         for cut in cuts:
             some, theirs = images[cut : cut + size], labels[cut : cut + size]

@@ -298,7 +298,11 @@ def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv)
     for warning in agreed.warnings:
         log.warning(coded(warning, "CD0824"))
     peak = config.peak_lr(agreed.reference_world_size)
-    passes = f", in {config.accumulate} passes" if config.accumulate > 1 else ""
+    passes = (
+        f", in {config.gradient_accumulation_steps} passes"
+        if config.gradient_accumulation_steps > 1
+        else ""
+    )
     log.info(
         f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
         f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "

@@ -19,7 +19,7 @@ from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Content
 from clusterddp.data import mnist
 from clusterddp.data.loader import Images, Loaded
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
 from clusterddp.distributed.agreement import Hello
@@ -86,7 +86,7 @@ def _check_data(
     """Return the dataset's fingerprint. Raises DataError where the run had another before."""
     is_own = is_reference(config.dataset)
     if not is_own:
-        mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
+        mnist.ensure(config.dataset, config.data_dir, {"synthetic": generate})
     sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
     known = recorded.data_sha256 if recorded else ""
     if known and known != sha256:
@@ -132,13 +132,13 @@ def _choose_checkpoint(
         check_fits(source, content, config, data_sha256=data_sha256)
         before = content["config"]
         changed = changes(before, vars(config))
-        if changed and not config.allow_changed:
+        if changed and not config.allow_config_change:
             raise CheckpointError(
                 f"the checkpoint {source} was trained with another configuration: "
                 f"{'; '.join(changed)}. Give the options as they were, or add "
-                "--allow-changed. [CD0703]"
+                "--allow-config-change. [CD0703]"
             )
-        batch_size, accumulate = before["batch_size"], before["accumulate"]
+        batch_size, accumulate = before["batch_size"], before["gradient_accumulation_steps"]
         assert isinstance(batch_size, int) and isinstance(accumulate, int)
         origin = _Origin(
             config.reference_world_size(
@@ -253,7 +253,7 @@ def obtain(
 
     def read() -> mnist.Offer | None:
         if env.rank:  # rank 0 has made sure of it already
-            mnist.ensure(config.dataset, config.data_dir, {"synthetic": synthesise})
+            mnist.ensure(config.dataset, config.data_dir, {"synthetic": generate})
         return reading.held().offer() if reading else None
 
     _have_first_read(env, store, key, read)

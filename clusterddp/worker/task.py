@@ -372,8 +372,9 @@ def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
     size, said = joined.agreed.batch_size, (str(error).splitlines() or [type(error).__name__])[0]
     return TrainingError(
         f"{joined.hello.device} of {joined.hello.host} has no memory for this model at {size:,} "
-        f"images per rank and step: {said} Lower --batch-size, or take --accumulate for the same "
-        "step in parts; --find-batch-size shows what fits. [CD0811]"
+        f"images per rank and step: {said} Lower --batch-size, or take "
+        "--gradient-accumulation-steps for the same step in parts; --find-batch-size shows what "
+        "fits. [CD0811]"
     )
 
 

@@ -40,7 +40,7 @@ def finish_attempt(
     workplace: Workplace, run: RunDir, srun_code: int, *, number: int = 1, **policy: Any
 ) -> Outcome:
     """Exit code of the job and lines of its log; `policy` is the request's."""
-    allowed = {"requeue": False, "max_requeues": 20, "restart_on_failure": 0, **policy}
+    allowed = {"requeue": False, "max_requeues": 20, "retries": 0, **policy}
     job, attempt = JobStart(run, "17"), Attempt(run, number)
     return logged(workplace, lambda: finish(job, attempt, srun_code, Policy(**allowed)))
 

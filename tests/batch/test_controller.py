@@ -100,7 +100,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         *words: str, environ: dict[str, str] | None = None, python: str = sys.executable,
         change: Callable[[str], str] = lambda script: script, line: str = "{}", **fields: Any,
     ) -> Job:  # fmt: skip
-        pythons = {"python": python, "batch_python": python}
+        pythons = {"python": python, "controller_python": python}
         request = spec(run_name="a", run_dir=str(tmp_path / "jobs/a"), **fields, **pythons)
         script = change(sbatch.render(request).partition("\nsrun ")[0])
         words = words or (sys.executable, "step.py")

@@ -504,7 +504,7 @@ def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
     assert f"launch prefix) was {how}" in got.out
     assert "the ranks have saved and left at step 40" in got.out
     assert "requeued" not in kinds(run)
-    finish_attempt(workplace, run, 137, requeue=True, restart_on_failure=1)
+    finish_attempt(workplace, run, 137, requeue=True, retries=1)
     assert kinds(run)[-1] == "requeued"
 
 
@@ -794,7 +794,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
         add_event(run, "stop_asked", job_id="17", attempt=1)
     else:
         Attempt(run, 1).ask_to_stop("stop")
-    finish_attempt(workplace, run, 75, requeue=True, restart_on_failure=5)
+    finish_attempt(workplace, run, 75, requeue=True, retries=5)
     ended = last(run, "ended")
     assert (ended["cause"], ended["why"]) == (cause, "'clusterddp stop' asked for it")
     assert not [call for call in workplace.calls if "requeue" in call]

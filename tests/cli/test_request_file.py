@@ -54,7 +54,8 @@ def recorded(spec: JobSpec, name: str = "a") -> None:
 
 
 TRAINING = [
-    "--strategy", "ddp", "--sync-batchnorm", "--data-dir", "d", "--accumulate", "2",
+    "--strategy", "ddp", "--sync-batchnorm", "--data-dir", "d",
+    "--gradient-accumulation-steps", "2",
     "--warmup-steps", "5", "--momentum", "0.5", "--beta2", "0.9", "--label-smoothing", "0.1",
     "--augment", "affine",
     "--deterministic", "--precision", "bf16", "--threads", "2", "--numa-binding", "node",
@@ -62,13 +63,13 @@ TRAINING = [
     "--data-pipeline", "loader", "--workers", "1", "--eval-every", "9", "--log-every", "7",
     "--profile", "0", "--tensorboard", "--rendezvous-timeout", "77",
     "--process-group-timeout", "99",
-    "--straggler-seconds", "3", "--model", "mlp",
+    "--straggler-window", "3", "--model", "mlp",
 ]  # fmt: skip
 AROUND = [
-    "--python", "python3", "--batch-python", "python3", "--check", "--force",
+    "--python", "python3", "--controller-python", "python3", "--check", "--force",
     "--allow-launcher",
-    "--no-requeue", "--restart-in-job", "1", "--template", "torchrun.sbatch.j2",
-    "--bad-node-hours", "3", "--preflight", "none",
+    "--no-requeue", "--max-restarts", "1", "--template", "torchrun.sbatch.j2",
+    "--avoid-bad-nodes-for", "3", "--preflight", "none",
     "--no-arm-stacks", "--silence", "60", "--end-silent", "--check-python",
     "--snapshot-limit", "9", "--notify", "sh -c 'echo \"a b\"'", "--tracker", "wandb",
     "--", "torchrun", "train.py",
@@ -77,7 +78,7 @@ OF_RUNS = {name: argv for name, argv in SCRIPTS.items() if "--sweep" not in argv
     "all of a training": TRAINING,
     "all around a command": AROUND,
 }
-ABOUT_ANOTHER = {"after", "recipe", "resume", "find-batch-size", "output-root", "template-dir"}
+ABOUT_ANOTHER = {"after", "recipe", "resume", "find-batch-size", "runs-dir", "template-dir"}
 """Options with tests of their own, of which a request holds what they lead to."""
 
 

@@ -19,7 +19,7 @@ import pytest
 from clusterddp.data import download, mnist
 from clusterddp.data.download import fetch, import_from
 from clusterddp.data.mnist import PUBLISHED
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.errors import DataError
 from tests.data.made_sets import NOBODY, contents, gzipped, resized, tarred
 
@@ -213,7 +213,7 @@ def test_importing_the_same_set_again_changes_nothing(raw: Path, tmp_path: Path)
 
 def test_import_does_not_overwrite_another_set(raw: Path, tmp_path: Path) -> None:
     import_from(raw, str(tmp_path / "new"))
-    synthesise(str(tmp_path / "b"), train_images=30, test_images=10, seed=1)
+    generate(str(tmp_path / "b"), train_images=30, test_images=10, seed=1)
     with pytest.raises(DataError, match="holds another dataset already"):
         import_from(tmp_path / "b", str(tmp_path / "new"))
     assert contents(tmp_path / "new" / mnist.RAW) == contents(raw)

@@ -25,7 +25,7 @@ from clusterddp.data.mnist import (
     folder,
     torchvision_set,
 )
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.distributed import rendezvous
 from clusterddp.errors import DataError, PeerError
 from clusterddp.ranks.dist_env import DistEnv
@@ -34,7 +34,7 @@ from clusterddp.worker import start
 from tests import forked
 from tests.data.made_sets import NOBODY, gzipped, resized
 
-SOURCES = {"synthetic": synthesise}
+SOURCES = {"synthetic": generate}
 
 # --- check ---------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def unlisted(raw: Path) -> None:
 
 
 HEADER_FAULTS = {
-    "missing": (remove, ["synthetic dataset is missing", "clusterddp data synthesise"]),
+    "missing": (remove, ["synthetic dataset is missing", "clusterddp data generate"]),
     "one missing": (
         lambda raw: (raw / mnist.TRAIN_LABELS).unlink(),
         ["train-labels-idx1-ubyte missing", "Move that folder away"],
@@ -154,7 +154,7 @@ def test_a_fault_of_content_is_found_by_checksums(
     assert not check("synthetic", str(small), checksums=False).checksums_verified
     with pytest.raises(DataError) as raised:
         check("synthetic", str(small), checksums=True)
-    for words in (*said, str(raw), "clusterddp data synthesise"):
+    for words in (*said, str(raw), "clusterddp data generate"):
         assert words in str(raised.value)
     assert raised.value.code == "CD0602"
 
@@ -174,7 +174,7 @@ def test_a_missing_mnist_lists_every_way_to_get_it(tmp_path: Path) -> None:
     for words in (
         f"clusterddp data fetch --data-dir '{place}'",
         f"clusterddp data import FILE --data-dir '{place}'",
-        f"clusterddp data synthesise --data-dir '{place}'",
+        f"clusterddp data generate --data-dir '{place}'",
         "--dataset synthetic",
         "--data-dir FOLDER",
     ):
@@ -210,8 +210,8 @@ def test_missing_permission_is_told_apart_from_missing_files(
 def test_ensure_renders_a_synthetic_set_that_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(synthesise.__kwdefaults__, "train_images", 40)
-    monkeypatch.setitem(synthesise.__kwdefaults__, "test_images", 20)
+    monkeypatch.setitem(generate.__kwdefaults__, "train_images", 40)
+    monkeypatch.setitem(generate.__kwdefaults__, "test_images", 20)
     info = ensure("synthetic", str(tmp_path), SOURCES)
     assert (info.train_images, info.test_images) == (40, 20)
 
@@ -229,7 +229,7 @@ def test_ensure_takes_the_digits_of_an_older_generator(
     info = ensure("synthetic", str(small), SOURCES)
     assert (info.train_images, logged) == (30, [])
     with pytest.raises(DataError, match=r"seed 0\), asked for was: .*generator 2"):
-        synthesise(str(small), train_images=30, test_images=10)
+        generate(str(small), train_images=30, test_images=10)
 
 
 def test_ensure_gets_nothing_without_a_source(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_ensure_does_not_replace_a_damaged_set(small: Path, raw: Path) -> None:
 
 
 def ensure_small(data_dir: str) -> None:
-    synthesise.__kwdefaults__.update(train_images=3_000, test_images=100)
+    generate.__kwdefaults__.update(train_images=3_000, test_images=100)
     ensure("synthetic", data_dir, SOURCES)
 
 

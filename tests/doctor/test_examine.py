@@ -92,7 +92,7 @@ def test_where_there_is_no_slurm_a_local_folder_is_no_doubt(
     assert output_folder(str(tmp_path / "doctor"), doubts=False).verdict == GOOD
 
 
-def test_an_output_root_that_is_a_file_is_bad(tmp_path: Path) -> None:
+def test_an_runs_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_text("")
     check = output_folder(str(tmp_path / "jobs" / "doctor"), doubts=False)
     assert check.verdict == BAD and "cannot be written" in check.seen
@@ -157,7 +157,7 @@ def test_a_python_that_is_not_there_is_bad_unless_the_jobs_modules_may_bring_it(
     gone = spec(tmp_path, python=str(tmp_path / "gone"))
     assert python(gone).verdict == BAD
     assert python(dataclasses.replace(gone, modules=("torch",))).verdict == WARNING
-    assert python(dataclasses.replace(gone, launch_prefix=("env",))).verdict == WARNING
+    assert python(dataclasses.replace(gone, wrapper=("env",))).verdict == WARNING
 
 
 def test_this_python_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,9 +136,9 @@ raise ValueError("boom\\nof two lines")
 
 
 def test_a_failure_that_a_cluster_would_start_again_is_one_here(tmp_path: Path) -> None:
-    done = submit(tmp_path, "--restart-on-failure", "2", "--", "sh", "-c", "exit 7")
+    done = submit(tmp_path, "--retries", "2", "--", "sh", "-c", "exit 7")
     assert done.returncode == 1
-    assert "--restart-on-failure 2 has no effect here" in done.stderr
+    assert "--retries 2 has no effect here" in done.stderr
     found = status(tmp_path)
     named = "rank 0 on 127.0.0.1 failed first: exit code 7 (logs/rank-0.log)"
     assert (found["state"], found["first_failure"]) == ("failed", named)
@@ -252,7 +252,7 @@ def test_a_python_that_only_a_container_has_still_ends_well(tmp_path: Path) -> N
     (tmp_path / "wrap").write_text(f'#!/bin/sh\nshift\nexec {sys.executable} "$@"\n')
     (tmp_path / "wrap").chmod(0o700)
     done = submit(
-        tmp_path, "--python", "no-such-python", "--launch-prefix", str(tmp_path / "wrap"),
+        tmp_path, "--python", "no-such-python", "--wrapper", str(tmp_path / "wrap"),
         "--", "true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -444,9 +444,9 @@ def test_the_limit_is_that_of_the_directives(lines: list[str], limit: Limit) -> 
 @pytest.mark.parametrize("template", ["ddp.sbatch.j2", "./own.sbatch.j2"])
 def test_a_restart_in_the_job_needs_an_agent(tmp_path: Path, template: str) -> None:
     (tmp_path / "own.sbatch.j2").write_text('{% extends "shipped/ddp.sbatch.j2" %}')
-    done = submit(tmp_path, "--restart-in-job", "1", "--template", template, "--", "true")
+    done = submit(tmp_path, "--max-restarts", "1", "--template", template, "--", "true")
     assert done.returncode == 2
-    assert "--restart-in-job 1" in done.stderr
+    assert "--max-restarts 1" in done.stderr
     assert "torchrun.sbatch.j2" in done.stderr
     assert not (tmp_path / "jobs").exists()
 
@@ -461,7 +461,7 @@ def test_an_agent_of_an_own_template_starts_a_failed_command_again(tmp_path: Pat
         "echo $RANK ends\n"
     )
     done = submit(
-        tmp_path, "--nodes", "2", "--template", "./own.sbatch.j2", "--restart-in-job", "1",
+        tmp_path, "--nodes", "2", "--template", "./own.sbatch.j2", "--max-restarts", "1",
         "--", "sh", "rank.sh",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ FULL: dict[str, Any] = {
     "setup": ("echo set-up",),
     "teardown": ("echo tear-down",),
     "network_interface": "ib0",
-    "launch_prefix": ("env", "A=b c"),
+    "wrapper": ("env", "A=b c"),
     "srun_args": ("--label",),
 }
 
@@ -150,7 +150,7 @@ def test_a_directive_longer_than_slurms_buffer_is_refused() -> None:
 )
 def test_each_style_asks_for_the_same_gpus(style: str, ddp: str, torchrun: str) -> None:
     request = spec(
-        resources=Resources(nodes=2, gpus_per_node=4, gpu_type="a100", gpu_request=style)
+        resources=Resources(nodes=2, gpus_per_node=4, gpu_type="a100", gpu_directive=style)
     )
     assert ddp in sbatch.directives(request)
     assert torchrun in sbatch.directives(request, agents=True)
@@ -201,7 +201,7 @@ def test_a_task_that_asks_for_its_own_gpus_is_shown_all_unless_it_is_bound_on_pu
     template: str, style: str, fields: dict[str, Any], all_gpus: bool
 ) -> None:
     """What Slurm 22.05, 24.11 and 26.05 bind tasks by: srun goes by what the job was given."""
-    resources = Resources(gpus_per_node=4, gpu_request=style)
+    resources = Resources(gpus_per_node=4, gpu_directive=style)
     script = sbatch.render(spec(resources=resources, template=template, **fields))
     names = "SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_TRES_BIND"
     assert (f"\nunset {names} " in script) is all_gpus

@@ -133,7 +133,8 @@ def _steps(rank: int, _: int, optimizer: str, captured: bool) -> dict[str, Any]:
     results = {}
     for accumulate, precision in itertools.product((1, 2), ("fp32", "bf16")):
         config = TrainConfig(
-            device="cuda", deterministic=True, optimizer=optimizer, accumulate=accumulate,
+            device="cuda", deterministic=True, optimizer=optimizer,
+            gradient_accumulation_steps=accumulate,
             precision=precision, weight_decay=0.01,
         )  # fmt: skip
         agreed = Agreement(

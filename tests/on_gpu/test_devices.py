@@ -167,7 +167,7 @@ def test_hosts_of_a_rehearsal_compute_on_the_gpus_of_its_shell(
         [
             *(sys.executable, "-m", "clusterddp", "submit", "--launcher", "local", "--wait"),
             *("--nodes", "2", "--gpus-per-node", "1", "--run-name", "run", "--max-steps", "5"),
-            *("--output-root", str(tmp_path), "--dataset", dataset, "--data-dir", data_dir),
+            *("--runs-dir", str(tmp_path), "--dataset", dataset, "--data-dir", data_dir),
         ],
         env={
             **os.environ,

@@ -180,7 +180,7 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
 def test_a_run_waits_for_the_job_in_place_of_another_one_and_for_several_runs(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    awaited = submit_awaited(cluster, tmp_path, "--restart-on-failure", "1")
+    awaited = submit_awaited(cluster, tmp_path, "--retries", "1")
     [job] = [event["job_id"] for event in read_events(awaited) if event["event"] == "submitted"]
     held = cluster.sbatch("#!/bin/sh\nexit 0\n", "--hold", cwd=tmp_path)
     submit(cluster, tmp_path, "--run-name", "z", "--no-snapshot", "--dependency",

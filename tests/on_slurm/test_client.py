@@ -182,7 +182,7 @@ def test_submission_from_inside_a_job_is_as_from_a_login_shell(
 
 
 def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str, str]:
-    command = [*CLUSTERDDP, argv[0], "--output-root", str(root), *argv[1:]]
+    command = [*CLUSTERDDP, argv[0], "--runs-dir", str(root), *argv[1:]]
     got = cluster.run(command, timeout=120)
     return got.returncode, got.stdout, got.stderr
 

@@ -380,7 +380,7 @@ def test_debug_trains_in_containers_and_a_ctrl_c_saves_and_leaves_none(
     again = shlex.split(said.partition("resume with: clusterddp ")[2].splitlines()[0])
     wait_for(lambda: not site.left(), "the end of all containers")
     checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*.pt"))
-    more = [*again, "--allow-changed", f"--max-steps={int(checkpoints[-1].stem[5:]) + 1}"]
+    more = [*again, "--allow-config-change", f"--max-steps={int(checkpoints[-1].stem[5:]) + 1}"]
     done = site.cluster.run_on(
         "h01", [sys.executable, "-m", "clusterddp", *more], cwd=tmp_path, env=site.env, timeout=LONG
     )

@@ -123,7 +123,7 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
         # 24.11 queues such a job, which waits for ever; 22.05 refuses it.
         closed = diagnosis(site, home, "--partition", "high", who=AS_NOBODY)
         assert closed["code"] == 1 and closed["submission"]["verdict"] == BAD
-        elsewhere = diagnosis(site, home, "--output-root", "/root-of-others", who=AS_NOBODY)
+        elsewhere = diagnosis(site, home, "--runs-dir", "/root-of-others", who=AS_NOBODY)
         assert elsewhere["code"] == 1 and elsewhere["output folder"]["verdict"] == BAD
         assert site.run(["squeue", "-h", "-t", "all"], check=True).stdout == ""
         as_root = diagnosis(site, home)

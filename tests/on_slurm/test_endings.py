@@ -232,7 +232,7 @@ WAYS = {
         Struck.lose_a_node, ("ddp",),
     ),
     "the interpreter of the batch script is missing": Way(
-        ("--batch-python", "/nowhere/python3"), "true", launchers=AHEAD_OF_TASKS
+        ("--controller-python", "/nowhere/python3"), "true", launchers=AHEAD_OF_TASKS
     ),
     "the clusterddp that the run carries was altered": Way(
         ("--sbatch", "hold"), "true", Struck.alter_its_clusterddp, AHEAD_OF_TASKS

@@ -142,9 +142,11 @@ def as_22_05(step: dict[str, str]) -> dict[str, str]:
         pytest.param(["--nodes", "2", "--tasks-per-node", "2"], marks=pytest.mark.slow),
         pytest.param(["--nodes", "2", "--tasks-per-node", "3", "--cpus-per-task", "2"], marks=MORE),
         pytest.param(["--nodes", "1", "--gpus-per-node", "2"], marks=pytest.mark.slow),
-        pytest.param(["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gres"], marks=MORE),
         pytest.param(
-            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-request", "gpus-per-task"],
+            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-directive", "gres"], marks=MORE
+        ),
+        pytest.param(
+            ["--nodes", "1", "--gpus-per-node", "2", "--gpu-directive", "gpus-per-task"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -196,7 +198,7 @@ def test_a_killed_rank_starts_again_inside_the_job(
     hold.touch()
     sent = submit(
         cluster, tmp_path, *FOUR, *SAVED, "--data-dir", str(synthetic_dir), "--run-name", "a",
-        "--template", "torchrun.sbatch.j2", "--restart-in-job", "2", "--json",
+        "--template", "torchrun.sbatch.j2", "--max-restarts", "2", "--json",
         env={"PYTHONPATH": str(HOOKS), "CAMPAIGN_HOLDS": str(tmp_path)},
     )  # fmt: skip
     assert sent.returncode == 0, sent.stderr

@@ -274,7 +274,7 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced(
     """The campaign does the same to a training."""
     (tmp_path / "bus.sh").write_text(BUS_ERROR)
     submit(hosts, tmp_path, "--run-name", "bus", "--nodes", "2", "--spare-nodes", "1",
-           "--restart-on-failure", "1", "--no-snapshot", "--", "sh", "bus.sh",
+           "--retries", "1", "--no-snapshot", "--", "sh", "bus.sh",
            check=True)  # fmt: skip
     run = RunDir(tmp_path / "jobs/bus")
     [job] = of_kind(run, "submitted")

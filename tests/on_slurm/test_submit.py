@@ -114,9 +114,9 @@ def test_every_value_reaches_the_task_as_it_was_typed(
     root = tmp_path / 'it\'s a $(touch pwned) "root"; #x'
     done = submit(
         cluster, tmp_path, *options, "--nodes", "2", "--run-name", "a", "--wait",
-        "--output-root", str(root), "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
+        "--runs-dir", str(root), "--job-name", name, "--setup", "export FROM_SETUP=$((1 + 1))",
         *(word for k, v in environment.items() for word in ("--env", f"{k}={v}")),
-        "--launch-prefix", shlex.join(prefix),
+        "--wrapper", shlex.join(prefix),
         "--", sys.executable, "-c", WHO, *CARRIED,
     )  # fmt: skip
     run = root / "a"

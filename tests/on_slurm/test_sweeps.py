@@ -55,7 +55,7 @@ def test_each_point_of_a_command_is_a_run_with_its_own_values(
 ) -> None:
     done = submit(
         cluster, tmp_path, "--run-name", "s", "--wait", "--sweep", "lr=0.1,it's $HOME",
-        "--sweep", "seed=0..1", "--max-parallel", "2",
+        "--sweep", "seed=0..1", "--max-concurrent", "2",
         "--", sys.executable, "-c", WHO, "--lr={lr}", "{seed}", "{other}",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
 ) -> None:
     submit(
         cluster, tmp_path, "--run-name", "s", "--sweep", "t=300,301,302,303,304",
-        "--max-parallel", "2", "--", "sleep", "{t}", check=True,
+        "--max-concurrent", "2", "--", "sleep", "{t}", check=True,
     )  # fmt: skip
     wait_for(lambda: len([*tmp_path.glob("jobs/s-*/logs/rank-0.log")]) == 2, "two points run")
     row = typed(cluster, tmp_path, "jobs").stdout.splitlines()[1]
@@ -198,7 +198,7 @@ def test_a_point_whose_requeue_is_refused_goes_on_as_its_element_of_another_arra
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     done = submit(
-        cluster, tmp_path, "--run-name", "c", "--sweep", "n=a,b", "--restart-on-failure", "1",
+        cluster, tmp_path, "--run-name", "c", "--sweep", "n=a,b", "--retries", "1",
         "--no-snapshot", "--", "bash", "-c", FAILS_ONCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -308,7 +308,7 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
     (holds[FAILING] / "fail-step-5.0").touch()
     hooks = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH")]))
     done = submit(
-        cluster, folder, *training, "--run-name", "s", "--max-parallel", "6",
+        cluster, folder, *training, "--run-name", "s", "--max-concurrent", "6",
         "--sweep", "lr=0.002,0.005", "--sweep", "seed=0..3",
         "--setup", f"export CAMPAIGN_HOLDS={folder}/holds/$point_lr-$point_seed",
         env={"PYTHONPATH": hooks, "CAMPAIGN_PACE": "0.05"},

@@ -24,7 +24,7 @@ def spec(**fields: Any) -> JobSpec:
         "run_dir": "/scratch/jobs/demo",
         "resources": Resources(),
         "python": "/usr/bin/python3",
-        "batch_python": "/usr/bin/python3",
+        "controller_python": "/usr/bin/python3",
     }
     if "command" not in fields:
         defaults["train"] = TrainConfig()
@@ -46,9 +46,9 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
         ({"tasks_per_node": -1}, ["--tasks-per-node", "-1"]),
         ({"cpus_per_task": 0}, ["--cpus-per-task", "0"]),
         ({"gpus_per_node": 2, "tasks_per_node": 3}, ["--tasks-per-node 3", "--gpus-per-node 2"]),
-        ({"gpus_per_node": 2, "tasks_per_node": 4, "gpu_request": "gpus-per-task"},
-         ["--tasks-per-node 4", "--gpus-per-node 2", "--gpu-request gpus-per-task"]),
-        ({"gpus_per_node": 4, "tasks_per_node": 3, "gpu_request": "gpus-per-task"},
+        ({"gpus_per_node": 2, "tasks_per_node": 4, "gpu_directive": "gpus-per-task"},
+         ["--tasks-per-node 4", "--gpus-per-node 2", "--gpu-directive gpus-per-task"]),
+        ({"gpus_per_node": 4, "tasks_per_node": 3, "gpu_directive": "gpus-per-task"},
          ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"]),
         ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
         ({"nodes": 2, "spare_nodes": 1, "nodelist": "h[01-05]"},
@@ -62,7 +62,7 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
         ({"mail_type": "SOMETIMES"}, ["--mail-type", "END"]),
         ({"mail_user": "a b"}, ["--mail-user"]),
         ({"constraint": "a;b"}, ["--constraint"]),
-        ({"gpu_request": "gpus"}, ["--gpu-request"]),
+        ({"gpu_directive": "gpus"}, ["--gpu-directive"]),
     ],
 )  # fmt: skip
 def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
@@ -139,7 +139,7 @@ def test_what_decides_the_weights_and_has_changed_is_told() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        "job_name", "setup", "teardown", "command", "srun_args", "launch_prefix", "python",
+        "job_name", "setup", "teardown", "command", "srun_args", "wrapper", "python",
         "container_image",
     ],
 )  # fmt: skip
@@ -171,7 +171,7 @@ def test_variables_that_would_not_arrive_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("path", ["/a/100%/demo", "jobs/demo", "/a\\b/demo", "/a\nb/demo"])
 def test_a_run_directory_that_slurm_would_rewrite_is_refused(path: str) -> None:
-    with pytest.raises(RequestError, match="--output-root"):
+    with pytest.raises(RequestError, match="--runs-dir"):
         spec(run_dir=path)
 
 
@@ -197,7 +197,7 @@ def test_the_record_of_a_request_is_its_text_in_the_script_and_names_no_default(
         assert record.keys() == {"format", "run_name", "run_dir", "resources", "python"} | own | (
             fields.keys()
         )
-    meant = spec(command=("torchrun", "train.py"), allow_launcher=True, batch_python="python3")
+    meant = spec(command=("torchrun", "train.py"), allow_launcher=True, controller_python="python3")
     assert JobSpec.from_json(meant.to_json()) == meant
 
 
@@ -206,7 +206,7 @@ def test_the_record_of_a_request_is_its_text_in_the_script_and_names_no_default(
     [
         ({}, True, "B:USR1@120", 0),
         ({"command": ("true",)}, None, "", 30),
-        ({"command": ("true",), "restart_on_failure": 1}, True, "", 30),
+        ({"command": ("true",), "retries": 1}, True, "", 30),
         ({"command": ("true",), "resumable": True}, True, "B:USR1@120", 0),
     ],
 )
@@ -216,7 +216,7 @@ def test_defaults_hang_on_whether_the_run_is_resumable(
     made = spec(**asked)
     assert (made.requeue, made.signal, made.silence) == (requeue, signal, silence)
     assert JobSpec.from_json(made.to_json()) == made
-    typed = dataclasses.replace(made, signal="USR2@9", requeue=False, restart_on_failure=0)
+    typed = dataclasses.replace(made, signal="USR2@9", requeue=False, retries=0)
     assert JobSpec.from_json(typed.to_json()) == typed
 
 
@@ -266,7 +266,7 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
 @pytest.mark.parametrize(
     ("fields", "message", "code"),
     [
-        ({**IMAGE, "launch_prefix": ("env",)}, "--container-image.* against --launch-prefix",
+        ({**IMAGE, "wrapper": ("env",)}, "--container-image.* against --wrapper",
          "CD1004"),
         ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container", "CD1004"),
         ({**IMAGE, "container_runtime": "docker"}, "--container-runtime", "CD0102"),
@@ -276,7 +276,7 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
         ({**PYXIS, "container_mounts": ("/a,b",)}, "pyxis cannot mount '/a,b:/a,b'", "CD1004"),
         ({**IMAGE, "container_mounts": ("/a:b",)}, "--container-mount", "CD1003"),
         ({**IMAGE, "container_workdir": "relative"}, "--container-workdir", "CD0102"),
-        ({**IMAGE, "run_dir": "/a:b/demo"}, "--output-root", "CD1003"),
+        ({**IMAGE, "run_dir": "/a:b/demo"}, "--runs-dir", "CD1003"),
         ({**IMAGE, "train": TrainConfig(data_dir="/a:b")}, "--data-dir", "CD1003"),
         ({"container_image": "--nv"}, "--container-image", "CD0102"),
         ({"container_mounts": ("/a",)}, "--container-mount without --container-image", "CD1004"),
@@ -368,7 +368,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
     assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(
         ["recipe", "resume", "profile", *bare]
     )
-    for name in ("allow_changed", *bare):
+    for name in ("allow_config_change", *bare):
         assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()
 
 
@@ -396,7 +396,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"data_dir": ""}, "--data-dir"),
         ({"data_dir": "a\nb"}, "--data-dir"),
         ({"precision": "int8"}, "--precision: 'int8' is not one of auto, fp32, tf32, bf16, fp16"),
-        ({"accumulate": 0}, "--accumulate: 0 is not a positive"),
+        ({"gradient_accumulation_steps": 0}, "--gradient-accumulation-steps: 0 is not a positive"),
         ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
         ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is not one of"),
         ({"workers": -1}, "--workers: -1 is not"),
@@ -544,12 +544,12 @@ def test_one_task_may_drive_all_gpus_of_its_node() -> None:
 
 
 @pytest.mark.parametrize(
-    "image", [{"launch_prefix": ("apptainer", "exec", "i.sif")}, {"container_image": "i.sif"}]
+    "image", [{"wrapper": ("apptainer", "exec", "i.sif")}, {"container_image": "i.sif"}]
 )
 def test_the_interpreter_of_the_batch_script_is_recorded_with_an_image(
     image: dict[str, Any],
 ) -> None:
-    same = spec(python="/same/python", batch_python="/same/python", **image)
+    same = spec(python="/same/python", controller_python="/same/python", **image)
     assert JobSpec.from_json(same.to_json()) == same
     assert JobSpec.from_script("\n".join(same.to_script()), same.run_dir) == same
 
@@ -559,7 +559,7 @@ def test_the_interpreter_of_the_batch_script_is_recorded_with_an_image(
     [
         ({"launcher": "submitit"}, "--spare-nodes 1 against --launcher submitit"),
         ({"launcher": "local"}, "--spare-nodes 1 against --launcher local"),
-        ({"restart_in_job": 2}, "--spare-nodes 1 against --restart-in-job 2"),
+        ({"max_restarts": 2}, "--spare-nodes 1 against --max-restarts 2"),
         ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 against --srun-args -w"),
         ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 against --srun-args --exclusive"),
         ({"srun_args": ("-N4",)}, "--spare-nodes 1 against --srun-args -N"),
@@ -577,7 +577,7 @@ def test_spares_are_refused_where_the_job_chooses_no_nodes(
 
 NODES = "h1,h2"
 AFTER = (("/jobs/a", "ok"),)
-SWEEP = Sweep(("lr",), (("0.1",), ("0.2",)), max_parallel=1)
+SWEEP = Sweep(("lr",), (("0.1",), ("0.2",)), max_concurrent=1)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_node_is_used_again_after_its_time(
 
 def test_the_time_is_that_which_the_run_asks_for(workplace: Workplace) -> None:
     run = workplace.run("a")
-    spec = dataclasses.replace(run.load_spec(), bad_node_hours=0.5)
+    spec = dataclasses.replace(run.load_spec(), avoid_bad_nodes_for=0.5)
     run.spec.write_text(spec.to_json())
     bad_nodes.blame(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     node = bad_nodes.read(workplace.root)["h02"]
@@ -621,7 +621,7 @@ def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> N
     run = begun(workplace)
     cluster_says(workplace)
     died_of_hardware(run)
-    finished(workplace, run, 1, restart_on_failure=1)
+    finished(workplace, run, 1, retries=1)
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.by == bad_nodes.BY_HARDWARE
     assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
@@ -642,12 +642,12 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
         known.extend(bad_nodes.read(workplace.root))
         return ["h01", *spare] if spare else []
 
-    policy = Policy(requeue=False, max_requeues=20, restart_on_failure=1)
+    policy = Policy(requeue=False, max_requeues=20, retries=1)
     nodes = finish.resume_in_job(JobStart(run, "17"), Attempt(run, 1), 1, policy, choose)
     assert known == ["h02"]
     assert list(nodes) == (["h01", *spare] if spare else [])
     if not spare:
-        finished(workplace, run, 1, restart_on_failure=1)
+        finished(workplace, run, 1, retries=1)
     assert kinds(run).count("nodes_blamed") == 1
     assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
 

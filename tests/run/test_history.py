@@ -34,7 +34,7 @@ REQUEUED = Cause.REQUEUED
 SIGNAL = Cause.SIGNAL
 STOPPED = Cause.STOPPED
 TIME_LIMIT = Cause.TIME_LIMIT
-USUAL = Policy(requeue=True, max_requeues=20, restart_on_failure=0)
+USUAL = Policy(requeue=True, max_requeues=20, retries=0)
 
 
 def ends(*causes: str, gained: int | None = 5) -> list[PastAttempt]:

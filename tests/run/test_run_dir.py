@@ -42,7 +42,7 @@ def test_what_a_refused_submission_made_is_taken_away(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_root_that_was_there_stays(tmp_path: Path) -> None:
+def test_an_runs_dir_that_was_there_stays(tmp_path: Path) -> None:
     with pytest.raises(RequestError), RunDir.create(spec(run_dir=str(tmp_path / "demo")), ""):
         raise RequestError("refused")
     assert tmp_path.is_dir()

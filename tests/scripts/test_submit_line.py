@@ -43,10 +43,10 @@ def notes(*lines: str) -> list[str]:
         ("-N 2 --ntasks-per-node=4", "--nodes 2 --tasks-per-node 4"),
         ("-N 2 -n 8 -c 3", "--nodes 2 --tasks-per-node 4 --cpus-per-task 3"),
         ("-n 8 --ntasks-per-node=4", "--nodes 2 --tasks-per-node 4"),
-        ("--gres=gpu:a100:2 -n2", "--gpus-per-node a100:2 --gpu-request gres"),
-        ("--gres=gpu", "--gpus-per-node 1 --gpu-request gres"),
+        ("--gres=gpu:a100:2 -n2", "--gpus-per-node a100:2 --gpu-directive gres"),
+        ("--gres=gpu", "--gpus-per-node 1 --gpu-directive gres"),
         ("--gres=nvme:1", "--sbatch gres=nvme:1"),
-        ("-n 2 --gpus-per-task=a30:1", "--gpus-per-node a30:2 --gpu-request gpus-per-task"),
+        ("-n 2 --gpus-per-task=a30:1", "--gpus-per-node a30:2 --gpu-directive gpus-per-task"),
         ("-N 2 -n 8 -G 8", "--nodes 2 --gpus-per-node 4"),
         ("-J 'two words' -p a,b -A x -q y",
          "--job-name 'two words' --partition a,b --account x --qos y"),
@@ -64,7 +64,7 @@ def notes(*lines: str) -> list[str]:
         ("--export=ALL,A=1", "--env A=1"),
         ("--export=HOME,A=1", "--export NONE --env HOME --env A=1"),
         ("--parsable", ""),
-        ("--gres=gpu:a100", "--gpus-per-node a100:1 --gpu-request gres"),
+        ("--gres=gpu:a100", "--gpus-per-node a100:1 --gpu-directive gres"),
         ("-t 5 -t 9", "--time 9"),
     ],
 )  # fmt: skip
@@ -143,7 +143,7 @@ def test_what_stands_ahead_of_the_step_is_carried_over_where_it_is_needed(
         ("srun --ntasks=$SLURM_NTASKS -l -u python train.py", "", "python train.py"),
         ("time srun --cpu-bind=cores -K python -m t", "--srun-args=--cpu-bind=cores",
          "python -m t"),
-        ("srun -n 4 --gpus-per-task=1 ./train", "--gpus-per-node 4 --gpu-request gpus-per-task",
+        ("srun -n 4 --gpus-per-task=1 ./train", "--gpus-per-node 4 --gpu-directive gpus-per-task",
          "./train"),
         ("A=1 srun python train.py", "--env A=1", "python train.py"),
         ("A=1 python train.py", "--env A=1", "python train.py"),
@@ -221,14 +221,15 @@ def test_what_only_the_shell_knows_each_task_expands_with_the_variables_that_it_
     [
         ("-N 2 --gres=gpu:4 -c 32", "srun torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id $RANDOM "
          "--rdzv_endpoint $(hostname):29500 train.py 50",
-         "--nodes 2 --gpus-per-node 4 --gpu-request gres --cpus-per-task 8", "python train.py 50"),
+         "--nodes 2 --gpus-per-node 4 --gpu-directive gres --cpus-per-task 8",
+         "python train.py 50"),
         ("-N 2 --gpus-per-node=4", "srun torchrun --nproc-per-node=gpu -m pkg.train",
          "--nodes 2 --gpus-per-node 4", "python -m pkg.train"),
         ("--gpus-per-node=4", "torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE t.py",
          "--gpus-per-node 4", "python t.py"),
         ("-N 2", "srun torchrun t.py", "--nodes 2", "python t.py"),
         ("-N 2", "srun torchrun --nproc_per_node=2 --max-restarts=3 t.py",
-         "--nodes 2 --tasks-per-node 2 --template torchrun --restart-in-job 3", "python t.py"),
+         "--nodes 2 --tasks-per-node 2 --template torchrun --max-restarts 3", "python t.py"),
         ("-N 2 --gpus-per-node=2",
          "srun python -u -m torch.distributed.run --nproc_per_node 2 t.py",
          "--nodes 2 --gpus-per-node 2", "python -u t.py"),
@@ -430,10 +431,10 @@ def test_a_line_that_is_imported_again_is_the_same(lines: list[str]) -> None:
 def _as_directives(made: SubmitLine) -> list[list[str]]:
     """The options as sbatch has them."""
     lines = []
-    gres = dict(option for option in made.options if len(option) == 2).get("--gpu-request", "")
+    gres = dict(option for option in made.options if len(option) == 2).get("--gpu-directive", "")
     tasks = int(dict(o for o in made.options if len(o) == 2).get("--tasks-per-node", 0))
     for name, *value in made.options:
-        if name in ("--gpu-request", "--tasks-per-node"):
+        if name in ("--gpu-directive", "--tasks-per-node"):
             continue
         if name == "--gpus-per-node":
             count = int(value[0].rpartition(":")[2])

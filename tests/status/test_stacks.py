@@ -263,13 +263,13 @@ def test_it_asks_by_a_step_that_takes_nothing_from_the_job(
     assert "SLURM_JOB_ID" not in (tmp_path / "env").read_text()
 
 
-@pytest.mark.parametrize("asked", [{"container_image": "torch.sif"}, {"launch_prefix": ("spack",)}])
+@pytest.mark.parametrize("asked", [{"container_image": "torch.sif"}, {"wrapper": ("spack",)}])
 def test_ranks_of_an_image_are_looked_at_by_their_hosts_python(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     spec = JobSpec(
         run_name="a", run_dir=str(run.path), resources=Resources(), python="/image/python",
-        batch_python="/usr/bin/python3", command=("train",), **asked,
+        controller_python="/usr/bin/python3", command=("train",), **asked,
     )  # fmt: skip
     run.spec.write_text(spec.to_json())
     run.bundle.touch()

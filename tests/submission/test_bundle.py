@@ -194,7 +194,7 @@ def no_room() -> Iterator[None]:
 
 
 def test_no_room_is_a_refusal_that_leaves_nothing(run: RunDir, no_room: None) -> None:
-    with pytest.raises(RequestError, match=r"MB\): File too large. Make room .*--output-root"):
+    with pytest.raises(RequestError, match=r"MB\): File too large. Make room .*--runs-dir"):
         bundle.carry(run)
     assert not list(run.path.iterdir())
 

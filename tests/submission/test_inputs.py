@@ -74,7 +74,7 @@ def test_a_resume_with_another_configuration_is_refused_before_it_queues(
     }
     with pytest.raises(RequestError, match=r"--lr 0\.001, now 0\.5"):
         make_sure(TrainConfig(lr=0.5, **wanted))
-    make_sure(TrainConfig(lr=0.5, allow_changed=True, **wanted))
+    make_sure(TrainConfig(lr=0.5, allow_config_change=True, **wanted))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_resume_of_a_run_that_is_done_is_refused_where_nothing_is_left(
     run.spec.write_text(spec.to_json())
     run.report.write_text(json.dumps({"steps": 20, "epochs": 2, "attempt": 1}))
     fields: dict[str, Any] = {"resume": str(run.path), "data_dir": str(synthetic_dir), **wanted}
-    config = TrainConfig(dataset="synthetic", allow_changed=True, **fields)
+    config = TrainConfig(dataset="synthetic", allow_config_change=True, **fields)
     if words:
         with pytest.raises(RequestError, match=words):
             make_sure(config)

@@ -63,7 +63,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
 
     def typed(*command: str, options: tuple[str, ...] = ()) -> str:
-        argv = ["submit", "--run-name=a", "--output-root", str(tmp_path / "jobs"), *options]
+        argv = ["submit", "--run-name=a", "--runs-dir", str(tmp_path / "jobs"), *options]
         result = CliRunner().invoke(cli, [*argv, "--", *command])
         assert result.exit_code == 0, result.output
         return result.stderr + result.stdout
@@ -254,7 +254,7 @@ def test_outputs_that_are_links_to_a_persons_own_are_said_to_be_so(
     link = "outputs/ in the copy of your code: a link to "
     assert f"{link}{tree / 'outputs'}, as git ignores it" in said
     assert "; relative output lies there, but for data/, outputs/: links to yours\n" in said
-    root = ["--output-root", str(tmp_path / "jobs")]
+    root = ["--runs-dir", str(tmp_path / "jobs")]
     shown = CliRunner().invoke(cli, ["status", *root, "a"])
     assert "relative output lies there, but for data/, outputs/: links to yours" in shown.stdout
 

@@ -46,7 +46,7 @@ def tree(workplace: Workplace) -> Path:
         (["--", "pkg/run.py"], ""),
         (["--", "python", "-m", "nets"], ""),
         (["--setup", "make train.sh", "--", "./train.sh"], ""),
-        (["--launch-prefix", "apptainer exec image", "--", "./train.sh"], ""),
+        (["--wrapper", "apptainer exec image", "--", "./train.sh"], ""),
         (["--srun-args", "--chdir=/else", "--", "./train.sh"], ""),
         (["--sbatch", "container-image=x", "--", "./train.sh"], ""),
         (["--dependency", "afterok:7", "--", "./train.sh"], ""),
@@ -93,7 +93,7 @@ def test_a_program_that_is_not_on_the_path_is_refused_unless_a_person_insists(
         (["--export", "NONE", "--", "trainer"], "trainer"),
         (["--module", "x", "--", "trainer"], ""),
         (["--setup", ". of-the-nodes", "--", "trainer"], ""),
-        (["--launch-prefix", "conda run -p /env", "--", "trainer"], ""),
+        (["--wrapper", "conda run -p /env", "--", "trainer"], ""),
         (["--container-image", "docker://torch", "--", "trainer"], ""),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_file_that_may_be_a_program_as_well_is_none_of_our_business(
     assert got.code == 0, got.err
 
 
-@pytest.mark.parametrize("option", ["--python", "--batch-python"])
+@pytest.mark.parametrize("option", ["--python", "--controller-python"])
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -357,7 +357,7 @@ def test_an_image_that_is_not_here_is_warned_of(
     assert warned in capfd.readouterr().err
 
 
-def test_a_batch_python_that_needs_the_shells_variables_is_refused_where_they_stay_behind(
+def test_a_controller_python_that_needs_the_shells_variables_is_refused_where_they_stay_behind(
     tmp_path: Path,
 ) -> None:
     """As one whose libpython a module brings, which the set-up lines load too late for it."""
@@ -365,6 +365,6 @@ def test_a_batch_python_that_needs_the_shells_variables_is_refused_where_they_st
     words = "libpython3.11.so.1.0: cannot open shared object file"
     python.write_text(f'#!/bin/sh\n[ "$LD_LIBRARY_PATH" ] || {{ echo "{words}" >&2; exit 127; }}\n')
     python.chmod(0o755)
-    check_pythons(spec(batch_python=str(python)))
-    with pytest.raises(RequestError, match=f"--batch-python.*does not start without.*{words}"):
-        check_pythons(spec(batch_python=str(python), export="NONE"))
+    check_pythons(spec(controller_python=str(python)))
+    with pytest.raises(RequestError, match=f"--controller-python.*does not start without.*{words}"):
+        check_pythons(spec(controller_python=str(python), export="NONE"))

@@ -504,7 +504,7 @@ def test_a_folder_of_datasets_is_linked_whatever_its_name_and_size(
     assert (target / "sets").is_symlink()
 
 
-def test_runs_below_another_output_root_are_no_code(tree: Path, target: Path) -> None:
+def test_runs_below_another_runs_dir_are_no_code(tree: Path, target: Path) -> None:
     records = {f"runs/a/{name}": "{}" for name in ("spec.json", "events.jsonl", "logs/job.log")}
     write(tree, {**records, "suite/spec.json": "{}"})
     taken = take(tree, target)

@@ -162,7 +162,7 @@ def test_a_size_is_measured_over_seconds_or_a_few_steps_after_warm_up(
 
 def test_a_step_is_that_of_the_training(limited: type[Limited]) -> None:
     marks: list[int] = []
-    ours = trial(Clock(1.0), accumulate=3, augment="affine")
+    ours = trial(Clock(1.0), gradient_accumulation_steps=3, augment="affine")
     assert ours._learner(16, lambda: None).agreed.batch_size == 48  # what a graph is captured for
     tried = ours(16, lambda: marks.append(1))
     assert limited.passes == [16] * 3 * 4 and len(marks) >= 4

@@ -65,7 +65,10 @@ def test_a_captured_step_trains_as_the_plain_one_does(
     """Also where the optimizer has a history, and with a batch of another size at the end."""
     data = batches([10, 10, 4, 10, 10, 4]) if before else batches([4, 10, 10, 10, 10, 4])
     plain, captured = noisy_net(), noisy_net()
-    ours, theirs = (graphed_step(each, kind, accumulate=accumulate) for each in (plain, captured))
+    ours, theirs = (
+        graphed_step(each, kind, gradient_accumulation_steps=accumulate)
+        for each in (plain, captured)
+    )
     graphed = GraphedStep(theirs, captured, 10)
     torch.manual_seed(5)
     train(ours, data)

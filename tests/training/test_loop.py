@@ -636,9 +636,9 @@ OWN = f"{__name__}:Recurrent"
     ("settings", "captured", "settled", "given"),
     [
         ({}, False, [200], [200]),
-        ({"accumulate": 3}, False, [200], [600]),
+        ({"gradient_accumulation_steps": 3}, False, [200], [600]),
         ({"batch_size": 60_000}, False, [2000], [2000]),
-        ({"batch_size": 60_000, "accumulate": 3}, False, [667], [2000]),
+        ({"batch_size": 60_000, "gradient_accumulation_steps": 3}, False, [667], [2000]),
         ({"model": OWN}, False, [], []),
         ({}, True, [], [200]),
         ({"batch_size": 60_000}, True, [], [2000]),

@@ -45,7 +45,7 @@ def weights(model: nn.Module) -> Tensor:
 def test_a_batch_in_several_passes_is_one_step(count: int, accumulate: int) -> None:
     whole, pieces = net(), net()
     step(whole)(*digits(count))
-    step(pieces, accumulate=accumulate)(*digits(count))
+    step(pieces, gradient_accumulation_steps=accumulate)(*digits(count))
     assert (weights(whole) - weights(net())).abs().max() > 1e-3
     assert torch.allclose(weights(whole), weights(pieces), atol=1e-6)
 
@@ -61,7 +61,7 @@ def test_gradients_are_exchanged_once_a_step(alone: None) -> None:
         return done
 
     model.register_comm_hook(None, hook)
-    step(model, accumulate=4)(*digits())
+    step(model, gradient_accumulation_steps=4)(*digits())
     assert exchanges == [0]
 
 
@@ -72,7 +72,7 @@ def test_the_sums_count_every_image_of_every_pass(alone: None) -> None:
         scores = model(images)
         loss = nn.functional.cross_entropy(scores, labels)
         correct = (scores.argmax(1) == labels).double().mean()
-    ours = step(model, accumulate=4)
+    ours = step(model, gradient_accumulation_steps=4)
     ours(images, labels)
     assert ours.tally.steps == 1
     assert ours.tally.collect() == pytest.approx((float(loss), float(correct)), rel=1e-5)
@@ -103,7 +103,7 @@ def test_a_step_whose_gradients_overflow_fp16_is_left_out_and_the_scale_lowered(
 
 def test_each_phase_is_told_of_as_it_begins() -> None:
     seen: list[Phase] = []
-    step(net(), accumulate=2, mark=seen.append)(*digits())
+    step(net(), gradient_accumulation_steps=2, mark=seen.append)(*digits())
     passes = [Phase.FORWARD, Phase.BACKWARD]
     assert seen == [*passes, *passes, Phase.UPDATE]
 

@@ -140,7 +140,10 @@ def test_small_batches_of_each_rank_are_warned_of(
     assert bool(words) is warned
     # It goes by the passes of which a step may have several.
     in_passes = TrainConfig(
-        model=model, batch_size=batch_size // 4, accumulate=4, sync_batchnorm=synced
+        model=model,
+        batch_size=batch_size // 4,
+        gradient_accumulation_steps=4,
+        sync_batchnorm=synced,
     )
     small = bool(poor_statistics(nets.build(model), in_passes, agreed))
     assert small is (model == "bn-convnet" and ranks == 2 and not synced)

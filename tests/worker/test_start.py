@@ -13,7 +13,7 @@ from clusterddp.checkpoints import state
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.data import mnist
 from clusterddp.data.mnist import Reading
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import CheckpointError, DataError, TrainingError
 from clusterddp.files import read_json, read_json_lines
@@ -143,10 +143,10 @@ def test_a_changed_configuration_is_refused_with_the_difference(
         "--lr 0.001, now 0.5",
         "--epochs 2, now 9",
         "--bucket-cap-mb 25.0, now 1.0",
-        "--allow-changed",
+        "--allow-config-change",
     ):
         assert words in str(caught.value)
-    assert agree(config(synthetic_dir, allow_changed=True, **changed), tmp_path).resume
+    assert agree(config(synthetic_dir, allow_config_change=True, **changed), tmp_path).resume
 
 
 def test_what_does_not_decide_the_weights_may_change(
@@ -163,7 +163,7 @@ def test_a_batch_size_that_was_changed_on_purpose_counts_for_the_ranks_there_are
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     train_alone(config(synthetic_dir), tmp_path, 2)
-    settings = config(synthetic_dir, batch_size=10, allow_changed=True)
+    settings = config(synthetic_dir, batch_size=10, allow_config_change=True)
     agreed = agree(settings, tmp_path, 3)
     assert (agreed.global_batch_size, agreed.batch_size, agreed.reference_world_size) == (30, 10, 3)
 
@@ -177,7 +177,7 @@ def test_another_model_or_dataset_is_refused_always(
     (tmp_path / "run/resolved.json").unlink()  # not even where the record was lost
     monkeypatch.setattr(mnist, "ensure", lambda *_, **__: None)
     monkeypatch.setattr(mnist, "fingerprint", lambda *_: "")
-    settings = config(synthetic_dir, allow_changed=True, **{name: value})
+    settings = config(synthetic_dir, allow_config_change=True, **{name: value})
     with pytest.raises(CheckpointError, match=f"--{name}.*--{name} {value}"):
         agree(settings, tmp_path / "run")
 
@@ -188,7 +188,7 @@ def test_a_dataset_that_has_changed_is_refused(
 ) -> None:
     folder = tmp_path / "data"
     shutil.copytree(synthetic_dir, folder)
-    settings = config(folder, allow_changed=allowed)
+    settings = config(folder, allow_config_change=allowed)
     train_alone(settings, tmp_path / "run", 1)
     (labels,) = folder.rglob("train-labels-idx1-ubyte")
     labels.chmod(0o600)
@@ -198,7 +198,7 @@ def test_a_dataset_that_has_changed_is_refused(
     with pytest.raises(DataError, match=r"has changed since this run first started.*Put the files"):
         agree(settings, tmp_path / "run")
     # Nor can another run start from its checkpoint.
-    other = config(folder, allow_changed=allowed, resume=str(tmp_path / "run"))
+    other = config(folder, allow_config_change=allowed, resume=str(tmp_path / "run"))
     with pytest.raises(CheckpointError, match="dataset has changed since the checkpoint"):
         agree(other, tmp_path / "other")
 
@@ -207,8 +207,8 @@ def test_a_run_on_digits_that_are_rendered_otherwise_now_is_refused(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of the older generator are gone, so today's are rendered in their place."""
-    monkeypatch.setitem(synthesise.__kwdefaults__, "train_images", 40)
-    monkeypatch.setitem(synthesise.__kwdefaults__, "test_images", 20)
+    monkeypatch.setitem(generate.__kwdefaults__, "train_images", 40)
+    monkeypatch.setitem(generate.__kwdefaults__, "test_images", 20)
     folder = tmp_path / "data"
     shutil.copytree(synthetic_dir, folder)
     train_alone(config(folder), tmp_path / "run", 1)

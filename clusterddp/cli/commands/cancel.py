@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, act_on_each
 from clusterddp.errors import RequestError
 from clusterddp.status.status import RunStatus
 from clusterddp.status.stop import cancel
@@ -18,9 +18,9 @@ from clusterddp.status.stop import cancel
 @click.command(name="cancel", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask ahead of several runs at once.")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
-def command(run: tuple[str, ...], yes: bool, output_root: Path, as_json: bool) -> int:
+def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> int:
     """Cancel each RUN: a name, job id or directory; of a sweep all its points, or those of 'lr-*'.
 
     A Slurm job is given to scancel; a run on this workstation gets SIGTERM and ends in order. It
@@ -32,7 +32,7 @@ def command(run: tuple[str, ...], yes: bool, output_root: Path, as_json: bool) -
     """
     confirm = None if yes else _confirm
     return act_on_each(
-        output_root, run, cancel, attrgetter("message"), as_json=as_json, confirm=confirm
+        runs_dir, run, cancel, attrgetter("message"), as_json=as_json, confirm=confirm
     )
 
 

@@ -10,7 +10,7 @@ from clusterddp import formatting, log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import CheckpointError, coded
 from clusterddp.run import events
 from clusterddp.run.history import History
@@ -22,9 +22,9 @@ _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 
 @click.command(name="checkpoints", cls=SettingsCommand)
 @click.argument("run", type=RUN, required=False, metavar="[RUN]")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
-def command(run: str | None, output_root: Path, as_json: bool) -> None:
+def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
     """List the checkpoints of RUN and verify each: a run's name, job id or directory.
 
     Without RUN it is the latest run. STATE is 'verified' (the file has the SHA-256 recorded beside
@@ -34,7 +34,7 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     Exit codes: 0 listed, also where some are damaged; 1 a folder cannot be read; 2 there is no such
     run.
     """
-    run_dir = find_run(output_root, run)
+    run_dir = find_run(runs_dir, run)
     entries = catalog.listing(run_dir)[::-1]
     if as_json:
         echo_json([dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries])

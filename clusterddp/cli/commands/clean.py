@@ -13,8 +13,8 @@ from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import (
     JSON_OPTION,
-    OUTPUT_ROOT_OPTION,
     RUN,
+    RUNS_DIR_OPTION,
     agrees,
     echo_failures,
     echo_json,
@@ -45,14 +45,14 @@ def _age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> floa
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
 def command(
     run: tuple[str, ...],
     older_than: float,
     dry_run: bool,
     yes: bool,
-    output_root: Path,
+    runs_dir: Path,
     as_json: bool,
 ) -> int:
     """Remove what can be spared of runs: a run's name, job id or directory; all old ones without.
@@ -76,8 +76,8 @@ def command(
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
     now = time.time()
-    runs, failed = select_each(output_root, run) if run else (find_runs(output_root), [])
-    sweeps = map(partial(find_sweep, output_root), run) if run else find_sweeps(output_root)
+    runs, failed = select_each(runs_dir, run) if run else (find_runs(runs_dir), [])
+    sweeps = map(partial(find_sweep, runs_dir), run) if run else find_sweeps(runs_dir)
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # what their points share
     cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
     if not as_json:

@@ -34,7 +34,7 @@ _FIXED: dict[str, object] = {
     **{"strategy": "ddp", "resume": "", "find_batch_size": False},
 }
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
-_BESIDE_OF = {"of", "output_root", "plot", "as_json"}
+_BESIDE_OF = {"of", "runs_dir", "plot", "as_json"}
 _STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
 _COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "1,2,4")
 _NAME = forms.Form(
@@ -116,7 +116,7 @@ class CompareCommand(SettingsCommand):
 @click.option(
     "--plot",
     metavar="FILE",
-    show_default="OUTPUT_ROOT/NAME.png, where matplotlib is",
+    show_default="RUNS_DIR/NAME.png, where matplotlib is",
     help="Draw images/s and efficiency over the devices: .png, .svg or .pdf.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, for scripts.")
@@ -145,7 +145,7 @@ def command(
     all: --threads 1 compares device with device.
     """
     held = held_by(ctx)
-    root = held.values["output_root"]
+    root = held.values["runs_dir"]
     if dry_run and as_json:
         raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
     if plot is not None:
@@ -190,7 +190,7 @@ def _rows(held: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | No
     if counts is not None:
         _COUNTS.check("--world-sizes", counts)
     if where == "debug":
-        flags = held.flags(row.parameter for row in REQUEST if row.name != "output-root")
+        flags = held.flags(row.parameter for row in REQUEST if row.name != "runs-dir")
         if flags:
             raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.")
         base, config = None, TrainConfig.of(held)
@@ -212,8 +212,8 @@ def _usual_picture(root: str, name: str) -> str | None:
 
 
 def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> None:
-    usual = os.environ.get("CLUSTERDDP_OUTPUT_ROOT") or DEFAULT_ROOT
-    more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--output-root={root}"]
+    usual = os.environ.get("CLUSTERDDP_RUNS_DIR") or DEFAULT_ROOT
+    more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--runs-dir={root}"]
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])
     left = " ".join(run.shown for run in interrupted.runs)
     click.echo(

@@ -53,7 +53,7 @@ class DataCommand(SettingsCommand):
 
 @click.group()
 def command() -> None:
-    """Fetch, check, import or synthesise the dataset.
+    """Fetch, check, import or generate the dataset.
 
     Do it where you submit, into a folder that the compute nodes share: they often cannot reach
     the internet, and a job that waited for hours should not end for want of a file.
@@ -61,7 +61,7 @@ def command() -> None:
     \b
     clusterddp data fetch              # MNIST from its mirrors
     clusterddp data import mnist.tgz   # MNIST from files that you have
-    clusterddp data synthesise         # digits rendered here, for --dataset synthetic
+    clusterddp data generate         # digits rendered here, for --dataset synthetic
     clusterddp data check              # whether a set is whole
     """
 
@@ -126,7 +126,7 @@ def import_command(source: Path, data_dir: str) -> None:
     _show(import_from(source, data_dir))
 
 
-@command.command("synthesise", cls=DataCommand)
+@command.command("generate", cls=DataCommand)
 @_DATA_DIR_OPTION
 @_images_option("train", 60_000)
 @_images_option("test", 10_000)
@@ -146,9 +146,9 @@ def synthesise_command(data_dir: str, train_images: int, test_images: int, seed:
     Exit codes: 0 the set is in place, 1 it cannot be written, or another one is in its place, 2 a
     wrong request.
     """
-    from clusterddp.data.synthetic import synthesise
+    from clusterddp.data.synthetic import generate
 
-    _show(synthesise(data_dir, train_images=train_images, test_images=test_images, seed=seed))
+    _show(generate(data_dir, train_images=train_images, test_images=test_images, seed=seed))
 
 
 def _show(info: DatasetInfo) -> None:

@@ -9,7 +9,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand, from_option, held_by, options
-from clusterddp.cli.runs import OUTPUT_ROOT_OPTION
+from clusterddp.cli.runs import RUNS_DIR_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
@@ -45,11 +45,11 @@ from clusterddp.submission.inputs import make_sure
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
 )
 @from_option
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @click.option(
     "--run-dir",
     metavar="DIR",
-    show_default="OUTPUT_ROOT/RUN_NAME",
+    show_default="RUNS_DIR/RUN_NAME",
     help="The run's directory itself; one that holds checkpoints is resumed.",
 )
 def command(
@@ -86,7 +86,7 @@ def command(
         raise RequestError(
             "--python names the interpreter in an image: name --container-image, too. [CD1004]"
         )
-    path = _path(values["output_root"], run_dir, run_name)
+    path = _path(values["runs_dir"], run_dir, run_name)
     spec = workstation.request(path, config, procs, **container)
     spec.refuse_pyxis()
     make_sure(config, spec if container else None)
@@ -105,7 +105,7 @@ def command(
         return code
 
 
-def _path(output_root: Path, run_dir: str | None, run_name: str | None) -> str:
+def _path(runs_dir: Path, run_dir: str | None, run_name: str | None) -> str:
     """Return the run's directory; raises RequestError where it cannot be told."""
     if run_dir is not None and run_name is not None:
         raise RequestError(
@@ -117,7 +117,7 @@ def _path(output_root: Path, run_dir: str | None, run_name: str | None) -> str:
         )
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
     forms.run_name("--run-name", name)
-    return os.path.abspath(run_dir or f"{output_root}/{name}")
+    return os.path.abspath(run_dir or f"{runs_dir}/{name}")
 
 
 def _again(spec: JobSpec, config: TrainConfig, run: RunDir, start_method: str | None) -> str:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from clusterddp.doctor.site_checks import Diagnosis
 
 _NAMES = (
-    *("partition", "account", "qos", "nodes", "gpus-per-node", "gpu-request"),
-    *("python", "output-root", "dataset", "data-dir"),
+    *("partition", "account", "qos", "nodes", "gpus-per-node", "gpu-directive"),
+    *("python", "runs-dir", "dataset", "data-dir"),
 )
 _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-node"))
 
@@ -111,7 +111,7 @@ def _in_force(held: Given) -> dict[str, str]:
         for row in rows
         if row.parameter in held.sources and held.values[row.parameter]
     }
-    for name in ("output-root", "data-dir"):
+    for name in ("runs-dir", "data-dir"):
         if name in given:
             given[name] = os.path.abspath(given[name])
     if "python" in given:

@@ -11,7 +11,7 @@ import click
 
 from clusterddp import formatting, patience
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import CODE_AT_END
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.slurm.states import JobState
@@ -49,14 +49,14 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     metavar="[SECONDS]",
     help=f"Look again every so often (alone: {patience.WATCHED_LIST_PAUSE:g}) until Ctrl-C.",
 )
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
 def command(
     run: tuple[str, ...],
     last: int | None,
     state: tuple[str, ...],
     watch: float | None,
-    output_root: Path,
+    runs_dir: Path,
     as_json: bool,
 ) -> None:
     """List the runs, the latest last; of a sweep a line with how many of its points are how.
@@ -81,12 +81,12 @@ def command(
         from clusterddp.cli import main
 
         main.go_on()  # it may be watched for days
-        _watch(output_root, run, last, state, watch)
-    listed = _listed(output_root, run, last, state)
+        _watch(runs_dir, run, last, state, watch)
+    listed = _listed(runs_dir, run, last, state)
     if as_json:
         echo_json([status.as_dict() for status in listed])
     elif not listed:
-        click.echo(_none(output_root, state), err=True)
+        click.echo(_none(runs_dir, state), err=True)
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         click.echo("\n".join(_lines(listed, width)))

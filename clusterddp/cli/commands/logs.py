@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow
 from clusterddp.errors import RequestError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.find import find_run, select
@@ -35,14 +35,14 @@ from clusterddp.status.status import statuses
     show_default="all",
     help="Only the last N lines of each.",
 )
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 def command(
     run: str | None,
     following: bool,
     ranks: tuple[int, ...],
     job: bool,
     lines: int | None,
-    output_root: Path,
+    runs_dir: Path,
 ) -> int:
     """Show the logs of RUN: a run's name, job id or directory; the latest run without one.
 
@@ -54,7 +54,7 @@ def command(
     Exit codes: 0 shown, or with -f the run is done; 1 with -f: it failed or was cancelled; 2 there
     is no such run or log; 75 with -f: it was stopped and can resume; 130 interrupted.
     """
-    several = select(output_root, run) if run else []
+    several = select(runs_dir, run) if run else []
     if len(several) > 1:
         if following:
             raise RequestError(
@@ -63,7 +63,7 @@ def command(
             )
         _print_several(several, ranks, job=job, lines=lines)
         return 0
-    run_dir = several[0] if several else find_run(output_root, None)
+    run_dir = several[0] if several else find_run(runs_dir, None)
     [status] = statuses([run_dir])
     for rank in ranks:
         if status.world_size is not None and rank >= status.world_size:

@@ -8,7 +8,7 @@ import click
 
 from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand, source
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, echo_json
+from clusterddp.cli.runs import JSON_OPTION, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import bad_nodes
 from clusterddp.run.bad_nodes import BadNode
@@ -22,10 +22,10 @@ class NodesGroup(SettingsCommand, click.Group):
 
 
 @click.group(name="nodes", cls=NodesGroup, invoke_without_command=True)
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
 @click.pass_context
-def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
+def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     """List the nodes that runs leave out as bad, the latest blamed first.
 
     BY says what blames a node: preflight, lost, hardware, repetition, straggling; LEFT is the time
@@ -35,12 +35,12 @@ def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand:
         return
-    _refuse_misspelt(ctx, output_root)
-    nodes = sorted(_read(output_root).values(), key=lambda node: node.time, reverse=True)
+    _refuse_misspelt(ctx, runs_dir)
+    nodes = sorted(_read(runs_dir).values(), key=lambda node: node.time, reverse=True)
     if as_json:
         echo_json([dataclasses.asdict(node) for node in nodes])
     elif not nodes:
-        click.echo(f"no bad nodes below {output_root}", err=True)
+        click.echo(f"no bad nodes below {runs_dir}", err=True)
     else:
         click.echo(formatting.table([_HEADER, *(_row(node, time.time()) for node in nodes)]))
 
@@ -48,9 +48,9 @@ def command(ctx: click.Context, output_root: Path, as_json: bool) -> None:
 @command.command(name="clear", cls=SettingsCommand)
 @click.argument("hosts", nargs=-1, metavar="[HOST…]")
 @click.option("--all", "is_all", is_flag=True, help="Clear all of them.")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @click.pass_context
-def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, output_root: Path) -> None:
+def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Path) -> None:
     """Clear HOST…: runs may use these nodes again. A HOST may be a list, gpu[01-03].
 
     A job that leaves one out already does so until it is next put back into the queue. Those that
@@ -60,24 +60,24 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, output_root:
     """
     if bool(hosts) == is_all:
         raise click.UsageError("Name the nodes to clear, or give --all.", ctx)
-    if ctx.parent and source(ctx, "output_root") == "default":
-        output_root = ctx.parent.params["output_root"]
-        _refuse_misspelt(ctx.parent, output_root)
-    _refuse_misspelt(ctx, output_root)
-    bad = _read(output_root)
+    if ctx.parent and source(ctx, "runs_dir") == "default":
+        runs_dir = ctx.parent.params["runs_dir"]
+        _refuse_misspelt(ctx.parent, runs_dir)
+    _refuse_misspelt(ctx, runs_dir)
+    bad = _read(runs_dir)
     names = [name for host in hosts for name in expand_nodelist(text("HOST", host))]
     unknown = [formatting.line(name) for name in dict.fromkeys(names) if name not in bad]
     cleared = [name for name in dict.fromkeys(names) if name in bad]
     if unknown and not cleared:
         on_it = formatting.some(list(bad), 20, ", ") or "no node"
         raise RequestError(
-            f"{unknown[0]} is not left out below {output_root}; on the list is {on_it}. [CD1302]"
+            f"{unknown[0]} is not left out below {runs_dir}; on the list is {on_it}. [CD1302]"
         )
     cleared = cleared or list(bad)
     try:
-        bad_nodes.clear(output_root, cleared)
+        bad_nodes.clear(runs_dir, cleared)
     except OSError as error:
-        raise _Unreadable(output_root, error) from None
+        raise _Unreadable(runs_dir, error) from None
     click.echo(f"cleared {', '.join(cleared)}" if cleared else "there was no bad node to clear")
     if unknown:
         click.echo(f"clusterddp: not on the list: {formatting.some(unknown, 20, ', ')}", err=True)
@@ -94,9 +94,9 @@ class _Unreadable(ClusterDDPError):
 
 def _refuse_misspelt(ctx: click.Context, root: Path) -> None:
     """Refuse a folder that somebody has typed and that is not there."""
-    if source(ctx, "output_root") == "flag" and not root.exists():
+    if source(ctx, "runs_dir") == "flag" and not root.exists():
         raise RequestError(
-            f"--output-root: {root} does not exist. Name the folder that holds your runs. [CD0501]"
+            f"--runs-dir: {root} does not exist. Name the folder that holds your runs. [CD0501]"
         )
 
 

@@ -10,7 +10,7 @@ import click
 from clusterddp import formatting, log
 from clusterddp.cli import main
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather
@@ -30,7 +30,7 @@ _HEADER = tuple(_NAMES.split())
 
 @click.command(name="report", cls=SettingsCommand)
 @click.argument("run_names", type=RUN, nargs=-1, metavar="[RUN]…")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
 @click.option(
     "--html",
@@ -59,7 +59,7 @@ _HEADER = tuple(_NAMES.split())
 )
 def command(
     run_names: tuple[str, ...],
-    output_root: Path,
+    runs_dir: Path,
     as_json: bool,
     html: str | None,
     csv: str | None,
@@ -90,17 +90,17 @@ def command(
             log.info(plots.left_out())
     if by in ("", "-", "+"):
         raise OptionError("--by", f" {by!r} names no metric.")
-    sweep = _sweep(output_root, run_names)
+    sweep = _sweep(runs_dir, run_names)
     if sweep:
         _show_sweep(gather_sweep(sweep, by or "", over), as_json=as_json, html=html, csv=csv)
         return
     for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
         if value:
             raise OptionError(option, " is for a sweep; name one. [CD1104]")
-    runs, wrong = select_each(output_root, run_names)
+    runs, wrong = select_each(runs_dir, run_names)
     if wrong:
         raise wrong[0]
-    runs = runs or [find_run(output_root, None)]
+    runs = runs or [find_run(runs_dir, None)]
     gathered = [gather(run, status) for run, status in zip(runs, statuses(runs), strict=True)]
     if html is not None:
         from clusterddp.reporting.page import page

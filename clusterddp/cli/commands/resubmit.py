@@ -8,7 +8,7 @@ import click
 
 from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand, WithCommand, held_by, options
-from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, follow_submitted
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
 from clusterddp.request.options import ASKED, INTERRUPTED, KEPT, Given
@@ -24,14 +24,14 @@ from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
-_FIXED = {"omit-directive", "output-root", "resume"}
+_FIXED = {"omit-directive", "runs-dir", "resume"}
 _OF_COMMAND = {"env", "module", "setup"}
 _TRAINED = [row for row in TRAINING if row.name not in _FIXED]
 _ASKED = [
     row
     for row in REQUEST
     if (row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED)
-    or row.parameter in ("python", "batch_python", *CONTAINER, *_OF_COMMAND)
+    or row.parameter in ("python", "controller_python", *CONTAINER, *_OF_COMMAND)
 ]
 
 
@@ -47,7 +47,7 @@ class ResubmitCommand(WithCommand):
 
     def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
         super()._load_settings(ctx, args)
-        ctx.default_map = {k: v for k, v in (ctx.default_map or {}).items() if k == "output_root"}
+        ctx.default_map = {k: v for k, v in (ctx.default_map or {}).items() if k == "runs_dir"}
 
 
 @click.command(
@@ -61,7 +61,7 @@ class ResubmitCommand(WithCommand):
 @options([*_ASKED, *_TRAINED], settings=False, defaults=False)
 @sweep_options
 @click.option(
-    "--max-parallel",
+    "--max-concurrent",
     type=click.IntRange(1),
     metavar="N",
     show_default="as before",
@@ -107,7 +107,7 @@ class ResubmitCommand(WithCommand):
 )
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
 def command(
@@ -116,9 +116,9 @@ def command(
     run: str,
     dry_run: bool,
     wait: bool,
-    output_root: Path,
+    runs_dir: Path,
     as_json: bool,
-    max_parallel: int | None,
+    max_concurrent: int | None,
     **_values: object,
 ) -> int:
     """Submit RUN once more: it resumes from its last checkpoint, in its own directory.
@@ -138,7 +138,7 @@ def command(
     folder instead, with what a COMMAND has written in its copy; of a sweep, as a job for each of
     those points, with a copy of its own. A changed option that decides the
     weights, or changed code of a run without a copy, is refused with the difference shown, unless
-    --allow-changed.
+    --allow-config-change.
 
     A run that has saved checkpoints, and can resume from none of them any more, begins at step 0
     only with --from-scratch.
@@ -146,20 +146,20 @@ def command(
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
     held = held_by(ctx)
-    sweep, more = find_sweep(output_root, run), sweep_of(held)
-    if sweep is None and (more or max_parallel):
+    sweep, more = find_sweep(runs_dir, run), sweep_of(held)
+    if sweep is None and (more or max_concurrent):
         raise RequestError(
-            f"{run} is no sweep: --sweep and --max-parallel are for the points of one. [CD1104]"
+            f"{run} is no sweep: --sweep and --max-concurrent are for the points of one. [CD1104]"
         )
     terms = _terms(held, more)
     has_own_copies = sweep is not None and terms.new_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
-        if dry_run or wait or max_parallel:
+        if dry_run or wait or max_concurrent:
             raise click.UsageError(
-                f"--dry-run, --wait and --max-parallel are for one job; {run} means several."
+                f"--dry-run, --wait and --max-concurrent are for one job; {run} means several."
             )
-        return _resubmit_each(held, output_root, run, terms, as_json=as_json)
-    run_dir = sweep or find_run(output_root, run)
+        return _resubmit_each(held, runs_dir, run, terms, as_json=as_json)
+    run_dir = sweep or find_run(runs_dir, run)
     done = resubmit(run_dir, partial(changed, held), terms, dry_run=dry_run)
     if dry_run:
         fields: dict[str, object] = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
@@ -173,7 +173,7 @@ def command(
 def _terms(held: Given, more: Sweep) -> Terms:
     values = held.values
     return Terms(
-        allow_changed=bool(values["allow_changed"]),
+        allow_config_change=bool(values["allow_config_change"]),
         new_code=values["code"] == "new",
         new_clusterddp=values["clusterddp"] == "new",
         from_scratch=values["from_scratch"],

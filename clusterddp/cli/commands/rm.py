@@ -9,7 +9,7 @@ import click
 
 from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import OUTPUT_ROOT_OPTION, RUN, agrees, echo_failures
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, agrees, echo_failures
 from clusterddp.status.find import find_sweep, select_each
 from clusterddp.submission.clean import plan_removals, remove_run
 
@@ -18,8 +18,8 @@ from clusterddp.submission.clean import plan_removals, remove_run
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
-@OUTPUT_ROOT_OPTION
-def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -> int:
+@RUNS_DIR_OPTION
+def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> int:
     """Remove each RUN with all that is in its directory: a name, job id or directory.
 
     Records, logs, checkpoints, reports and the copy of your code go: nothing of it comes back. Of a
@@ -30,13 +30,13 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, output_root: Path) -
     Exit codes: 0 removed, or the answer was no; 1 something could not be removed; 2 one is no run,
     or may not be removed, or nobody answered.
     """
-    runs, failed = select_each(output_root, run)
-    sweeps = (find_sweep(output_root, text) for text in run)
+    runs, failed = select_each(runs_dir, run)
+    sweeps = (find_sweep(runs_dir, text) for text in run)
     known = {each.path for each in runs}
     runs = [each for each in runs if each.path.is_dir()]
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep and sweep.path not in known)
     # Nobody removes by its mere name what lies elsewhere.
-    here = output_root.resolve()
+    here = runs_dir.resolve()
     far = [e for e in runs if e.path.parent.resolve() != here and not _is_typed(e.path, run)]
     failed += [
         errors.RequestError(f"{one.name} lies at {one.path}: name that to remove it. [CD0502]")

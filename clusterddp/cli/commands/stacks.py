@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.run_dir import RunDir
@@ -26,14 +26,14 @@ from clusterddp.status.status import statuses
     metavar="R",
     help="Rank R alone, with all its threads and its worker processes; repeatable.",
 )
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
 @click.option("--here", is_flag=True, hidden=True)
 @click.option("--workers", is_flag=True, hidden=True)
 def command(
     run: str | None,
     ranks: tuple[int, ...],
-    output_root: Path,
+    runs_dir: Path,
     as_json: bool,
     here: bool,
     workers: bool,
@@ -55,7 +55,7 @@ def command(
         ):
             click.echo(line)
         return EXIT_DONE
-    run_dir = find_run(output_root, run)
+    run_dir = find_run(runs_dir, run)
     [status] = statuses([run_dir])
     found = stacks.read(run_dir, status, ranks)
     if as_json:

@@ -8,7 +8,7 @@ import click
 
 from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, echo_json
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.run.run_dir import SweepDir, where_output_lies
 from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select
 from clusterddp.status.state import RunState
@@ -21,9 +21,9 @@ _MOST_REASONS = 5
 
 @click.command(name="status", cls=SettingsCommand)
 @click.argument("run", type=RUN, required=False, metavar="[RUN]")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
-def command(run: str | None, output_root: Path, as_json: bool) -> None:
+def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
     """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
 
     Of a sweep, or a pattern such as 'lr-*', it shows a line for each of the runs.
@@ -35,18 +35,18 @@ def command(run: str | None, output_root: Path, as_json: bool) -> None:
     Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
     """
     if run and is_pattern(run):
-        listed = statuses(select(output_root, run))
+        listed = statuses(select(runs_dir, run))
         rows = [(s.name, s.state, formatting.line(s.why())) for s in listed]
         if as_json:
             echo_json([status.as_dict() for status in listed])
         else:
             click.echo(formatting.table([("RUN", "STATE", "WHY"), *rows]))
         return
-    sweep = find_sweep(output_root, run) if run else latest_sweep(output_root)
+    sweep = find_sweep(runs_dir, run) if run else latest_sweep(runs_dir)
     if sweep:
         _show_sweep(sweep, as_json=as_json)
         return
-    [status] = statuses([find_run(output_root, run)])
+    [status] = statuses([find_run(runs_dir, run)])
     if as_json:
         echo_json(status.as_dict())
     else:
@@ -69,7 +69,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         for index, (state, point) in enumerate(states)
     ]
     heads = ("RUN", "STATE", *status.names, *(["WHY"] if status.reasons else []))
-    throttle = f", {status.max_parallel} at once at most" if status.max_parallel else ""
+    throttle = f", {status.max_concurrent} at once at most" if status.max_concurrent else ""
     lines = [
         ("sweep", status.name),
         ("state", f"{status.state}: {status.summary}"),

@@ -7,7 +7,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, OUTPUT_ROOT_OPTION, RUN, act_on_each
+from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, act_on_each
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RunState
@@ -17,9 +17,9 @@ from clusterddp.status.stop import Stop, stop
 @click.command(name="stop", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
 @click.option("--wait", is_flag=True, help="Return when the runs have left.")
-@OUTPUT_ROOT_OPTION
+@RUNS_DIR_OPTION
 @JSON_OPTION
-def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) -> int:
+def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> int:
     """Ask each RUN to save and leave: a run's name, job id or directory, a sweep's, or 'lr-*'.
 
     Its ranks save a checkpoint at one step and end, within seconds, and no other attempt follows
@@ -31,7 +31,7 @@ def command(run: tuple[str, ...], wait: bool, output_root: Path, as_json: bool) 
     be asked, or failed, 2 one is no run, 130 interrupted.
     """
     until_left = _wait if wait else None
-    return act_on_each(output_root, run, stop, _words, as_json=as_json, wait=until_left)
+    return act_on_each(runs_dir, run, stop, _words, as_json=as_json, wait=until_left)
 
 
 def _words(result: Stop) -> str:

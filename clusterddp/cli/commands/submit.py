@@ -59,7 +59,7 @@ class SubmitCommand(WithCommand):
 )
 @sweep_options
 @click.option(
-    "--max-parallel",
+    "--max-concurrent",
     type=click.IntRange(1),
     metavar="N",
     show_default="all",
@@ -78,7 +78,7 @@ def command(
     dry_run: bool,
     wait: bool,
     as_json: bool,
-    max_parallel: int | None,
+    max_concurrent: int | None,
     **_values: object,
 ) -> int:
     """Render an sbatch script, check it, and submit it as a run.
@@ -99,9 +99,11 @@ def command(
         raise click.UsageError(
             f"--dry-run asks neither Slurm nor an interpreter: leave it out, or {checks}.", ctx
         )
-    swept = sweep_of(held, max_parallel or 0)
-    if max_parallel and not swept:
-        raise OptionError("--max-parallel", " is for the points of a sweep: give --sweep. [CD1104]")
+    swept = sweep_of(held, max_concurrent or 0)
+    if max_concurrent and not swept:
+        raise OptionError(
+            "--max-concurrent", " is for the points of a sweep: give --sweep. [CD1104]"
+        )
     spec = job_spec(held, run_name or made_up_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(held))
     if save_to:

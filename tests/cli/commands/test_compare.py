@@ -366,12 +366,12 @@ def test_a_name_is_carried_as_it_is_or_refused(
 
 
 @pytest.mark.parametrize("folder", [name for name in CARRIED if name.strip() == name and name])
-def test_a_hostile_output_root_is_carried_as_it_is_or_refused(
+def test_a_hostile_runs_dir_is_carried_as_it_is_or_refused(
     folder: str, comparing: Answer, workplace: Workplace
 ) -> None:
-    got = comparing("--name=a", "--strategies=single", "--json", f"--output-root={folder}")
+    got = comparing("--name=a", "--strategies=single", "--json", f"--runs-dir={folder}")
     if got.code == 2:
-        assert "--output-root" in got.err
+        assert "--runs-dir" in got.err
         assert set("%\\") & set(folder)
     else:
         assert got.code == 0, got.err

@@ -66,10 +66,10 @@ def test_run_names_are_offered_the_latest_first(workplace: Workplace, command: s
     assert complete(workplace, f"{command} mn") == ["mnist-2", "mnist-1"]
 
 
-def test_run_names_of_another_output_root_are_offered(workplace: Workplace) -> None:
+def test_run_names_of_another_runs_dir_are_offered(workplace: Workplace) -> None:
     workplace.run("one")
     workplace.root.rename(workplace.folder / "runs")
-    assert complete(workplace, "status --output-root runs ") == ["one"]
+    assert complete(workplace, "status --runs-dir runs ") == ["one"]
     assert complete(workplace, "status ") == []
 
 

@@ -19,7 +19,7 @@ def run(*arguments: str) -> Result:
 def test_synthesise_then_check(tmp_path: Path) -> None:
     place = str(tmp_path)
     made = run(
-        "synthesise", "--data-dir", place, "--train-images", "1200", "--test-images", "5",
+        "generate", "--data-dir", place, "--train-images", "1200", "--test-images", "5",
         "--seed", "3",
     )  # fmt: skip
     assert made.exit_code == 0, made.output
@@ -87,7 +87,7 @@ def test_fetch_of_a_set_that_is_there_verifies_it(mnist_dir: Path) -> None:
 def test_counts_and_seeds_out_of_range_are_refused(
     arguments: tuple[str, str], tmp_path: Path
 ) -> None:
-    result = run("synthesise", "--data-dir", str(tmp_path), *arguments)
+    result = run("generate", "--data-dir", str(tmp_path), *arguments)
     assert result.exit_code == 2
     assert arguments[0] in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -97,7 +97,7 @@ def test_an_empty_data_dir_is_refused() -> None:
     assert isinstance(run("check", "--data-dir", "").exception, RequestError)
 
 
-@pytest.mark.parametrize("name", ["fetch", "check", "import", "synthesise"])
+@pytest.mark.parametrize("name", ["fetch", "check", "import", "generate"])
 def test_help_shows_the_default_folder_and_its_variable(name: str) -> None:
     shown = run(name, "--help").stdout
     assert "[env var: CLUSTERDDP_DATA_DIR; default: data]" in " ".join(shown.split())

@@ -240,7 +240,7 @@ def test_the_proposed_site_cfg_is_one_that_site_and_a_submission_take(site: Site
     expected = {
         "account": "physics",
         "partition": "gpu",
-        "gpu-request": "gres",
+        "gpu-directive": "gres",
         "data-dir": str(site.folder / "it's $HOME"),
         "python": "python",
     }
@@ -315,7 +315,7 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["--partition", "a b"], ["--gpu-request", "x"], ["--site", "gone"], ["--nodes", "0"]],
+    [["--partition", "a b"], ["--gpu-directive", "x"], ["--site", "gone"], ["--nodes", "0"]],
     ids=" ".join,
 )
 def test_a_wrong_request_is_refused_before_anything_is_asked(site: Site, argv: list[str]) -> None:

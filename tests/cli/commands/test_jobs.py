@@ -194,7 +194,7 @@ def test_json_is_a_list_of_statuses(workplace: Workplace) -> None:
 
 
 def test_no_runs_are_no_error(workplace: Workplace) -> None:
-    got = workplace.invoke("jobs", "--output-root", "elsewhere")
+    got = workplace.invoke("jobs", "--runs-dir", "elsewhere")
     assert (got.code, got.out) == (0, "")
     assert "no runs below elsewhere" in got.err
     assert workplace.invoke("jobs", "--json").out.strip() == "[]"

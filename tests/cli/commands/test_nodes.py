@@ -64,8 +64,8 @@ def test_the_folder_can_stand_before_clear_and_behind_it(
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         blamed(tmp_path / folder, "h01")
-    assert workplace.invoke("nodes", "--output-root", "one", "clear", "h01").code == 0
-    assert workplace.invoke("nodes", "clear", "h01", "--output-root", "two").code == 0
+    assert workplace.invoke("nodes", "--runs-dir", "one", "clear", "h01").code == 0
+    assert workplace.invoke("nodes", "clear", "h01", "--runs-dir", "two").code == 0
     assert not bad_nodes.read(tmp_path / "one") and not bad_nodes.read(tmp_path / "two")
 
 
@@ -83,9 +83,9 @@ def test_of_a_list_those_that_are_there_are_cleared_and_the_others_named(
 def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
     workplace: Workplace, words: list[str]
 ) -> None:
-    answer = workplace.invoke("nodes", "--output-root", "jbos", *words)
+    answer = workplace.invoke("nodes", "--runs-dir", "jbos", *words)
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith("clusterddp: --output-root: jbos does not exist.")
+    assert answer.err.startswith("clusterddp: --runs-dir: jbos does not exist.")
     assert answer.err.endswith(" [CD0501]\n")
     workplace.root.rmdir()
     assert workplace.invoke("nodes").code == 0

@@ -214,7 +214,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     old = run.script.read_text(), run.spec.read_text(), run.spec.stat().st_mtime
     accepted(
         workplace, "one", "--time", "20", "--partition", "gpu", "--exclude", "h01", "--mem", "4G",
-        "--no-requeue", "--max-requeues", "3", "--restart-in-job", "0", "--save-every",
+        "--no-requeue", "--max-requeues", "3", "--max-restarts", "0", "--save-every",
         "7steps", "--preflight", "none",
     )  # fmt: skip
     script = sent(workplace)
@@ -228,7 +228,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert (spec.resources.nodes, spec.resources.time, spec.max_requeues) == (2, "20", 3)
     assert spec.node_checks == "none"
     assert spec.train is not None
-    assert (spec.train.save_every, spec.train.allow_changed) == ("7steps", False)
+    assert (spec.train.save_every, spec.train.allow_config_change) == ("7steps", False)
     assert (run.path / "script-1.sbatch").read_text() == old[0]
     assert (run.path / "spec-1.json").read_text() == old[1]
     assert run.spec.stat().st_mtime == old[2]  # the order of the runs stays
@@ -309,7 +309,7 @@ def test_another_command_is_looked_for_in_the_runs_copy_of_the_code(workplace: W
     run = copied(workplace)
     workplace.command("python", "true")
     Path("new.py").write_text("")
-    root = ("--output-root", str(workplace.root), "--dry-run")
+    root = ("--runs-dir", str(workplace.root), "--dry-run")
     said = refused(workplace, run, *root, "--", "python", "new.py")
     assert f"COMMAND: there is no new.py in {run.code}" in said
     assert "Take the current files with --code new, or" in said
@@ -445,13 +445,13 @@ def test_a_script_of_another_version_is_rendered_anew_with_other_options(
 
 
 def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace) -> None:
-    run = stopped(workplace, batch_python="python3")
+    run = stopped(workplace, controller_python="python3")
     workplace.command("python3.13", "true")
-    accepted(workplace, "one", "--batch-python", "bin/python3.13")
+    accepted(workplace, "one", "--controller-python", "bin/python3.13")
     python = str(workplace.folder / "bin/python3.13")
     assert f' {python} "$own" batch ' in sent(workplace).replace(" \\\n    ", " ")
     assert run.load_spec().python == "python"
-    assert f"batch_python python3, now {python}" in resubmissions(run)[-1]
+    assert f"controller_python python3, now {python}" in resubmissions(run)[-1]
 
 
 # -- what else is typed ------------------------------------------------------------------------
@@ -511,14 +511,14 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--tasks-per-node", "0"], "--tasks-per-node"),
         (["--partition", "a b; touch pwned"], "--partition"),
         (["--max-requeues", "-1"], "--max-requeues"),
-        (["--lr", "0", "--allow-changed"], "--lr"),
+        (["--lr", "0", "--allow-config-change"], "--lr"),
         (["--sbatch", "comment=x"], "one keeps its sbatch: a resubmission cannot change them"),
         (["--env", "A=1"], "one keeps its environment"),
         (["--module", "cuda"], "one keeps its modules"),
         (["--setup", "true"], "one keeps its setup"),
         (["--", "python", "train.py"], "belongs to the run of a COMMAND, but one trains"),
         (["--resume", "x"], "No such option"),
-        (["--output-root", "nowhere"], "there is no run"),
+        (["--runs-dir", "nowhere"], "there is no run"),
     ],
 )
 def test_a_wrong_request_changes_nothing(workplace: Workplace, argv: list[str], words: str) -> None:
@@ -546,17 +546,17 @@ def test_another_configuration_is_refused_with_the_difference(workplace: Workpla
     said = refused(workplace, run, "--lr", "0.5", "--seed", "3", "--keep-last", "9")
     assert "--lr 0.001, now 0.5; --seed 0, now 3." in said
     assert "keep-last" not in said  # it decides nothing
-    assert "--allow-changed" in said
+    assert "--allow-config-change" in said
 
 
 def test_allowed_on_purpose_it_reaches_the_tasks(workplace: Workplace) -> None:
     run = stopped(workplace)
-    accepted(workplace, "one", "--lr", "0.5", "--allow-changed")
+    accepted(workplace, "one", "--lr", "0.5", "--allow-config-change")
     assert "--lr=0.5" in sent(workplace)
-    assert "--allow-changed" in sent(workplace)
+    assert "--allow-config-change" in sent(workplace)
     train = run.load_spec().train
     assert train is not None
-    assert (train.lr, train.allow_changed) == (0.5, True)
+    assert (train.lr, train.allow_config_change) == (0.5, True)
 
 
 def test_a_recipe_is_refused_or_taken_with_all_that_it_says(workplace: Workplace) -> None:
@@ -565,7 +565,7 @@ def test_a_recipe_is_refused_or_taken_with_all_that_it_says(workplace: Workplace
     assert "--model convnet, now fastnet" in said
     assert "--lr 0.001, now 0.5;" in said
     assert "is not one of fast" in refused(workplace, run, "--recipe", "slow")
-    accepted(workplace, "one", "--recipe", "fast", "--lr", "0.5", "--allow-changed")
+    accepted(workplace, "one", "--recipe", "fast", "--lr", "0.5", "--allow-config-change")
     assert "--batch-size=250" in sent(workplace)
     assert "--lr=0.5" in sent(workplace)
 
@@ -592,19 +592,19 @@ def code_run(workplace: Workplace) -> RunDir:
 
 def test_changed_code_is_refused_with_the_difference(workplace: Workplace) -> None:
     run = code_run(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     Path("it's \n new.py").write_text("")
     said = refused(workplace, run, *root)
     assert "changed train.py" in said
     assert "new.py" not in said  # what the run leaves in the tree is no change of the code
-    accepted(workplace, "one", *root, "--allow-changed")
+    accepted(workplace, "one", *root, "--allow-config-change")
     assert sent(workplace) == run.script.read_text()
 
 
 def test_unchanged_code_or_a_copy_of_it_is_no_matter(workplace: Workplace) -> None:
     run = code_run(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     accepted(workplace, "one", *root, "--dry-run")
     run.code.mkdir()
     Path("train.py").write_text("print(2)\n")
@@ -625,7 +625,7 @@ def code_of(run: RunDir) -> dict[str, str]:
 
 def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> None:
     run = copied(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     assert "copy" not in accepted(workplace, "one", *root, "--dry-run").err
     Path("train.py").write_text("print(2)\n")
     Path("it's \n new.py").write_text("")
@@ -638,7 +638,7 @@ def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> N
 
 def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
     run = copied(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     Path("new.py").write_text("")
     got = accepted(workplace, "one", *root, "--code", "new")
@@ -653,7 +653,7 @@ def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
 
 def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> None:
     run = copied(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     before = code_of(run), run.code_record.read_bytes()
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
@@ -676,14 +676,14 @@ def test_a_refused_submission_of_a_run_without_a_copy_leaves_none(
     before = sorted(run.path.glob("*code*")), run.spec.read_bytes()
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
     assert (sorted(run.path.glob("*code*")), run.spec.read_bytes()) == before
 
 
 def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Workplace) -> None:
     run = copied(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
     workplace.monkeypatch.setattr("clusterddp.patience.SUBMITTED", 0.0)
@@ -704,7 +704,7 @@ def test_an_interrupt_while_the_code_is_renewed_leaves_the_former(
         patched.undo()
         raise KeyboardInterrupt
 
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     with monkeypatch.context() as patched:
         patched.setattr(snapshot, "write_atomically", interrupted)
         assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 130
@@ -717,7 +717,7 @@ def test_a_swap_that_was_killed_between_two_renames_is_mended(
     code: str, workplace: Workplace
 ) -> None:
     run = copied(workplace)
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     run.code.rename(run.path / ".code-former")
     (run.path / ".code-new").mkdir()
     accepted(workplace, "one", *root, "--code", code)
@@ -729,7 +729,7 @@ def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workpl
     run = code_run(workplace)
     spec = dataclasses.replace(run.load_spec(), snapshot=False)
     run.spec.write_text(spec.to_json())
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     assert "--code new" in refused(workplace, run, *root)
     accepted(workplace, "one", *root, "--code", "new")
@@ -766,8 +766,8 @@ def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplac
 
 @pytest.mark.parametrize(
     ("train", "images"),
-    [(TrainConfig(), 256), (TrainConfig(batch_size=32, accumulate=2), 256)],
-    ids=["batch", "accumulate"],
+    [(TrainConfig(), 256), (TrainConfig(batch_size=32, gradient_accumulation_steps=2), 256)],
+    ids=["batch", "gradient_accumulation_steps"],
 )
 @pytest.mark.parametrize("step", [0, 40], ids=["no checkpoint", "checkpoint"])
 def test_ranks_that_cannot_share_the_batch_are_refused(
@@ -786,7 +786,7 @@ def test_a_batch_size_that_was_changed_counts_for_the_ranks_that_there_are(
 ) -> None:
     run = stopped(workplace)
     run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
-    changed = ["--nodes", "3", "--accumulate", "2", "--allow-changed"]
+    changed = ["--nodes", "3", "--gradient-accumulation-steps", "2", "--allow-config-change"]
     accepted(workplace, "one", "--dry-run", *changed)
 
 
@@ -844,10 +844,10 @@ DONE = {**ended("12", 0), "attempt": 1, "cause": "done", "why": ""}
 def test_a_run_that_is_done_has_nothing_left(workplace: Workplace) -> None:
     run = stopped(workplace)
     add_event(run, **{**DONE, "time": time.time()})
-    for more in ([], ["--time", "5", "--allow-changed"], ["--dry-run"]):
+    for more in ([], ["--time", "5", "--allow-config-change"], ["--dry-run"]):
         assert "one is done: there is nothing left to train" in refused(workplace, run, *more)
     assert "--epochs 2, now 5" in refused(workplace, run, "--epochs", "5")
-    accepted(workplace, "one", "--epochs", "5", "--allow-changed")
+    accepted(workplace, "one", "--epochs", "5", "--allow-config-change")
     assert "--epochs=5" in sent(workplace)
 
 
@@ -855,7 +855,7 @@ def test_more_steps_are_something_left(workplace: Workplace) -> None:
     run = stopped(workplace, train=TrainConfig(max_steps=40))
     add_event(run, **{**DONE, "time": time.time()})
     run.report.write_text(json.dumps({"steps": 40, "epochs": 1, "attempt": 1}))
-    said = refused(workplace, run, "--epochs", "9", "--allow-changed")
+    said = refused(workplace, run, "--epochs", "9", "--allow-config-change")
     assert "Give it more, such as a larger --max-steps N, or" in said
     accepted(workplace, "one", "--max-steps", "80")
 
@@ -865,20 +865,20 @@ def test_steps_and_epochs_that_a_done_run_has_are_nothing_more(workplace: Workpl
     add_event(run, **{**DONE, "time": time.time()})
     run.report.write_text(json.dumps({"steps": 40, "epochs": 2, "attempt": 1}))
     for more in (["--max-steps", "80"], ["--epochs", "1"], ["--lr", "0.5"]):
-        assert "nothing left to train" in refused(workplace, run, *more, "--allow-changed")
-    accepted(workplace, "one", "--epochs", "3", "--allow-changed", "--dry-run")
-    accepted(workplace, "one", "--epochs", "3", "--allow-changed")
+        assert "nothing left to train" in refused(workplace, run, *more, "--allow-config-change")
+    accepted(workplace, "one", "--epochs", "3", "--allow-config-change", "--dry-run")
+    accepted(workplace, "one", "--epochs", "3", "--allow-config-change")
 
 
 def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     run = copied(workplace)
     Path("train.py").write_text("print(2)\n")
     add_event(run, **{**DONE, "time": time.time()})
-    got = workplace.invoke("resubmit", "one", "--output-root", str(workplace.root))
+    got = workplace.invoke("resubmit", "one", "--runs-dir", str(workplace.root))
     assert "its command has ended with exit code 0" in got.err
     assert "copy of the code" not in got.err
     assert "--although-done" in got.err
-    root = ["--output-root", str(workplace.root)]
+    root = ["--runs-dir", str(workplace.root)]
     accepted(workplace, "one", "--although-done", *root)
     assert kinds(run)[-2:] == ["resubmit", "submitted"]
 

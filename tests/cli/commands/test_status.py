@@ -267,17 +267,17 @@ def test_no_run_at_all_says_how_to_start_one(workplace: Workplace) -> None:
     got = workplace.invoke("status")
     assert got.code == 2
     assert "clusterddp submit" in got.err
-    assert "--output-root" in got.err
+    assert "--runs-dir" in got.err
 
 
-def test_another_output_root_stands_in_the_next_command(workplace: Workplace) -> None:
+def test_another_runs_dir_stands_in_the_next_command(workplace: Workplace) -> None:
     workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     workplace.root.rename(workplace.folder / "my runs")
-    got = workplace.invoke("status", "--output-root", "my runs")
+    got = workplace.invoke("status", "--runs-dir", "my runs")
     path = workplace.folder / "my runs/one"
     assert f"next        clusterddp logs '{path}'" in got.out
     assert workplace.invoke("status", str(path)).code == 0
-    workplace.monkeypatch.setenv("CLUSTERDDP_OUTPUT_ROOT", "my runs")
+    workplace.monkeypatch.setenv("CLUSTERDDP_RUNS_DIR", "my runs")
     assert "next        clusterddp logs one\n" in workplace.invoke("status").out
 
 

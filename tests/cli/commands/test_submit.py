@@ -19,8 +19,8 @@ from clusterddp.launchers import sbatch
 from tests.hostile import CARRIED, REFUSED
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-FIXED = ["--run-name", "demo", "--output-root", "/scratch/jobs"]
-FIXED += ["--python", "/usr/bin/python3", "--batch-python", "/usr/bin/python3"]
+FIXED = ["--run-name", "demo", "--runs-dir", "/scratch/jobs"]
+FIXED += ["--python", "/usr/bin/python3", "--controller-python", "/usr/bin/python3"]
 EIGHT = ["--nodes", "2", "--gpus-per-node", "4"]
 
 # One whole script for each shipped template and each group of options.
@@ -30,7 +30,8 @@ SCRIPTS: dict[str, list[str]] = {
     "agents": [*EIGHT, "--template", "torchrun.sbatch.j2"],
     "submitit": [*EIGHT, "--launcher", "submitit"],
     "command": [*EIGHT, "--", "python", "train.py", "--lr", "0.1", "a b", "$(x)"],
-    "sweep": [*EIGHT, "--sweep", "lr=0.1,0.3", "--sweep", "compile=yes,no", "--max-parallel", "2"],
+    "sweep": [*EIGHT, "--sweep", "lr=0.1,0.3", "--sweep", "compile=yes,no",
+              "--max-concurrent", "2"],
     "sweep-command": [
         "--sweep", "lr=0.1,it's $HOME", "--", "python", "train.py", "--lr={lr} {other}", "{lr}",
     ],
@@ -45,8 +46,8 @@ SCRIPTS: dict[str, list[str]] = {
         "--job-name", "my job",
     ],
     "spares": [*EIGHT, "--spare-nodes", "2"],
-    "gres": [*EIGHT, "--gpu-request", "gres"],
-    "gpus-per-task": [*EIGHT, "--gpu-request", "gpus-per-task"],
+    "gres": [*EIGHT, "--gpu-directive", "gres"],
+    "gpus-per-task": [*EIGHT, "--gpu-directive", "gpus-per-task"],
     "environment": [
         "--env", "A=it's $HOME", "--env", "EMPTY=", "--env", "HOME", "--export", "NONE",
         "--network-interface", "ib0",
@@ -54,11 +55,11 @@ SCRIPTS: dict[str, list[str]] = {
     "start": [
         "--module", "cuda/12.4", "--module", "nccl", "--setup", "source /opt/env.sh",
         "--teardown", "rm -rf /tmp/stage", "--srun-args", "--label --comment='a b'",
-        "--launch-prefix", "apptainer exec --nv 'my image.sif'",
+        "--wrapper", "apptainer exec --nv 'my image.sif'",
     ],
     "interruptions": [
         "--no-requeue", "--max-requeues", "3", "--signal", "USR1@60", "--time", "10",
-        "--keep-last", "5", "--allow-changed", "--watchdog", "0",
+        "--keep-last", "5", "--allow-config-change", "--watchdog", "0",
     ],
     "container": [
         *EIGHT, "--container-image", "pytorch/pytorch:2.9", "--container-mount", "/scratch:/s:ro",
@@ -73,7 +74,7 @@ SCRIPTS: dict[str, list[str]] = {
         "pyxis", "--container-mount", "/scratch", "--", "python", "train.py",
     ],
     "code": [
-        "--restart-on-failure", "2", "--signal", "B:USR2@90", "--snapshot", "--", "python",
+        "--retries", "2", "--signal", "B:USR2@90", "--snapshot", "--", "python",
         "train.py",
     ],
     "training": [
@@ -128,7 +129,7 @@ def test_the_script_stands_on_one_screen() -> None:
     project = "/lustre/scratch/project_465000123/users/somebody"
     long = run(
         *("--dry-run", "--nodes", "2", "--gpus-per-node", "4", "--run-name", "a-longer-name"),
-        *("--output-root", f"{project}/experiments", "--data-dir", f"{project}/datasets/mnist"),
+        *("--runs-dir", f"{project}/experiments", "--data-dir", f"{project}/datasets/mnist"),
         *("--python", f"{project}/miniconda3/envs/training/bin/python"),
     )
     assert len(long.stdout.splitlines()) <= 45
@@ -178,7 +179,7 @@ def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=run-")
 
 
-@pytest.mark.parametrize("option", ["--bad-node-hours", "--spare-nodes"])
+@pytest.mark.parametrize("option", ["--avoid-bad-nodes-for", "--spare-nodes"])
 @pytest.mark.parametrize(
     "value", [*CARRIED, *REFUSED, "nan", "inf", "-inf", "-1", "1e400", "1e308", "0x10", "1,5"]
 )
@@ -202,7 +203,7 @@ def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsew
         ("--teardown", f"echo {quoted}", f"\ntear_down() (\n  echo {quoted}\n)\n"),
         ("--sbatch", f"comment={value}", f"#SBATCH {sbatch.directive('comment', value)}"),
         ("--srun-args", quoted, f" --open-mode=append {sbatch.shell_word(value)} --output="),
-        ("--launch-prefix", quoted, f' -- {sbatch.shell_word(value)} /usr/bin/python3 "$own" '),
+        ("--wrapper", quoted, f' -- {sbatch.shell_word(value)} /usr/bin/python3 "$own" '),
     ):
         for launcher in ("sbatch", "local"):
             result = run("--dry-run", *FIXED, "--launcher", launcher, f"{option}={given}")
@@ -230,7 +231,7 @@ def test_a_hostile_value_is_carried_or_refused_by_every_option(value: str, elsew
 @pytest.mark.parametrize(
     "option",
     ["--job-name", "--env=K", "--setup", "--teardown", "--srun-args", "--python", "--module",
-     "--batch-python", "--partition", "--launch-prefix", "--data-dir", "--output-root",
+     "--controller-python", "--partition", "--wrapper", "--data-dir", "--runs-dir",
      "--sbatch=comment"],
 )  # fmt: skip
 def test_what_no_line_can_carry_is_refused_by_every_option(option: str, value: str) -> None:
@@ -273,7 +274,7 @@ REFUSALS: list[tuple[list[str], list[str]]] = [
     (["python", "train.py"], ["'--'"]),
     (["--lr", "1", "--", "python"], ["--lr", "'--'"]),
     (["--nonsense"], ["--nonsense"]),
-    (["--output-root", "a%b"], ["%"]),
+    (["--runs-dir", "a%b"], ["%"]),
 ]
 
 
@@ -363,10 +364,10 @@ def test_a_run_name_that_exists_is_refused_and_kept(tmp_path: Path, elsewhere: P
     assert sorted(p.name for p in (elsewhere / "jobs/a").iterdir()) == before
 
 
-def test_an_output_root_that_cannot_be_written_is_refused(elsewhere: Path) -> None:
+def test_an_runs_dir_that_cannot_be_written_is_refused(elsewhere: Path) -> None:
     (elsewhere / "file").write_text("")
-    assert "--output-root" in refusal("--output-root", "file/jobs", "--", "true")
-    assert "--output-root" in refusal("--output-root", "/proc/jobs", "--", "true")
+    assert "--runs-dir" in refusal("--runs-dir", "file/jobs", "--", "true")
+    assert "--runs-dir" in refusal("--runs-dir", "/proc/jobs", "--", "true")
     assert [p.name for p in elsewhere.iterdir()] == ["file"]
 
 
@@ -380,7 +381,7 @@ def test_the_submitters_own_sbatch_variables_are_settings(monkeypatch: pytest.Mo
         assert f"#SBATCH {line}\n" in script
 
 
-GPUS = [*EIGHT, "--gpu-request", "gres"]
+GPUS = [*EIGHT, "--gpu-directive", "gres"]
 
 
 @pytest.mark.parametrize(
@@ -738,7 +739,7 @@ def test_sbatchs_usual_forms_are_taken() -> None:
         (["-G8"], "-G is sbatch's; here it is --gpus-per-node"),
         (["-n", "4"], "--nodes N --tasks-per-node N"),
         (["--ntasks=4"], "--nodes N --tasks-per-node N"),
-        (["--gres=gpu:4"], "--gpu-request gres"),
+        (["--gres=gpu:4"], "--gpu-directive gres"),
         (["--array", "1-4"], "submit --dry-run … | sbatch --array=LIST"),
         (["--wrap", "hostname"], "the COMMAND behind '--'"),
     ],

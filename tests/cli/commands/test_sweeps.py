@@ -472,7 +472,7 @@ def test_what_points_share_is_there_for_one_whose_directory_is_gone(
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
-    argv = ["resubmit", "s", "--sweep", "n=8..11", "--max-parallel", "1"]
+    argv = ["resubmit", "s", "--sweep", "n=8..11", "--max-concurrent", "1"]
     shown = workplace.invoke(*argv, "--dry-run")
     assert [line.split()[0] for line in shown.err.splitlines()[-3:-1]] == ["s-10", "s-11"]
     sent = "--array=10-11%1 --comment=clusterddp:s"
@@ -643,7 +643,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
     [
         (["resubmit", "s", "--sweep", "m=1"], "varies n, and the new points m"),
         (["resubmit", "s", "--code", "new", "--sweep", "n=11"], "share one copy of the code"),
-        (["resubmit", "s", "--code", "new", "--max-parallel=1"],
+        (["resubmit", "s", "--code", "new", "--max-concurrent=1"],
          "are for one job; s means several"),
         (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
         (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
@@ -652,9 +652,9 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
         (["status", "x" * 300], "there is no run 'xxx"),
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, and this is about one run"),
-        (["submit", "--max-parallel", "2"], "is for the points of a sweep"),
-        (["submit", "--launcher", "local", "--max-parallel", "2", "--sweep", "lr=1,2"],
-         "--max-parallel 2: has no part in --launcher local"),
+        (["submit", "--max-concurrent", "2"], "is for the points of a sweep"),
+        (["submit", "--launcher", "local", "--max-concurrent", "2", "--sweep", "lr=1,2"],
+         "--max-concurrent 2: has no part in --launcher local"),
         (["submit", "--sample", "2"], "name what to draw"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
         (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes against --sweep nodes"),

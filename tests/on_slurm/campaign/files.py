@@ -40,7 +40,7 @@ def flip(path: Path) -> None:
 
 def _between_starts(trial: Trial, options: list[str], strike: Callable[[Run], None]) -> Run:
     """A run whose second start waits while its files are struck."""
-    run = trial.start_held(90, "--restart-on-failure", "3", *options)
+    run = trial.start_held(90, "--retries", "3", *options)
     run.wait(lambda: _has(run, 80), "the checkpoint of step 80")
     trial.want("import")
     run.gone(run.kill(1))
@@ -276,7 +276,7 @@ def disk_read_only(trial: Trial) -> str:
 
 @fault("run-directory-removed", ENDS)
 def run_directory_removed(trial: Trial) -> str:
-    run = trial.start("--restart-on-failure", "3", pace=0.2)
+    run = trial.start("--retries", "3", pace=0.2)
     run.wait_step(20)
     job_id, task = run.job_id, run.task(0)
     shutil.rmtree(run.dir.path)
@@ -311,7 +311,7 @@ def clock_set(trial: Trial) -> str:
         f"LD_PRELOAD={FAKETIME}", f"FAKETIME_TIMESTAMP_FILE={clock}", "FAKETIME_NO_CACHE=1",
         "FAKETIME_DONT_FAKE_MONOTONIC=1",  # a clock that is set leaves that one alone
     ]  # fmt: skip
-    run = trial.start("--launch-prefix", f"/usr/bin/env {' '.join(variables)}")
+    run = trial.start("--wrapper", f"/usr/bin/env {' '.join(variables)}")
     for step, offset, ahead in ((60, "+3600", 1800), (130, "-3600", -1800)):
         run.wait_step(step)
         set_clock(offset)

@@ -41,7 +41,7 @@ def _saved_there(run: Run, struck: Struck) -> None:
 
 
 def _killed(trial: Trial, config: str) -> str:
-    run, struck, moment = _begin(trial, config, "--restart-on-failure", "1")
+    run, struck, moment = _begin(trial, config, "--retries", "1")
     run.gone(run.kill(_draw.randrange(run.world_size)))
     trial.release(moment)
     return _end(run, struck, moment, ["failed", "done"])

@@ -180,9 +180,7 @@ def port_taken_before(trial: Trial) -> str:
 def _taken_late(trial: Trial, how: str) -> str:
     """The port is taken between its choice and rank 0's own use of it."""
     trial.want("import")
-    run = trial.start(
-        "--nodelist", "h[01-02]", "--restart-on-failure", "1", "--rendezvous-timeout", "20"
-    )
+    run = trial.start("--nodelist", "h[01-02]", "--retries", "1", "--rendezvous-timeout", "20")
     trial.held("import", 2)
     struck = run.struck()
     port = port_of(run)
@@ -222,7 +220,7 @@ def two_jobs_on_the_same_nodes(trial: Trial) -> str:
 def two_runs_on_one_port(trial: Trial) -> str:
     """The second cannot start while the first holds the port, and says so; then it can."""
     trial.want("step-100")
-    both = ["--nodelist", "h[01-02]", "--env", "MASTER_PORT=11999", "--restart-on-failure", "1"]
+    both = ["--nodelist", "h[01-02]", "--env", "MASTER_PORT=11999", "--retries", "1"]
     first = trial.start(*both, name="first")
     trial.held("step-100", 2)
     second = trial.start(*both, "--rendezvous-timeout", "20", name="second")

@@ -103,7 +103,7 @@ def orphan_behind_a_cut_network(trial: Trial) -> str:
 @fault("orphan-back-on-the-network", conf=SOON, needs=("one",))
 def orphan_back_on_the_network(trial: Trial) -> str:
     """Its script may start the run again after a crash, and must not: it is superseded."""
-    return _orphan(trial, "network for a while", "--restart-on-failure", "3")
+    return _orphan(trial, "network for a while", "--retries", "3")
 
 
 @fault("slurmctld-restarted", conf={})
@@ -117,7 +117,7 @@ def slurmctld_restarted(trial: Trial) -> str:
 
 @fault("slurmctld-away-at-requeue", conf={})
 def slurmctld_away_at_requeue(trial: Trial) -> str:
-    run = trial.start("--restart-on-failure", "1")
+    run = trial.start("--retries", "1")
     run.wait_step(60)
     struck = run.struck()
     trial.cluster.kill_slurmctld()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import clusterddp
-from clusterddp.data.synthetic import synthesise
+from clusterddp.data.synthetic import generate
 from tests.on_slurm.campaign.fault import UNHURRIED, Fault
 from tests.on_slurm.campaign.run import (
     CONFIGURATIONS,
@@ -63,7 +63,7 @@ class Site:
         if not (package / "templates").is_dir():  # an editable install: they lie beside it
             shutil.copytree(package.parent / "templates", self.package / "templates")
         synthetic = self.folder / "data"
-        synthesise(str(synthetic), train_images=2_000, test_images=500)
+        generate(str(synthetic), train_images=2_000, test_images=500)
         self.synthetic = ["--dataset", "synthetic", "--data-dir", str(synthetic)]
         has_mnist = data_dir and (data_dir / "MNIST/raw/train-images-idx3-ubyte").is_file()
         self.mnist = ["--dataset", "mnist", "--data-dir", str(data_dir)] if has_mnist else None

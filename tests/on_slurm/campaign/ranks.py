@@ -24,7 +24,7 @@ def named(run: Run, rank: int) -> None:
 
 
 def _kill_in_the_middle(trial: Trial, config: str, rank: int) -> str:
-    run = trial.start_held(60, "--restart-on-failure", "1", config=config)
+    run = trial.start_held(60, "--retries", "1", config=config)
     struck = run.struck()
     run.gone(run.kill(rank))
     trial.release("step-60")
@@ -37,7 +37,7 @@ def _kill_in_the_middle(trial: Trial, config: str, rank: int) -> str:
 def _kill_at(trial: Trial, moment: str, rank: int, from_step: int) -> str:
     """Kills a rank while all wait at a moment of the training."""
     trial.want(moment)
-    run = trial.start("--restart-on-failure", "1")
+    run = trial.start("--retries", "1")
     trial.held(moment, 2)
     struck = run.struck()
     run.gone(run.kill(rank))
@@ -53,7 +53,7 @@ def _kill_at(trial: Trial, moment: str, rank: int, from_step: int) -> str:
 
 def _kill_during_a_save(trial: Trial, rank: int) -> str:
     """Kills a rank while rank 0 writes the checkpoint of step 80."""
-    run = trial.start("--restart-on-failure", "1")
+    run = trial.start("--retries", "1")
     run.wait_step(45)
     trial.want("save")
     trial.held("save", 1)
@@ -69,7 +69,7 @@ def _kill_during_a_save(trial: Trial, rank: int) -> str:
 def _kill_after_report(trial: Trial, rank: int) -> str:
     """Kills a rank when the report is written: nothing is left to train."""
     trial.want("last")
-    run = trial.start("--restart-on-failure", "1")
+    run = trial.start("--retries", "1")
     trial.held("last", 1)
     run.gone(run.kill(rank))
     trial.release("last")
@@ -117,7 +117,7 @@ for _name, (_strike, _config, _quick) in _rows().items():
 
 def _struck_srun(trial: Trial, number: int) -> tuple[Run, Struck]:
     """Strike the srun of a training, which has a process beside it that KILL must meet as well."""
-    run = trial.start("--restart-on-failure", "1", "--nodelist", "h[01-02]")
+    run = trial.start("--retries", "1", "--nodelist", "h[01-02]")
     run.wait_step(60)
     struck = run.struck()
     sruns = [pid for pid in run.processes("h01", "srun ") if _is_srun(pid)]
@@ -223,7 +223,7 @@ def _use_memory_up_beside(pid: int) -> None:
 
 def _kill_above(trial: Trial, words: str, *options: str) -> str:
     """Kills what stands above rank 1; rank 0, ended for it, takes that for a request to stop."""
-    options = ("--restart-on-failure", "1", "--nodelist", "h[01-02]", *options)
+    options = ("--retries", "1", "--nodelist", "h[01-02]", *options)
     run = trial.start_held(60, *options, until_told=True)
     struck = run.struck()
     [above] = run.wait(lambda: run.processes("h02", words), words)
@@ -247,12 +247,12 @@ def submitits_process_killed(trial: Trial) -> str:
     return _kill_above(trial, "submitit.core._submit", "--launcher", "submitit")
 
 
-@fault("launch-prefix-killed")
-def launch_prefix_killed(trial: Trial) -> str:
+@fault("wrapper-killed")
+def wrapper_killed(trial: Trial) -> str:
     prefix = trial.folder / "prefix"
     prefix.write_text('#!/bin/bash\n"$@"\nexit $?\n')
     prefix.chmod(0o755)
-    return _kill_above(trial, str(prefix), "--launch-prefix", str(prefix))
+    return _kill_above(trial, str(prefix), "--wrapper", str(prefix))
 
 
 BOTH = ("--nodelist", "h[01-02]")
@@ -267,7 +267,7 @@ def _recorded(run: Run, rank: int) -> bool:
 def clocks_apart(trial: Trial) -> str:
     """The clock of rank 1's host is five seconds ahead: it is killed first all the same."""
     trial.want("step-100")
-    run = trial.start("--restart-on-failure", "1", *BOTH, CAMPAIGN_CLOCK="h02:5")
+    run = trial.start("--retries", "1", *BOTH, CAMPAIGN_CLOCK="h02:5")
     trial.held("step-100", 2)
     struck = run.struck()
     run.kill(1)
@@ -299,7 +299,7 @@ def clocks_apart_command(trial: Trial) -> str:
 
 @fault("two-faults-in-a-row")
 def two_faults_in_a_row(trial: Trial) -> str:
-    run = trial.start("--restart-on-failure", "2")
+    run = trial.start("--retries", "2")
     for attempt, rank in ((1, 1), (2, 0)):
         run.wait_attempt(attempt)
         run.wait_step(50 + 50 * attempt)
@@ -312,7 +312,7 @@ def two_faults_in_a_row(trial: Trial) -> str:
 @fault("fault-in-the-restart")
 def fault_in_the_restart(trial: Trial) -> str:
     """The second start is struck before it has trained a step."""
-    run = trial.start("--restart-on-failure", "2")
+    run = trial.start("--retries", "2")
     run.wait_step(60)
     struck = run.struck()
     trial.want("import")
@@ -329,7 +329,7 @@ def fault_in_the_restart(trial: Trial) -> str:
 def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
     """SIGSTOP: the others wait in an exchange until the process group's time-out."""
     short = ["--process-group-timeout", "12", *options]
-    run = trial.start_held(60, "--restart-on-failure", "1", *short)
+    run = trial.start_held(60, "--retries", "1", *short)
     struck = run.struck()
     pid = run.kill(rank, signal.SIGSTOP)
     run.wait_said("is stopped (SIGSTOP)")

@@ -30,7 +30,7 @@ CONF = {"SlurmdTimeout": "300"}
 HOSTS = 4
 OPTIONS = [
     *("--spare-nodes", "1", "--preflight", "quick"),
-    *("--restart-on-failure", "30", "--max-requeues", "60"),
+    *("--retries", "30", "--max-requeues", "60"),
 ]
 GOES_ON, NOBODY_RECORDED = "", "-"
 _PATIENCE = 240.0

@@ -76,7 +76,7 @@ def limit_without_signal(trial: Trial) -> str:
 @fault("limit-that-nobody-knows")
 def limit_that_nobody_knows(trial: Trial) -> str:
     """Without squeue the ranks cannot know the limit: all they get is its TERM."""
-    prefix = ["--launch-prefix", "/usr/bin/env PATH=/nonexistent"]
+    prefix = ["--wrapper", "/usr/bin/env PATH=/nonexistent"]
     run = trial.start("--time", "1", "--signal", "none", *prefix, pace=0.5)
     run.wait_said("got SIGTERM", 120)
     struck = run.struck()
@@ -140,7 +140,7 @@ def requeue_from_outside(trial: Trial) -> str:
 
 @fault("scancel", ENDS, quick=True)
 def scancel(trial: Trial) -> str:
-    run = trial.start_held(60, "--restart-on-failure", "3", until_told=True)
+    run = trial.start_held(60, "--retries", "3", until_told=True)
     slurm(trial, "scancel", run.job_id)
     seen = run.check_failed("cancelled", states=("cancelled",), usable=60)
     if len(run.attempts) != 1:
@@ -211,7 +211,7 @@ def usr1_before_the_batch_controller(trial: Trial) -> str:
     wait = f'[ -z "$SLURM_JOB_ID" ] || {{ : >{reached}; until [ -e {on} ]; do sleep 0.1; done; }}'
     slow.write_text(f'#!/bin/bash\n{wait}\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
-    run = trial.start("--batch-python", str(slow))
+    run = trial.start("--controller-python", str(slow))
     run.wait(reached.exists, "the interpreter")
     slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
     on.touch()
@@ -224,7 +224,7 @@ def usr1_before_python(trial: Trial) -> str:
     """What stands before the task, a container's start say, dies of it."""
     here = trial.folder / "prefixed"
     program = f'[ -e {here} ] || {{ : >{here}; sleep 60; }}; exec "$@"'
-    run = trial.start("--launch-prefix", f"bash -c '{program}' bash")
+    run = trial.start("--wrapper", f"bash -c '{program}' bash")
     run.wait(here.exists, "the tasks' prefix")
     struck = run.struck()
     slurm(trial, "scancel", "--signal=USR1", run.job_id)
@@ -265,7 +265,7 @@ def deaf_to_term(trial: Trial) -> str:
 def wrapper_deaf_to_term(trial: Trial) -> str:
     """A wrapper in front of the task that ignores TERM and outlives it."""
     prefix = 'bash -c \'trap "" TERM; "$@"; exit $?\' bash'
-    run = trial.start_held(60, "--launch-prefix", prefix, until_told=True)
+    run = trial.start_held(60, "--wrapper", prefix, until_told=True)
     struck = run.struck()
     slurm(trial, "scancel", "--signal=TERM", run.job_id)
     run.wait_attempt(2)

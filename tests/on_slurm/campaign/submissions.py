@@ -13,7 +13,7 @@ from tests.on_slurm.campaign.run import CLUSTERDDP, COMMON, CONFIGURATIONS, Tria
 @fault("broken-script", ENDS, quick=True)
 def broken_script(trial: Trial) -> str:
     """Broken from the start: no loop of restarts."""
-    run = trial.start("--setup", "false", "--restart-on-failure", "5")
+    run = trial.start("--setup", "false", "--retries", "5")
     seen = run.check_failed("clusterddp")
     if not 1 <= len(run.attempts) <= 2:
         raise run.differs(f"{len(run.attempts)} attempts")
@@ -23,7 +23,7 @@ def broken_script(trial: Trial) -> str:
 @fault("broken-python", ENDS)
 def broken_python(trial: Trial) -> str:
     """Every task fails at once, in every start."""
-    run = trial.start("--launch-prefix", "/bin/false", "--restart-on-failure", "5")
+    run = trial.start("--wrapper", "/bin/false", "--retries", "5")
     seen = run.check_failed("clusterddp")
     if not 1 <= len(run.attempts) <= 2:
         raise run.differs(f"{len(run.attempts)} attempts")
@@ -74,7 +74,7 @@ def job_and_submitter_gone(trial: Trial) -> str:
     """The same, and then a rank goes as well: the run needs nobody outside to start again."""
     options = [*CONFIGURATIONS["two"], *COMMON, *trial.data["two"], "--wait"]
     submitter = trial.cluster.popen(
-        [*CLUSTERDDP, "submit", "--run-name", "run", "--restart-on-failure", "1", *options],
+        [*CLUSTERDDP, "submit", "--run-name", "run", "--retries", "1", *options],
         cwd=trial.folder, env=trial.env, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
     )  # fmt: skip
     run = trial.adopt("run")
