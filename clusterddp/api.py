@@ -23,7 +23,7 @@ from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
-from clusterddp.run.attempt import of_attempt
+from clusterddp.run.attempt import read_attempt_log
 from clusterddp.run.events import Cause, Failure
 from clusterddp.run.outcome import read_outcomes
 from clusterddp.run.run_dir import RunDir, find_runs
@@ -370,8 +370,8 @@ def _train(
         return report
     attempt = attempts.latest(run) or attempts.Attempt(run, 1)
     if code == EXIT_PAUSED:
-        last_word = attempt.read_last_word()
-        by_person = last_word and last_word.reason == "stop"
+        final_record = attempt.read_final_record()
+        by_person = final_record and final_record.reason == "stop"
         raise TrainingError(
             f"it was stopped and has saved; resume it with run_dir={str(path)!r}.",
             code=end_codes.OF_CAUSE[Cause.STOPPED if by_person else Cause.SIGNAL],
@@ -387,7 +387,7 @@ def _train(
 
 def _how_it_failed(attempt: attempts.Attempt, failure: Failure) -> str:
     """Name the rank that failed first, with its traceback where its log ends with one."""
-    text = of_attempt(attempt.run.rank_log(failure.rank), attempt.number)
+    text = read_attempt_log(attempt.run.rank_log(failure.rank), attempt.number)
     _, begin, trace = text.rpartition("Traceback (most recent call last):")
     return f"{failure.describe()}\n{begin}{trace}".rstrip() if begin else failure.describe()
 

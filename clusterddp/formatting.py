@@ -81,12 +81,12 @@ def count(value: int, noun: str) -> str:
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
-def known(*figures: tuple[str, object]) -> str:
+def join_known(*figures: tuple[str, object]) -> str:
     """Join the figures that are known, each in its words: `("epoch {}", 3)`."""
     return ", ".join(form.format(value) for form, value in figures if value not in (None, "", "-"))
 
 
-def some(items: Sequence[str], most: int, separator: str = " ") -> str:
+def join_limited(items: Sequence[str], most: int, separator: str = " ") -> str:
     """Join the first of them, and say how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return separator.join(items[:most]) + more

@@ -156,7 +156,7 @@ class Loop(Resumable):
         if self._presence:
             self._presence.__exit__()
             self._presence = None
-            self.attempt.end_life()
+            self.attempt.expire_liveness()
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of so many, from 0; saves at the end of the last.

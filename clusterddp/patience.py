@@ -31,7 +31,7 @@ STEP_ENDS = 20.0
 """After the last task's recorded end, for srun to end by itself: it usually takes less than one."""
 STEP_OF_AGENTS_ENDS = 180.0
 """Where an agent may start its ranks anew, which takes it longer."""
-STEP_LAST_WORD = 120.0
+STEP_FINAL_RECORD = 120.0
 """Grace after rank 0's last word, where the end of some task is not recorded."""
 STEP_CANCELLED = 35.0
 """srun waits for KillWait (30 s by default) and two seconds more once its step is cancelled."""

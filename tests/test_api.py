@@ -16,7 +16,7 @@ from clusterddp.files import write_record
 from clusterddp.run import attempt as attempts
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import failure_of
-from clusterddp.run.records import LastWord, Outcome, TaskError
+from clusterddp.run.records import FinalRecord, Outcome, TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker import workstation
 from tests.event_lines import kinds, read_events
@@ -322,7 +322,7 @@ def test_an_end_has_the_code_that_the_log_has(
     def trained(_: TrainConfig, run: RunDir, *__: object) -> tuple[int, Failure | None]:
         attempt = attempts.begin(run)
         if exit_code == 75:
-            attempt.write_last_word(attempt.end, vars(LastWord("stopped", reason, 3)))
+            attempt.write_final_record(attempt.end, vars(FinalRecord("stopped", reason, 3)))
         if not reason or exit_code == 75:
             return exit_code, None
         error = TaskError("", "the loss is nan", code=code)

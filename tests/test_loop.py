@@ -34,9 +34,9 @@ from clusterddp.reporting.gather import gather
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import DEFAULT_TEMPLATE, JobSpec
 from clusterddp.run import attempt as attempts_of_runs
-from clusterddp.run.attempt import Attempt, attempts, begin, show_loop
+from clusterddp.run.attempt import Attempt, attempts, begin, expose_loop
 from clusterddp.run.outcome import HUNG
-from clusterddp.run.records import HungRanks, SignOfLife
+from clusterddp.run.records import HungRanks, Liveness
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.forms import LOOP_VARIABLE
 from clusterddp.status import stacks
@@ -272,7 +272,7 @@ def test_a_loop_that_is_left_by_break_is_finished(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as leaving:
         training.loop.finish()
     training.loop.close()
-    assert (leaving.value.code, training.loop.attempt.read_last_word().saved) == (75, BATCHES)  # type: ignore[union-attr]
+    assert (leaving.value.code, training.loop.attempt.read_final_record().saved) == (75, BATCHES)  # type: ignore[union-attr]
 
 
 def test_two_loops_of_a_process_do_not_share_a_folder(tmp_path: Path) -> None:
@@ -345,16 +345,16 @@ def test_it_leaves_with_the_step_that_it_has_saved(
 
     assert left(training, at_second) == code
     assert f"stopped at step 2 ({reason}); start the run again to resume from there" in logged
-    last_word = training.loop.attempt.read_last_word()
-    assert last_word and (last_word.cause, last_word.reason) == ("stopped", reason)
-    assert (last_word.step, last_word.saved) == (2, 2)
+    final_record = training.loop.attempt.read_final_record()
+    assert final_record and (final_record.cause, final_record.reason) == ("stopped", reason)
+    assert (final_record.step, final_record.saved) == (2, 2)
 
 
 def test_it_leaves_before_the_limit_that_it_knows_of(tmp_path: Path) -> None:
     training = Training(tmp_path)
     assert left(training, lambda step: step == 2 and training.loop._deadline.set(0.1)) == 75
-    last_word = training.loop.attempt.read_last_word()
-    assert last_word and (last_word.reason, last_word.saved) == ("time limit", 2)
+    final_record = training.loop.attempt.read_final_record()
+    assert final_record and (final_record.reason, final_record.saved) == ("time limit", 2)
 
 
 @contextmanager
@@ -375,9 +375,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     with no_room():
         code = left(training, stops_at(4))
     assert code == 75
-    last_word = training.loop.attempt.read_last_word()
-    assert last_word and (last_word.step, last_word.saved) == (4, None)
-    assert "File too large" in last_word.trouble
+    final_record = training.loop.attempt.read_final_record()
+    assert final_record and (final_record.step, final_record.saved) == (4, None)
+    assert "File too large" in final_record.write_error
     assert any("Training continues from memory" in line for line in logged)
 
 
@@ -602,8 +602,8 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="of its own"):
         training.run(fails)
     training.loop.close()
-    sign = training.loop.attempt.read_sign_of_life()
-    assert sign == SignOfLife(step=5, saved=4, spent=sign.spent, planned=6)
+    sign = training.loop.attempt.read_liveness()
+    assert sign == Liveness(step=5, saved=4, spent=sign.spent, planned=6)
     assert sign.spent and sign.spent.first_step and sign.spent.waiting == 0
     Training(run.path, log_every=1).run()
     steps = [line["step"] for line in read_json_lines(run.metrics)]
@@ -645,7 +645,7 @@ def test_the_runs_clusterddp_comes_behind_a_persons_path(
     own = str(tmp_path / "clusterddp-0.2-b.pyz")
     monkeypatch.setattr(attempts_of_runs, "bundle_file", lambda: own)
     environ = {} if before is None else {"PYTHONPATH": before}
-    show_loop(environ, Attempt(RunDir(tmp_path), 1))
+    expose_loop(environ, Attempt(RunDir(tmp_path), 1))
     assert environ["PYTHONPATH"] == after.format(own=own)
 
 
@@ -745,8 +745,8 @@ def test_under_an_agent_in_a_run_it_leaves_with_0(
         loop.step()
     loop.close()
     assert leaving.value.code == 0
-    last_word = attempt.read_last_word()
-    assert last_word and last_word.cause == "stopped"
+    final_record = attempt.read_final_record()
+    assert final_record and final_record.cause == "stopped"
 
 
 def test_a_mark_of_the_run_is_heard(tmp_path: Path) -> None:
@@ -759,8 +759,8 @@ def test_a_mark_of_the_run_is_heard(tmp_path: Path) -> None:
             training.loop._presence._look()
 
     assert left(training, mark) == 75
-    last_word = training.loop.attempt.read_last_word()
-    assert last_word and last_word.reason == "stop"
+    final_record = training.loop.attempt.read_final_record()
+    assert final_record and final_record.reason == "stop"
 
 
 # -- ranks -----------------------------------------------------------------------------------
@@ -906,9 +906,9 @@ def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> 
     assert not list((tmp_path / "end/checkpoints").iterdir())
     left = run_ranks(2, rank_fails, tmp_path / "left", 4, "sharded._digests", True)
     assert left == [(75, "")] * 2
-    last_word = Attempt(RunDir(tmp_path / "left"), 1).read_last_word()
-    assert last_word and (last_word.step, last_word.saved) == (4, None)
-    assert "Stale file handle" in last_word.trouble
+    final_record = Attempt(RunDir(tmp_path / "left"), 1).read_final_record()
+    assert final_record and (final_record.step, final_record.saved) == (4, None)
+    assert "Stale file handle" in final_record.write_error
 
 
 @trains_sharded

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from clusterddp import files, formatting, log, patience, version
-from clusterddp.batch.job import JobStart, note_left_out, to_leave_out
+from clusterddp.batch.job import JobStart, choose_excluded, record_excluded
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -19,10 +19,10 @@ from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt, NotStarted, divide_logs
+from clusterddp.run.attempt import Attempt, StartRefused, write_attempt_dividers
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, capped, causes_of, requeue_is_off
-from clusterddp.run.records import LastWord
+from clusterddp.run.history import History, causes_by_attempt, requeue_is_off, requeue_limit_reached
+from clusterddp.run.records import FinalRecord
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm import srun_lines
@@ -32,25 +32,25 @@ from clusterddp.slurm.states import State
 
 _LOG_TAIL_BYTES = 1 << 20
 _MOST_CHANGES = 20
-_MOST_STARTS_IN_VAIN = 2
+_MAX_UNSTARTED = 2
 """Starts in a row that put the job back for the nodes that it was given; the next one does not."""
 
 
-class BackInQueue(NotStarted):
+class BackInQueue(StartRefused):
     """Slurm has given a bad node or too few, and the job is back in the queue for others."""
 
     exit_code = EXIT_DONE
     code = "CD1227"
 
 
-class RunIsDone(NotStarted):
+class RunIsDone(StartRefused):
     """An earlier attempt of this job has finished the run, and Slurm has started the job again."""
 
     exit_code = EXIT_DONE
     code = "CD1228"
 
 
-class _Withdrawn(NotStarted):
+class _Withdrawn(StartRefused):
     """A person has stopped the run or cancelled the job while it waited to start again."""
 
     exit_code = EXIT_PAUSED
@@ -115,60 +115,60 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
     run = job.run
     try:
         history = History.read(run)
-        _refuse_done(job, history)
+        _refuse_if_done(job, history)
         spec = history.spec or run.load_spec()  # which says why it cannot be read
         _await_runs(job, spec)
-        too_few = _give_too_few_back(job, spec, history, needed)
+        too_few = _requeue_if_too_few_nodes(job, spec, history, needed)
         if not too_few:
-            history = _avoid_bad_nodes(job, spec, history)
-        _refuse_withdrawn(job, history)
+            history = _requeue_if_bad_nodes(job, spec, history)
+        _refuse_if_withdrawn(job, history)
         if too_few:
-            raise NotStarted(f"{too_few}. Resume with: {run.resubmission} [CD1227]")
+            raise StartRefused(f"{too_few}. Resume with: {run.resume_command} [CD1227]")
         if job.name != job.id:
             history = _note_new_job(job, history)
-        if len(causes_of(history.events)) > max_requeues:
-            raise NotStarted(
-                f"not started again: {capped(max_requeues)}. "
-                f"Resume with: {run.resubmission} [CD1222]"
+        if len(causes_by_attempt(history.events)) > max_requeues:
+            raise StartRefused(
+                f"not started again: {requeue_limit_reached(max_requeues)}. "
+                f"Resume with: {run.resume_command} [CD1222]"
             )
-        attempts.await_silence(run, job.id, seconds)
+        attempts.wait_until_inactive(run, job.id, seconds)
         _await_other_job(job, history, seconds)
         attempt = attempts.begin(run)
-        attempt.set_room_aside()
-        divide_logs(attempt, job.id)
+        attempt.reserve_space()
+        write_attempt_dividers(attempt, job.id)
         # Checked again now that the attempt can be seen: a later stop leaves its mark in it.
-        _refuse_withdrawn(job, history.again())
+        _refuse_if_withdrawn(job, history.again())
         return attempt
     except OSError as error:
-        raise NotStarted(
+        raise StartRefused(
             f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
             "the folder back its write permission. [CD0504]"
         ) from None
 
 
-def _refuse_done(job: JobStart, history: History) -> None:
+def _refuse_if_done(job: JobStart, history: History) -> None:
     """Raise RunIsDone where an earlier attempt of this job has finished the run.
 
     Slurm starts a job once more whose node's daemon was lost with its script's last word, and one
     that was preempted while it was ending (seen on 22.05 and 24.11).
     """
-    if not job.restart or not (history.done_by(job.id) or _is_done_unsaid(job)):
+    if not job.restart or not (history.done_by(job.id) or _record_unrecorded_end(job)):
         return
     words = f"{job.run.name} is done, so this start of job {job.id} has nothing left to do"
-    job.record(events.StartedInVain(restart=job.restart, nodelist=job.nodelist, why=words))
+    job.record(events.NotStarted(restart=job.restart, nodelist=job.nodelist, why=words))
     raise RunIsDone(words)
 
 
-def _is_done_unsaid(job: JobStart) -> bool:
+def _record_unrecorded_end(job: JobStart) -> bool:
     """Record the end of ranks that were done, and whose script was lost before it could say so."""
     latest = attempts.latest(job.run)
     if latest is None:
         return False
-    last_word, record = latest.read_last_word() or LastWord(), latest.read_record()
-    if last_word.cause != Cause.DONE or record is None or record.job_id != job.id:
+    final_record, record = latest.read_final_record() or FinalRecord(), latest.read_record()
+    if final_record.cause != Cause.DONE or record is None or record.job_id != job.id:
         return False
     job.record(
-        events.Ended(attempt=latest.number, exit_code=0, cause=Cause.DONE, step=last_word.step)
+        events.Ended(attempt=latest.number, exit_code=0, cause=Cause.DONE, step=final_record.step)
     )
     return True
 
@@ -183,12 +183,12 @@ def _await_runs(job: JobStart, spec: JobSpec) -> None:
     from clusterddp.status import chain  # few runs wait
 
     if words := chain.wait_again(job.run, job.id, job.restart):
-        job.heed_withdrawal()
+        job.withdraw_if_asked()
         raise BackInQueue(f"{words}: job {job.id} is back in the queue")
 
 
-def _refuse_withdrawn(job: JobStart, history: History) -> None:
-    if cause := job.withdrawal(history):
+def _refuse_if_withdrawn(job: JobStart, history: History) -> None:
+    if cause := job.withdrawal_cause(history):
         raise _Withdrawn(cause)
 
 
@@ -206,7 +206,7 @@ def _note_new_job(job: JobStart, history: History) -> History:
 def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
     """Wait while another job runs the latest attempt of a COMMAND, which shows no sign of life.
 
-    Slurm is asked, where nobody has recorded that attempt's end. Raises NotStarted after so many
+    Slurm is asked, where nobody has recorded that attempt's end. Raises StartRefused after so many
     seconds.
     """
     if is_rehearsal(os.environ):
@@ -224,7 +224,7 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
         return f"{of} still runs as job {name} on {start.nodelist}"
 
     refusal = f", and has for {seconds:g} s. Two jobs cannot write one run: cancel one of them."
-    attempts.wait_out(at_work, seconds, refusal, every=patience.SLURM_AWAY_PAUSE)
+    attempts.wait_until_idle(at_work, seconds, refusal, every=patience.SLURM_AWAY_PAUSE)
 
 
 def _unended_start(history: History) -> events.Started | None:
@@ -244,7 +244,7 @@ def _note_changed_code(job: JobStart, attempt: Attempt, changed: Sequence[str]) 
         )
 
 
-def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
+def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
     """Put a job back into the queue that Slurm has started on a bad node. Raises BackInQueue.
 
     As where Slurm has requeued it by itself, or it waited when the node was blamed. No attempt is
@@ -254,13 +254,13 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
     if is_rehearsal(os.environ):
         return history
     try:
-        if _blame_lost_script(history):
+        if _mark_nodes_of_lost_script(history):
             history = history.again()
-        blamed = bad_nodes.read_for(history)
-        bad = [host for host in hosts_of(job.nodelist) if host in blamed]
-        if not bad or job.withdrawal(history):
+        marked_bad = bad_nodes.read_for(history)
+        bad = [host for host in hosts_of(job.nodelist) if host in marked_bad]
+        if not bad or job.withdrawal_cause(history):
             return history
-        choice, hosts = to_leave_out(job, spec, history)
+        choice, hosts = choose_excluded(job, spec, history)
         given = [host for host in bad if host in choice.nodes]
         words = f"Slurm has given {', '.join(given or bad)}, which is bad"
         if not given:
@@ -270,23 +270,23 @@ def _avoid_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
         if not spec.requeue:
             log.info(f"{requeue_is_off(words)}: it is used all the same")
             return history
-        if _starts_in_vain(history) >= _MOST_STARTS_IN_VAIN:
+        if _count_unstarted(history) >= _MAX_UNSTARTED:
             log.info(f"{words}, once more: it is used all the same")
             return history
         job.requeue()
     except (ClusterDDPError, OSError) as error:
         log.warning(f"bad nodes cannot be avoided: {error} [CD1303]")
         return history
-    _record_in_vain(job, words)
+    _record_not_started(job, words)
     try:
         slurm.exclude_nodes(job.name, hosts)
-        note_left_out(job, job.id, None, choice)
+        record_excluded(job, job.id, None, choice)
     except SlurmError as error:
         log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
     raise BackInQueue(f"{words}: job {job.id} is back in the queue")
 
 
-def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: int) -> str:
+def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, needed: int) -> str:
     """Put a job back into the queue that has fewer nodes than a step needs. Raises BackInQueue.
 
     As a person can have it, and a release of Slurm whose requeue asks for the nodes that the job
@@ -300,15 +300,15 @@ def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: i
     )
     if not spec.requeue:
         return requeue_is_off(words)
-    if job.withdrawal(history):
+    if job.withdrawal_cause(history):
         return words
-    if (before := _starts_in_vain(history)) >= _MOST_STARTS_IN_VAIN:
+    if (before := _count_unstarted(history)) >= _MAX_UNSTARTED:
         return f"{words}, for {before + 1} starts in a row"
     try:
         job.requeue()
     except (ClusterDDPError, OSError) as error:
         return f"{words}, and the job cannot go back into the queue: {error}"
-    _record_in_vain(job, words)
+    _record_not_started(job, words)
     asked = spec.resources.nodes + spec.resources.spare_nodes
     try:
         # As the job asked Slurm for them: torchrun's template starts one agent a node.
@@ -320,21 +320,21 @@ def _give_too_few_back(job: JobStart, spec: JobSpec, history: History, needed: i
     raise BackInQueue(f"{words}: job {job.id} is back in the queue, for {asked}")
 
 
-def _record_in_vain(job: JobStart, words: str) -> None:
+def _record_not_started(job: JobStart, words: str) -> None:
     """Record that a start has put its job back, of which a person may have thought better."""
-    job.record(events.StartedInVain(restart=job.restart, nodelist=job.nodelist, why=words))
+    job.record(events.NotStarted(restart=job.restart, nodelist=job.nodelist, why=words))
     job.record(events.Requeued(why=words))
-    job.heed_withdrawal()
+    job.withdraw_if_asked()
 
 
-def _starts_in_vain(history: History) -> int:
+def _count_unstarted(history: History) -> int:
     """Count the latest starts in a row that began no attempt."""
-    starts = [e for e in history.events if isinstance(e, events.Started | events.StartedInVain)]
+    starts = [e for e in history.events if isinstance(e, events.Started | events.NotStarted)]
     begun = [index for index, event in enumerate(starts) if isinstance(event, events.Started)]
     return len(starts) - 1 - max(begun, default=-1)
 
 
-def _blame_lost_script(history: History) -> bool:
+def _mark_nodes_of_lost_script(history: History) -> bool:
     """Blame the nodes of an attempt that nobody judged, if they are lost: its script was with them.
 
     srun has seen them fail, or they are down now. Returns whether some were. Raises OSError.
@@ -348,9 +348,9 @@ def _blame_lost_script(history: History) -> bool:
     with contextlib.suppress(SlurmError):
         partition = os.environ.get("SLURM_JOB_PARTITION", "")
         lost |= {node.name for node in nodes(partition, os.environ) if node.is_lost}
-    blamed = history.blamed(latest.number)
-    new = [host for host in latest.nodes if host in lost and host not in blamed]
+    marked_bad = history.marked_bad(latest.number)
+    new = [host for host in latest.nodes if host in lost and host not in marked_bad]
     reason = f"lost during attempt {latest.number}, whose end nobody recorded"
     attempt = Attempt(history.run, latest.number)
-    bad_nodes.blame(attempt, job_id, dict.fromkeys(new, reason), bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(attempt, job_id, dict.fromkeys(new, reason), bad_nodes.BY_LOSS)
     return bool(new)

@@ -40,7 +40,7 @@ from clusterddp.processes import change_environment
 from clusterddp.processes.signals import die_with_parent
 from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
-from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
+from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
 from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
@@ -274,7 +274,7 @@ class Controller:
         """
         code = self._begin(code_changes)
         over = threading.Event()
-        threading.Thread(target=self._show_life, args=(over,), daemon=True).start()
+        threading.Thread(target=self._renew_liveness, args=(over,), daemon=True).start()
         try:
             return self._run_to_end(code, code_changes, carry)
         finally:
@@ -306,7 +306,7 @@ class Controller:
                 code = EXIT_FAILED
         return self._finish(self._attempt, code) if self._attempt else code
 
-    def _show_life(self, over: threading.Event) -> None:
+    def _renew_liveness(self, over: threading.Event) -> None:
         """Renew the sign of life, for whoever asks whether this process was lost with its host."""
         while True:
             attempt = self._attempt
@@ -366,7 +366,7 @@ class Controller:
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen:
             return False
-        name = own_name(os.environ, self._job_id)
+        name = slurm_job_name(os.environ, self._job_id)
         if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
             return False  # the nodes are those of a later start, or about to be nobody's
         with self._noting_lost:  # a watch that has seen a loss has recorded it
@@ -395,8 +395,8 @@ class Controller:
             fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
             self._allocation.lost |= fresh.keys()
             if fresh:
-                spares.blame(attempt, self._job_id, fresh, self._nodes)
-                spares.give_back(own_name(os.environ, self._job_id), self._allocation)
+                spares.mark_lost(attempt, self._job_id, fresh, self._nodes)
+                spares.release_nodes(slurm_job_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
         """Return the nodes of the step but for this one, which does not lose itself."""
@@ -516,7 +516,7 @@ class Controller:
     ) -> None:
         by = bad_nodes.BY_PREFLIGHT
         try:
-            bad_nodes.blame(attempt, self._job_id, failed, by, is_remark=is_remark)
+            bad_nodes.mark_bad(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
             log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
 
@@ -561,7 +561,7 @@ class Controller:
         if not (self._spec.signal or "").startswith("B:") or is_rehearsal(os.environ):
             return False
         try:
-            left = slurm.seconds_left(own_name(os.environ, self._job_id))
+            left = slurm.seconds_left(slurm_job_name(os.environ, self._job_id))
         except SlurmError:
             return False
         return left is not None and left <= self._spec.signal_lead
@@ -648,7 +648,7 @@ class Controller:
     def _watch_step(self, attempt: Attempt, step: Step) -> None:
         """End the step where srun waits for a message that was lost, from a thread of its own."""
         spec = self._spec
-        job = own_name(os.environ, self._job_id)
+        job = slurm_job_name(os.environ, self._job_id)
         grace = patience.STEP_OF_AGENTS_ENDS if spec.max_restarts else patience.STEP_ENDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
@@ -661,7 +661,7 @@ class Controller:
             while lost := spares.await_loss(nodes, step.may_run):
                 self._note_lost(attempt, lost)
                 if of_step.intersection(lost):
-                    job = own_name(os.environ, self._job_id)
+                    job = slurm_job_name(os.environ, self._job_id)
                     spares.end_step(attempt, job, lost, step.srun)
                     return
 
@@ -672,7 +672,7 @@ class Controller:
         spec = self._spec
 
         def end() -> None:
-            name = step_watch.step_name(attempt, own_name(os.environ, self._job_id))
+            name = step_watch.step_name(attempt, slurm_job_name(os.environ, self._job_id))
             if is_rehearsal(os.environ) or not name:
                 step.signal(signal.SIGTERM)
             else:  # its tasks have KillWait to end

@@ -10,16 +10,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from clusterddp import log
-from clusterddp.batch.job import JobStart, leave_nodes_out, note_left_out, patiently, to_leave_out
-from clusterddp.batch.verdict import Evidence, Verdict, judge
+from clusterddp.batch.job import (
+    JobStart,
+    choose_excluded,
+    exclude_bad_nodes,
+    record_excluded,
+    retry_while_unreachable,
+)
+from clusterddp.batch.result import AttemptResult, Evidence, determine_result
 from clusterddp.errors import ClusterDDPError, SlurmError, coded
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt, NotStarted, Superseded, of_attempt, print_to_job_log
+from clusterddp.run.attempt import (
+    Attempt,
+    StartRefused,
+    Superseded,
+    print_to_job_log,
+    read_attempt_log,
+)
 from clusterddp.run.events import Cause, Failure
-from clusterddp.run.history import History, Policy, gained
+from clusterddp.run.history import History, Policy, steps_gained
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending, requeued_after_grace, sbatch
@@ -33,21 +45,21 @@ def finish(job: JobStart, attempt: Attempt, exit_code: int, policy: Policy) -> i
 
     exit_code: srun's. Returns the job's exit code.
     """
-    history, verdict = _judge(job, attempt, exit_code, policy)
-    _conclude(job, attempt, verdict, history)
-    if verdict.decision.go_on:
-        requeued = _start_again(job, attempt, verdict.decision.why)
+    history, result = _judge(job, attempt, exit_code, policy)
+    _conclude(job, attempt, result, history)
+    if result.decision.go_on:
+        requeued = _start_again(job, attempt, result.decision.why)
         # A job that is over must not say that the run is done: an afterok would believe it.
-        return 0 if requeued else verdict.exit_code
-    if verdict.ended.cause == Cause.REQUEUED:
-        if verdict.is_stop_asked:
+        return 0 if requeued else result.exit_code
+    if result.ended.cause == Cause.REQUEUED:
+        if result.is_stop_asked:
             job.withdraw()
         else:
-            leave_nodes_out(job, attempt.number)
-        log.info(verdict.decision.why)
+            exclude_bad_nodes(job, attempt.number)
+        log.info(result.decision.why)
         return 0
-    _leave(job, attempt, verdict, history)
-    return verdict.exit_code
+    _leave(job, attempt, result, history)
+    return result.exit_code
 
 
 def resume_in_job(
@@ -64,18 +76,18 @@ def resume_in_job(
     no end recorded, where no node was lost or blamed, no attempt is due, or the job itself is
     ending. Raises OSError.
     """
-    history, verdict = _judge(job, attempt, exit_code, replace(policy, requeue=True))
-    is_taken_back = job.withdrawal(history)
+    history, result = _judge(job, attempt, exit_code, replace(policy, requeue=True))
+    is_taken_back = job.withdrawal_cause(history)
     is_ending = slurm.ending(job.name, job.restart) is not Ending.NONE
-    if not verdict.decision.go_on or is_taken_back or is_ending:
+    if not result.decision.go_on or is_taken_back or is_ending:
         return []
-    _blame(job, attempt, verdict, history)
+    _mark_bad_nodes(job, attempt, result, history)
     history = history.again()
-    chosen = choose() if history.blamed(attempt.number) else []
+    chosen = choose() if history.marked_bad(attempt.number) else []
     if not chosen:
         return []
-    _conclude(job, attempt, verdict, history)
-    why, nodelist = verdict.decision.why, ",".join(chosen)
+    _conclude(job, attempt, result, history)
+    why, nodelist = result.decision.why, ",".join(chosen)
     job.record(events.ResumedInJob(attempt=attempt.number, why=why, nodelist=nodelist))
     # The verdict on the next attempt reads srun's lines from here on.
     log.info(f"{why}: {job.run.name}, job {job.id} on {nodelist}, goes on without the queue")
@@ -93,46 +105,48 @@ def go_to_submission_folder() -> None:
 
 def _judge(
     job: JobStart, attempt: Attempt, exit_code: int, policy: Policy
-) -> tuple[History, Verdict]:
-    trouble = attempt.trouble_writing()
-    attempt.give_room_back()  # to what is recorded from here on
+) -> tuple[History, AttemptResult]:
+    write_error = attempt.write_error()
+    attempt.release_space()  # to what is recorded from here on
     history = History.read(job.run)
-    return history, judge(Evidence(job, history, attempt, exit_code, trouble), policy)
+    return history, determine_result(
+        Evidence(job, history, attempt, exit_code, write_error), policy
+    )
 
 
-def _conclude(job: JobStart, attempt: Attempt, verdict: Verdict, history: History) -> None:
+def _conclude(job: JobStart, attempt: Attempt, result: AttemptResult, history: History) -> None:
     """Print and record how an attempt ended."""
-    if verdict.ended.first_failure:
-        _show_last_words(attempt, verdict.ended.first_failure)
-    for line in verdict.lines:
+    if result.ended.first_failure:
+        _show_last_words(attempt, result.ended.first_failure)
+    for line in result.lines:
         log.info(line)
-    job.record(verdict.ended)
+    job.record(result.ended)
     attempt.remove_leftovers()
-    _blame(job, attempt, verdict, history)
+    _mark_bad_nodes(job, attempt, result, history)
 
 
 def _show_last_words(attempt: Attempt, failure: Failure) -> None:
     """Print the end of the failing rank's log beside the verdict."""
-    lines = of_attempt(attempt.run.path / failure.log, attempt.number).splitlines()
+    lines = read_attempt_log(attempt.run.path / failure.log, attempt.number).splitlines()
     if lines:
         print_to_job_log(f"--- last lines of {failure.log}:")
         print_to_job_log("\n".join(lines[-_LAST_LINES:]))
 
 
-def _leave(job: JobStart, attempt: Attempt, verdict: Verdict, history: History) -> None:
+def _leave(job: JobStart, attempt: Attempt, result: AttemptResult, history: History) -> None:
     """Have the job end, with which the run ends too, and say what to type."""
-    cause, decision = verdict.ended.cause, verdict.decision
+    cause, decision = result.ended.cause, result.decision
     # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
     if cause not in (Cause.DONE, Cause.FAILED, Cause.SUPERSEDED):
         _let_job_end(job, history, preempted=cause == Cause.PREEMPTED)
     if cause == Cause.CANCELLED:
-        log.info(f"resume with: {job.run.resubmission}")
+        log.info(f"resume with: {job.run.resume_command}")
     elif cause not in (Cause.DONE, Cause.SUPERSEDED):
         log.info(coded(f"the run does not resume by itself: {decision.why}", decision.code))
-        if cause != Cause.FAILED or gained(attempt, history.spec) is not None:
-            log.info(f"resume with: {job.run.resubmission}")
-    if verdict.exit_code and cause != Cause.CANCELLED and not is_rehearsal(os.environ):
-        _warn_of_requeue_exit(job.run, verdict.exit_code)
+        if cause != Cause.FAILED or steps_gained(attempt, history.spec) is not None:
+            log.info(f"resume with: {job.run.resume_command}")
+    if result.exit_code and cause != Cause.CANCELLED and not is_rehearsal(os.environ):
+        _warn_of_requeue_exit(job.run, result.exit_code)
 
 
 def _let_job_end(job: JobStart, history: History, *, preempted: bool) -> None:
@@ -156,8 +170,8 @@ def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
     for setting in slurm.requeue_exits():
         if slurm.lists_exit_code(setting, exit_code):
             log.warning(
-                f"slurm.conf has {setting}: Slurm requeues the job for its "
-                f"exit code {exit_code}. Take it out with: clusterddp cancel {run.shown} [CD0413]"
+                f"slurm.conf has {setting}: Slurm requeues the job because of its exit code "
+                f"{exit_code}. Take it out of the queue: clusterddp cancel {run.cli_name} [CD0413]"
             )
 
 
@@ -169,28 +183,28 @@ def _start_again(job: JobStart, attempt: Attempt, why: str) -> bool:
     if is_rehearsal(os.environ):
         log.info(
             f"{why}: a cluster would put the job back into the queue now; this "
-            f"rehearsal has none. Resume with: {job.run.resubmission}"
+            f"rehearsal has none. Resume with: {job.run.resume_command}"
         )
         return False
 
     def requeued(how: str) -> None:
         job.record(events.Requeued(attempt=attempt.number, why=why))
         log.info(f"{why}: {how}")
-        job.heed_withdrawal()
-        leave_nodes_out(job, attempt.number)
+        job.withdraw_if_asked()
+        exclude_bad_nodes(job, attempt.number)
 
     if why == Cause.PREEMPTED and requeued_after_grace(job.name):
         requeued(f"Slurm puts job {job.id} back into the queue")
         return False  # and it has not ended well, should Slurm not do it
     try:
-        patiently(attempt, lambda: job.requeue(why))
+        retry_while_unreachable(attempt, lambda: job.requeue(why))
     except slurm.RequeueRefused as refused:
         log.info(
             coded(f"requeue is refused here ({refused}); submitting the next job", refused.code)
         )
         _submit_successor(job, attempt, why)
         return False
-    except (Superseded, NotStarted) as error:
+    except (Superseded, StartRefused) as error:
         log.info(coded(error))
         return False
     except SlurmError as error:
@@ -214,10 +228,10 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
         is_own = spec.point and not is_array(script)
         index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")
         try:
-            choice, exclude = to_leave_out(job, spec, History.read(run))
+            choice, exclude = choose_excluded(job, spec, History.read(run))
         except (ClusterDDPError, OSError) as error:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
-        successor = patiently(
+        successor = retry_while_unreachable(
             attempt,
             lambda: sbatch(script, os.environ, comment=spec.comment, exclude=exclude, array=index),
         )
@@ -243,17 +257,19 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
     from clusterddp.status import chain  # seldom needed
 
     chain.rejoin(run)
-    note_left_out(job, successor, attempt.number, choice)
-    job.heed_withdrawal(successor)
+    record_excluded(job, successor, attempt.number, choice)
+    job.withdraw_if_asked(successor)
 
 
 def _give_up(job: JobStart, attempt: Attempt, why: str, error: Exception) -> None:
     job.record(events.RequeueFailed(attempt=attempt.number, why=why, error=str(error)))
     log.info(coded(f"this node cannot start the run again: {error}", "CD1225"))
-    log.info(f"resume with: {job.run.resubmission}")
+    log.info(f"resume with: {job.run.resume_command}")
 
 
-def _blame(job: JobStart, attempt: Attempt, verdict: Verdict, history: History) -> None:
+def _mark_bad_nodes(
+    job: JobStart, attempt: Attempt, result: AttemptResult, history: History
+) -> None:
     """Blame nodes that were lost, that hardware names, where ranks crash again or are slow.
 
     One that was blamed in the attempt is not blamed twice.
@@ -261,32 +277,32 @@ def _blame(job: JobStart, attempt: Attempt, verdict: Verdict, history: History) 
     if is_rehearsal(os.environ):
         return
     try:
-        already = history.blamed(attempt.number)
-        blamed = bad_nodes.read_for(history) if verdict.lost_nodes else {}
+        already = history.marked_bad(attempt.number)
+        marked_bad = bad_nodes.read_for(history) if result.lost_nodes else {}
         new = [
             # A job's log can tell of an earlier attempt in the same job.
             host
-            for host in verdict.lost_nodes
-            if host not in already and (host not in blamed or blamed[host].job_id != job.id)
+            for host in result.lost_nodes
+            if host not in already and (host not in marked_bad or marked_bad[host].job_id != job.id)
         ]
         if new:
             lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
-            bad_nodes.blame(attempt, job.id, lost, bad_nodes.BY_LOSS)
-        first = verdict.ended.first_failure
+            bad_nodes.mark_bad(attempt, job.id, lost, bad_nodes.BY_LOSS)
+        first = result.ended.first_failure
         starts = history.starts_with(attempt.number, failure=first)
         failure = first if first and first.host not in already else None
-        if failure and verdict.hardware:
-            named = {failure.host: f"rank {failure.rank} died: {verdict.hardware}"}
-            bad_nodes.blame(attempt, job.id, named, bad_nodes.BY_HARDWARE)
-        elif failure and (host := bad_nodes.failed_again(starts)):
+        if failure and result.hardware:
+            named = {failure.host: f"rank {failure.rank} died: {result.hardware}"}
+            bad_nodes.mark_bad(attempt, job.id, named, bad_nodes.BY_HARDWARE)
+        elif failure and (host := bad_nodes.find_repeat_offender(starts)):
             why = f"ranks crash there again that got further elsewhere: {failure.reason}"
             again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
-            bad_nodes.blame(attempt, job.id, again, bad_nodes.BY_REPETITION)
-        is_latest = verdict.ended.cause != Cause.SUPERSEDED
+            bad_nodes.mark_bad(attempt, job.id, again, bad_nodes.BY_REPETITION)
+        is_latest = result.ended.cause != Cause.SUPERSEDED
         slow = bad_nodes.straggling(starts) if is_latest and starts[-1].slow else {}
         if fresh := {host: why for host, why in slow.items() if host not in already}:
             for host, why in fresh.items():
                 log.info(f"node {host} is bad: {why}")
-            bad_nodes.blame(attempt, job.id, fresh, bad_nodes.BY_STRAGGLING)
+            bad_nodes.mark_bad(attempt, job.id, fresh, bad_nodes.BY_STRAGGLING)
     except OSError as error:
         log.warning(f"bad nodes cannot be recorded: {error} [CD1302]")

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError, SlurmError
-from clusterddp.ranks.variables import own_name
+from clusterddp.ranks.variables import slurm_job_name
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt, NotStarted, Superseded, print_to_job_log
+from clusterddp.run.attempt import Attempt, StartRefused, Superseded, print_to_job_log
 from clusterddp.run.events import Cause, Event
-from clusterddp.run.history import History, withdrawn
+from clusterddp.run.history import History, withdrawal_cause
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
@@ -35,7 +35,7 @@ class JobStart:
     @property
     def name(self) -> str:
         """Name by which Slurm's commands take the job: 89_0 of an array's element."""
-        return own_name(os.environ, self.id)
+        return slurm_job_name(os.environ, self.id)
 
     def record(self, event: Event) -> None:
         """Add an event, by default of this job.
@@ -49,19 +49,21 @@ class JobStart:
             line = f"cannot record {event.kind!r} in {path}: {error.strerror}. [CD0518]"
             print_to_job_log(f"clusterddp: {line}", err=True)
 
-    def withdrawal(self, history: History) -> str:
+    def withdrawal_cause(self, history: History) -> str:
         """Return how a person has taken back this job, as `history.withdrawn` does.
 
         Until an array's element has recorded a start, it is known by its name.
         """
-        return withdrawn(history.events, self.id) or withdrawn(history.events, self.name)
+        return withdrawal_cause(history.events, self.id) or withdrawal_cause(
+            history.events, self.name
+        )
 
-    def heed_withdrawal(self, successor: str = "") -> None:
+    def withdraw_if_asked(self, successor: str = "") -> None:
         """Withdraw the next job where a person has stopped or cancelled the run meanwhile.
 
         successor: the job that goes on in place of this one; empty for this one itself.
         """
-        if self.withdrawal(History.read(self.run)):
+        if self.withdrawal_cause(History.read(self.run)):
             self.withdraw(successor)
 
     def withdraw(self, successor: str = "") -> None:
@@ -80,11 +82,11 @@ class JobStart:
         if word is Ending.UNKNOWN:
             raise SlurmError("Slurm does not say how the job is doing")
         if word is Ending.CANCELLED and why != Cause.PREEMPTED:
-            raise NotStarted("the job was cancelled, and is not put back into the queue [CD1203]")
+            raise StartRefused("the job was cancelled, and is not put back into the queue [CD1203]")
         slurm.requeue(self.name)
 
 
-def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
+def retry_while_unreachable(attempt: Attempt, ask: Callable[[], T]) -> T:
     """Ask Slurm again and again while slurmctld is away.
 
     Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
@@ -106,7 +108,7 @@ def patiently(attempt: Attempt, ask: Callable[[], T]) -> T:
     raise AssertionError("the last look answers or raises")
 
 
-def leave_nodes_out(job: JobStart, number: int) -> None:
+def exclude_bad_nodes(job: JobStart, number: int) -> None:
     """Have a job in the queue leave out the bad nodes; where that fails it is logged.
 
     number: of the attempt that has ended.
@@ -115,16 +117,16 @@ def leave_nodes_out(job: JobStart, number: int) -> None:
     if not bad_nodes.known_to(history):
         return
     try:
-        choice, hosts = to_leave_out(job, job.run.load_spec(), history)
+        choice, hosts = choose_excluded(job, job.run.load_spec(), history)
         if set(hosts) != set(slurm.job_nodes(job.name).excluded):
             slurm.exclude_nodes(job.name, hosts)
     except (ClusterDDPError, OSError) as error:
         log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
         return
-    note_left_out(job, job.id, number, choice)
+    record_excluded(job, job.id, number, choice)
 
 
-def to_leave_out(
+def choose_excluded(
     job: JobStart, spec: JobSpec, history: History
 ) -> tuple[bad_nodes.Choice, list[str]]:
     """Return the bad nodes that the next start can do without, and all that it leaves out.
@@ -145,13 +147,15 @@ def to_leave_out(
         others=dict(spec.sbatch),
         history=history,
     )
-    return choice, bad_nodes.merged(spec.resources, asked.excluded, choice.nodes, known)
+    return choice, bad_nodes.merge_excludes(spec.resources, asked.excluded, choice.nodes, known)
 
 
-def note_left_out(job: JobStart, job_id: str, number: int | None, choice: bad_nodes.Choice) -> None:
+def record_excluded(
+    job: JobStart, job_id: str, number: int | None, choice: bad_nodes.Choice
+) -> None:
     """Log and record what a job leaves out, be it this one or its successor."""
     for remark in choice.remarks:
         log.info(remark)
     if choice.nodes:
-        job.record(events.NodesLeftOut(job_id=job_id, attempt=number, nodes=choice.nodes))
+        job.record(events.NodesExcluded(job_id=job_id, attempt=number, nodes=choice.nodes))
         log.info(choice.line)

@@ -22,13 +22,13 @@ from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
 from clusterddp.run.history import History
-from clusterddp.run.outcome import SIGN_SECONDS, last_sign, path_of, read_outcomes
+from clusterddp.run.outcome import RENEWAL_SECONDS, last_renewal, path_of, read_outcomes
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import expand_nodelist
 
-SILENT_SECONDS = 3 * SIGN_SECONDS
+LIVENESS_TIMEOUT = 3 * RENEWAL_SECONDS
 """Without a sign of life for so long, a node is asked for one."""
 _LOOKS = 2
 """Looks in a row at which a lost node does not answer …"""
@@ -65,10 +65,10 @@ class Allocation:
         Those that were lost come last, as slurmctld may not know of it yet.
         """
 
-        def badness(node: str) -> int:
+        def sort_key(node: str) -> int:
             return (1 + (bad[node].by == bad_nodes.BY_LOSS)) if node in bad else 0
 
-        chosen = sorted(self.left, key=badness)[: self._needed]
+        chosen = sorted(self.left, key=sort_key)[: self._needed]
         return [node for node in self.left if node in chosen]
 
 
@@ -123,8 +123,8 @@ class NodeWatch:
                 )
             elif ended:
                 continue
-            elif now - since > SILENT_SECONDS:
-                suspects[node] = f"it gave no sign of life for {SILENT_SECONDS:g} s"
+            elif now - since > LIVENESS_TIMEOUT:
+                suspects[node] = f"it gave no sign of life for {LIVENESS_TIMEOUT:g} s"
         lost = {node: _and_no_answer(suspects[node]) for node in self._mute.look(suspects)}
         if now >= self._idle_due:
             self._idle_due = now + patience.SPARES_IDLE_PAUSE
@@ -136,7 +136,7 @@ class NodeWatch:
 
     def _changed(self, outcome: Outcome) -> float:
         with suppress(OSError):
-            return last_sign(path_of(self.attempt.outcomes, outcome.rank))
+            return last_renewal(path_of(self.attempt.outcomes, outcome.rank))
         return 0.0
 
 
@@ -153,10 +153,10 @@ class _Mute:
 
         None where no other node of several answers: it is then this host that may be cut off.
         """
-        mute = mute_nodes(suspects) if suspects else {}
+        mute = unreachable_nodes(suspects) if suspects else {}
         rest = self._others - {*suspects}
         if mute and len(self._others) > 1 and len(mute) == len(suspects):
-            mute = {} if {*mute_nodes(rest)} == rest else mute
+            mute = {} if {*unreachable_nodes(rest)} == rest else mute
         self.looks = {node: self.looks.get(node, 0) + 1 for node in mute}
         return [
             node
@@ -174,7 +174,7 @@ def find_lost(
     Where a rank has failed of an error of its own, only nodes are asked whose ranks left no record
     of an end.
     """
-    if exit_code in (0, EXIT_PAUSED) or attempt.read_last_word():
+    if exit_code in (0, EXIT_PAUSED) or attempt.read_final_record():
         return {}
     outcomes = read_outcomes(attempt.outcomes)
     explained = any(_failed_by_itself(outcome) for outcome in outcomes)
@@ -197,7 +197,7 @@ def _and_no_answer(why: str) -> str:
     return f"{why}, and its slurmd does not answer"
 
 
-def mute_nodes(nodes: Collection[str]) -> dict[str, bool]:
+def unreachable_nodes(nodes: Collection[str]) -> dict[str, bool]:
     """Return the nodes whose slurmd takes no connection, and whether their kernel refuses it.
 
     None where slurmctld does not answer: it is then this host that may be cut off.
@@ -257,7 +257,9 @@ def end_step(
     step_watch.kill(srun)
 
 
-def blame(attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collection[str]) -> None:
+def mark_lost(
+    attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collection[str]
+) -> None:
     """Record nodes as lost; a record that cannot be written costs the record alone.
 
     step: nodes of the step, whose loss ends the attempt.
@@ -267,10 +269,10 @@ def blame(attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collecti
     for is_idle in (False, True):
         with suppress(OSError):
             nodes = {node: why for node, why in lost.items() if (node not in step) == is_idle}
-            bad_nodes.blame(attempt, job_id, nodes, bad_nodes.BY_LOSS, is_remark=is_idle)
+            bad_nodes.mark_bad(attempt, job_id, nodes, bad_nodes.BY_LOSS, is_remark=is_idle)
 
 
-def give_back(job: str, allocation: Allocation) -> None:
+def release_nodes(job: str, allocation: Allocation) -> None:
     """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
 
     Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
@@ -279,7 +281,7 @@ def give_back(job: str, allocation: Allocation) -> None:
     accounting (seen on 22.05): it is asked again beside what comes next.
     """
 
-    def trouble() -> str:
+    def shrink() -> str:
         try:
             slurm.give_back(job, allocation.left)
         except SlurmError as error:
@@ -289,11 +291,11 @@ def give_back(job: str, allocation: Allocation) -> None:
     def try_again() -> None:
         problem = first
         for _ in patience.looks(patience.LOST_NODE_TAKEN_BACK, every=patience.STEP_PAUSE):
-            if not (problem := trouble()):
+            if not (problem := shrink()):
                 return
         log.info(f"{problem}; Slurm may requeue the job once it knows of the loss")
 
-    if (first := trouble()) and "try again" in first:
+    if (first := shrink()) and "try again" in first:
         threading.Thread(target=try_again, daemon=True).start()
     elif first:
         log.info(f"{first}; Slurm may requeue the job once it knows of the loss")

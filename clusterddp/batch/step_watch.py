@@ -20,11 +20,11 @@ from clusterddp.errors import ClusterDDPError, SlurmError
 from clusterddp.formatting import duration
 from clusterddp.processes import table
 from clusterddp.run import events
-from clusterddp.run.attempt import Attempt, printed
+from clusterddp.run.attempt import Attempt, printed_bytes
 from clusterddp.run.outcome import (
     HUNG,
     any_began,
-    last_sign,
+    last_renewal,
     note_hung,
     read_outcome,
     read_outcomes,
@@ -175,10 +175,10 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
             break
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
-        has_last_word, sign = attempt.end.exists(), 0.0
+        has_final_record, sign = attempt.end.exists(), 0.0
         with suppress(OSError):  # a COMMAND gives none
-            sign = last_sign(attempt.alive)
-        now = first_at_work, has_last_word, sign
+            sign = last_renewal(attempt.alive)
+        now = first_at_work, has_final_record, sign
         if now != before:
             before, since = now, time.monotonic()
         quiet = time.monotonic() - since
@@ -187,8 +187,8 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
                 if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
                     return "every task's end is recorded"
                 first_at_work = 0  # an agent has started its ranks anew, or there are more of them
-        elif has_last_word and quiet >= patience.STEP_LAST_WORD:
-            silent = f"{patience.STEP_LAST_WORD:g} s"
+        elif has_final_record and quiet >= patience.STEP_FINAL_RECORD:
+            silent = f"{patience.STEP_FINAL_RECORD:g} s"
             return f"the training has ended, without a sign of life for {silent}"
     return "a later attempt has begun"  # in the same job, whose srun is another one
 
@@ -213,7 +213,7 @@ def watch_output(
     end: ends the tasks, where that is asked for; who is to blame is recorded before.
     """
     pause = min(patience.OUTPUT_PAUSE, seconds / _LOOKS)
-    before, silent = printed(attempt.run), 0.0
+    before, silent = printed_bytes(attempt.run), 0.0
     looks = patience.looks(every=pause)
     next(looks)
     while silent < seconds:
@@ -222,7 +222,7 @@ def watch_output(
             return  # by one in the same job
         # Not by a clock: in a job that was suspended nobody could print.
         silent += pause
-        now = printed(attempt.run)
+        now = printed_bytes(attempt.run)
         if now != before or not any_began(attempt.outcomes):  # none has begun
             before, silent = now, 0.0
     log.info(f"no rank has printed anything for {duration(seconds)}. Where they are:")
@@ -240,12 +240,12 @@ def watch_output(
     if not end:
         log.info("the job goes on, and this is not printed again; --end-silent would end it")
         return
-    if printed(attempt.run) != before:  # a look takes its time
+    if printed_bytes(attempt.run) != before:  # a look takes its time
         log.info("the ranks print again: the job goes on, and this is not printed again")
         return
     log.info("ending the job for it, as --end-silent asks")
     with suppress(OSError):
-        _blame(attempt, rank_stacks, world_size, seconds)
+        _record_hung_ranks(attempt, rank_stacks, world_size, seconds)
     try:
         end()
     except ClusterDDPError as error:
@@ -254,7 +254,7 @@ def watch_output(
             note_hung(attempt.outcomes, (), "")
 
 
-def _blame(
+def _record_hung_ranks(
     attempt: Attempt, rank_stacks: list[RankStacks], world_size: int, seconds: float
 ) -> None:
     """Record which ranks are elsewhere than most, or none where that is not sure.

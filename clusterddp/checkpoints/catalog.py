@@ -117,11 +117,11 @@ def source(run: RunDir) -> Path | None:
     checkpoint = newest(run)
     if checkpoint:
         return checkpoint
-    anew = f"To begin at step 0 again: clusterddp resubmit {run.shown} --from-scratch"
+    anew = f"To begin at step 0 again: clusterddp resubmit {run.cli_name} --from-scratch"
     if any(not each.superseded for each in all_of(run, None)):
         raise CheckpointError(
             f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
-            f"checkpoints {run.shown}'. {anew}"
+            f"checkpoints {run.cli_name}'. {anew}"
         )
     step = saved_step(run)
     if step:
@@ -139,7 +139,7 @@ def saved_step(run: RunDir) -> int:
 
 
 def _noted_steps(attempt: Attempt) -> Iterator[int]:
-    for noted in (attempt.read_last_word(), attempt.read_sign_of_life()):
+    for noted in (attempt.read_final_record(), attempt.read_liveness()):
         yield max((noted.saved if noted else None) or 0, 0)
     record = attempt.read_record()
     # The path of a checkpoint of another run is an absolute one.

@@ -133,22 +133,22 @@ def follow(
     """
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
     try:
-        from clusterddp.run.attempt import of_attempt
+        from clusterddp.run.attempt import read_attempt_log
         from clusterddp.status.follow import LogPrinter, log_end, wait_for_end
 
         status = wait_for_end(run, LogPrinter(paths or [run.rank_log(0)], lines, stream))
     except KeyboardInterrupt:
         if goes_on:
             click.echo(
-                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.shown}' follows it "
-                f"again, 'clusterddp cancel {run.shown}' ends it",
+                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.cli_name}' follows it "
+                f"again, 'clusterddp cancel {run.cli_name}' ends it",
                 err=True,
             )
         return errors.EXIT_INTERRUPTED
     if status.state == RunState.FAILED and status.failed_rank != 0:
         # The job log ends with the last words of the rank that failed.
         latest = sys.maxsize if status.attempt is None else status.attempt
-        last = of_attempt(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]
+        last = read_attempt_log(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]
         if last:
             click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
     return log_end(run, status)

@@ -143,9 +143,9 @@ def follow_sweep(
     words += (
         f": {count}, each {spec.layout}\n"
         f"  files   {spec.run_dir}-INDEX\n"
-        f"  points  clusterddp status {sweep.shown}\n"
-        f"  logs    clusterddp logs {runs[0].shown}\n"
-        f"  cancel  clusterddp cancel {sweep.shown}"
+        f"  points  clusterddp status {sweep.cli_name}\n"
+        f"  logs    clusterddp logs {runs[0].cli_name}\n"
+        f"  cancel  clusterddp cancel {sweep.cli_name}"
     )
     if spec.sweep.sample_seed is not None:
         words += f"\n  drawn   with --sample-seed {spec.sweep.sample_seed}"
@@ -206,8 +206,8 @@ def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
             code = ended if code == errors.EXIT_DONE or ended == errors.EXIT_FAILED else code
     except KeyboardInterrupt:
         click.echo(
-            f"\nclusterddp: {sweep.name} goes on; 'clusterddp jobs --watch {sweep.shown}' follows "
-            f"it, 'clusterddp cancel {sweep.shown}' ends it",
+            f"\nclusterddp: {sweep.name} goes on; 'clusterddp jobs --watch {sweep.cli_name}' "
+            f"follows it, 'clusterddp cancel {sweep.cli_name}' ends it",
             err=True,
         )
         return errors.EXIT_INTERRUPTED

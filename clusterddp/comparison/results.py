@@ -286,7 +286,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
         return []
     hosts = list(dict.fromkeys(host for report in reports for host in report.hosts))
     first = trials[0].row.train
-    where = formatting.some(hosts, 8, ", ") + (f" ({hardware})" if hardware else "")
+    where = formatting.join_limited(hosts, 8, ", ") + (f" ({hardware})" if hardware else "")
     lines_of_text = [
         f"on {where}: {_each(reports, 'device')}, "
         f"{_each(reports, 'precision')}{_graphs(reports)}, "

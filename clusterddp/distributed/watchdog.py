@@ -95,7 +95,7 @@ class Watchdog:
         has_own_code: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._note, self._show_life = note, beat
+        self._note, self._renew_liveness = note, beat
         self._leave, self._leave_seconds = leave, leave_seconds
         self._has_own_code, self._has_printed = has_own_code, False
         self._env, self._progress, self._clock = env, progress, clock
@@ -134,7 +134,7 @@ class Watchdog:
         return cls(connect, env, progress, silent_seconds=silent, beat_seconds=beat, **more)
 
     def __enter__(self) -> "Watchdog":
-        self._show_life(self._silent_seconds + self._quiet)
+        self._renew_liveness(self._silent_seconds + self._quiet)
         self._thread.start()
         if self._board:
             self._board.thread.start()
@@ -149,11 +149,11 @@ class Watchdog:
             self._resume()  # it has gone on since the last look: nobody hangs
         if self._board:
             self._board.stop()
-        self._show_life(0)
+        self._renew_liveness(0)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._tick_seconds):
-            self._show_life(self._silent_seconds + self._quiet)
+            self._renew_liveness(self._silent_seconds + self._quiet)
             self._tick()
 
     def _tick(self) -> None:

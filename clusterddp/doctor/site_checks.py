@@ -204,7 +204,7 @@ def _submission(outcome: tuple[bool, str], accounts: Sequence[str], spec: JobSpe
         return Check("submission", GOOD, seen, facts={"accepted": True})
     advice = "see the lines of the partitions; name another with --partition"
     if re.search(r"account|association|permi|group|yours", words, re.IGNORECASE):
-        own = f" (yours: {formatting.some(accounts, 10, ', ')})" if accounts else ""
+        own = f" (yours: {formatting.join_limited(accounts, 10, ', ')})" if accounts else ""
         advice = f"name an account with --account{own}, or ask the site's staff for access"
     facts = {"accepted": False, "accounts": list(accounts)}
     return Check("submission", _refusal(words), f"{asked}: {words}", advice, facts)
@@ -218,7 +218,7 @@ def _described(partition: Partition) -> str:
         f"partition {partition.name}{' (the default)' if partition.is_default else ''}: "
         f"{formatting.count(partition.nodes, 'node')} of up to "
         f"{formatting.count(partition.cpus, 'CPU')} and {formatting.count(number, 'GPU')}"
-        f"{f' ({formatting.some(gpus, 8, chr(44) + chr(32))})' if gpus else ''}, "
+        f"{f' ({formatting.join_limited(gpus, 8, chr(44) + chr(32))})' if gpus else ''}, "
         f"limit {partition.limit}"
     )
 
@@ -299,7 +299,7 @@ def _accounting(asked: "Future[None]", accounts: Sequence[str], config: Mapping[
         advice = "use 'clusterddp status', which reads the runs' own records"
         seen = f"sacct knows no ended jobs: {formatting.line(str(error))}"
         return Check("accounting", WARNING, seen, advice, facts)
-    own = f", your accounts: {formatting.some(accounts, 10, ', ')}" if accounts else ""
+    own = f", your accounts: {formatting.join_limited(accounts, 10, ', ')}" if accounts else ""
     return Check("accounting", GOOD, f"sacct answers, enforced: {enforced}{own}", facts=facts)
 
 

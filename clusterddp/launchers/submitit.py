@@ -25,7 +25,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, Policy, decide, gained
+from clusterddp.run.history import History, Policy, decide, steps_gained
 from clusterddp.run.outcome import read_outcome, read_outcomes
 from clusterddp.run.records import Outcome
 from clusterddp.run.run_dir import RunDir
@@ -174,16 +174,16 @@ class Task:
         run, job_id = attempt.run, os.environ["SLURM_JOB_ID"]
         if any(outcome.failed for outcome in read_outcomes(attempt.outcomes)):
             return False
-        last_word = attempt.read_last_word()
-        if last_word and last_word.reason == "stop":
+        final_record = attempt.read_final_record()
+        if final_record and final_record.reason == "stop":
             return False  # 'clusterddp stop' came first
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         history = History.read(run)
         cancelled = any(event.job_id == job_id for event in history.every(events.CancelAsked))
         if cancelled or client.ending(job_id, restart) is client.Ending.CANCELLED:
             return False
-        gains = gained(attempt, history.spec)
-        starts = history.starts_with(attempt.number, cause=Cause.SIGNAL, gained=gains)
+        gains = steps_gained(attempt, history.spec)
+        starts = history.starts_with(attempt.number, cause=Cause.SIGNAL, steps_gained=gains)
         return decide(self.policy, Cause.SIGNAL, starts).go_on
 
 

@@ -371,7 +371,7 @@ def parse_environment(text: str) -> dict[str, str]:
     return environ
 
 
-def own_name(environ: Mapping[str, str], job_id: str) -> str:
+def slurm_job_name(environ: Mapping[str, str], job_id: str) -> str:
     """Return the job id that Slurm's commands accept for the job of this process.
 
     The SLURM_JOB_ID of an array's last element is that of the array, and means all of it.

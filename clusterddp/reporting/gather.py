@@ -322,8 +322,8 @@ def _explained(start: records.AttemptSummary, attempt: Attempt) -> records.Attem
     """Add the cause that the attempt itself recorded, where it explains more."""
     if start.cause not in ("", "killed", "failed", "stopped"):
         return start
-    last_word = attempt.read_last_word()
-    if last_word and last_word.cause not in ("", "failed"):
-        return replace(start, cause=last_word.cause, why=last_word.reason)
+    final_record = attempt.read_final_record()
+    if final_record and final_record.cause not in ("", "failed"):
+        return replace(start, cause=final_record.cause, why=final_record.reason)
     failure = first_failure(read_outcomes(attempt.outcomes))
     return replace(start, cause="failed", why=failure.describe()) if failure else start

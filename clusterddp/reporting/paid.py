@@ -55,7 +55,7 @@ def account(
     parts: list[_NodeSeconds] = []
     for attempt in known:
         is_latest = attempt is known[-1]
-        own = spent if is_latest and spent else attempt.read_sign_of_life().spent
+        own = spent if is_latest and spent else attempt.read_liveness().spent
         summary = met.get(attempt.number) or AttemptSummary(attempt.number)
         parts += _held(history, attempt, summary, spec, own, until if is_latest else None)
     if not parts:

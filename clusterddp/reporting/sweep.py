@@ -369,7 +369,7 @@ def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
         found = next((name for name in (asked, f"{_TRAINING}{asked}") if name in known), "")
         if found or asked.removeprefix(_TRAINING) in USUAL:
             return found or asked
-        names = formatting.some(sorted(known), 20, ", ")
+        names = formatting.join_limited(sorted(known), 20, ", ")
         there = f"recorded are {names}" if known else "no metric is recorded yet"
         why = "the sweep varies it" if asked in swept else "no point has recorded it"
         raise OptionError("--by", f" {asked}: {why}; {there}.")

@@ -33,8 +33,8 @@ from clusterddp.run import events
 from clusterddp.run.records import (
     ATTEMPT_FORMAT,
     AttemptRecord,
-    LastWord,
-    SignOfLife,
+    FinalRecord,
+    Liveness,
     Spent,
     StopRequest,
 )
@@ -46,12 +46,12 @@ _DIVIDER = re.compile(r"^--- attempt (\d{1,9}), job [^\n]* ---$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
 ALIVE_SECONDS = 2.0
 """Between two signs of life of an attempt's rank 0, and of its batch controller."""
-SILENT_SECONDS = 15.0
+LIVENESS_TIMEOUT = 15.0
 """Without a sign of life for so long, an attempt of another job is taken for dead."""
 _RESERVE_BYTES = 256 << 10
 
 
-class NotStarted(ClusterDDPError):
+class StartRefused(ClusterDDPError):
     """This start of a run is one too many, or another one is still at work."""
 
     code = "CD0516"
@@ -129,19 +129,19 @@ class Attempt:
                     else:
                         Path(entry.path).unlink(missing_ok=True)
         shutil.rmtree(self.agents, ignore_errors=True)
-        self.give_room_back()
+        self.release_space()
 
-    def set_room_aside(self) -> None:
+    def reserve_space(self) -> None:
         """Take the reserve. Raises OSError."""
         with self.reserve.open("wb") as file:
             _fill(file, _RESERVE_BYTES)
 
-    def give_room_back(self) -> None:
+    def release_space(self) -> None:
         """Give the reserve up, if there still is one."""
         with contextlib.suppress(OSError):
             self.reserve.unlink()
 
-    def write_last_word(self, path: Path, record: object) -> None:
+    def write_final_record(self, path: Path, record: object) -> None:
         """Write a record of how the attempt ends: on a full disk into its reserve.
 
         Raises OSError.
@@ -149,10 +149,10 @@ class Attempt:
         try:
             files.write_record(path, record)
         except OSError:
-            self.give_room_back()  # as another rank may just have done
+            self.release_space()  # as another rank may just have done
             files.write_record(path, record)
 
-    def trouble_writing(self) -> str:
+    def write_error(self) -> str:
         """Return why nothing can be written in the attempt's directory; empty where it can."""
         try:
             with tempfile.TemporaryFile(dir=self.path) as file:
@@ -165,13 +165,13 @@ class Attempt:
         """attempt.json; None while the ranks have not met."""
         return files.read(AttemptRecord, self.record)
 
-    def read_last_word(self) -> LastWord | None:
+    def read_final_record(self) -> FinalRecord | None:
         """end.json; None while the ranks have not left together."""
-        return files.read(LastWord, self.end)
+        return files.read(FinalRecord, self.end)
 
-    def read_sign_of_life(self) -> SignOfLife:
+    def read_liveness(self) -> Liveness:
         """Read the step that rank 0 has come to, and the newest one that it has saved."""
-        return files.read(SignOfLife, self.alive) or SignOfLife()
+        return files.read(Liveness, self.alive) or Liveness()
 
     @property
     def is_of_newer_version(self) -> bool:
@@ -196,7 +196,7 @@ class Attempt:
         request = files.read(StopRequest, self.stop)
         return (request.reason if request else "") or "signal"
 
-    def show_life(
+    def renew_liveness(
         self,
         step: int,
         saved: int | None = None,
@@ -210,18 +210,18 @@ class Attempt:
         By a rename, after which a network file system looks at this folder anew, and so at `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
-        sign = dataclasses.asdict(SignOfLife(step, saved, spent, planned))
+        sign = dataclasses.asdict(Liveness(step, saved, spent, planned))
         fresh.write_text(json.dumps(sign))  # nobody waits for the disk
         fresh.replace(self.alive)
 
-    def end_life(self) -> None:
+    def expire_liveness(self) -> None:
         """Age the sign of life, so that nobody waits for the next one."""
         with contextlib.suppress(OSError):
             os.utime(self.alive, (0, 0))
 
     def is_alive(self) -> bool:
         """Return whether rank 0 has given a sign of life lately, by the file system's own clock."""
-        return files.age(self.alive, self.run.attempts) < SILENT_SECONDS
+        return files.age(self.alive, self.run.attempts) < LIVENESS_TIMEOUT
 
 
 def _fill(file: IO[bytes], count: int) -> None:
@@ -253,7 +253,7 @@ def begin(run: RunDir) -> Attempt:
     run.make(run.attempts)
     previous = latest(run)
     if previous and previous.is_of_newer_version:
-        raise NotStarted(
+        raise StartRefused(
             f"{previous.record} was written by a newer clusterddp than this one, "
             f"{__version__}: update it to resume {run.name}. [CD0506]"
         )
@@ -269,8 +269,8 @@ def begin(run: RunDir) -> Attempt:
     return made
 
 
-def await_silence(run: RunDir, job_id: str, seconds: float) -> None:
-    """Wait until no other job trains this run. Raises NotStarted after so many seconds.
+def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
+    """Wait until no other job trains this run. Raises StartRefused after so many seconds.
 
     An earlier start of this very job is over, whatever its orphans still do: it is superseded.
     """
@@ -287,11 +287,13 @@ def await_silence(run: RunDir, job_id: str, seconds: float) -> None:
         f": rank 0 has shown its life for all of {seconds:g} s. Two jobs cannot write one run: "
         "cancel one of them, or give this one a --run-name of its own (a Loop: a folder)."
     )
-    wait_out(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
+    wait_until_idle(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
 
 
-def wait_out(at_work: Callable[[], str], seconds: float, refusal: str, *, every: float) -> None:
-    """Wait while somebody is at work, as `at_work` says. Raises NotStarted after so many seconds.
+def wait_until_idle(
+    at_work: Callable[[], str], seconds: float, refusal: str, *, every: float
+) -> None:
+    """Wait while somebody is at work, as `at_work` says. Raises StartRefused after so many seconds.
 
     refusal: is said then of who it is.
     """
@@ -301,7 +303,7 @@ def wait_out(at_work: Callable[[], str], seconds: float, refusal: str, *, every:
         if not who:
             return
         if is_last:
-            raise NotStarted(who + refusal)
+            raise StartRefused(who + refusal)
         if not is_announced:
             log.info(f"{who}; waiting up to {seconds:g} s for it to end")
             is_announced = True
@@ -321,7 +323,7 @@ def _is_at_work(attempt: Attempt, job_id: str) -> bool:
     return not ended and attempt.is_alive()
 
 
-def take_up(
+def record_start(
     attempt: Attempt,
     source: Path | None,
     step: int,
@@ -377,7 +379,7 @@ def publish(attempt: Attempt, record: AttemptRecord) -> None:
             f"attempt {attempt.number} of {attempt.run.name} is superseded: attempt "
             f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
         )
-    attempt.show_life(record.step or 0)
+    attempt.renew_liveness(record.step or 0)
     dated = dataclasses.replace(record, number=attempt.number, began=round(time.time(), 3))
     files.write_record(attempt.record, dated, indent=2)
     link(attempt.run.current, f"{attempt.run.attempts.name}/{attempt.path.name}")
@@ -398,7 +400,7 @@ _OFF = "off"
 """Value by which a person's own --env keeps all of this away; the other one is `JOB:PATH`."""
 
 
-def show_loop(environ: MutableMapping[str, str], attempt: Attempt) -> None:
+def expose_loop(environ: MutableMapping[str, str], attempt: Attempt) -> None:
     """Let a COMMAND import the run's own clusterddp, behind what its PYTHONPATH names already."""
     if environ.get(LOOP_VARIABLE) == _OFF:
         return
@@ -432,7 +434,7 @@ def attempt_at(path: Path) -> Attempt:
     return Attempt(RunDir(path.parents[1]), int(path.name))
 
 
-def printed(run: RunDir) -> int:
+def printed_bytes(run: RunDir) -> int:
     """Return how many bytes the ranks, and agents above them, have printed."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(run.logs) as entries:
@@ -443,7 +445,7 @@ def printed(run: RunDir) -> int:
     return total
 
 
-def divide_logs(attempt: Attempt, job_id: str) -> None:
+def write_attempt_dividers(attempt: Attempt, job_id: str) -> None:
     """Write the line that begins an attempt into the existing logs.
 
     A log that cannot be written goes without: it must not cost the start.
@@ -457,14 +459,14 @@ def divide_logs(attempt: Attempt, job_id: str) -> None:
                 files.append_line(log, line, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def divide_own_log(number: int, job_id: str, restarts: int) -> None:
+def write_restart_divider(number: int, job_id: str, restarts: int) -> None:
     """Begin a task that its agent has started again within the job, in the log of the task."""
     with contextlib.suppress(OSError):
         line = _divider(number, job_id, f"start {restarts + 1} in it")
         print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the task's own log
 
 
-def of_attempt(log: Path, number: int) -> str:
+def read_attempt_log(log: Path, number: int) -> str:
     """Read one attempt's part of a log, its last megabyte at most; empty without such a log."""
     text = files.read_tail(log, _TAIL_BYTES).decode(errors="replace")
     begin, end = 0, len(text)

@@ -70,7 +70,7 @@ class BadNode:
     expires: float = 0.0
 
 
-def blame(
+def mark_bad(
     attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str, *, is_remark: bool = False
 ) -> None:
     """Record nodes as bad, in the run's events and in the output root. Raises OSError.
@@ -82,7 +82,7 @@ def blame(
         return
     run, now = attempt.run, time.time()
     number = None if is_remark else attempt.number
-    events.add(run.events, events.NodesBlamed(job_id=job_id, attempt=number, nodes=nodes, by=by))
+    events.add(run.events, events.NodesMarkedBad(job_id=job_id, attempt=number, nodes=nodes, by=by))
     spec = run.read_spec()
     expires = now + 3600 * (spec.avoid_bad_nodes_for if spec else JobSpec.avoid_bad_nodes_for)
     for host, reason in nodes.items():
@@ -127,7 +127,7 @@ def _latest_for(history: History) -> dict[str, BadNode]:
         log.info(f"the list of bad nodes cannot be read: {error}")
     run, spec = history.run, history.spec
     seconds = 3600 * (spec.avoid_bad_nodes_for if spec else JobSpec.avoid_bad_nodes_for)
-    for event in history.every(events.NodesBlamed):
+    for event in history.every(events.NodesMarkedBad):
         when = event.time or 0.0
         for host, reason in event.nodes.items():
             if host not in latest or when > latest[host].time + _SAME_SECONDS:
@@ -196,7 +196,7 @@ def choose(
         nodes = site.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
         return Choice(remarks=(f"{names} cannot be left out: {error}",))
-    return among(bad, asked, nodes, count or asked.nodes + asked.spare_nodes)
+    return select_excluded(bad, asked, nodes, count or asked.nodes + asked.spare_nodes)
 
 
 def choose_for_submission(spec: JobSpec) -> Choice:
@@ -217,7 +217,7 @@ def choose_for_submission(spec: JobSpec) -> Choice:
     return choice
 
 
-def among(
+def select_excluded(
     bad: Mapping[str, BadNode], asked: Resources, nodes: Sequence[Node], count: int
 ) -> Choice:
     """Choose, of the nodes of partitions, the bad ones to leave out, the latest blamed first.
@@ -253,7 +253,7 @@ def among(
     return Choice(chosen, tuple(remarks))
 
 
-def refuse_demanded(root: Path, asked: Resources) -> None:
+def reject_bad_nodelist(root: Path, asked: Resources) -> None:
     """Refuse a request whose --nodelist demands a bad node. Raises OptionError."""
     try:
         bad = read(root) if asked.nodelist else {}
@@ -270,7 +270,7 @@ def refuse_demanded(root: Path, asked: Resources) -> None:
         )
 
 
-def merged(
+def merge_excludes(
     asked: Resources, before: Sequence[str], chosen: Collection[str], known: Collection[str]
 ) -> list[str]:
     """Return all nodes that a job is to leave out: the person's, those from elsewhere, the bad.
@@ -283,7 +283,7 @@ def merged(
     return list(dict.fromkeys([*own, *others, *chosen]))
 
 
-def failed_again(starts: Sequence[PastAttempt]) -> str:
+def find_repeat_offender(starts: Sequence[PastAttempt]) -> str:
     """Return the node on which ranks crash that got further elsewhere; empty without one.
 
     The first failure was there in the last two attempts on it, both had other nodes too, and an

@@ -126,7 +126,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartedInVain(Event):
+class NotStarted(Event):
     """Start by Slurm of a job that begins no attempt: its run is done, or a node of it is bad."""
 
     kind: ClassVar[str] = "not_started"
@@ -158,7 +158,7 @@ class Ended(Event):
     another end it says nothing."""
     first_failure: Failure | None = None
     """Rank that failed first; None where none did, or none is known."""
-    trouble: str = ""
+    write_error: str = ""
     """Reason for which a checkpoint or a record could not be written."""
     remark: str = ""
     """What a person should know beside the cause, such as that each task trained by itself."""
@@ -166,7 +166,7 @@ class Ended(Event):
     """Reason for which no other attempt follows by itself; empty where one does."""
     code: str = ""
     """Code of its end, for `clusterddp explain`; empty of a run that is done."""
-    told: str = ""
+    stop_signal: str = ""
     """Signal at which the ranks of a command left with exit code 0, before its end."""
 
 
@@ -246,10 +246,10 @@ class TimeLimitReached(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesBlamed(Event):
+class NodesMarkedBad(Event):
     """Nodes that the run's next attempts avoid (`bad_nodes`)."""
 
-    kind: ClassVar[str] = "nodes_blamed"
+    kind: ClassVar[str] = "nodes_marked_bad"
     nodes: Mapping[str, str] = field(default_factory=dict)
     """Measurements, or what was seen, by the node's name."""
     by: str = ""
@@ -257,10 +257,10 @@ class NodesBlamed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesLeftOut(Event):
+class NodesExcluded(Event):
     """Bad nodes that the job's next start leaves out."""
 
-    kind: ClassVar[str] = "nodes_left_out"
+    kind: ClassVar[str] = "nodes_excluded"
     nodes: Mapping[str, str] = field(default_factory=dict)
     """Reasons by the node's name."""
 
@@ -286,7 +286,7 @@ class Cleaned(Event):
             ("{} of the code", formatting.count(self.code_files, "file") * bool(self.code_files)),
             ("{}", "its clusterddp" * bool(self.clusterddp)),
         )
-        return formatting.known(*named)
+        return formatting.join_known(*named)
 
 
 @dataclass(frozen=True, kw_only=True)

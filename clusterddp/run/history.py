@@ -14,8 +14,8 @@ from clusterddp import files
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
-from clusterddp.run.events import Cause, Ended, Event, Failure, NodesBlamed, Started
-from clusterddp.run.records import AttemptRecord, AttemptSummary, LastWord, SlowRank, SlowRanks
+from clusterddp.run.events import Cause, Ended, Event, Failure, NodesMarkedBad, Started
+from clusterddp.run.records import AttemptRecord, AttemptSummary, FinalRecord, SlowRank, SlowRanks
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.forms import hosts_of
 
@@ -29,10 +29,10 @@ class PastAttempt:
     number: int
     cause: str = ""
     """Cause of its end; empty where nobody recorded it: killed together with its script."""
-    gained: int | None = None
+    steps_gained: int | None = None
     """Steps by which its last checkpoint is beyond the one from which it started; None for a
     command, whose steps nobody counts."""
-    told: bool = False
+    stopped_by_signal: bool = False
     """True where its ranks left with exit code 0 because a signal told them to."""
     nodes: Sequence[str] = ()
     """Nodes of its tasks."""
@@ -46,7 +46,7 @@ class PastAttempt:
     @property
     def reached(self) -> int | None:
         """Step of its newest checkpoint; None where nobody counts steps."""
-        return None if self.gained is None else self.first_step + self.gained
+        return None if self.steps_gained is None else self.first_step + self.steps_gained
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,27 @@ class History:
         found = [event for event in self.events if isinstance(event, kind)]
         return [event for event in found if attempt in (None, event.attempt)]
 
-    def blames(self, attempt: int, by: str = "") -> list[NodesBlamed]:
+    def bad_marks(self, attempt: int, by: str = "") -> list[NodesMarkedBad]:
         """List what was blamed in an attempt. by: a word of `bad_nodes`; empty for all."""
-        blamed = self.every(NodesBlamed, attempt)
-        return [event for event in blamed if by in ("", event.by)]
+        marked_bad = self.every(NodesMarkedBad, attempt)
+        return [event for event in marked_bad if by in ("", event.by)]
 
-    def blamed(self, attempt: int) -> set[str]:
+    def marked_bad(self, attempt: int) -> set[str]:
         """Return the nodes that were blamed in an attempt, whatever for."""
-        return {node for event in self.blames(attempt) for node in event.nodes}
+        return {node for event in self.bad_marks(attempt) for node in event.nodes}
 
     def done_by(self, job_id: str) -> bool:
         """Return whether a start of this job has finished the run since it was last submitted."""
-        causes = causes_of(self.events)
+        causes = causes_by_attempt(self.events)
         ends = [event for event in self.every(Ended) if event.job_id == job_id]
         return any(causes.get(event.attempt or 0) == Cause.DONE for event in ends)
 
     @cached_property
     def starts(self) -> list[PastAttempt]:
         """Attempts since a person last submitted the run, the latest last."""
-        return [self._past(number, cause) for number, cause in causes_of(self.events).items()]
+        return [
+            self._past(number, cause) for number, cause in causes_by_attempt(self.events).items()
+        ]
 
     def starts_with(self, number: int, **end: Any) -> list[PastAttempt]:
         """Return `starts` with the latest attempt at last, whose end nobody has recorded yet.
@@ -116,8 +118,8 @@ class History:
         return PastAttempt(
             number,
             cause,
-            gained(attempt, self.spec),
-            told=bool(ended.told),
+            steps_gained(attempt, self.spec),
+            stopped_by_signal=bool(ended.stop_signal),
             nodes=hosts_of(started.nodelist),
             failure=ended.first_failure,
             first_step=(record.step or 0) if record else 0,
@@ -139,10 +141,10 @@ def _summary(
     attempt: Attempt, record: AttemptRecord, after: AttemptRecord | None, cause: str
 ) -> AttemptSummary:
     began, first_step = record.began or 0.0, record.step or 0
-    last_word = attempt.read_last_word() or LastWord()
-    left_at = last_word.step
+    final_record = attempt.read_final_record() or FinalRecord()
+    left_at = final_record.step
     if left_at is None:
-        left_at = attempt.read_sign_of_life().step or 0
+        left_at = attempt.read_liveness().step or 0
     resumed_step = (after.step or 0) if after else 0
     reached = max(first_step, left_at, resumed_step)
     seconds_lost = (after.began or 0.0) - (after.saved or began) if after else 0.0
@@ -153,14 +155,14 @@ def _summary(
         began=began,
         first_step=first_step,
         last_step=reached,
-        cause=cause or last_word.cause or ("killed" if after else ""),
+        cause=cause or final_record.cause or ("killed" if after else ""),
         steps_done_twice=reached - resumed_step if after else 0,
         seconds_lost=round(seconds_lost, 3),
         stragglers=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
     )
 
 
-def gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
+def steps_gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
     """Steps that an attempt has brought onto the disk. spec: the run's request, if it is known."""
     record = attempt.read_record()
     if not record:
@@ -173,7 +175,7 @@ def gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
     return max(reached - (record.step or 0), 0)
 
 
-def causes_of(history: Sequence[Event]) -> dict[int, str]:
+def causes_by_attempt(history: Sequence[Event]) -> dict[int, str]:
     """Each attempt since a person last submitted the run, with the cause of its end."""
     causes: dict[int, str] = {}
     jobs: dict[int, str] = {}
@@ -189,7 +191,7 @@ def causes_of(history: Sequence[Event]) -> dict[int, str]:
     return causes
 
 
-def withdrawn(history: Sequence[Event], job_id: str) -> str:
+def withdrawal_cause(history: Sequence[Event], job_id: str) -> str:
     """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
 
     A stop that was asked for since the run last started counts for the jobs that the run knows
@@ -302,7 +304,7 @@ def decide(
         return Decision(False, STOP_ASKED)
     if cause == Cause.REQUEUED:
         return Decision(False, "Slurm has put the job back into the queue")
-    has_loop = policy.requeues_loops and starts[-1].gained is not None
+    has_loop = policy.requeues_loops and starts[-1].steps_gained is not None
     if not (policy.requeue or has_loop) and (cause in _GOES_ON or policy.retries):
         return Decision(False, requeue_is_off(how or cause), "CD1221")
     if cause == Cause.FAILED:
@@ -313,15 +315,19 @@ def decide(
             limit = f"--retries {policy.retries}"
             return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
     if len(starts) > policy.max_requeues:
-        return Decision(False, capped(policy.max_requeues), "CD1222")
+        return Decision(False, requeue_limit_reached(policy.max_requeues), "CD1222")
     last = starts[-_FRUITLESS_STARTS:]
     # One that has requeued its job by itself, as Lightning at USR1, has saved before.
-    told = [start for start in last if start.told and start.cause != Cause.REQUEUED]
-    if len(told) == _FRUITLESS_STARTS and all(start.gained is None for start in told):
+    signalled = [
+        start for start in last if start.stopped_by_signal and start.cause != Cause.REQUEUED
+    ]
+    if len(signalled) == _FRUITLESS_STARTS and all(
+        start.steps_gained is None for start in signalled
+    ):
         return Decision(False, _TOLD_AGAIN, "CD1229")
     counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
     last = counted[-_FRUITLESS_STARTS:]
-    if len(last) == _FRUITLESS_STARTS and all(start.gained == 0 for start in last):
+    if len(last) == _FRUITLESS_STARTS and all(start.steps_gained == 0 for start in last):
         why = f"{_FRUITLESS_STARTS} starts in a row have not gained a step"
         return Decision(False, why, "CD1224")
     return Decision(True, cause)
@@ -332,7 +338,7 @@ def requeue_is_off(how: str) -> str:
     return f"{how}, and requeue is off"
 
 
-def capped(max_requeues: int) -> str:
+def requeue_limit_reached(max_requeues: int) -> str:
     """Say why a run is not started once more."""
     times = f"{max_requeues + 1} times" if max_requeues else "once"
     return f"it has been started {times} (--max-requeues {max_requeues})"

@@ -22,13 +22,13 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import Failure
-from clusterddp.run.records import HungRanks, Outcome, OwnWorld, TaskError
+from clusterddp.run.records import HungRanks, NestedWorld, Outcome, TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import srun_lines
 from clusterddp.slurm.forms import SPARES_VARIABLE
 from clusterddp.slurm.srun_lines import TaskEnd
 
-SIGN_SECONDS = 5.0
+RENEWAL_SECONDS = 5.0
 """Between two signs of life of a node, in a job that has spare ones."""
 HUNG = "hung.json"
 _CLOCKS = "clocks.json"
@@ -99,7 +99,7 @@ def path_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def last_sign(path: Path) -> float:
+def last_renewal(path: Path) -> float:
     """Return when a rank, or the controller, has last given a sign of its life. Raises OSError.
 
     path: the file whose time is that sign. It is opened, as a network file system answers stat from
@@ -281,7 +281,7 @@ class TaskRecord:
         self._attempt = Attempt(run, attempt) if attempt else None
         self._folder = self._attempt.outcomes if self._attempt else run.outcomes
         self._rank, self._writing = env.rank, threading.Lock()
-        self._told_to_end = False
+        self._asked_to_end = False
         self._fields: dict[str, object] = {
             "rank": env.rank,
             "local_rank": env.local_rank,
@@ -291,7 +291,7 @@ class TaskRecord:
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "step_id": os.environ.get("SLURM_STEP_ID", ""),
-            "told": None,  # here from the start: a signal can come while the fields are written
+            "received_signal": None,  # set early: a signal can arrive while the fields are written
         }
 
     def started(self, pid: int) -> None:
@@ -303,30 +303,33 @@ class TaskRecord:
         }
         self._write()
         if SPARES_VARIABLE in os.environ and self._fields["local_rank"] == 0:
-            threading.Thread(target=self._show_life, daemon=True).start()
+            threading.Thread(target=self._renew_liveness, daemon=True).start()
 
-    def _show_life(self) -> None:
+    def _renew_liveness(self) -> None:
         """Renew the record's time, which tells the controller that this node lives."""
         while True:
-            time.sleep(SIGN_SECONDS)
+            time.sleep(RENEWAL_SECONDS)
             with suppress(OSError):  # it may be gone
                 os.utime(self._path)
 
-    def told(self, number: int) -> None:
+    def note_signal(self, number: int) -> None:
         """Note a signal that the task does not ignore; from a signal's handler."""
-        if number in _SAVING and self._told_to_end:
+        if number in _SAVING and self._asked_to_end:
             return
-        self._told_to_end = number not in _SAVING
-        self._fields["told"] = {"signal": signal_name(number), "time": round(time.time(), 3)}
+        self._asked_to_end = number not in _SAVING
+        self._fields["received_signal"] = {
+            "signal": signal_name(number),
+            "time": round(time.time(), 3),
+        }
 
-    def continued(self) -> None:
+    def note_continued(self) -> None:
         """Note that the task goes on after a stop."""
         self._fields["continued"] = round(time.time(), 3)
 
     @property
-    def is_told(self) -> bool:
+    def has_signal(self) -> bool:
         """Return whether a signal has been noted."""
-        return self._fields["told"] is not None
+        return self._fields["received_signal"] is not None
 
     @property
     def _path(self) -> Path:
@@ -345,13 +348,13 @@ class TaskRecord:
             self._write()
         return status
 
-    def found(self, world: OwnWorld) -> None:
+    def record_nested_world(self, world: NestedWorld) -> None:
         """Record that the task's children form a world of their own; from any thread."""
         with self._writing:
-            self._fields["own_world"] = vars(world)
+            self._fields["nested_world"] = vars(world)
             self._write()
 
-    def met(self, has_met: bool) -> None:
+    def record_met(self, has_met: bool) -> None:
         """Record whether the ranks have met at this one, as far as was seen; from any thread."""
         with self._writing:
             self._fields["met"] = has_met
@@ -361,7 +364,7 @@ class TaskRecord:
         """A run directory that is gone or full costs the record, never the task."""
         try:
             if self._attempt:
-                self._attempt.write_last_word(self._path, self._fields)
+                self._attempt.write_final_record(self._path, self._fields)
             else:
                 self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
                 files.write_record(self._path, self._fields)

@@ -51,7 +51,7 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True)
-class LastWord:
+class FinalRecord:
     """end.json: how the ranks of an attempt left together."""
 
     cause: str = ""
@@ -62,7 +62,7 @@ class LastWord:
     """Step at which they left."""
     saved: int | None = -1
     """Step of the last checkpoint that was written; None without one, -1 where it is not said."""
-    trouble: str = ""
+    write_error: str = ""
     """Reason for which the checkpoint of the last step could not be written."""
 
 
@@ -101,7 +101,7 @@ class PreflightRecord:
 
 
 @dataclass(frozen=True)
-class SignOfLife:
+class Liveness:
     """alive: how far rank 0 has come; renewed every two seconds."""
 
     step: int | None = None
@@ -174,7 +174,7 @@ class TaskError:
 
 
 @dataclass(frozen=True)
-class OwnWorld:
+class NestedWorld:
     """World that the children of one task formed by themselves, beside the run's."""
 
     size: int = 0
@@ -184,7 +184,7 @@ class OwnWorld:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReceivedSignal:
     """Signal that a task got and did not ignore, the latest one that asks for its end if any."""
 
     signal: str
@@ -231,9 +231,9 @@ class Outcome:
     """Interpreter of its parent, which so runs clusterddp on its host."""
     clock_ahead: float | None = None
     """Seconds by which its host's clock is ahead of rank 0's, where measured (clocks.json)."""
-    own_world: OwnWorld | None = None
+    nested_world: NestedWorld | None = None
     """World that its children formed by themselves."""
-    told: Told | None = None
+    received_signal: ReceivedSignal | None = None
     """Signal that told it to save or to end; None where none came, or it ignores them."""
     continued: float | None = None
     """Time at which it last went on after it was stopped, as by `scontrol suspend`."""
@@ -252,9 +252,12 @@ class Outcome:
 
         What goes on for a minute after USR1 or USR2 has saved, and ends at its own time.
         """
-        if self.told is None or self.ended is None or self.exit_code != 0:
+        if self.received_signal is None or self.ended is None or self.exit_code != 0:
             return False
-        goes_on = self.told.signal in _MAY_GO_ON and self.ended - self.told.time > _LEAVES_WITHIN
+        goes_on = (
+            self.received_signal.signal in _MAY_GO_ON
+            and self.ended - self.received_signal.time > _LEAVES_WITHIN
+        )
         return not goes_on
 
     @property

@@ -143,7 +143,7 @@ class RunDir:
         return folder.absolute().parents[depth - 1] if depth else folder.absolute()
 
     @property
-    def shown(self) -> str:
+    def cli_name(self) -> str:
         """Name or path by which a command that is typed in this folder finds the run."""
         usual = Path(os.environ.get("CLUSTERDDP_RUNS_DIR") or "jobs")
         path = self.path.absolute()
@@ -169,12 +169,12 @@ class RunDir:
         return folder if spec and int(index) < len(spec.sweep) else None
 
     @property
-    def resubmission(self) -> str:
+    def resume_command(self) -> str:
         """Command that resumes the run; the script of an array's element starts all of them."""
         if self.array_index:
             script = shlex.quote(str(self.script.absolute()))
             return f"sbatch --array={self.array_index} {script}"
-        return f"clusterddp resubmit {self.shown}"
+        return f"clusterddp resubmit {self.cli_name}"
 
     @classmethod
     @contextmanager
@@ -343,7 +343,7 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
         return None
 
 
-def where_output_lies(folder: str) -> str:
+def describe_output_folder(folder: str) -> str:
     """Say whether what the tasks write to relative paths lies in the folder where they start.
 
     In a copy of the code, folders that git ignores are links to a person's own.

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
-from clusterddp.ranks.variables import is_rehearsal, own_name
+from clusterddp.ranks.variables import is_rehearsal, slurm_job_name
 from clusterddp.request.spec import ANY, CONDITIONS, FAILED, OK, JobSpec
 from clusterddp.run import events
-from clusterddp.run.attempt import NotStarted
+from clusterddp.run.attempt import StartRefused
 from clusterddp.run.events import Cause
-from clusterddp.run.history import History, causes_of, withdrawn
+from clusterddp.run.history import History, causes_by_attempt, withdrawal_cause
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import HELD, State
@@ -48,7 +48,7 @@ class Due(Enum):
     UNKNOWN = "unknown"
 
 
-class NotDue(NotStarted):
+class NotDue(StartRefused):
     """Start that is to begin nothing, as an awaited run has not ended as was asked for."""
 
     code = "CD1106"
@@ -182,7 +182,7 @@ def check(
     has_queue: False for a rehearsal, which nothing holds back.
     """
     for each in awaited:
-        asked, again = f"--after {each.text}: {each.words}", each.run.resubmission
+        asked, again = f"--after {each.text}: {each.words}", each.run.resume_command
         if each.due is Due.NEVER:
             raise RequestError(
                 f"{asked} has ended otherwise. Submit it again with '{again}', wait for any end "
@@ -200,7 +200,7 @@ def check(
         if each.due is Due.WAITS and not has_queue:
             raise RequestError(
                 f"{asked} has not ended, and --launcher local has no queue to wait in. Wait for it "
-                f"with 'clusterddp logs -f {each.run.shown}'. [CD1105]"
+                f"with 'clusterddp logs -f {each.run.cli_name}'. [CD1105]"
             )
         if each.due is Due.WAITS and not each.jobs:
             raise RequestError(
@@ -244,7 +244,7 @@ def _waits_for(run: RunDir) -> set[str]:
         history = events.read(each.events)
         submission = latest_submission(history)
         is_over = submission is None or submission.end or submission.cancelled
-        if not is_over and not causes_of(history):
+        if not is_over and not causes_by_attempt(history):
             paths |= {path for path, _ in spec.after}
     return paths
 
@@ -286,9 +286,11 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     where the run can never begin, or cannot wait.
     """
     spec, history = run.load_spec(), events.read(run.events)
-    is_over = is_rehearsal(os.environ) or causes_of(history)
-    name = own_name(os.environ, job_id)  # by which a point of a sweep is known until it begins
-    is_withdrawn = any(withdrawn(history, each) for each in (job_id, name))
+    is_over = is_rehearsal(os.environ) or causes_by_attempt(history)
+    name = slurm_job_name(
+        os.environ, job_id
+    )  # by which a point of a sweep is known until it begins
+    is_withdrawn = any(withdrawal_cause(history, each) for each in (job_id, name))
     if not spec.after or is_over or is_withdrawn:
         return ""
     awaited = _look_patiently(spec)
@@ -360,7 +362,7 @@ def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
     if has_ended:
         log.info(
             f"{waiting.name} waited for {renewed[0].name} and was not started. Submit it again "
-            f"with: {waiting.resubmission}"
+            f"with: {waiting.resume_command}"
         )
     if not queued:
         return
@@ -409,7 +411,7 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
             continue  # a point that was submitted again with others to wait for is its own case
         if submission.end and submission.end.cause == Cause.NOT_DUE:
             has_ended = True
-        if submission.end or submission.is_local or causes_of(history):
+        if submission.end or submission.is_local or causes_by_attempt(history):
             continue
         waits = [event for event in history if isinstance(event, events.Waits)]
         found[submission.job_id] = run, bool(waits and waits[-1].held)

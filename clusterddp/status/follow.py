@@ -110,7 +110,7 @@ def how_it_ended(status: RunStatus) -> str:
     """Describe the outcome in a line, with its code and, after a failure, what to type next."""
     why = status.why()
     if status.state == RunState.DONE:
-        figures = formatting.known(
+        figures = formatting.join_known(
             ("{}", why),
             ("test accuracy {}", formatting.percent(status.accuracy)),
             ("took {}", formatting.duration(status.elapsed_seconds)),
@@ -161,10 +161,10 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     have = ", ".join([*others, *ranks[:4], *(["…"] if len(ranks) > 4 else [])]) or "no log"
     yet, advice = "", "See"
     if not status.has_ended:
-        yet, advice = " (yet)", f"Follow it with 'clusterddp logs -f {run.shown}', or see"
+        yet, advice = " (yet)", f"Follow it with 'clusterddp logs -f {run.cli_name}', or see"
     raise RequestError(
         f"{run.name} has no {missing.name}{yet}: it is {state} and has {have}. {advice} "
-        f"'clusterddp status {run.shown}'. [CD0507]"
+        f"'clusterddp status {run.cli_name}'. [CD0507]"
     )
 
 
@@ -282,7 +282,7 @@ class _Watch:
             self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
         self._logged = shown
         job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
-        where = f" on {formatting.some(status.hosts, 8)}" if status.hosts else ""
+        where = f" on {formatting.join_limited(status.hosts, 8)}" if status.hosts else ""
         text = status.state + (job if status.state == RunState.QUEUED else where)
         if status.state == RunState.RUNNING and status.restarts:
             text += f", attempt {status.attempt or status.restarts + 1}"

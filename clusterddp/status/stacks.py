@@ -66,7 +66,7 @@ def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[Ra
     """
     if status.state not in (RunState.RUNNING, RunState.UNKNOWN):
         detail = f" ({status.detail})" if status.detail else ""
-        hint = f"'clusterddp logs {run.shown}' shows what its ranks printed."
+        hint = f"'clusterddp logs {run.cli_name}' shows what its ranks printed."
         if status.state in (RunState.CREATED, RunState.QUEUED):
             hint = "Look again once it runs."
         raise RequestError(

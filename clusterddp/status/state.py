@@ -27,7 +27,7 @@ from clusterddp.run.events import (
     StopFailed,
     Submitted,
 )
-from clusterddp.run.history import NO_RESTART, OWN_CLOCK, causes_of, requeue_is_off
+from clusterddp.run.history import NO_RESTART, OWN_CLOCK, causes_by_attempt, requeue_is_off
 from clusterddp.run.records import Report
 from clusterddp.slurm.states import HELD, JobState, State
 
@@ -183,7 +183,7 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
         # the tasks of a local run may know it by another number, so there the order does.
         if event.job_id == job_id or (launcher == "local" and index > position):
             submission = _after(submission, event)
-    causes = causes_of(history)
+    causes = causes_by_attempt(history)
     ends = [event for event in history if isinstance(event, Ended)]
     by_clock = {end.attempt for end in ends if end.how == OWN_CLOCK}
     return replace(
@@ -275,7 +275,7 @@ def judge(
     job = job or _NOT_ASKED
     if submission.end:
         state, detail = _judge_ended(submission, submission.end, job, alive, now)
-        return state, "; ".join(filter(None, (detail, submission.end.trouble)))
+        return state, "; ".join(filter(None, (detail, submission.end.write_error)))
     started = submission.start.time
     if submission.put_back and not submission.cancelled:
         return _judge_put_back(submission, job, now)

@@ -18,10 +18,10 @@ from clusterddp import files, formatting
 from clusterddp.errors import EXIT_INTERRUPTED, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt, latest, printed
+from clusterddp.run.attempt import Attempt, latest, printed_bytes
 from clusterddp.run.events import Cause, Ended, Failure, Started
-from clusterddp.run.history import NO_RESTART, History, gained
-from clusterddp.run.outcome import HUNG, first_failure, last_sign, read_outcomes
+from clusterddp.run.history import NO_RESTART, History, steps_gained
+from clusterddp.run.outcome import HUNG, first_failure, last_renewal, read_outcomes
 from clusterddp.run.records import (
     AttemptRecord,
     HungRanks,
@@ -271,8 +271,8 @@ def _explained(
         return f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
     if is_stuck:
         detail += (
-            " more than a minute ago, and still at work: 'clusterddp stacks "
-            f"{run.shown}' shows where its ranks are, 'clusterddp cancel {run.shown}' ends it now"
+            f" more than a minute ago, and still at work: 'clusterddp stacks {run.cli_name}' "
+            f"shows where its ranks are, 'clusterddp cancel {run.cli_name}' ends it now"
         )
     if state == RunState.RUNNING and (at := _latest_attempt(run)):
         return ", ".join(filter(None, (detail, _hang(at))))
@@ -308,7 +308,7 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, st
     if submission.is_local or submission.attempt is None:
         return None
     try:
-        changed = last_sign(Attempt(run, submission.attempt).controller)
+        changed = last_renewal(Attempt(run, submission.attempt).controller)
     except OSError:  # submitit has none
         return None
     silent = now - changed
@@ -316,8 +316,8 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, st
         return None
     return RunState.UNKNOWN, (
         f"lost: its batch script has shown no life for {formatting.duration(silent)}, though Slurm "
-        f"says that job {submission.job_id} runs. End that with 'clusterddp cancel {run.shown}', "
-        f"then resume with '{run.resubmission}'"
+        f"says that job {submission.job_id} runs. End that with "
+        f"'clusterddp cancel {run.cli_name}', then resume with '{run.resume_command}'"
     )
 
 
@@ -326,11 +326,11 @@ def _hang(attempt: Attempt) -> str:
     hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
     silent = files.read(Silence, attempt.silent)
     if hung.ranks:
-        ranks = formatting.some([str(rank) for rank in hung.ranks], 8, ", ")
+        ranks = formatting.join_limited([str(rank) for rank in hung.ranks], 8, ", ")
         return f"{'ranks' if len(hung.ranks) > 1 else 'rank'} {ranks}: {hung.reason}"
-    if silent is None or printed(attempt.run) != silent.printed:
+    if silent is None or printed_bytes(attempt.run) != silent.printed:
         return ""
-    ranks = formatting.some([str(rank) for rank in silent.ranks], 8, ", ")
+    ranks = formatting.join_limited([str(rank) for rank in silent.ranks], 8, ", ")
     who = f"; rank {ranks} is in {silent.places}" if ranks else ""
     since = f"no rank has printed anything since {formatting.moment(silent.since)}"
     return f"{since}{who}; the job's log has their stacks"
@@ -348,7 +348,7 @@ def _ignores_stop(submission: Submission | None, job: JobState | None, now: floa
 def _resumes(history: History) -> bool:
     """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
     attempt = _latest_attempt(history.run)
-    return attempt is None or gained(attempt, history.spec) is not None
+    return attempt is None or steps_gained(attempt, history.spec) is not None
 
 
 def _is_rehearsed(spec: JobSpec | None) -> bool:
@@ -405,7 +405,7 @@ def _left_out(history: History, state: RunState, job_id: str) -> Mapping[str, st
         bad = None
     if bad is not None and state in ENDED:
         return {host: node.reason for host, node in bad.items()}
-    of_job = [event for event in history.every(events.NodesLeftOut) if event.job_id == job_id]
+    of_job = [event for event in history.every(events.NodesExcluded) if event.job_id == job_id]
     if not of_job:
         return {}
     recorded = of_job[-1].nodes
@@ -500,13 +500,13 @@ def _by_hand(attempt: Attempt | None) -> Submission:
 def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[RunState, str]:
     """Judge from the attempt's own records alone: much else may go on in the job."""
     how = "its ranks were started by hand"
-    last_word = attempt.read_last_word()
-    if last_word:
-        if last_word.cause == RunState.DONE:
+    final_record = attempt.read_final_record()
+    if final_record:
+        if final_record.cause == RunState.DONE:
             return RunState.DONE, how
         return (
             RunState.STOPPED,
-            f"{how}, and have saved at step {last_word.step} ({last_word.reason})",
+            f"{how}, and have saved at step {final_record.step} ({final_record.reason})",
         )
     if _failure_by_hand(attempt):
         return RunState.FAILED, how
@@ -613,16 +613,16 @@ def _next_command(
     """Return the command to type next; is_stuck: the ranks have not left as they were asked to."""
     if state == RunState.CREATED:
         if run.array_index:
-            return f"clusterddp logs --job {run.shown}"
+            return f"clusterddp logs --job {run.cli_name}"
         if run.sweep:  # whose script starts all points
-            return run.resubmission
+            return run.resume_command
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
-        return f"clusterddp report {run.shown}" if state == RunState.DONE else ""
+        return f"clusterddp report {run.cli_name}" if state == RunState.DONE else ""
     if is_stuck:
-        return f"clusterddp stacks {run.shown}"
+        return f"clusterddp stacks {run.cli_name}"
     if _needs_cancel(state, job):
-        return f"clusterddp cancel {run.shown}"
+        return f"clusterddp cancel {run.cli_name}"
     if (
         state == RunState.FAILED
         and not submission.start.time
@@ -630,7 +630,7 @@ def _next_command(
         and job.reason == NOT_LAUNCHED
     ):
         return f"scontrol show job {submission.job_id}"
-    again = run.resubmission
+    again = run.resume_command
     # One that was cancelled before it started has nothing to read; here it was in no queue.
     logs = run.rank_log(0), run.job_log
     is_silent = not any(path.exists() for path in logs)
@@ -643,7 +643,7 @@ def _next_command(
     if state == RunState.STOPPED or (submission.put_back and state == RunState.FAILED):
         return again
     if state in ACTIVE or (state == RunState.UNKNOWN and job and job.problem):
-        return f"clusterddp logs -f {run.shown}"
+        return f"clusterddp logs -f {run.cli_name}"
     # Without a verdict of the script on its attempt there is little to read.
     end = submission.end or Ended()
     judged = end.cause and end.why in ("", NO_RESTART)
@@ -651,12 +651,12 @@ def _next_command(
     if has_failed and has_checkpoint and not judged:
         return again
     if failure:
-        return f"clusterddp logs --rank {failure.rank} {run.shown}"
+        return f"clusterddp logs --rank {failure.rank} {run.cli_name}"
     if has_failed:
-        return f"clusterddp logs --job {run.shown}"
+        return f"clusterddp logs --job {run.cli_name}"
     if state == RunState.DONE and submission.is_local and is_silent:
-        return f"clusterddp report {run.shown}"  # a terminal has what it printed
-    return f"clusterddp logs {run.shown}"
+        return f"clusterddp report {run.cli_name}"  # a terminal has what it printed
+    return f"clusterddp logs {run.cli_name}"
 
 
 def first_known(*values: T | None) -> T | None:
@@ -737,7 +737,7 @@ def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> _Progress
     latest = max((line.step for line in lines), default=-1)
     if attempt is None:
         return _Progress(latest if latest >= 0 else None)
-    sign, record = attempt.read_sign_of_life(), attempt.read_record() or AttemptRecord()
+    sign, record = attempt.read_liveness(), attempt.read_record() or AttemptRecord()
     step = max(latest, sign.step or 0)
     if step <= 0 and latest < 0 and not sign.planned:
         return _Progress()

@@ -63,7 +63,12 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     if awaits_turn(history):
         given_up = cancel(run, status, send)
         return Stop(
-            run.name, given_up.job_id, False, given_up.cancelled, given_up.message, run.resubmission
+            run.name,
+            given_up.job_id,
+            False,
+            given_up.cancelled,
+            given_up.message,
+            run.resume_command,
         )
     submission = latest_submission(history.again().events)  # its turn may have come meanwhile
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
@@ -79,7 +84,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     if submission is None or status.state == RunState.CREATED:
         message = f"{run.name} was never submitted: there is nothing to stop"
         return Stop(run.name, "", False, False, message)
-    again = run.resubmission
+    again = run.resume_command
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
         return Stop(run.name, submission.job_id, False, False, message)
@@ -100,7 +105,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     except OSError as error:
         raise RequestError(
             f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
-            f"'clusterddp cancel {run.shown}', or make room there. [CD0504]"
+            f"'clusterddp cancel {run.cli_name}', or make room there. [CD0504]"
         ) from None
     doubt = f" ({status.detail})" if status.state == RunState.UNKNOWN else ""
     return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
@@ -168,7 +173,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     if submission is None and status.state == RunState.RUNNING:
         message = (
             f"{run.name}: its ranks were started by hand: end them where they were started, or use "
-            f"'clusterddp stop {run.shown}'"
+            f"'clusterddp stop {run.cli_name}'"
         )
         return Cancellation(run.name, status.job_id, False, message)
     if status.state in ENDED:
@@ -184,7 +189,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         where = submission.host or "another machine"
         raise RequestError(
             f"{run.name} runs on {where}, not here; cancel it there with "
-            f"'clusterddp cancel {run.shown}'. [CD0507]"
+            f"'clusterddp cancel {run.cli_name}'. [CD0507]"
         )
     try:
         events.add(run.events, events.CancelAsked(job_id=submission.job_id))
@@ -274,5 +279,5 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
         return "no attempt trains right now, and none starts any more"
     raise RequestError(
         f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
-        f"or use 'clusterddp cancel {run.shown}'. [CD0507]"
+        f"or use 'clusterddp cancel {run.cli_name}'. [CD0507]"
     )

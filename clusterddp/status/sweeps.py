@@ -90,7 +90,7 @@ class SweepStatus:
     @property
     def next_command(self) -> str:
         """Return what to type next."""
-        shown = SweepDir(Path(self.directory)).shown
+        shown = SweepDir(Path(self.directory)).cli_name
         if ACTIVE & {*self.states}:
             return f"clusterddp jobs {shown}"
         if {RunState.FAILED, RunState.STOPPED, RunState.CANCELLED} & {*self.states}:

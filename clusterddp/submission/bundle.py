@@ -194,7 +194,7 @@ def find(run: RunDir) -> Bundle | None:
     carried = _carried(run)
     if carried is None:
         return None
-    remedy = f"Give the run another one: clusterddp resubmit {run.shown} --clusterddp new"
+    remedy = f"Give the run another one: clusterddp resubmit {run.cli_name} --clusterddp new"
     try:
         content = carried.path.read_bytes()
     except OSError as error:

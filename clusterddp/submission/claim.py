@@ -76,7 +76,7 @@ class Claim:
         when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
         return (
             f"{self.run.name} is being resubmitted by {who}{when}: one run cannot be submitted "
-            f"twice at once. See 'clusterddp status {self.run.shown}' in a moment. Where that "
+            f"twice at once. See 'clusterddp status {self.run.cli_name}' in a moment. Where that "
             f"process is gone, remove {self.path}."
         )
 

@@ -209,7 +209,7 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         if needed:
             words = "points that share it could go on"
             if named:
-                words += f": {formatting.some(needed, _MOST_NAMES, ', ')}"
+                words += f": {formatting.join_limited(needed, _MOST_NAMES, ', ')}"
             return Cleaning(sweep, state, kept_because=words)
         if sweep.path.is_symlink() and not named:
             return Cleaning(sweep, state, kept_because="its directory is a link")
@@ -479,7 +479,7 @@ def _check_removal(run: RunDir, status: RunStatus | None, named: Collection[Path
     if status and not _is_over(run, status):
         is_unknown = status.state == RunState.UNKNOWN
         how = "is not known to be over" if is_unknown else f"is {status.state}"
-        end = "" if is_unknown else f" End it first: clusterddp cancel {run.shown}"
+        end = "" if is_unknown else f" End it first: clusterddp cancel {run.cli_name}"
         raise RequestError(f"{run.name} {how}, and is not removed.{end} [CD0508]")
     users = find_runs(run.path.parent) if named is not None else []
     users = [each for each in users if each.path.resolve() not in (named or ())]
@@ -487,7 +487,7 @@ def _check_removal(run: RunDir, status: RunStatus | None, named: Collection[Path
     if waiting and any(each.state not in _OVER for each in statuses(waiting)):
         raise RequestError(
             f"{run.name} is not removed: {waiting[0].name} waits for it, or did, and is not over. "
-            f"Cancel that first: clusterddp cancel {waiting[0].shown} [CD0508]"
+            f"Cancel that first: clusterddp cancel {waiting[0].cli_name} [CD0508]"
         )
     user = next((each for each in users if _begins_within(each, run)), None)
     if user:

@@ -29,7 +29,7 @@ def check_partitions(
     asked, names = spec.resources, spec.resources.partition.split(",")
     unknown = [name for name in names if name and name not in partitions]
     if unknown:
-        known = formatting.some(list(partitions), _MOST_NAMES, ", ")
+        known = formatting.join_limited(list(partitions), _MOST_NAMES, ", ")
         problem = f" {unknown[0]}: there is no such partition here; there are {known}."
         raise OptionError("--partition", problem)
     of_job = [p for p in partitions.values() if p.name in names or (names == [""] and p.is_default)]

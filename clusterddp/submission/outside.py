@@ -41,7 +41,7 @@ def warn_of_imports(spec: JobSpec, tree: Path, folder: Path) -> None:
     own = Path(os.path.realpath(tree))
     folders = [path for path in _sources(spec, folder) if not path.is_relative_to(own)]
     if folders:
-        named = formatting.some([shlex.quote(str(path)) for path in folders], 3, ", ")
+        named = formatting.join_limited([shlex.quote(str(path)) for path in folders], 3, ", ")
         log.warning(
             f"the tasks import from {named} as it is when they start: it lies outside {tree}, of "
             "which alone a copy is taken. To keep it too, install it without -e, or submit from a "
@@ -96,7 +96,7 @@ def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
 
 def leaving_remark(paths: Sequence[str], tree: Path) -> str:
     """Say that these paths leave a tree of which the tasks run a copy."""
-    named = formatting.some(paths, 3, ", ")
+    named = formatting.join_limited(paths, 3, ", ")
     return (
         f"{named}: a relative path that leaves {tree}. The tasks run a copy of that, from where it "
         "leads elsewhere. Type it in full, submit from a folder (or a git work tree) that holds "

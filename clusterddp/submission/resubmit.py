@@ -256,7 +256,7 @@ def _further(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
     if not indices:
         raise RequestError(
             f"{sweep.name} has each of these points already. Those that have not ended "
-            f"well, or are missing: clusterddp resubmit {sweep.shown} [CD1103]"
+            f"well, or are missing: clusterddp resubmit {sweep.cli_name} [CD1103]"
         )
     submit.refuse_existing(
         after,
@@ -290,7 +290,7 @@ def _check_start(before: JobSpec, plan: Resubmission, own_code: Path | None, ter
         check_pythons(spec)
     has_queue = spec.launcher != "local"
     if has_queue:
-        bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+        bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
     if spec.after:  # ahead of the records
         chain.check(chain.look(spec), spec, has_queue=has_queue)
     for name in spec.pass_environment:
@@ -322,7 +322,7 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
     if run.array_index:
         raise RequestError(
             f"{run.name} is an element of an array, whose script starts all of them. Resume with: "
-            f"{run.resubmission} [CD0511]"
+            f"{run.resume_command} [CD0511]"
         )
     raise RequestError(
         f"{run.name} lies at {here}, but its script leads to {there}: the directory was moved. "
@@ -347,8 +347,8 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
         name = formatting.job(status.job_id, status.launcher)
         raise RequestError(
             f"{run.name} is {status.state}{detail} as {name}: one run cannot train "
-            f"twice at once. Follow it with 'clusterddp logs -f {run.shown}', or end it first "
-            f"with 'clusterddp stop {run.shown}'. [CD0508]"
+            f"twice at once. Follow it with 'clusterddp logs -f {run.cli_name}', or end it first "
+            f"with 'clusterddp stop {run.cli_name}'. [CD0508]"
         )
     _check_done(run, before, after, status, terms)
     if status.state != RunState.UNKNOWN or submission is None:
@@ -359,7 +359,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
             return  # wherever that was, nobody trains it any more
         raise RequestError(
             f"{run.name} still trains: {status.detail}. Stop it first with 'clusterddp stop "
-            f"{run.shown}'. [CD0508]"
+            f"{run.cli_name}'. [CD0508]"
         )
     if job.problem:
         raise RequestError(
@@ -411,10 +411,10 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
     indices = [index for index in indices if index not in own]
     if own:
-        commands = [f"clusterddp resubmit {run.shown}" for run in own.values()]
+        commands = [f"clusterddp resubmit {run.cli_name}" for run in own.values()]
         words = (
             "points with options of their own are submitted each by itself: "
-            f"{formatting.some(commands, _MOST_COMMANDS, ', ')}"
+            f"{formatting.join_limited(commands, _MOST_COMMANDS, ', ')}"
         )
         if not indices:
             raise RequestError(words, code="CD1103")
@@ -422,7 +422,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     if not indices:
         raise RequestError(
             f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
-            f"again. Add points with: clusterddp resubmit {sweep.shown} --sweep "
+            f"again. Add points with: clusterddp resubmit {sweep.cli_name} --sweep "
             "NAME=VALUES [CD1103]"
         )
     return indices
@@ -464,8 +464,8 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
         if differing:
             raise RequestError(
                 f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-                f"{formatting.some(differing, _MOST_CHANGES, ', ')}. Put it back, or, to run the "
-                f"current files, {_way_to_current_files(before, run)}. [CD0313]"
+                f"{formatting.join_limited(differing, _MOST_CHANGES, ', ')}. Put it back, or, to "
+                f"run the current files, {_way_to_current_files(before, run)}. [CD0313]"
             )
 
 
@@ -623,7 +623,7 @@ def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
     if spec.sweep:
         return (
             "submit a new sweep, or give each point that has not ended well a copy of its own: "
-            f"clusterddp resubmit {run.shown} --code new"
+            f"clusterddp resubmit {run.cli_name} --code new"
         )
     return "use --code new"
 
@@ -757,4 +757,4 @@ def _limit_of_code(recorded: snapshot.Snapshot | None) -> float:
 
 
 def _shown(names: Sequence[str]) -> str:
-    return formatting.some(names, _MOST_FILES, ", ")
+    return formatting.join_limited(names, _MOST_FILES, ", ")

@@ -23,7 +23,7 @@ from clusterddp import formatting, log
 from clusterddp.errors import RequestError, coded
 from clusterddp.files import load, read_file, write_atomically
 from clusterddp.run import events
-from clusterddp.run.run_dir import RunDir, run_folders, where_output_lies
+from clusterddp.run.run_dir import RunDir, describe_output_folder, run_folders
 
 LIMIT_MB = 50.0
 """Code is smaller, even with notebooks; more is data or checkpoints that git was not told of."""
@@ -142,7 +142,7 @@ def described(run: RunDir, place: Mapping[str, object], tree: Path) -> str:
     count = "the files" if files is None else "1 file" if files == 1 else f"{files:,} files"
     if place["is_copy"]:
         of = f"a copy of {count} of {run.top_of_code(tree)}"
-        return f"{place['code']}: {of}; {where_output_lies(str(place['code']))}"
+        return f"{place['code']}: {of}; {describe_output_folder(str(place['code']))}"
     return f"{place['code']} itself, {count}: not copied"
 
 
@@ -222,7 +222,7 @@ def try_to_take(
         log.warning(coded(f"your code is not copied: {error}", error.code))
         return None
     if taken.large:
-        names = formatting.some([_shown(name) for name in taken.large], 3, ", ")
+        names = formatting.join_limited([_shown(name) for name in taken.large], 3, ", ")
         log.warning(
             f"too large to copy with your code, so linked: {names}. The run reads them where they "
             f"are. Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what "
@@ -243,7 +243,7 @@ def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
         if path.is_symlink() and path.is_dir() and _OUTPUTS.fullmatch(path.name)
     ]
     if linked:
-        names = formatting.some([_shown(f"{path.name}/") for path in linked], 3, ", ")
+        names = formatting.join_limited([_shown(f"{path.name}/") for path in linked], 3, ", ")
         log.warning(
             f"{names} in the copy of your code: a link to {os.readlink(linked[0])}, as git "  # noqa: PTH115
             "ignores it. What the run writes there lies there, and other runs write over it. Name "
@@ -251,7 +251,7 @@ def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
         )
     copied = sorted(filter(_is_checkpoint, taken.digests))
     if copied:
-        names = formatting.some([_shown(name) for name in copied], 3, ", ")
+        names = formatting.join_limited([_shown(name) for name in copied], 3, ", ")
         log.warning(
             f"copied with the code of {tree}: {names}. A program that looks for its last "
             "checkpoint there resumes from it. If the run is to begin anew, move them away before "

@@ -71,7 +71,7 @@ def submit(
             f"job, {spec.run_name} can mean either of them [CD0502]"
         )
     if spec.launcher != "local":
-        bad_nodes.refuse_demanded(Path(spec.run_dir).parent, spec.resources)
+        bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
     question = ask_for_partitions(spec)
     if spec.sweep and spec.launcher != "local":
         outlook.check_array(spec, len(spec.sweep), array_limits(spec.resources.account))
@@ -150,7 +150,7 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
         add = events.add if len(names) < 2 else events.note
         add(each.events, sent(job_id=name, launcher=by, folder=folder))
         if choice.nodes:
-            events.add(each.events, events.NodesLeftOut(job_id=name, nodes=choice.nodes))
+            events.add(each.events, events.NodesExcluded(job_id=name, nodes=choice.nodes))
     if awaited:
         chain.record(run, jobs, awaited)
         if words := chain.describe(awaited):

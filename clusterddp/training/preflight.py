@@ -213,7 +213,7 @@ class _Checks:
         log.info(f"full preflight:\n{formatting.clean(table)}")
         record = PreflightRecord(summary, took, failed, remarks)
         measured = {"all_reduce": whole, "ranks": [dataclasses.asdict(each) for each in ranks]}
-        place, write = self._attempt.full_preflight, self._attempt.write_last_word
+        place, write = self._attempt.full_preflight, self._attempt.write_final_record
         return preflight.conclude(record, place, measured, write) and bool(failed)
 
     def _known_as_bad(self) -> set[str]:

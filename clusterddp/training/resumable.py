@@ -31,7 +31,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import Interval
 from clusterddp.run import attempt as attempts
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.records import LastWord, SignOfLife, Spent
+from clusterddp.run.records import FinalRecord, Liveness, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
@@ -421,10 +421,10 @@ class Resumable:
             round(self._costs.copy_seconds + self._costs.blocked_seconds, 3),
         )
 
-    def _sign_of_life(self) -> SignOfLife:
+    def _sign_of_life(self) -> Liveness:
         """Return how far the training is, from any thread of rank 0."""
         saved = self._saver.last_step if self._saver else None
-        return SignOfLife(self.steps, saved, self._spent(), self._planned())
+        return Liveness(self.steps, saved, self._spent(), self._planned())
 
 
 def note_end(
@@ -441,10 +441,10 @@ def note_end(
         log.info(
             f"stopped at step {step} ({reason}){last}; start the run again to resume from there"
         )
-    end = vars(LastWord("stopped" if reason else "done", reason, step, saved, trouble))
-    content = {name: value for name, value in end.items() if value or name != "trouble"}
+    end = vars(FinalRecord("stopped" if reason else "done", reason, step, saved, trouble))
+    content = {name: value for name, value in end.items() if value or name != "write_error"}
     try:
-        attempt.write_last_word(attempt.end, content)
+        attempt.write_final_record(attempt.end, content)
     except OSError as error:
         if not reason:
             raise
@@ -468,10 +468,10 @@ def take_attempt(run: RunDir, number: int | None, job_id: str, patience: float) 
     """Return the attempt that the starting side has made, or begin one after any other's end.
 
     patience: seconds for which another one may still be at work. Raises TrainingError where it is
-    gone, NotStarted or Superseded.
+    gone, StartRefused or Superseded.
     """
     if number is None:
-        attempts.await_silence(run, job_id, patience)
+        attempts.wait_until_inactive(run, job_id, patience)
         return attempts.begin(run)
     attempt = Attempt(run, number)
     if not attempt.path.is_dir():
@@ -509,5 +509,7 @@ def publish(
     taken = source
     if not attempt.checkpoints.is_dir():
         taken = catalog.adopt(attempt, source, keep_last, best=best)
-    attempts.take_up(attempt, source, step, world_size=world_size, hosts=hosts, environ=environ)
+    attempts.record_start(
+        attempt, source, step, world_size=world_size, hosts=hosts, environ=environ
+    )
     return taken

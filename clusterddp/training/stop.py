@@ -19,9 +19,9 @@ from types import FrameType
 from clusterddp import log
 from clusterddp.errors import EXIT_FAILED
 from clusterddp.log import warning
-from clusterddp.ranks.variables import is_rehearsal, own_name
+from clusterddp.ranks.variables import is_rehearsal, slurm_job_name
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
-from clusterddp.run.records import SignOfLife
+from clusterddp.run.records import Liveness
 
 REASONS = ("", "signal", "SIGTERM", "interrupt", "stop", "time limit")
 """Reasons to stop; ranks exchange the place in this list, and the last of them counts."""
@@ -158,7 +158,7 @@ class Presence:
     """Renews the attempt's sign of life and looks at `stop`, while its context is open."""
 
     def __init__(self, attempt: Attempt, request: StopRequest) -> None:
-        self.sign: Callable[[], SignOfLife] = lambda: SignOfLife(step=0)
+        self.sign: Callable[[], Liveness] = lambda: Liveness(step=0)
         """Returns how far the training is."""
         self._attempt = attempt
         self._request = request
@@ -185,7 +185,7 @@ class Presence:
 
     def _show(self) -> None:
         sign = self.sign()
-        self._attempt.show_life(sign.step or 0, sign.saved, sign.spent, sign.planned)
+        self._attempt.renew_liveness(sign.step or 0, sign.saved, sign.spent, sign.planned)
 
     def _look(self) -> None:
         try:
@@ -254,6 +254,6 @@ def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
     """Return the job's seconds left by slurmctld's clock, or by this host's without squeue."""
     from clusterddp.slurm import client as slurm  # which a task's parent does without
 
-    left = None if is_rehearsal(environ) else slurm.seconds_left(own_name(environ, job_id))
+    left = None if is_rehearsal(environ) else slurm.seconds_left(slurm_job_name(environ, job_id))
     end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
     return int(end) - time.time() if left is None and end.isdigit() else left

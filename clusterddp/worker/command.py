@@ -50,14 +50,14 @@ def run_command(
     environ: variables of COMMAND, to which those are added by which it finds its attempt.
     tracker: trackers by which rank 0 continues one tracked run, as a list.
     """
-    from clusterddp.run.attempt import Attempt, show_loop
+    from clusterddp.run.attempt import Attempt, expose_loop
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, supervise
 
     own = Attempt(RunDir(run_dir), attempt) if attempt is not None else None
     if own:  # an agent's own file is left to the agent, which reads it
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
-        show_loop(environ, own)
+        expose_loop(environ, own)
         if env.rank == 0 and tracker:
             from clusterddp.worker.tracking import show_tracker
 
@@ -91,7 +91,7 @@ def _watching(
     from clusterddp.processes import table
     from clusterddp.processes.table import Meeting
     from clusterddp.request import nested_launcher
-    from clusterddp.run.records import OwnWorld
+    from clusterddp.run.records import NestedWorld
     from clusterddp.worker import gpu_use
     from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, Traces
 
@@ -107,12 +107,12 @@ def _watching(
     def began(pid: int, record: "TaskRecord") -> None:
         def found(world: table.World) -> None:
             launcher = nested_launcher.find(world.launcher)
-            record.found(OwnWorld(world.size, launcher.name if launcher else ""))
+            record.record_nested_world(NestedWorld(world.size, launcher.name if launcher else ""))
 
         table.watch_for_world(pid, environ, found)
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
-            met.append(Meeting(pid, int(port), record.met))
+            met.append(Meeting(pid, int(port), record.record_met))
         if outcomes:
             gpu_use.watch(outcomes, env, environ)
 

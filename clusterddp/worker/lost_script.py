@@ -10,11 +10,17 @@ from contextlib import suppress
 from clusterddp import log, patience
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import host_name, is_rehearsal, own_name
+from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
 from clusterddp.run import events
-from clusterddp.run.attempt import SILENT_SECONDS, Attempt
-from clusterddp.run.history import History, Policy, causes_of, gained, withdrawn
-from clusterddp.run.outcome import last_sign, read_outcome
+from clusterddp.run.attempt import LIVENESS_TIMEOUT, Attempt
+from clusterddp.run.history import (
+    History,
+    Policy,
+    causes_by_attempt,
+    steps_gained,
+    withdrawal_cause,
+)
+from clusterddp.run.outcome import last_renewal, read_outcome
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
@@ -38,14 +44,14 @@ def put_back(attempt: Attempt, env: DistEnv) -> None:
 def _is_lost(attempt: Attempt, host: str) -> bool:
     """Wait for a sign of life of the controller or its host; returns whether none came for long."""
     try:
-        before = last_sign(attempt.controller)
+        before = last_renewal(attempt.controller)
     except OSError:  # a launcher that has no controller
         return False
-    for _ in patience.looks(SILENT_SECONDS, every=patience.RECORDS_PAUSE):
+    for _ in patience.looks(LIVENESS_TIMEOUT, every=patience.RECORDS_PAUSE):
         first = read_outcome(attempt.outcomes, 0)  # of all ranks it would cost a large job too much
         if first and first.failed and first.host == host:
             return False
-        if attempt.is_superseded or last_sign(attempt.controller) != before:
+        if attempt.is_superseded or last_renewal(attempt.controller) != before:
             return False
     return True
 
@@ -53,12 +59,15 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
 def _requeue(attempt: Attempt, job_id: str, host: str) -> None:
     """Raises ClusterDDPError and OSError."""
     run, restart = attempt.run, int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    history, name = History.read(run), own_name(os.environ, job_id)
+    history, name = History.read(run), slurm_job_name(os.environ, job_id)
     policy = Policy.of(history.spec or run.load_spec())
-    gains = gained(attempt, history.spec) is not None
+    gains = steps_gained(attempt, history.spec) is not None
     if not (policy.requeue or (policy.requeues_loops and gains)):
         return
-    if withdrawn(history.events, job_id) or len(causes_of(history.events)) > policy.max_requeues:
+    if (
+        withdrawal_cause(history.events, job_id)
+        or len(causes_by_attempt(history.events)) > policy.max_requeues
+    ):
         return
     if slurm.ending(name, restart) is not Ending.NONE:  # another task, or Slurm, was first
         return

@@ -48,7 +48,7 @@ def settle_attempt(
     fingerprint: gives the dataset's where it was read already, or is a user's own; else its
         files are read for it.
 
-    Raises TrainingError, DataError, CheckpointError, NotStarted or Superseded.
+    Raises TrainingError, DataError, CheckpointError, StartRefused or Superseded.
     """
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
     recorded = files.read(Agreement, run.resolved)

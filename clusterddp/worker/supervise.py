@@ -36,7 +36,7 @@ from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
 from clusterddp.processes.table import hears
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
-from clusterddp.run.attempt import Attempt, divide_own_log
+from clusterddp.run.attempt import Attempt, write_restart_divider
 from clusterddp.run.outcome import TaskRecord
 from clusterddp.run.records import TaskError, announced
 from clusterddp.run.run_dir import RunDir
@@ -134,7 +134,7 @@ def _divide_log(attempt: Attempt) -> None:
     """Begin a part of the log where an agent starts the task again within its attempt."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isdigit() and int(restarts):
-        divide_own_log(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
+        write_restart_divider(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:
@@ -162,7 +162,7 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
             waits_for_signal and is_success and seen.si_pid == pid
         ):  # not reaped: what it ignores is known
             patience.wait_until(
-                lambda: record.is_told, patience.LATE_SIGNAL, every=patience.CHILD_PAUSE
+                lambda: record.has_signal, patience.LATE_SIGNAL, every=patience.CHILD_PAUSE
             )
         changed, status = os.waitpid(seen.si_pid, os.WUNTRACED | os.WCONTINUED)
         if changed != pid:
@@ -173,7 +173,7 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
         if os.WIFSTOPPED(status):
             change = "is stopped (SIGSTOP); kill -CONT lets it continue"
         else:
-            record.continued()
+            record.note_continued()
         host = host_name(os.environ)
         log.info(f"process {pid}, rank {env.rank} on {host}, {change}")
 
@@ -224,7 +224,7 @@ class _Forked:
     def pass_on(self, number: int, _earlier: int) -> None:
         """Note a signal, and send it to the process where it has not got it by itself."""
         if hears(self.pid, number):
-            self._record.told(number)
+            self._record.note_signal(number)
         if self.forwards and not (number == signal.SIGINT and _in_foreground()):
             send(number, [self.pid])
 

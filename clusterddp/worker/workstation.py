@@ -37,7 +37,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
 from clusterddp.run import events
-from clusterddp.run.attempt import Attempt, divide_logs
+from clusterddp.run.attempt import Attempt, write_attempt_dividers
 from clusterddp.run.events import Failure
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
@@ -110,9 +110,9 @@ def train(
         gpus = config.device != "cpu" and (has_nvidia_driver() or AMD_DEVICE.exists())
         container = replace(container, gpus=gpus)
     run.make(run.logs)
-    attempts.await_silence(run, "", config.rendezvous_timeout)
+    attempts.wait_until_inactive(run, "", config.rendezvous_timeout)
     attempt = attempts.begin(run)
-    divide_logs(attempt, "")
+    write_attempt_dividers(attempt, "")
     with TaskGroup() as group, _stopping(group, attempt, by_mark=bool(container)) as relay:
         for env in dist_env.local_ranks(procs, free_port()):
             _start_rank(group, start_method, config, attempt, env, container)

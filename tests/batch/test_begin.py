@@ -174,7 +174,7 @@ def test_another_job_at_work_is_not_joined(workplace: Workplace) -> None:
     assert starts(workplace, run).code == 0
     made = Attempt(run, 1)
     made.record.write_text(json.dumps({"job_id": "7", "host": "elsewhere", "pid": 1}))
-    made.show_life(1)
+    made.renew_liveness(1)
     got = starts(workplace, run, job_id="8")
     assert (got.code, got.out) == (1, "")
     assert "is still trained by job 7 on elsewhere" in got.err

@@ -688,4 +688,4 @@ def insert(script: str, ahead: str, line: str) -> str:
 
 
 def blamed_in(attempt: Attempt) -> set[str]:
-    return History.read(attempt.run).blamed(attempt.number)
+    return History.read(attempt.run).marked_bad(attempt.number)

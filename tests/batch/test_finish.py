@@ -5,7 +5,7 @@ import pytest
 from clusterddp import patience as patience_table
 from clusterddp.batch import begin as beginning
 from clusterddp.batch.job import JobStart
-from clusterddp.run.attempt import NotStarted
+from clusterddp.run.attempt import StartRefused
 from clusterddp.run.run_dir import RunDir
 from tests.cli.made_runs import Workplace, ended, started, submitted, workplace
 from tests.event_lines import add_event, kinds
@@ -34,7 +34,7 @@ def test_an_older_job_that_is_requeued_does_not_start_the_command_a_second_time(
     workplace: Workplace, run: RunDir
 ) -> None:
     workplace.command("squeue", "echo '8|RUNNING|None'")
-    with pytest.raises(NotStarted, match=r"attempt 2 of one still runs as job 8 on h\[01-02\]"):
+    with pytest.raises(StartRefused, match=r"attempt 2 of one still runs as job 8 on h\[01-02\]"):
         begin(run)
     assert not (run.attempts / "0003").exists()
     assert kinds(run)[-2:] == ["started", "ended"]  # what came of this start

@@ -70,7 +70,7 @@ class Nodes:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     nodes = Nodes("h02")
-    monkeypatch.setattr(spares, "mute_nodes", nodes)
+    monkeypatch.setattr(spares, "unreachable_nodes", nodes)
     monkeypatch.setattr(patience, "STEP_PAUSE", 0.0)
     return nodes
 
@@ -207,7 +207,7 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) 
     watch = spares.NodeWatch(attempt, ["h02", "h03"])
     record(attempt, 0, "h01")
     record(attempt, 1, "h02")
-    late = 1.5 * spares.SILENT_SECONDS
+    late = 1.5 * spares.LIVENESS_TIMEOUT
     assert [watch.look(now) for now in (0.0, late / 2)] == [{}, {}]
     os.utime(attempt.outcomes / "rank-1.json", (5, 5))
     assert [watch.look(now) for now in (late / 2, late)] == [{}, {}]
@@ -281,7 +281,7 @@ def test_an_idle_spare_is_asked_now_and_then_and_lost_once(attempt: Attempt, ask
 
 
 def test_the_loss_of_an_idle_spare_is_no_part_of_an_attempt(attempt: Attempt) -> None:
-    spares.blame(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
+    spares.mark_lost(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
     assert (blamed_in(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
 
 
@@ -326,15 +326,15 @@ def test_a_node_answers_whose_port_takes_a_connection(
         closed.bind(("127.0.0.1", 0))  # held, so that nobody else listens there
         addresses = {"h01": ("127.0.0.1", port), "h02": closed.getsockname()}
         monkeypatch.setattr(client, "node_addresses", lambda _: addresses)
-        assert spares.mute_nodes(["h01", "h02", "h03"]) == {"h02": True}
+        assert spares.unreachable_nodes(["h01", "h02", "h03"]) == {"h02": True}
         addresses["h02"] = "no name.invalid", 1  # a name that nobody knows tells nothing
-        assert spares.mute_nodes(["h01", "h02"]) == {}
+        assert spares.unreachable_nodes(["h01", "h02"]) == {}
 
 
 def test_where_slurmctld_does_not_answer_no_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "output_of", lambda *_: "")
     monkeypatch.setattr(client, "slurm_conf", lambda: "")
-    assert spares.mute_nodes(["h01", "h02"]) == {}
+    assert spares.unreachable_nodes(["h01", "h02"]) == {}
 
 
 def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,10 +352,10 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
     assert (blamed_in(attempt), spares.bad(attempt.run)) == (set(), {})
-    spares.blame(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
+    spares.mark_lost(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
     assert (blamed_in(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
     assert blamed_in(Attempt(attempt.run, 2)) == set()
-    [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesBlamed)]
+    [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesMarkedBad)]
     assert event.by == bad_nodes.BY_LOSS
 
 
@@ -367,7 +367,7 @@ def test_one_task_of_each_node_renews_its_record(
     from tests.waiting import wait_for
 
     monkeypatch.setenv("CLUSTERDDP_SPARE_NODES", "1")
-    monkeypatch.setattr(outcome, "SIGN_SECONDS", 0.01)
+    monkeypatch.setattr(outcome, "RENEWAL_SECONDS", 0.01)
     env = DistEnv(
         rank=local_rank, local_rank=local_rank, node_rank=0, world_size=2, local_world_size=2,
         num_nodes=1, master_addr="h01", master_port=1, hostnames=(), origin="slurm",
@@ -414,20 +414,20 @@ def test_a_lost_node_that_slurm_does_not_take_back_yet_is_offered_again(
 ) -> None:
     asked: list[Collection[str]] = []
 
-    def give_back(_: str, kept: Collection[str]) -> None:
+    def release_nodes(_: str, kept: Collection[str]) -> None:
         asked.append(kept)
         if len(asked) < 3:
             raise SlurmError("the DB index is being set, try again in a bit for job 7")
 
     monkeypatch.setattr(patience, "STEP_PAUSE", 0.01)
-    monkeypatch.setattr(spares.slurm, "give_back", give_back)
+    monkeypatch.setattr(spares.slurm, "give_back", release_nodes)
     allocation = spares.Allocation("h[01-03]", 2)
     allocation.lost.add("h02")
-    spares.give_back("7", allocation)
+    spares.release_nodes("7", allocation)
     wait_for(lambda: len(asked) == 3, "the third offer")
     assert asked[-1] == ["h01", "h03"]
     assert logged == []
 
 
 def blamed_in(attempt: Attempt) -> set[str]:
-    return History.read(attempt.run).blamed(attempt.number)
+    return History.read(attempt.run).marked_bad(attempt.number)

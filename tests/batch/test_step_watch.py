@@ -41,7 +41,7 @@ class Step:
         self.bin = folder / "bin"
         self.bin.mkdir()
         monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
-        monkeypatch.setattr(patience, "STEP_LAST_WORD", 0.4)
+        monkeypatch.setattr(patience, "STEP_FINAL_RECORD", 0.4)
         monkeypatch.setattr(patience, "STEP_CANCELLED", 0.2)
         monkeypatch.setattr(patience, "STEP_PAUSE", 0.02)
         monkeypatch.setattr(patience, "RECORDS_PAUSE", 0.02)
@@ -184,7 +184,7 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
         looks += 1
         if looks <= 50:
             assert step.cancelled == []
-            step.attempt.show_life(looks)
+            step.attempt.renew_liveness(looks)
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)

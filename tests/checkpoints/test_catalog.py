@@ -152,7 +152,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
     with pytest.raises(CheckpointError) as caught:
         source(run)
     assert "the checkpoints of run are gone: it had saved step 120" in str(caught.value)
-    assert f"clusterddp resubmit {run.shown} --from-scratch" in str(caught.value)
+    assert f"clusterddp resubmit {run.cli_name} --from-scratch" in str(caught.value)
     shutil.rmtree(made.checkpoints)
     with pytest.raises(CheckpointError, match="are gone"):
         source(run)
@@ -161,7 +161,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
 def test_a_run_that_has_saved_nothing_yet_begins_at_step_0(run: RunDir) -> None:
     assert source(run) is None
     made = attempt(run, 1)
-    made.show_life(130)
+    made.renew_liveness(130)
     assert source(run) is None
     # The checkpoint of another run, from which it was to start.
     record = {"step": 120, "resumed_from": "/jobs/other/attempts/0001/checkpoints/step-00000120.pt"}
@@ -170,7 +170,7 @@ def test_a_run_that_has_saved_nothing_yet_begins_at_step_0(run: RunDir) -> None:
 
 
 def test_a_run_that_has_begun_anew_once_does_not_miss_what_was_before(run: RunDir) -> None:
-    attempt(run, 1).show_life(130, saved=120)
+    attempt(run, 1).renew_liveness(130, saved=120)
     attempt(run, 2, start=0)
     assert source(run) is None
 

@@ -75,7 +75,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     wait_for(lambda: len(list(home.glob("up-0-*"))) == 2, "both ranks")
     assert read_events(run)[-1]["nodelist"] == "h[01-02]"
     three.kill_host("h02")
-    wait_for(lambda: "nodes_left_out" in kinds(run), "the verdict", 240)
+    wait_for(lambda: "nodes_excluded" in kinds(run), "the verdict", 240)
     shown = json.loads(typed(three, home, *CLUSTERDDP, "status", "lost", "--json").stdout)
     assert shown["left_out"] == {"h02": "lost during attempt 1"}
     three.start_slurmd("h02")  # and it could be given again
@@ -118,7 +118,7 @@ def test_a_bad_node_that_slurm_gives_all_the_same_is_given_back_without_an_attem
     assert three.wait_job(job_of(second)) == "COMPLETED", second.job_log.read_text()
     events = read_events(second)
     assert [e["event"] for e in events] == [
-        "submitted", "not_started", "requeued", "nodes_left_out", "started", "ended",
+        "submitted", "not_started", "requeued", "nodes_excluded", "started", "ended",
     ]  # fmt: skip
     assert (events[1]["nodelist"], events[4]["nodelist"]) == ("h01", "h02")
     assert events[4]["attempt"] == 1

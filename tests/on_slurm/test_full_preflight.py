@@ -110,7 +110,7 @@ def trained(
     return RunDir(folder / "jobs/a"), json.loads(answer.stdout)
 
 
-def blamed(run: RunDir) -> dict[str, str]:
+def marked_bad(run: RunDir) -> dict[str, str]:
     return {host: node.reason for host, node in bad_nodes.read(run.path.parent).items()}
 
 
@@ -130,7 +130,7 @@ def test_a_node_that_multiplies_wrongly_is_replaced_by_a_spare_in_the_same_job(
     assert causes(run) == ["preflight", "done"], said
     started = [event for event in read_events(run) if event["event"] == "started"]
     assert [event["nodelist"] for event in started] == ["h01,h02,h03", "h01,h02,h04"]
-    [(host, reason)] = blamed(run).items()
+    [(host, reason)] = marked_bad(run).items()
     assert host == BAD
     assert reason == "rank 2 on cpu multiplies wrongly: 1 of 262,144 elements are wrong"
     assert f"preflight: {BAD} failed: {reason}" in said
@@ -179,8 +179,8 @@ def test_what_begins_after_quick_checks_is_found_by_full_ones(
     finally:
         undo()
     said = run.job_log.read_text()
-    assert list(blamed(run)) == [BAD], said
-    assert re.match(reason, blamed(run)[BAD])
+    assert list(marked_bad(run)) == [BAD], said
+    assert re.match(reason, marked_bad(run)[BAD])
     assert causes(run) == ["preflight"]
     [ended] = [event for event in read_events(run) if event["event"] == "ended"]
     assert ended.get("first_failure") is None

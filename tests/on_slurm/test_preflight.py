@@ -58,7 +58,7 @@ def checked(cluster: SlurmCluster, folder: Path, *args: str, **more: Any) -> tup
     return RunDir(folder / "jobs/a"), json.loads(answer.stdout)
 
 
-def blamed(run: RunDir) -> dict[str, str]:
+def marked_bad(run: RunDir) -> dict[str, str]:
     return {host: node.reason for host, node in bad_nodes.read(run.path.parent).items()}
 
 
@@ -68,7 +68,7 @@ def test_good_nodes_pass_and_the_tasks_start(four: SlurmCluster, tmp_path: Path)
     assert status["state"] == "done", run.job_log.read_text()
     assert status["preflight"].startswith("4 nodes passed in ")
     assert (tmp_path / "started").exists()
-    assert blamed(run) == {}
+    assert marked_bad(run) == {}
 
 
 def skewed_clock(cluster: SlurmCluster, _: str) -> Undo:
@@ -106,8 +106,8 @@ def test_a_fault_is_named_with_its_node_and_tasks_start_if_it_is_merely_slow(
     finally:
         undo()
     said = run.job_log.read_text()
-    assert list(blamed(run)) == [BAD], said
-    assert reason in blamed(run)[BAD]
+    assert list(marked_bad(run)) == [BAD], said
+    assert reason in marked_bad(run)[BAD]
     assert f"preflight: {BAD} failed: " in said
     assert status["preflight"].startswith(f"failed: {BAD}; 3 nodes passed in ")
     is_slow = fault in (slow_link, busy_core)  # requeue is off: nothing else would go on
@@ -170,7 +170,7 @@ def test_behind_a_firewall_that_drops_it_uses_the_ranks_ports_or_says_what_to_op
     log = run.job_log.read_text()
     assert said in log
     assert (tmp_path / "started").exists()
-    assert (status["state"], blamed(run)) == ("done", {})
+    assert (status["state"], marked_bad(run)) == ("done", {})
     if ports == OPEN:
         assert "open ports 12000 to 31999 between the nodes" in log
         # It waits for the connections' 4 s, and for no deadline of its own.
@@ -196,7 +196,7 @@ def test_a_spare_takes_the_place_of_a_node_that_fails(four: SlurmCluster, tmp_pa
     started = [each for each in happened if each["event"] == "started"]
     assert [each["nodelist"] for each in started] == ["h01,h02,h03", "h01,h02,h04"]
     assert len({(each["job_id"], each["restart"]) for each in started}) == 1
-    assert list(blamed(run)) == [BAD]
+    assert list(marked_bad(run)) == [BAD]
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_a_spare_that_fails_is_blamed_and_the_tasks_start(
     said, happened = run.job_log.read_text(), read_events(run)
     assert "preflight: failed: h04; 3 nodes passed in " in said
     assert [each["cause"] for each in happened if each["event"] == "ended"] == ["done"], said
-    assert list(blamed(run)) == ["h04"]
+    assert list(marked_bad(run)) == ["h04"]
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_node_that_answers_and_then_does_nothing_is_named_with_what_it_was_at(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(STOPS)
     run, _ = checked(four, tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"})
-    [(host, reason)] = blamed(run).items()
+    [(host, reason)] = marked_bad(run).items()
     assert host == BAD
     assert reason.startswith("answered, and then nothing: it was at its local disk, /")
     assert four.run(["squeue", "-h"]).stdout == ""
@@ -240,4 +240,4 @@ def test_where_the_checks_cannot_run_the_tasks_start_all_the_same(
     assert status["state"] == "done"
     assert status["preflight"].startswith("could not run: no node has answered")
     assert (tmp_path / "started").exists()
-    assert blamed(run) == {}
+    assert marked_bad(run) == {}

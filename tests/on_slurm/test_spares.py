@@ -105,7 +105,7 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     shown = hosts.run(["scontrol", "show", "job", "-o", first["job_id"]]).stdout
     assert " NumNodes=2 " in shown  # the lost one was given back
     assert list(tmp_path.glob("slurm_job_*")) == []  # nor scripts of scontrol in the work folder
-    assert list(of_kind(run, "nodes_blamed")[0]["nodes"]) == [lost]
+    assert list(of_kind(run, "nodes_marked_bad")[0]["nodes"]) == [lost]
     assert of_kind(run, "requeued") == []
     status = told(hosts, tmp_path, "spare")
     assert (status["state"], status["attempt"], status["hosts"]) == ("done", 2, [batch, spare])
@@ -146,9 +146,9 @@ def test_the_loss_of_an_idle_spare_ends_no_job(hosts: SlurmCluster, tmp_path: Pa
     hosts.run(down, check=True)
     (tmp_path / "go").touch()
     assert hosts.wait_job(first["job_id"]) == "COMPLETED", run.job_log.read_text()
-    [end], [blamed] = of_kind(run, "ended"), of_kind(run, "nodes_blamed")
+    [end], [marked_bad] = of_kind(run, "ended"), of_kind(run, "nodes_marked_bad")
     assert (end["cause"], end["restart"]) == ("done", 0)
-    assert (list(blamed["nodes"]), blamed["by"]) == ([spare], "lost")
+    assert (list(marked_bad["nodes"]), marked_bad["by"]) == ([spare], "lost")
 
 
 # Done at its second start; rank 0's host is lost with the batch script at the first.
@@ -256,7 +256,7 @@ def test_a_program_error_takes_no_spare_and_a_bad_node_is_one(
     [started], [ended] = of_kind(run, "started"), of_kind(run, "ended")
     assert (started["nodelist"], started["spares"]) == ("h01,h03,h04", ["h02"])
     assert (ended["cause"], ended["exit_code"]) == ("failed", 3)
-    assert of_kind(run, "nodes_blamed") == []
+    assert of_kind(run, "nodes_marked_bad") == []
 
 
 # Rank 1 dies once both ranks are there; at its next start each is done.
@@ -284,8 +284,8 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced(
     [spare] = first["spares"]
     assert (second["nodelist"], second["job_id"]) == (f"{batch},{spare}", first["job_id"])
     assert [end["cause"] for end in of_kind(run, "ended")] == ["failed", "done"]
-    [blamed] = of_kind(run, "nodes_blamed")
-    assert (list(blamed["nodes"]), blamed["by"]) == ([bad], "hardware")
+    [marked_bad] = of_kind(run, "nodes_marked_bad")
+    assert (list(marked_bad["nodes"]), marked_bad["by"]) == ([bad], "hardware")
     assert of_kind(run, "requeued") == []
 
 

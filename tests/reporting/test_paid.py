@@ -14,7 +14,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.history import History
-from clusterddp.run.records import AttemptRecord, GpuUse, LastWord, Paid, Spent
+from clusterddp.run.records import AttemptRecord, FinalRecord, GpuUse, Paid, Spent
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
 
@@ -47,7 +47,7 @@ def attempt_of(
     if steps:
         record = AttemptRecord(number=made.number, began=began + 60, step=steps[0], hosts=HOSTS)
         write_record(made.record, record)
-        made.show_life(steps[1], None, spent)
+        made.renew_liveness(steps[1], None, spent)
     if hours[1] is not None:
         ended = BEGAN + hours[1] * HOUR
         add_event(run, "ended", attempt=made.number, time=ended, exit_code=1, cause="failed")
@@ -69,7 +69,7 @@ def whole(paid: Paid) -> float:
 def test_the_parts_of_all_attempts_add_up_to_the_whole(run: RunDir) -> None:
     attempt_of(run, (0, 10), spent(1, 8, 2, 0.5))  # died at step 100, the next begins at 75
     last = attempt_of(run, (20, 24), spent(20.5, 3, 0.6, 0.1), steps=(75, 175))
-    write_record(last.end, LastWord("done", "", 175))
+    write_record(last.end, FinalRecord("done", "", 175))
     paid = account(History.read(run), spec(**TRAINING))
     assert paid == Paid(
         node_hours=28.0, gpu_hours=112.0, computing=2 * (4.5 + 2.4), waiting=2 * (1.5 + 0.6),

@@ -14,7 +14,14 @@ import pytest
 
 from clusterddp import log
 from clusterddp.run import attempt as attempts
-from clusterddp.run.attempt import Attempt, NotStarted, Superseded, await_silence, begin, publish
+from clusterddp.run.attempt import (
+    Attempt,
+    StartRefused,
+    Superseded,
+    begin,
+    publish,
+    wait_until_inactive,
+)
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
@@ -105,9 +112,9 @@ def test_an_attempt_that_is_gone_cannot_be_asked(run: RunDir) -> None:
 def test_a_sign_of_life_is_one_for_some_seconds(run: RunDir) -> None:
     made = begin(run)
     assert not made.is_alive()
-    made.show_life(3)
+    made.renew_liveness(3)
     assert made.is_alive()
-    then = time.time() - attempts.SILENT_SECONDS - 1
+    then = time.time() - attempts.LIVENESS_TIMEOUT - 1
     os.utime(made.alive, (then, then))
     assert not made.is_alive()
     assert sorted(path.name for path in run.attempts.iterdir()) == ["0001"]  # no probe is left
@@ -120,23 +127,23 @@ def at_work(run: RunDir, **record: Any) -> Attempt:
     """An attempt whose rank 0 has just shown its life, on another host."""
     made = begin(run)
     publish(made, AttemptRecord(**{"job_id": "6", "host": "elsewhere", "pid": 1, **record}))
-    made.show_life(1)
+    made.renew_liveness(1)
     return made
 
 
 def waits(run: RunDir, job_id: str = "7", patience: float = 0.0) -> str:
     """What is said when it gives up; empty when it did not need to wait."""
     try:
-        await_silence(run, job_id, patience)
-    except NotStarted as error:
+        wait_until_inactive(run, job_id, patience)
+    except StartRefused as error:
         return str(error)
     return ""
 
 
 def test_another_job_at_work_is_waited_for_and_named(run: RunDir, logged: list[str]) -> None:
     at_work(run)
-    with pytest.raises(NotStarted) as caught:
-        await_silence(run, "7", 0.2)
+    with pytest.raises(StartRefused) as caught:
+        wait_until_inactive(run, "7", 0.2)
     for words in ("attempt 1 of", "job 6 on elsewhere", "--run-name"):
         assert words in str(caught.value)
     assert len(logged) == 1
@@ -192,7 +199,7 @@ def test_the_wait_ends_with_the_other_one(run: RunDir) -> None:
         made.end.write_text("{}")
 
     with log.to(leave):
-        await_silence(run, "7", 60)  # it says so before it waits
+        wait_until_inactive(run, "7", 60)  # it says so before it waits
 
 
 def left_by_a_killed_rank(attempt: Attempt) -> None:
@@ -208,11 +215,11 @@ def left_by_a_killed_rank(attempt: Attempt) -> None:
 def test_the_next_start_removes_what_killed_ranks_have_left_and_nothing_else(run: RunDir) -> None:
     first = begin(run)
     first.checkpoints.mkdir()
-    first.show_life(3)
+    first.renew_liveness(3)
     (first.checkpoints / "step-00000040.pt").touch()
     kept = sorted(first.path.rglob("*"))
     left_by_a_killed_rank(first)
-    first.set_room_aside()
+    first.reserve_space()
     elsewhere = run.path.parent / "precious"
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
@@ -229,12 +236,12 @@ def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(
         "from pathlib import Path; from clusterddp.run.attempt import begin\n"
         "from clusterddp.run.run_dir import RunDir\n"
         "attempt = begin(RunDir(Path()))\n"
-        "attempt.set_room_aside()\n"
-        "print(attempt.trouble_writing())\n"
+        "attempt.reserve_space()\n"
+        "print(attempt.write_error())\n"
         "try: Path('filler').write_bytes(bytes(1 << 20))\n"
         "except OSError: pass\n"
-        "print(attempt.trouble_writing())\n"
-        "attempt.write_last_word(attempt.end, {})\n"
+        "print(attempt.write_error())\n"
+        "attempt.write_final_record(attempt.end, {})\n"
         "print(attempt.end.read_text().strip(), attempt.reserve.exists())\n"
     )
     done = subprocess.run(

@@ -19,7 +19,7 @@ from clusterddp.batch.job import JobStart
 from clusterddp.errors import RequestError
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes
-from clusterddp.run.attempt import Attempt, NotStarted
+from clusterddp.run.attempt import Attempt, StartRefused
 from clusterddp.run.bad_nodes import OF_LOG, OF_TORCH, BadNode, named_hardware
 from clusterddp.run.events import Failure
 from clusterddp.run.history import History, PastAttempt, Policy
@@ -47,7 +47,7 @@ def run_in(root: Path, name: str = "a") -> Attempt:
 
 def test_a_blamed_node_is_read_until_it_is_cleared(tmp_path: Path) -> None:
     attempt = run_in(tmp_path)
-    bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
     bad = bad_nodes.read(tmp_path)
     assert sorted(bad) == ["h02", "h03"]
     assert (bad["h02"].reason, bad["h02"].run, bad["h02"].attempt) == ("lost", "a", 1)
@@ -55,15 +55,15 @@ def test_a_blamed_node_is_read_until_it_is_cleared(tmp_path: Path) -> None:
     bad_nodes.clear(tmp_path, ["h02"])
     assert list(bad_nodes.read(tmp_path)) == ["h03"]
     assert bad_nodes.known(tmp_path) == {"h02", "h03"}
-    bad_nodes.blame(attempt, "7", {"h02": "lost again"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(attempt, "7", {"h02": "lost again"}, bad_nodes.BY_LOSS)
     assert bad_nodes.read(tmp_path)["h02"].reason == "lost again"
-    assert [event["event"] for event in read_events(attempt.run)] == ["nodes_blamed"] * 2
+    assert [event["event"] for event in read_events(attempt.run)] == ["nodes_marked_bad"] * 2
 
 
 def test_a_node_is_used_again_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     later = time.time() + DAY + 1
     monkeypatch.setattr(time, "time", lambda: later)
     assert bad_nodes.read(tmp_path) == {}
@@ -73,17 +73,17 @@ def test_the_time_is_that_which_the_run_asks_for(workplace: Workplace) -> None:
     run = workplace.run("a")
     spec = dataclasses.replace(run.load_spec(), avoid_bad_nodes_for=0.5)
     run.spec.write_text(spec.to_json())
-    bad_nodes.blame(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.expires - node.time == 1800
 
 
 def test_torn_and_foreign_lines_take_nothing_from_the_others(tmp_path: Path) -> None:
     attempt, path = run_in(tmp_path), tmp_path / bad_nodes.FILE_NAME
-    bad_nodes.blame(attempt, "7", {"h01": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(attempt, "7", {"h01": "lost"}, bad_nodes.BY_LOSS)
     with path.open("ab") as file:
         file.write(b'[1]\n{"reason": "no host"}\n\xff\xfe\n{"host": "h02", "expi')
-    bad_nodes.blame(attempt, "7", {"h03": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(attempt, "7", {"h03": "lost"}, bad_nodes.BY_LOSS)
     assert sorted(bad_nodes.read(tmp_path)) == ["h01", "h03"]
 
 
@@ -94,12 +94,12 @@ def test_without_a_file_no_node_is_bad(tmp_path: Path) -> None:
 def test_runs_that_write_at_once_lose_no_line(tmp_path: Path) -> None:
     attempts = [run_in(tmp_path, f"run-{n}") for n in range(8)]
 
-    def blame(attempt: Attempt) -> None:
+    def mark_bad(attempt: Attempt) -> None:
         for n in range(5):
             host = f"{attempt.run.name}-{n}"
-            bad_nodes.blame(attempt, "7", {host: "x" * 2000}, bad_nodes.BY_LOSS)
+            bad_nodes.mark_bad(attempt, "7", {host: "x" * 2000}, bad_nodes.BY_LOSS)
 
-    threads = [threading.Thread(target=blame, args=[attempt]) for attempt in attempts]
+    threads = [threading.Thread(target=mark_bad, args=[attempt]) for attempt in attempts]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -109,7 +109,7 @@ def test_runs_that_write_at_once_lose_no_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", CARRIED + REFUSED)
 def test_a_hostile_reason_stays_what_it_is(text: str, tmp_path: Path) -> None:
-    bad_nodes.blame(run_in(tmp_path), "7", {"h02": text}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(run_in(tmp_path), "7", {"h02": text}, bad_nodes.BY_LOSS)
     assert bad_nodes.read(tmp_path)["h02"].reason == text
 
 
@@ -127,13 +127,13 @@ def cluster(count: int, **states: str) -> list[Node]:
 
 
 def chosen(asked: Resources, nodes: list[Node], *hosts: str) -> list[str]:
-    return list(bad_nodes.among(bad(*hosts), asked, nodes, asked.nodes).nodes)
+    return list(bad_nodes.select_excluded(bad(*hosts), asked, nodes, asked.nodes).nodes)
 
 
 def test_bad_nodes_are_left_out_as_far_as_enough_others_stay() -> None:
     asked = Resources(nodes=2)
     assert chosen(asked, cluster(4), "h01", "h02") == ["h02", "h01"]
-    choice = bad_nodes.among(bad("h01", "h02"), asked, cluster(3), 2)
+    choice = bad_nodes.select_excluded(bad("h01", "h02"), asked, cluster(3), 2)
     assert list(choice.nodes) == ["h02"]  # the latest
     assert choice.remarks == (
         "h01 is bad (lost), but is not left out: of 3 nodes that fit, the job needs 2",
@@ -184,7 +184,7 @@ def test_only_nodes_that_fit_count_as_others() -> None:
 
 def test_nodes_that_are_demanded_unwanted_or_elsewhere_are_passed_over() -> None:
     asked = Resources(nodes=1, nodelist="h01", exclude="h02")
-    choice = bad_nodes.among(bad("h01", "h02", "gone"), asked, cluster(4), 1)
+    choice = bad_nodes.select_excluded(bad("h01", "h02", "gone"), asked, cluster(4), 1)
     assert choice.nodes == {}
     assert choice.remarks == ("h01 is bad (lost), but --nodelist demands it",)
 
@@ -192,7 +192,7 @@ def test_nodes_that_are_demanded_unwanted_or_elsewhere_are_passed_over() -> None
 def test_what_is_left_out_is_merged_with_the_persons_and_forgets_the_cleared() -> None:
     asked = Resources(exclude="h[07-08]")
     before, known = ["h07", "h05", "h03"], {"h03", "h02"}  # h03 was cleared
-    assert bad_nodes.merged(asked, before, ["h02"], known) == ["h07", "h08", "h05", "h02"]
+    assert bad_nodes.merge_excludes(asked, before, ["h02"], known) == ["h07", "h08", "h05", "h02"]
 
 
 def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) -> None:
@@ -203,7 +203,7 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
     asked = Resources(nodes=2, gpus_per_node=4)
     assert bad_nodes.choose(workplace.root, asked, os.environ).nodes == {}
     assert workplace.calls == []
-    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     choice = bad_nodes.choose(workplace.root, asked, os.environ)
     assert choice.line == "left out as bad: h02 (lost). 'clusterddp nodes' lists them"
     assert len(workplace.calls) == 1
@@ -215,7 +215,9 @@ def test_with_several_partitions_each_keeps_enough_others(workplace: Workplace) 
     places = [("h01", "a"), ("h02", "a"), ("h03", "a"), ("h01", "b"), ("h02", "b"), ("h04", "c")]
     lines = [f"echo '{host}|{name}|idle|16|gpu:4|x|64000'" for host, name in places]
     workplace.command("sinfo", "\n".join(lines))
-    bad_nodes.blame(run_in(workplace.root), "7", {"h01": "slow", "h03": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(
+        run_in(workplace.root), "7", {"h01": "slow", "h03": "lost"}, bad_nodes.BY_LOSS
+    )
     asked = Resources(nodes=2, partition="a,b")
     choice = bad_nodes.choose(workplace.root, asked, os.environ)
     assert list(choice.nodes) == ["h03"]  # b has no other than h01 and h02
@@ -241,24 +243,24 @@ def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
 ) -> None:
     if sinfo is not None:
         workplace.command("sinfo", sinfo)
-    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     choice = bad_nodes.choose(workplace.root, Resources(**asked), os.environ)
     assert choice.nodes == {}
     assert words in choice.remarks[0]
 
 
 def test_an_option_that_decides_which_nodes_fit_has_none_left_out(workplace: Workplace) -> None:
-    bad_nodes.blame(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     choice = bad_nodes.choose(workplace.root, Resources(), os.environ, others=["gres", "nice"])
     assert choice.nodes == {}
     assert "which nodes can serve --gres is not known" in choice.remarks[0]
 
 
 def test_a_nodelist_that_demands_a_bad_node_is_refused(tmp_path: Path) -> None:
-    bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
-    bad_nodes.refuse_demanded(tmp_path, Resources(nodes=2, nodelist="h[03-04]"))
+    bad_nodes.mark_bad(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+    bad_nodes.reject_bad_nodelist(tmp_path, Resources(nodes=2, nodelist="h[03-04]"))
     with pytest.raises(RequestError, match=r"h02 .*: lost.* 'clusterddp nodes clear h02'") as said:
-        bad_nodes.refuse_demanded(tmp_path, Resources(nodes=2, nodelist="h[01-02]"))
+        bad_nodes.reject_bad_nodelist(tmp_path, Resources(nodes=2, nodelist="h[01-02]"))
     assert said.value.code == "CD1303"
 
 
@@ -377,7 +379,7 @@ BOOM = ("ValueError: boom", 1)
 def trial(hosts: str, reached: int | None, failure: tuple[str, int] | None = None) -> PastAttempt:
     names = hosts.split()
     made = Failure(3, names[-1], failure[0], "logs/rank-3.log", failure[1]) if failure else None
-    return PastAttempt(0, gained=reached, nodes=names, failure=made)
+    return PastAttempt(0, steps_gained=reached, nodes=names, failure=made)
 
 
 @pytest.mark.parametrize("how", [SEGV, LAUNCH])
@@ -385,9 +387,9 @@ def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
     how: tuple[str, int],
 ) -> None:
     twice = [trial("h01 h02", 40, how), trial("h03 h02", 40, how)]
-    assert bad_nodes.failed_again([*twice, trial("h01 h03", 80)]) == "h02"
-    assert bad_nodes.failed_again([*twice, trial("h01 h03", 80, BOOM)]) == ""
-    assert bad_nodes.failed_again([trial("h01 h03", 80), *twice]) == "h02"
+    assert bad_nodes.find_repeat_offender([*twice, trial("h01 h03", 80)]) == "h02"
+    assert bad_nodes.find_repeat_offender([*twice, trial("h01 h03", 80, BOOM)]) == ""
+    assert bad_nodes.find_repeat_offender([trial("h01 h03", 80), *twice]) == "h02"
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,7 @@ def test_ranks_that_crash_there_again_and_got_further_elsewhere_blame_the_node(
          "program", "program once", "no steps", "none"],
 )  # fmt: skip
 def test_what_may_be_the_programs_blames_nobody(trials: list[PastAttempt]) -> None:
-    assert bad_nodes.failed_again(trials) == ""
+    assert bad_nodes.find_repeat_offender(trials) == ""
 
 
 def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> PastAttempt:
@@ -432,8 +434,8 @@ def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> PastAt
 def test_a_node_that_is_slow_with_several_ranks_is_blamed(
     trials: list[PastAttempt], host: str
 ) -> None:
-    [(blamed, reason)] = bad_nodes.straggling(trials).items()
-    assert blamed == host
+    [(marked_bad, reason)] = bad_nodes.straggling(trials).items()
+    assert marked_bad == host
     assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
 
 
@@ -540,7 +542,7 @@ def test_a_job_without_bad_nodes_asks_slurm_nothing_more(workplace: Workplace) -
 def test_a_cleared_node_comes_back(workplace: Workplace) -> None:
     run = begun(workplace, LOST)
     cluster_says(workplace, excluded="h[03,09]")
-    bad_nodes.blame(Attempt(run, 1), "17", {"h03": "slow"}, bad_nodes.BY_PREFLIGHT)
+    bad_nodes.mark_bad(Attempt(run, 1), "17", {"h03": "slow"}, bad_nodes.BY_PREFLIGHT)
     bad_nodes.clear(workplace.root, ["h03"])
     finished(workplace, run, 1)
     assert updates(workplace) == ["scontrol update JobId=17 ExcNodeList=h09,h02"]
@@ -570,7 +572,7 @@ def test_a_cleared_or_expired_node_is_bad_no_more_though_the_run_has_blamed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = run_in(tmp_path)
-    bad_nodes.blame(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
+    bad_nodes.mark_bad(attempt, "7", {"h02": "lost", "h03": "slow"}, bad_nodes.BY_LOSS)
     bad_nodes.clear(tmp_path, ["h02"])
     assert list(bad_nodes.read_for(History.read(attempt.run))) == ["h03"]
     later = time.time() + DAY + 1
@@ -582,7 +584,7 @@ def test_a_cleared_or_expired_node_is_bad_no_more_though_the_run_has_blamed_it(
 def test_the_list_is_for_all_whom_the_umask_admits(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        bad_nodes.blame(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
+        bad_nodes.mark_bad(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     finally:
         os.umask(before)
     assert (tmp_path / bad_nodes.FILE_NAME).stat().st_mode & 0o777 == 0o664
@@ -648,14 +650,14 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
     assert list(nodes) == (["h01", *spare] if spare else [])
     if not spare:
         finished(workplace, run, 1, retries=1)
-    assert kinds(run).count("nodes_blamed") == 1
+    assert kinds(run).count("nodes_marked_bad") == 1
     assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
 
 
 def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace) -> None:
     run = begun(workplace)
     add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
-    bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
+    bad_nodes.mark_bad(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
     cluster_says(workplace)
     assert [begin(workplace, run) for _ in range(3)] == ["", "", "2"]
     kinds = [event["event"] for event in read_events(run)]
@@ -673,7 +675,7 @@ def begin_needing(place: Workplace, run: RunDir, needed: int) -> str:
     try:
         job = JobStart(run, "17", 0, "h[01-02]")
         beginning.begin_attempt(job, 20, 1.0, lambda _: (), needed=needed)
-    except NotStarted as error:
+    except StartRefused as error:
         return str(error)
     return "begun"
 
@@ -729,7 +731,7 @@ def test_a_start_on_a_bad_node_goes_on_where_giving_it_back_is_of_no_use(
 ) -> None:
     run = begun(workplace)
     add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
-    bad_nodes.blame(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
+    bad_nodes.mark_bad(Attempt(run, 1), "17", {"h02": "slow"}, bad_nodes.BY_PREFLIGHT)
     cluster_says(workplace, requeue="exit 1" if why == "requeue refused" else "exit 0")
     if why == "not enough nodes":
         workplace.monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
@@ -748,6 +750,8 @@ def test_the_node_of_a_script_that_was_lost_is_blamed_at_the_next_start(
     run = begun(workplace, LOST if how == "srun has said so" else "")
     cluster_says(workplace, down="h02" if how == "its node is down" else "h04")
     assert begin(workplace, run, "h[01,03]") == "2"
-    blamed = [event["nodes"] for event in read_events(run) if event["event"] == "nodes_blamed"]
+    marked_bad = [
+        event["nodes"] for event in read_events(run) if event["event"] == "nodes_marked_bad"
+    ]
     reason = "lost during attempt 1, whose end nobody recorded"
-    assert blamed == ([] if how == "neither" else [{"h02": reason}])
+    assert marked_bad == ([] if how == "neither" else [{"h02": reason}])

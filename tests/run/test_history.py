@@ -17,10 +17,10 @@ from clusterddp.run.history import (
     History,
     PastAttempt,
     Policy,
-    causes_of,
+    causes_by_attempt,
     decide,
-    gained,
-    withdrawn,
+    steps_gained,
+    withdrawal_cause,
 )
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
@@ -37,8 +37,8 @@ TIME_LIMIT = Cause.TIME_LIMIT
 USUAL = Policy(requeue=True, max_requeues=20, retries=0)
 
 
-def ends(*causes: str, gained: int | None = 5) -> list[PastAttempt]:
-    return [PastAttempt(number, cause, gained) for number, cause in enumerate(causes, 1)]
+def ends(*causes: str, steps_gained: int | None = 5) -> list[PastAttempt]:
+    return [PastAttempt(number, cause, steps_gained) for number, cause in enumerate(causes, 1)]
 
 
 # policy, the causes of all starts so far -> whether another follows, words of the reason
@@ -75,17 +75,21 @@ def test_what_follows(policy: Policy, causes: list[str], go_on: bool, words: str
 
 def test_a_command_without_a_loop_is_not_requeued_where_nobody_asked_for_it() -> None:
     undecided = Policy(False, 20, 0, requeues_loops=True)
-    decision = decide(undecided, PREEMPTED, ends(PREEMPTED, gained=None))
+    decision = decide(undecided, PREEMPTED, ends(PREEMPTED, steps_gained=None))
     assert (decision.go_on, decision.code) == (False, "CD1221")
 
 
 def test_a_command_that_left_with_0_at_a_signal_is_put_back_once() -> None:
-    first, again = (PastAttempt(number, PREEMPTED, None, told=True) for number in (1, 2))
+    first, again = (
+        PastAttempt(number, PREEMPTED, None, stopped_by_signal=True) for number in (1, 2)
+    )
     assert decide(USUAL, PREEMPTED, [first]).go_on
     decision = decide(USUAL, PREEMPTED, [first, again])
     assert (decision.go_on, decision.code) == (False, "CD1229")
-    with_loop = PastAttempt(2, PREEMPTED, 5, told=True)  # whose steps are known
-    assert decide(USUAL, PREEMPTED, [PastAttempt(1, PREEMPTED, 5, told=True), with_loop]).go_on
+    with_loop = PastAttempt(2, PREEMPTED, 5, stopped_by_signal=True)  # whose steps are known
+    assert decide(
+        USUAL, PREEMPTED, [PastAttempt(1, PREEMPTED, 5, stopped_by_signal=True), with_loop]
+    ).go_on
 
 
 @pytest.mark.parametrize("cause", [SIGNAL, TIME_LIMIT, PREEMPTED, FAILED, REQUEUED])
@@ -166,7 +170,7 @@ CAUSES: list[tuple[list[Event], dict[int, str]]] = [
 def test_starts_are_counted_since_a_person_submitted(
     events: list[Event], causes: dict[int, str]
 ) -> None:
-    assert causes_of([parse(e) for e in events]) == causes
+    assert causes_by_attempt([parse(e) for e in events]) == causes
 
 
 WITHDRAWN: list[tuple[list[Event], str, str]] = [
@@ -196,7 +200,7 @@ WITHDRAWN: list[tuple[list[Event], str, str]] = [
 def test_a_request_of_a_person_holds_until_the_next_start(
     events: list[Event], job_id: str, found: str
 ) -> None:
-    assert withdrawn([parse(e) for e in events], job_id) == found
+    assert withdrawal_cause([parse(e) for e in events], job_id) == found
 
 
 @pytest.fixture
@@ -223,27 +227,27 @@ def attempt(run: RunDir, number: int, *steps: int, start: int | None) -> Attempt
 
 
 def test_steps_gained_are_those_beyond_where_it_began(run: RunDir) -> None:
-    assert gained(attempt(run, 1, 20, 40, start=0), run.read_spec()) == 40
-    assert gained(attempt(run, 2, 20, 40, start=40), run.read_spec()) == 0
-    assert gained(attempt(run, 3, start=40), run.read_spec()) == 0
-    assert gained(attempt(run, 4, start=None), run.read_spec()) == 0  # its ranks never met
+    assert steps_gained(attempt(run, 1, 20, 40, start=0), run.read_spec()) == 40
+    assert steps_gained(attempt(run, 2, 20, 40, start=40), run.read_spec()) == 0
+    assert steps_gained(attempt(run, 3, start=40), run.read_spec()) == 0
+    assert steps_gained(attempt(run, 4, start=None), run.read_spec()) == 0  # its ranks never met
 
 
 def test_of_a_command_nobody_knows_the_steps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "own", command=("true",))
-    assert gained(Attempt(run, 1), run.read_spec()) is None
+    assert steps_gained(Attempt(run, 1), run.read_spec()) is None
 
 
 def test_what_lies_beside_the_checkpoints_counts_for_nothing(run: RunDir) -> None:
     made = attempt(run, 1, 20, start=0)
     for name in ("step-x.pt", "step-00000099.pt.sha256", ".step-00000099.pt", "best.json"):
         (made.checkpoints / name).touch()
-    assert gained(made, run.read_spec()) == 20
+    assert steps_gained(made, run.read_spec()) == 20
 
 
 def test_starts_have_their_causes_and_their_steps(run: RunDir) -> None:
     for event in (started(1), ended(1, SIGNAL), started(2)):
         add_event(run, **event)
     attempt(run, 1, 20, start=0)
-    starts = [(each.number, each.cause, each.gained) for each in History.read(run).starts]
+    starts = [(each.number, each.cause, each.steps_gained) for each in History.read(run).starts]
     assert starts == [(1, SIGNAL, 20), (2, "", 0)]

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.attempt import Attempt, divide_logs, divide_own_log, of_attempt
+from clusterddp.run.attempt import (
+    Attempt,
+    read_attempt_log,
+    write_attempt_dividers,
+    write_restart_divider,
+)
 from clusterddp.run.run_dir import RunDir
 
 
@@ -24,16 +29,16 @@ def add(run: RunDir, rank: int, text: str) -> None:
 def test_each_attempt_has_its_own_part(run: RunDir) -> None:
     add(run, 0, "one\ntorn")
     add(run, 1, "its only one\n")
-    divide_logs(Attempt(run, 2), "13")
+    write_attempt_dividers(Attempt(run, 2), "13")
     add(run, 0, "two\n--- no divider ---\n")
     add(run, 2, "began late\n")
-    divide_logs(Attempt(run, 3), "")
+    write_attempt_dividers(Attempt(run, 3), "")
     add(run, 0, "three")
-    parts = [of_attempt(run.rank_log(0), number) for number in (1, 2, 3)]
+    parts = [read_attempt_log(run.rank_log(0), number) for number in (1, 2, 3)]
     assert parts == ["one\ntorn\n", "two\n--- no divider ---\n", "three"]
-    assert [of_attempt(run.rank_log(1), n) for n in (1, 3)] == ["its only one\n", ""]
-    assert of_attempt(run.rank_log(2), 2) == "began late\n"
-    assert of_attempt(run.rank_log(7), 2) == ""
+    assert [read_attempt_log(run.rank_log(1), n) for n in (1, 3)] == ["its only one\n", ""]
+    assert read_attempt_log(run.rank_log(2), 2) == "began late\n"
+    assert read_attempt_log(run.rank_log(7), 2) == ""
     lines = run.rank_log(0).read_text().splitlines()
     assert lines[2].startswith("--- attempt 2, job 13, 20")
     assert lines[2].endswith(" ---")
@@ -44,17 +49,17 @@ def test_a_log_that_cannot_be_written_costs_nothing(run: RunDir) -> None:
     os.mkfifo(run.logs / "pipe.log")
     (run.logs / "link.log").symlink_to("elsewhere")
     add(run, 0, "one\n")
-    divide_logs(Attempt(run, 2), "13")
-    assert of_attempt(run.rank_log(0), 2) == ""
+    write_attempt_dividers(Attempt(run, 2), "13")
+    assert read_attempt_log(run.rank_log(0), 2) == ""
     assert not (run.logs / "elsewhere").exists()
-    divide_logs(Attempt(RunDir(run.path / "gone"), 2), "13")
+    write_attempt_dividers(Attempt(RunDir(run.path / "gone"), 2), "13")
 
 
 def test_only_the_end_of_a_long_log_is_read(run: RunDir) -> None:
     add(run, 0, "one\n")
-    divide_logs(Attempt(run, 2), "13")
+    write_attempt_dividers(Attempt(run, 2), "13")
     add(run, 0, "x\n" * (1 << 20) + "last words\n")
-    part = of_attempt(run.rank_log(0), 2)
+    part = read_attempt_log(run.rank_log(0), 2)
     assert len(part) == 1 << 20
     assert part.endswith("x\nlast words\n")
 
@@ -62,8 +67,8 @@ def test_only_the_end_of_a_long_log_is_read(run: RunDir) -> None:
 def test_a_start_within_the_job_is_a_part_of_its_own(
     run: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    divide_own_log(2, "13", 1)
+    write_restart_divider(2, "13", 1)
     line = capfd.readouterr().err
     assert line.startswith("--- attempt 2, job 13, start 2 in it, 20")
     add(run, 0, f"before\n{line}after\n")
-    assert of_attempt(run.rank_log(0), 2) == "after\n"
+    assert read_attempt_log(run.rank_log(0), 2) == "after\n"

@@ -10,7 +10,7 @@ import pytest
 from clusterddp import files
 from clusterddp.run import events, records
 from clusterddp.run.events import Ended, Event, Failure, Started, Submitted
-from clusterddp.run.records import AttemptRecord, LastWord, Outcome, Report, TaskError
+from clusterddp.run.records import AttemptRecord, FinalRecord, Outcome, Report, TaskError
 
 DOCS = Path(__file__).parents[2] / "docs" / "records.md"
 KINDS = [kind for kind in vars(records).values() if dataclasses.is_dataclass(kind)]
@@ -48,7 +48,7 @@ def test_a_torn_line_and_an_unknown_event_cost_no_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [None, "x", [], {}, True, 1e400, 10**400])
 def test_a_field_of_another_type_has_its_default(value: object) -> None:
     """The other fields are kept, and nothing that stands in a record raises."""
-    for kind in (AttemptRecord, LastWord, Report):
+    for kind in (AttemptRecord, FinalRecord, Report):
         assert files.load(kind, dict.fromkeys(vars(kind()), value)) is not None
     kept = files.load(AttemptRecord, {"step": value, "host": "h01", "world_size": 2.0})
     assert kept == AttemptRecord(host="h01", world_size=2)

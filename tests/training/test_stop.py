@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.attempt import Attempt, begin
-from clusterddp.run.records import SignOfLife
+from clusterddp.run.records import Liveness
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client
 from clusterddp.training import stop
@@ -215,7 +215,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
     steps = iter(range(1000))
     ours = Presence(attempt, StopRequest())
-    ours.sign = lambda: SignOfLife(next(steps))
+    ours.sign = lambda: Liveness(next(steps))
     with ours:
         wait_for(lambda: attempt.alive.exists() and _step(attempt) >= 3, "a third sign of life")
         assert attempt.is_alive()
@@ -260,7 +260,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
         tries.append(step)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Attempt, "show_life", full)
+    monkeypatch.setattr(Attempt, "renew_liveness", full)
     request = StopRequest()
     with Presence(attempt, request):
         wait_for(lambda: len(tries) > 2, "more than one try")
@@ -293,7 +293,7 @@ def test_a_look_that_outlasts_the_training_does_not_end_the_process(
         looks.set()
         answers.wait(PATIENCE)
 
-    monkeypatch.setattr(Attempt, "show_life", slow)
+    monkeypatch.setattr(Attempt, "renew_liveness", slow)
     monkeypatch.setattr(os, "_exit", codes.append)
     ours = Presence(attempt, StopRequest())
     with ours:

@@ -48,7 +48,7 @@ def outcome(attempt: Attempt, rank: int, host: str, error: dict[str, Any] | None
 def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that were put back."""
     jobs: list[str] = []
-    monkeypatch.setattr(lost_script, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(lost_script, "LIVENESS_TIMEOUT", 0.05)
     monkeypatch.setattr(patience, "RECORDS_PAUSE", 0.01)
     monkeypatch.setattr(lost_script.slurm, "ending", lambda *_: Ending.NONE)
     monkeypatch.setattr(lost_script.slurm, "requeue", jobs.append)
@@ -79,7 +79,7 @@ def test_whoever_has_put_it_back_first_was_enough(
 def test_a_controller_that_shows_its_life_judges_the_attempt(
     attempt: Attempt, requeued: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_script, "SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(lost_script, "LIVENESS_TIMEOUT", 60.0)
 
     def sleep(_: float) -> None:
         later = time.time() + 5

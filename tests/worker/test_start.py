@@ -20,7 +20,7 @@ from clusterddp.files import read_json, read_json_lines
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import attempt as attempts
-from clusterddp.run.attempt import Attempt, NotStarted
+from clusterddp.run.attempt import Attempt, StartRefused
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training.loop import train
 from clusterddp.worker import start
@@ -93,7 +93,7 @@ def test_a_run_without_its_checkpoints_begins_at_step_0_only_where_that_was_aske
     train_alone(settings, tmp_path, 4)
     run = RunDir(tmp_path)
     first = Attempt(run, 1)
-    first.show_life(4, saved=4)
+    first.renew_liveness(4, saved=4)
     shutil.rmtree(first.checkpoints)
     with pytest.raises(CheckpointError, match="are gone: it had saved step 4"):
         agree(settings, tmp_path)
@@ -227,8 +227,8 @@ def test_a_second_start_waits_and_is_refused_naming_who_trains(
     settings = config(synthetic_dir, rendezvous_timeout=1)
     decide(settings, tmp_path, "17")
     first = Attempt(RunDir(tmp_path), 1)
-    first.show_life(3)
-    with pytest.raises(NotStarted) as caught:
+    first.renew_liveness(3)
+    with pytest.raises(StartRefused) as caught:
         decide(settings, tmp_path, "18")
     for words in ("attempt 1", "job 17", os.uname().nodename, "--run-name"):
         assert words in str(caught.value)

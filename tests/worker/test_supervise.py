@@ -308,7 +308,7 @@ child = lambda: 0
 def test_a_signal_that_a_command_got_ahead_of_its_parent_is_recorded(task: Any) -> None:
     started = task(TOLD_LATE, {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"})
     assert started.end() == 0
-    assert started.outcome()["told"]["signal"] == "SIGTERM"
+    assert started.outcome()["received_signal"]["signal"] == "SIGTERM"
 
 
 def test_a_parent_started_by_hand_passes_term_on(task: Any) -> None:

@@ -46,7 +46,7 @@ def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
         cleaned = History.read(run_dir).every(events.Cleaned)
         gone = {step for event in cleaned for step in event.checkpoints} - there
         if gone:
-            steps = formatting.some([str(step) for step in sorted(gone)], 8)
+            steps = formatting.join_limited([str(step) for step in sorted(gone)], 8)
             click.echo(f"removed by 'clusterddp clean': step {steps}", err=True)
 
 
@@ -56,7 +56,7 @@ def _why_none(run: RunDir) -> str:
             catalog.source(run)
     except CheckpointError as error:
         return f"clusterddp: {coded(error)}"
-    return f"{run.shown} has no checkpoints yet"
+    return f"{run.cli_name} has no checkpoints yet"
 
 
 def _row(entry: Entry, now: float) -> tuple[str, ...]:

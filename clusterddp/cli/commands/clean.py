@@ -121,7 +121,7 @@ def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
                 click.echo(f"{each.run.name} is left alone: {words}", err=True)
     elif reasons:
         counts = (f"{count:,} {words}" for words, count in Counter(reasons).most_common())
-        click.echo(f"left alone: {formatting.some([*counts], 8, '; ')}", err=True)
+        click.echo(f"left alone: {formatting.join_limited([*counts], 8, '; ')}", err=True)
     if not rows:
         click.echo("nothing to remove", err=True)
 

@@ -215,7 +215,7 @@ def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> N
     usual = os.environ.get("CLUSTERDDP_RUNS_DIR") or DEFAULT_ROOT
     more = [] if os.path.abspath(root) == os.path.abspath(usual) else [f"--runs-dir={root}"]
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])
-    left = " ".join(run.shown for run in interrupted.runs)
+    left = " ".join(run.cli_name for run in interrupted.runs)
     click.echo(
         f"\nclusterddp: the jobs go on; '{again}' prints their table, 'clusterddp cancel {left}' "
         "ends them",

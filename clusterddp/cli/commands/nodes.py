@@ -69,7 +69,7 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
     unknown = [formatting.line(name) for name in dict.fromkeys(names) if name not in bad]
     cleared = [name for name in dict.fromkeys(names) if name in bad]
     if unknown and not cleared:
-        on_it = formatting.some(list(bad), 20, ", ") or "no node"
+        on_it = formatting.join_limited(list(bad), 20, ", ") or "no node"
         raise RequestError(
             f"{unknown[0]} is not left out below {runs_dir}; on the list is {on_it}. [CD1302]"
         )
@@ -80,7 +80,9 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
         raise _Unreadable(runs_dir, error) from None
     click.echo(f"cleared {', '.join(cleared)}" if cleared else "there was no bad node to clear")
     if unknown:
-        click.echo(f"clusterddp: not on the list: {formatting.some(unknown, 20, ', ')}", err=True)
+        click.echo(
+            f"clusterddp: not on the list: {formatting.join_limited(unknown, 20, ', ')}", err=True
+        )
 
 
 class _Unreadable(ClusterDDPError):

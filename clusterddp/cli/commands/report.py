@@ -159,7 +159,7 @@ def describe(report: RunReport) -> str:
         ("ranks", _ranks(figures)),
         ("nodes", report.status.preflight and f"preflight: {report.status.preflight}"),
         ("with", _machinery(figures)),
-        ("memory", formatting.known(("peak of any rank {}", memory))),
+        ("memory", formatting.join_known(("peak of any rank {}", memory))),
         ("model", _model(figures)),
         ("settings", _settings(report)),
         ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
@@ -178,7 +178,7 @@ def describe(report: RunReport) -> str:
 
 def _result(report: RunReport) -> str:
     figures = report.figures
-    return formatting.known(
+    return formatting.join_known(
         ("test accuracy {:.2%}", figures.accuracy),
         ("test loss {:.4f}", figures.loss),
         ("training loss {:.4f}", None if report.complete else report.train_loss),
@@ -188,7 +188,7 @@ def _result(report: RunReport) -> str:
 
 
 def _training(figures: Report) -> str:
-    return formatting.known(
+    return formatting.join_known(
         ("{}", formatting.duration(figures.train_seconds)),
         ("{} images/s", formatting.rate(figures.images_per_second)),
         ("the latest attempt took {} in all", formatting.duration(figures.total_seconds)),
@@ -198,7 +198,7 @@ def _training(figures: Report) -> str:
 def _ranks(figures: Report) -> str:
     if figures.world_size is None:
         return ""
-    hosts = f" on {formatting.some(figures.hosts, _MOST_HOSTS)}" if figures.hosts else ""
+    hosts = f" on {formatting.join_limited(figures.hosts, _MOST_HOSTS)}" if figures.hosts else ""
     return f"{formatting.count(figures.world_size, 'rank')}{hosts}"
 
 
@@ -215,7 +215,7 @@ def _model(figures: Report) -> str:
     images = ""
     if figures.train_images is not None and figures.test_images is not None:
         images = f"{figures.train_images:,} training and {figures.test_images:,} test images"
-    return formatting.known(
+    return formatting.join_known(
         ("{}", figures.model),
         ("{:,} parameters", figures.parameters),
         ("{}", figures.dataset),
@@ -245,7 +245,7 @@ def _paid(figures: Report) -> str:
     paid = figures.paid
     if paid is None:
         return ""
-    whole = formatting.known(
+    whole = formatting.join_known(
         ("{} node-hours", formatting.hours(paid.node_hours)),
         ("{} GPU-hours", formatting.hours(paid.gpu_hours)),
     )

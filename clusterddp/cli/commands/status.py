@@ -9,7 +9,7 @@ import click
 from clusterddp import formatting
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
-from clusterddp.run.run_dir import SweepDir, where_output_lies
+from clusterddp.run.run_dir import SweepDir, describe_output_folder
 from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses
@@ -90,7 +90,7 @@ def describe(status: RunStatus) -> str:
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
     left = formatting.duration(status.seconds_left)
-    progress = formatting.known(
+    progress = formatting.join_known(
         ("step {}", formatting.steps(status.step, status.steps_planned, status.percent_done)),
         ("about {} left", left),
         ("epoch {}", status.epoch),
@@ -98,7 +98,7 @@ def describe(status: RunStatus) -> str:
         ("test accuracy {}", formatting.percent(status.accuracy)),
     )
     wait = (status.expected_start or 0.0) - time.time()
-    starts = formatting.known(
+    starts = formatting.join_known(
         ("expected {}", formatting.moment(status.expected_start)),
         ("in {}", formatting.duration(wait) if status.expected_start and wait > 0 else ""),
     )
@@ -111,13 +111,13 @@ def describe(status: RunStatus) -> str:
         ("process" if status.launcher == "local" else "job", f"{job}{launcher}" if job else ""),
         ("attempt", _attempt(status)),
         ("asked", status.layout),
-        ("hosts", formatting.some(status.hosts, 8)),
+        ("hosts", formatting.join_limited(status.hosts, 8)),
         ("preflight", status.preflight),
         ("submitted", formatting.moment(status.submitted_time)),
         ("start", f"{starts}, by Slurm's estimate" if starts else ""),
         (
             "started",
-            formatting.known(("{}", formatting.moment(status.started_time)), (took, elapsed)),
+            formatting.join_known(("{}", formatting.moment(status.started_time)), (took, elapsed)),
         ),
         ("ended", formatting.moment(status.ended_time)),
         ("progress", progress),
@@ -129,7 +129,7 @@ def describe(status: RunStatus) -> str:
     lines += [("warning", text) for text in status.warnings]
     lines += [("cleaned", status.cleaned), ("files", status.directory)]
     if status.works_in:
-        output = where_output_lies(status.works_in)
+        output = describe_output_folder(status.works_in)
         lines.append(("works in", f"{status.works_in}; {output}"))
     lines += [("next", status.next_command)]
     return _labelled(lines)

@@ -171,9 +171,9 @@ def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: boo
         f"{'started' if spec.launcher == 'local' else 'submitted'} {spec.run_name} as {job}: "
         f"{spec.layout}\n"
         f"  files   {spec.run_dir}\n"
-        f"  status  clusterddp status {run.shown}\n"
-        f"  logs    clusterddp logs -f {run.shown}\n"
-        f"  cancel  clusterddp cancel {run.shown}"
+        f"  status  clusterddp status {run.cli_name}\n"
+        f"  logs    clusterddp logs -f {run.cli_name}\n"
+        f"  cancel  clusterddp cancel {run.cli_name}"
     )
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
 

@@ -80,7 +80,7 @@ def test_none_are_no_error(workplace: Workplace) -> None:
 
 
 def test_checkpoints_that_are_gone_are_told_from_none_yet(workplace: Workplace) -> None:
-    attempt(workplace.run("one"), 1).show_life(50, saved=40)
+    attempt(workplace.run("one"), 1).renew_liveness(50, saved=40)
     got = workplace.invoke("checkpoints", "one")
     assert (got.code, got.out) == (0, "")
     assert "the checkpoints of one are gone: it had saved step 40" in got.err

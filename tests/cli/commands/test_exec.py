@@ -154,7 +154,7 @@ if len(sys.argv) == 2:
     argv = [sys.executable, __file__, *sys.argv[1:], "rank"]
     sys.exit(subprocess.run(argv, env=environ).returncode)
 deadline = time.monotonic() + 90
-while not record.exists() or "own_world" not in record.read_text():
+while not record.exists() or "nested_world" not in record.read_text():
     assert time.monotonic() < deadline
     time.sleep(0.05)
 """
@@ -168,7 +168,7 @@ def test_a_world_that_the_commands_children_form_is_recorded(tmp_path: Path) -> 
     done = run_exec("--run-dir", str(tmp_path), "--", *argv)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(record.read_text())
-    assert outcome["own_world"] == {"size": 1, "launcher": "torchrun"}
+    assert outcome["nested_world"] == {"size": 1, "launcher": "torchrun"}
     assert outcome["exit_code"] == 0
 
 

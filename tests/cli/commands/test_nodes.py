@@ -19,7 +19,7 @@ __all__ = ["workplace"]
 DAY = 24 * 3600.0
 
 
-def blamed(root: Path, host: str, age: float = 60, **fields: Any) -> None:
+def marked_bad(root: Path, host: str, age: float = 60, **fields: Any) -> None:
     line = {"host": host, "reason": "lost", "by": "lost", "run": "a", "attempt": 1}
     then = time.time() - age
     line |= {"time": then, "expires": then + DAY, **fields}
@@ -27,9 +27,9 @@ def blamed(root: Path, host: str, age: float = 60, **fields: Any) -> None:
 
 
 def test_the_latest_blamed_stands_first(workplace: Workplace) -> None:
-    blamed(workplace.root, "h01", age=3600)
-    blamed(workplace.root, "h02", by="preflight", reason="link at 90 Mb/s")
-    blamed(workplace.root, "old", age=2 * DAY)
+    marked_bad(workplace.root, "h01", age=3600)
+    marked_bad(workplace.root, "h02", by="preflight", reason="link at 90 Mb/s")
+    marked_bad(workplace.root, "old", age=2 * DAY)
     answer = workplace.invoke("nodes")
     assert answer.code == 0
     header, *rows = [line.split(maxsplit=6) for line in answer.out.splitlines()]
@@ -49,7 +49,7 @@ def test_without_bad_nodes_it_says_so(workplace: Workplace) -> None:
 
 def test_nodes_are_cleared_by_name_by_list_and_all(workplace: Workplace) -> None:
     for host in ("h01", "h02", "h03", "h04"):
-        blamed(workplace.root, host)
+        marked_bad(workplace.root, host)
     assert workplace.invoke("nodes", "clear", "h01").out == "cleared h01\n"
     assert workplace.invoke("nodes", "clear", "h[02-03]").out == "cleared h02, h03\n"
     assert list(bad_nodes.read(workplace.root)) == ["h04"]
@@ -63,7 +63,7 @@ def test_the_folder_can_stand_before_clear_and_behind_it(
 ) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        blamed(tmp_path / folder, "h01")
+        marked_bad(tmp_path / folder, "h01")
     assert workplace.invoke("nodes", "--runs-dir", "one", "clear", "h01").code == 0
     assert workplace.invoke("nodes", "clear", "h01", "--runs-dir", "two").code == 0
     assert not bad_nodes.read(tmp_path / "one") and not bad_nodes.read(tmp_path / "two")
@@ -72,7 +72,7 @@ def test_the_folder_can_stand_before_clear_and_behind_it(
 def test_of_a_list_those_that_are_there_are_cleared_and_the_others_named(
     workplace: Workplace,
 ) -> None:
-    blamed(workplace.root, "h02")
+    marked_bad(workplace.root, "h02")
     answer = workplace.invoke("nodes", "clear", "h[02-04]", "h03")
     assert (answer.code, answer.out) == (0, "cleared h02\n")
     assert answer.err == "clusterddp: not on the list: h03, h04\n"
@@ -102,7 +102,7 @@ def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
 def test_a_wrong_request_clears_nothing(
     workplace: Workplace, words: list[str], message: str
 ) -> None:
-    blamed(workplace.root, "h01")
+    marked_bad(workplace.root, "h01")
     answer = workplace.invoke("nodes", "clear", *words)
     assert answer.code == 2
     assert message in answer.err
@@ -111,7 +111,7 @@ def test_a_wrong_request_clears_nothing(
 
 @pytest.mark.parametrize("text", [*CARRIED, *(each for each in REFUSED if "\0" not in each)])
 def test_a_hostile_name_is_refused_and_clears_nothing(workplace: Workplace, text: str) -> None:
-    blamed(workplace.root, "h01")
+    marked_bad(workplace.root, "h01")
     answer = workplace.invoke("nodes", "clear", "--", text)
     assert answer.code == 2
     assert answer.err.startswith(("clusterddp: ", "Usage"))
@@ -120,7 +120,7 @@ def test_a_hostile_name_is_refused_and_clears_nothing(workplace: Workplace, text
 
 
 def test_what_a_stranger_wrote_moves_no_cursor(workplace: Workplace) -> None:
-    blamed(workplace.root, "h01", reason="up\x1b[2J\nnew", run="\x1b[31m")
+    marked_bad(workplace.root, "h01", reason="up\x1b[2J\nnew", run="\x1b[31m")
     shown = workplace.invoke("nodes").out
     assert "\x1b" not in shown
     assert len(shown.splitlines()) == 2
@@ -129,7 +129,7 @@ def test_what_a_stranger_wrote_moves_no_cursor(workplace: Workplace) -> None:
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e300])
 def test_times_that_are_none_do_no_harm(workplace: Workplace, number: float) -> None:
     for name in ("expires", "time"):
-        blamed(workplace.root, "h01", **{name: number})
+        marked_bad(workplace.root, "h01", **{name: number})
         assert workplace.invoke("nodes").code == workplace.invoke("nodes", "--json").code == 0
 
 
@@ -142,8 +142,8 @@ def test_a_list_that_cannot_be_read_is_named(workplace: Workplace) -> None:
 
 def test_status_shows_what_a_run_leaves_out_until_it_is_cleared(workplace: Workplace) -> None:
     run = workplace.run("a", submitted("17"))
-    blamed(workplace.root, "h02")
-    add_event(run, "nodes_left_out", job_id="17", nodes={"h02": "lost during attempt 1"})
+    marked_bad(workplace.root, "h02")
+    add_event(run, "nodes_excluded", job_id="17", nodes={"h02": "lost during attempt 1"})
     assert "left out    h02: lost during attempt 1\n" in workplace.invoke("status", "a").out
     shown = json.loads(workplace.invoke("status", "a", "--json").out)
     assert shown["left_out"] == {"h02": "lost during attempt 1"}
@@ -157,8 +157,8 @@ def test_status_shows_what_a_new_job_of_a_run_that_has_ended_leaves_out(
     for name, code, cause in (("a", 1, "preflight"), ("b", 0, "done")):
         end = ended("17", code, attempt=1, cause=cause, why="requeue is off")
         run = workplace.run(name, submitted("17"), {**started("17"), "attempt": 1}, end)
-        add_event(run, "nodes_left_out", job_id="17", nodes={"h01": "lost"})
-    blamed(workplace.root, "h03", reason="/dev/shm: full")
+        add_event(run, "nodes_excluded", job_id="17", nodes={"h01": "lost"})
+    marked_bad(workplace.root, "h03", reason="/dev/shm: full")
     assert "\nleft out    h03: /dev/shm: full\n" in workplace.invoke("status", "a").out
     assert "left out" not in workplace.invoke("status", "b").out
 

@@ -159,7 +159,7 @@ def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplac
     first, second = Spent(began + 3600, 7200, 1800, 60), Spent(began + 36000, waiting=0.0)
     for number, spent in ((1, first), (2, second)):
         made = attempt(run, number, step=0 if number == 1 else 30, last=40)
-        made.show_life(40, None, spent)
+        made.renew_liveness(40, None, spent)
         write_record(made.stragglers, SlowRanks((slow,) if number == 1 else ()))
     lines = account(workplace)
     assert lines["paid"] == (

@@ -19,7 +19,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.history import causes_of
+from clusterddp.run.history import causes_by_attempt
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import bundle, snapshot
 from clusterddp.submission import resubmit as resubmission
@@ -120,7 +120,7 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
 ) -> None:
     run = stopped(workplace)
     attempt = Attempt(run, 1)
-    attempt.show_life(50, saved=40)
+    attempt.renew_liveness(50, saved=40)
     path = attempt.checkpoints / "step-00000040.pt"
     if harm == "gone":
         path.unlink()
@@ -145,10 +145,10 @@ def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
 
 def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
     run = stopped(workplace)
-    assert list(causes_of(events.read(run.events))) == [1]
+    assert list(causes_by_attempt(events.read(run.events))) == [1]
     accepted(workplace, "one")
     assert kinds(run)[-2:] == ["resubmit", "submitted"]
-    assert causes_of(events.read(run.events)) == {}
+    assert causes_by_attempt(events.read(run.events)) == {}
     assert "queued" in status(workplace, "echo '13|PENDING|None'")
 
 
@@ -996,7 +996,7 @@ def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Work
     there = submitted("5", launcher="local", pid=1, host="elsewhere", time=1.0)
     run.events.write_text(json.dumps(there) + "\n")
     attempt = Attempt(run, 1)
-    attempt.show_life(3)
+    attempt.renew_liveness(3)
     assert "still trains" in refused(workplace, run)
     os.utime(attempt.alive, (1, 1))
     assert workplace.invoke("resubmit", "here").code == 0

@@ -65,13 +65,13 @@ def _out_of_time(trial: Trial, config: str) -> str:
     run = trial.start("--time", "2", config=config, pace=pace)
     stopped = "a stop by its own clock"
     run.wait(lambda: run.attempts and run.attempts[0].end.exists(), stopped, _PATIENCE)
-    last_word = run.attempts[0].read_last_word()
-    if last_word.reason != "time limit" or last_word.saved != last_word.step:
-        raise run.differs(f"it stopped as {last_word}")
+    final_record = run.attempts[0].read_final_record()
+    if final_record.reason != "time limit" or final_record.saved != final_record.step:
+        raise run.differs(f"it stopped as {final_record}")
     struck = run.struck()
     more_time(run)
     seen = run.check_same(struck, seconds=400)
-    return f"{seen}; stopped at step {last_word.step}"
+    return f"{seen}; stopped at step {final_record.step}"
 
 
 def _node_lost(trial: Trial, config: str) -> str:

@@ -293,10 +293,10 @@ def _judge(
     else:
         trial.stopping.wait(kind.lasts)
     expected = {host: kind.by} if kind.by else {}
-    if (blamed := blamed_hosts(trial)) != expected:
-        raise run.differs(f"{kind.name} on {host}: blamed is {blamed}, expected {expected}")
+    if (marked_bad := blamed_hosts(trial)) != expected:
+        raise run.differs(f"{kind.name} on {host}: blamed is {marked_bad}, expected {expected}")
     repair()
-    if blamed and (done := trial.clusterddp("nodes", "clear", host)).returncode:
+    if marked_bad and (done := trial.clusterddp("nodes", "clear", host)).returncode:
         raise run.differs(f"nodes clear {host}: exit {done.returncode}: {done.stderr}")
     return kind.name, host, str(blow.step or "start"), kind.by or "-", took, step, where
 
@@ -313,8 +313,8 @@ def _judge_end(run: Run, blows: Sequence[Blow]) -> str:
     """The weights, the records, Slurm's word, and that nothing is left; returns the seen."""
     ends = [blow.kind.cause for blow in blows if blow.kind.cause not in (GOES_ON, NOBODY_RECORDED)]
     seen = run.check_same(causes=[*ends, "done"], seconds=_PATIENCE)
-    if blamed := blamed_hosts(run.trial):
-        raise run.differs(f"{blamed} blamed at the end")
+    if marked_bad := blamed_hosts(run.trial):
+        raise run.differs(f"{marked_bad} blamed at the end")
     again = sum(bool(blow.kind.cause) for blow in blows) - len(run.events("resumed_in_job"))
     judge_job(run, " JobState=COMPLETED ", " ExitCode=0:0", f" Restarts={again} ")
     judge_left_over(run)
@@ -383,9 +383,9 @@ def program_error_at_every_start(trial: Trial) -> str:
     (trial.holds / "fail-step-50.1").touch()
     run = trial.start(*OPTIONS, config="two")
     seen = run.check_failed("an error of the program at step-50", within=_PATIENCE, usable=40)
-    if blamed := blamed_hosts(trial):
-        raise run.differs(f"{blamed} blamed for an error of the program")
-    if odd := [*run.events("resumed_in_job"), *run.events("nodes_left_out")]:
+    if marked_bad := blamed_hosts(trial):
+        raise run.differs(f"{marked_bad} blamed for an error of the program")
+    if odd := [*run.events("resumed_in_job"), *run.events("nodes_excluded")]:
         raise run.differs(f"an error of the program led to {odd}")
     if set(run.causes) != {"failed"} or len(run.causes) < 3:
         raise run.differs("it was not started again")
@@ -402,8 +402,8 @@ def batch_host_lost_for_good(trial: Trial) -> str:
     trial.cluster.kill_host(host)
     run.wait_attempt(2, 300 + _PATIENCE)
     seen = run.check_same(struck, seconds=_PATIENCE)
-    if (blamed := blamed_hosts(trial)) != {host: "lost"}:
-        raise run.differs(f"blamed is {blamed}")
+    if (marked_bad := blamed_hosts(trial)) != {host: "lost"}:
+        raise run.differs(f"blamed is {marked_bad}")
     if host in (hosts := run.attempts[-1].read_record().hosts):
         raise run.differs(f"it runs on {hosts}")
     return f"{seen}; on {' '.join(hosts)}"

@@ -274,8 +274,8 @@ def test_nodes_that_fail_checks_make_no_rank_a_failed_one(
 ) -> None:
     for rank in range(ranks):
         record(run, rank, 75)
-    blamed = {"nodes": {"h02": "GPU 1 is slow"}, "by": "preflight", "attempt": 1}
-    add_event(run, "nodes_blamed", job_id="17", **blamed)
+    marked_bad = {"nodes": {"h02": "GPU 1 is slow"}, "by": "preflight", "attempt": 1}
+    add_event(run, "nodes_marked_bad", job_id="17", **marked_bad)
     got = finish_attempt(workplace, run, 1)
     assert got.code == 1
     ended = last(run, "ended")
@@ -289,7 +289,7 @@ def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, c
     run = command_run(workplace)
     for rank in range(3):
         own = {"size": 2, "launcher": "torchrun"} if rank else None
-        record(run, rank, code if rank == 2 else 0, own_world=own)
+        record(run, rank, code if rank == 2 else 0, nested_world=own)
     got = finish_attempt(workplace, run, code)
     remark = (
         "the children of 2 of 3 tasks formed worlds of their own, started by torchrun, of 2 ranks "
@@ -376,8 +376,8 @@ def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> 
     [
         {"met": True},
         {"met": None},
-        {"met": False, "told": {"signal": "SIGTERM", "time": 1.0}},
-        {"own_world": {"size": 2, "launcher": ""}},  # of one task's children alone
+        {"met": False, "received_signal": {"signal": "SIGTERM", "time": 1.0}},
+        {"nested_world": {"size": 2, "launcher": ""}},  # of one task's children alone
     ],
 )
 def test_of_ranks_that_met_or_did_not_come_to_it_nothing_is_said(
@@ -420,7 +420,7 @@ def test_what_killed_ranks_have_left_goes_with_the_attempt(
 ) -> None:
     saved(run)
     attempt = Attempt(run, 1)
-    attempt.set_room_aside()
+    attempt.reserve_space()
     kept = sorted(attempt.path.rglob("*"))
     left_by_a_killed_rank(attempt)
     later = Attempt(run, 2)  # of a job that has begun meanwhile
@@ -439,7 +439,7 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     workplace: Workplace, run: RunDir
 ) -> None:
     saved(run)
-    leave(run, **{**PAUSED, "step": 50, "saved": 40, "trouble": TROUBLE})
+    leave(run, **{**PAUSED, "step": 50, "saved": 40, "write_error": TROUBLE})
     got = finish_attempt(workplace, run, 0, requeue=True)
     assert "their last checkpoint is of step 40" in got.out
     assert TROUBLE in got.out
@@ -457,11 +457,11 @@ def test_ranks_that_could_record_nothing_on_a_full_disk_have_not_failed(
     for rank in (0, 1):
         record(run, rank, 0, ended=None, exit_code=None)
     full = "the disk is full"
-    monkeypatch.setattr(Attempt, "trouble_writing", lambda _: full)
+    monkeypatch.setattr(Attempt, "write_error", lambda _: full)
     got = finish_attempt(workplace, run, 0, requeue=True)
     assert "could not record how" in got.out and full in got.out
     ended = last(run, "ended")
-    assert (ended["cause"], ended["trouble"]) == ("signal", full)
+    assert (ended["cause"], ended["write_error"]) == ("signal", full)
     assert last(run, "requeued")["job_id"] == "17"
 
 
@@ -1003,7 +1003,7 @@ HEARD = "[rank: 0] Received SIGTERM: 15\n"
 
 def told(signal_name: str, before: float) -> dict[str, Any]:
     """Fields of a rank's record that got a signal so many seconds before its end."""
-    return {"told": {"signal": signal_name, "time": ENDED - before}, "ended": ENDED}
+    return {"received_signal": {"signal": signal_name, "time": ENDED - before}, "ended": ENDED}
 
 
 @pytest.mark.parametrize(
@@ -1047,7 +1047,7 @@ def test_ranks_that_srun_tells_to_end_because_one_has_failed_have_not_been_told(
     record(run, 1, 1)
     finish_attempt(workplace, run, 1)
     ended = last(run, "ended")
-    assert (ended["cause"], ended["told"]) == ("failed", "")
+    assert (ended["cause"], ended["stop_signal"]) == ("failed", "")
 
 
 def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(workplace: Workplace) -> None:
@@ -1062,9 +1062,13 @@ def test_a_loops_last_word_that_it_is_done_counts_more_than_a_signal(workplace: 
 @pytest.mark.parametrize(
     ("first", "goes_on"),
     [
-        pytest.param({"cause": "signal", "told": TERM}, False, id="told before"),
-        pytest.param({"cause": "preempted", "told": TERM}, False, id="told before, by preemption"),
-        pytest.param({"cause": "requeued", "told": TERM}, True, id="had requeued its job itself"),
+        pytest.param({"cause": "signal", "stop_signal": TERM}, False, id="told before"),
+        pytest.param(
+            {"cause": "preempted", "stop_signal": TERM}, False, id="told before, by preemption"
+        ),
+        pytest.param(
+            {"cause": "requeued", "stop_signal": TERM}, True, id="had requeued its job itself"
+        ),
         pytest.param({"cause": "signal"}, True, id="asked with 75 before"),
     ],
 )

@@ -16,7 +16,7 @@ from clusterddp.batch.job import JobStart
 from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.attempt import Attempt, of_attempt
+from clusterddp.run.attempt import Attempt, read_attempt_log
 from clusterddp.run.bad_nodes import named_hardware
 from clusterddp.run.events import Cause, Ended, Failure
 from clusterddp.run.history import (
@@ -24,10 +24,10 @@ from clusterddp.run.history import (
     Decision,
     History,
     Policy,
-    causes_of,
+    causes_by_attempt,
     decide,
-    gained,
-    withdrawn,
+    steps_gained,
+    withdrawal_cause,
 )
 from clusterddp.run.outcome import (
     ended_for,
@@ -36,7 +36,7 @@ from clusterddp.run.outcome import (
     first_killed,
     read_outcomes,
 )
-from clusterddp.run.records import LastWord, Outcome, Report
+from clusterddp.run.records import FinalRecord, Outcome, Report
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import srun_lines
 from clusterddp.slurm.client import Ending, ending
@@ -63,7 +63,7 @@ _NOT_DECIDED = Decision(False, "")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AttemptResult:
     """End of an attempt, and what follows."""
 
     ended: Ended
@@ -85,7 +85,7 @@ class Verdict:
         return self.ended.exit_code or 0
 
 
-def judge(evidence: "Evidence", policy: Policy) -> Verdict:
+def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
     """Judge what ended an attempt, and what follows; name its trouble with the disk.
 
     The ranks' records come first, Slurm's word second, srun's code last.
@@ -94,8 +94,8 @@ def judge(evidence: "Evidence", policy: Policy) -> Verdict:
         *(_done, _superseded, _node_lost, _cancelled, _stopped, _ended_by_slurm),
         *(_preflight_failed, _step_cancelled, _killed, _signalled, _suspended, _failed),
     )
-    judged = (rule(evidence) for rule in rules)
-    found = next((verdict for verdict in judged if verdict), None) or _unexplained(evidence)
+    results = (rule(evidence) for rule in rules)
+    found = next((result for result in results if result), None) or _unexplained(evidence)
     job, number = evidence.job, evidence.attempt.number
     hardware = _hardware(evidence, found.ended)
     ended = replace(
@@ -104,30 +104,30 @@ def judge(evidence: "Evidence", policy: Policy) -> Verdict:
         restart=job.restart,
         attempt=number,
         code=_code(evidence, found.ended, hardware),
-        step=evidence.last_word.step,
-        told=evidence.told,
+        step=evidence.final_record.step,
+        stop_signal=evidence.stop_signal,
     )
     lines = [coded(found.lines[0], ended.code), *found.lines[1:]]
     remarks = list(_remarks(evidence, ended))
     lines += [coded(remark, code) for remark, code in remarks]
-    trouble = "" if ended.cause == Cause.DONE else evidence.trouble
-    if trouble:
-        lines.append(coded(trouble, "CD0504"))
+    write_error = "" if ended.cause == Cause.DONE else evidence.write_error
+    if write_error:
+        lines.append(coded(write_error, "CD0504"))
     starts = evidence.history.starts_with(
         number,
         cause=ended.cause,
-        gained=evidence.gained,
-        told=bool(ended.told),
+        steps_gained=evidence.steps_gained,
+        stopped_by_signal=bool(ended.stop_signal),
     )
     asked = evidence.is_stop_asked
     decision = decide(policy, ended.cause, starts, stop_asked=asked, how=ended.how)
     ended = replace(
         ended,
         remark="; ".join(filter(None, (ended.remark, *(remark for remark, _ in remarks)))),
-        trouble=trouble,
+        write_error=write_error,
         why="" if decision.go_on or ended.cause == Cause.DONE else decision.why,
     )
-    return Verdict(ended, tuple(lines), decision, evidence.lost_nodes, hardware, asked)
+    return AttemptResult(ended, tuple(lines), decision, evidence.lost_nodes, hardware, asked)
 
 
 def _hardware(evidence: "Evidence", ended: Ended) -> str:
@@ -136,7 +136,7 @@ def _hardware(evidence: "Evidence", ended: Ended) -> str:
     if ended.cause != Cause.FAILED or failure is None or not failure.host:
         return ""
     outcome = next((each for each in evidence.outcomes if each.rank == failure.rank), None)
-    log = of_attempt(evidence.run.path / failure.log, evidence.attempt.number)
+    log = read_attempt_log(evidence.run.path / failure.log, evidence.attempt.number)
     return named_hardware(outcome.error if outcome else None, failure.exit_code, log)
 
 
@@ -153,23 +153,28 @@ class Evidence:
     """Records and logs of an attempt that has ended, and Slurm's word on its job."""
 
     def __init__(
-        self, job: JobStart, history: History, attempt: Attempt, exit_code: int, trouble: str = ""
+        self,
+        job: JobStart,
+        history: History,
+        attempt: Attempt,
+        exit_code: int,
+        write_error: str = "",
     ) -> None:
-        """exit_code: srun's. trouble: why nothing can be written in the attempt's directory."""
+        """exit_code: srun's. write_error: why nothing can be written in the attempt's directory."""
         self.job, self.run, self.history, self.attempt = job, job.run, history, attempt
-        self.unwritable = bool(trouble)
+        self.unwritable = bool(write_error)
         self.spec = spec = history.spec
         self.keeps_records = spec.program.keeps_records if spec else self.run.metrics.exists()
         """True where ranks leave a last word in any case."""
-        last_word = attempt.read_last_word()
-        self.has_last_word = last_word is not None
+        final_record = attempt.read_final_record()
+        self.has_final_record = final_record is not None
         """True where the ranks have recorded their common end."""
-        self.last_word = last_word or LastWord()
-        self.trouble = self.last_word.trouble or trouble
+        self.final_record = final_record or FinalRecord()
+        self.write_error = self.final_record.write_error or write_error
         """Error with which the last checkpoint or records could not be written."""
         self.outcomes = read_outcomes(attempt.outcomes)
         any_failed = any(outcome.failed for outcome in self.outcomes)
-        self.told = "" if any_failed else self._told()
+        self.stop_signal = "" if any_failed else self._find_stop_signal()
         """Signal at which all ranks of a command have left with exit code 0; empty otherwise."""
         self.step_ended = bool(history.every(events.StepEnded, attempt.number))
         """True where the step was ended in place of a message that was lost."""
@@ -189,35 +194,35 @@ class Evidence:
             self.failure = None  # srun's lines may be of another step, run by the set-up
         self.code = _job_code(self.srun_code, self.failure)
         seems_done = self.code == 0 and not self.paused and not self.unwritable
-        if seems_done and not self.keeps_records and self.last_word.cause != Cause.DONE:
+        if seems_done and not self.keeps_records and self.final_record.cause != Cause.DONE:
             # Killed with its parent: srun exits with 0 when it was told to end itself (TERM).
             killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
             self.failure = next(killed, None)
             self.code = EXIT_FAILED if self.failure else 0
 
-    def _told(self) -> str:
+    def _find_stop_signal(self) -> str:
         ended_well = [outcome for outcome in self.outcomes if outcome.exit_code == 0]
         # A rank that was told nothing has come to its end, and so had the others.
         if self.keeps_records or not ended_well or not all(each.left_early for each in ended_well):
             return ""
-        if self.last_word.cause == Cause.DONE or self._says_finished():
+        if self.final_record.cause == Cause.DONE or self._says_finished():
             return ""
-        return next(each.told.signal for each in ended_well if each.told)
+        return next(each.received_signal.signal for each in ended_well if each.received_signal)
 
     def _says_finished(self) -> bool:
         """Return whether a framework's last line says that it has finished; rank 0 prints it."""
-        log = of_attempt(self.run.rank_log(0), self.attempt.number)
+        log = read_attempt_log(self.run.rank_log(0), self.attempt.number)
         last = max(_FINISHED_OR_TOLD.finditer(log), key=re.Match.start, default=None)
         return last is not None and last["finished"] is not None
 
     def _has_paused(self, any_failed: bool) -> bool:
-        if self.told:
+        if self.stop_signal:
             return True
         if any(outcome.paused for outcome in self.outcomes) and not any_failed:
             return True
         if self.srun_code == EXIT_PAUSED and not self.outcomes:
             return True
-        if not self.unwritable or self.has_last_word or self.srun_code:
+        if not self.unwritable or self.has_final_record or self.srun_code:
             return False
         # Ranks without a record have left as asked, as srun reports no failure. A command's may as
         # well be done, unless it was asked to stop.
@@ -227,7 +232,7 @@ class Evidence:
     @property
     def has_left(self) -> bool:
         """True where the ranks left by themselves."""
-        return self.paused or self.has_last_word
+        return self.paused or self.has_final_record
 
     @property
     def asked_code(self) -> int:
@@ -259,23 +264,23 @@ class Evidence:
         """True where a person asked the run to stop, even if too late for its ranks to see it."""
         if self.attempt.asked_to_stop() == "stop":
             return True
-        return withdrawn(self.history.events, self.job.id) == Cause.STOPPED
+        return withdrawal_cause(self.history.events, self.job.id) == Cause.STOPPED
 
     @cached_property
-    def gained(self) -> int | None:
+    def steps_gained(self) -> int | None:
         """Steps that the attempt has brought onto the disk; None where nobody counts them."""
-        return gained(self.attempt, self.spec)
+        return steps_gained(self.attempt, self.spec)
 
     @property
     def leaves_something(self) -> bool:
         """True where the attempt has left something to resume from, as its records tell."""
-        return self.has_left or bool(self.gained)
+        return self.has_left or bool(self.steps_gained)
 
     @cached_property
     def lost_nodes(self) -> tuple[str, ...]:
         """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
-        blames = self.history.blames(self.attempt.number, bad_nodes.BY_LOSS)
-        lost = tuple(node for each in blames for node in each.nodes)
+        bad_marks = self.history.bad_marks(self.attempt.number, bad_nodes.BY_LOSS)
+        lost = tuple(node for each in bad_marks for node in each.nodes)
         return lost or srun_lines.lost_nodes(self.job_log)
 
     @cached_property
@@ -297,47 +302,49 @@ class Evidence:
     @cached_property
     def was_saved(self) -> str:
         """A clause on what the next attempt finds."""
-        if not self.keeps_records and not self.has_last_word:
+        if not self.keeps_records and not self.has_final_record:
             # Only a command's exit code is known, not what it saves without a loop of ours.
             asked = f"the {_ASKED_AGAIN}"
-            if self.told:
-                asked = f"told to end by {self.told}, the command left with exit code 0"
+            if self.stop_signal:
+                asked = f"told to end by {self.stop_signal}, the command left with exit code 0"
             return asked if self.paused else "the command has not said whether it saved"
-        step, saved = self.last_word.step, self.last_word.saved
+        step, saved = self.final_record.step, self.final_record.saved
         at = f" at step {step}" if step is not None else ""
         if saved not in (-1, step):
             last = f"their last checkpoint is of step {saved}"
             if saved is None:
                 last = "there is no checkpoint yet"
             return f"the ranks have left{at}; {last}"
-        if self.unwritable and not self.has_last_word:
+        if self.unwritable and not self.has_final_record:
             return "the ranks have left and could not record how"
         return f"the ranks have saved and left{at}" if self.has_left else "no rank saved at the end"
 
 
-def _done(evidence: Evidence) -> Verdict | None:
-    if evidence.last_word.cause == Cause.DONE:
+def _done(evidence: Evidence) -> AttemptResult | None:
+    if evidence.final_record.cause == Cause.DONE:
         # A rank or srun that ended after the run's last word takes nothing from it.
         code = evidence.code
         late = (f"the script then ended with exit code {code}",) if code else ()
-        return Verdict(Ended(cause=Cause.DONE, exit_code=0), (_achieved(evidence.run), *late))
-    left = evidence.paused or evidence.last_word.cause == Cause.STOPPED
+        return AttemptResult(Ended(cause=Cause.DONE, exit_code=0), (_achieved(evidence.run), *late))
+    left = evidence.paused or evidence.final_record.cause == Cause.STOPPED
     if evidence.code == 0 and not left and not evidence.keeps_records:
         line = _achieved(evidence.run)
         if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
             line = "done: exit code 0; no task has recorded its end"
-        return Verdict(Ended(cause=Cause.DONE, exit_code=0), (line,))
+        return AttemptResult(Ended(cause=Cause.DONE, exit_code=0), (line,))
     return None
 
 
-def _superseded(evidence: Evidence) -> Verdict | None:
+def _superseded(evidence: Evidence) -> AttemptResult | None:
     if not evidence.attempt.is_superseded:
         return None
     line = f"attempt {evidence.attempt.number} is superseded: a later one of the run has begun"
-    return Verdict(Ended(cause=Cause.SUPERSEDED, exit_code=evidence.code or EXIT_FAILED), (line,))
+    return AttemptResult(
+        Ended(cause=Cause.SUPERSEDED, exit_code=evidence.code or EXIT_FAILED), (line,)
+    )
 
 
-def _node_lost(evidence: Evidence) -> Verdict | None:
+def _node_lost(evidence: Evidence) -> AttemptResult | None:
     lost = evidence.lost_nodes
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
     if not lost or evidence.slurms_word not in silent:
@@ -346,7 +353,7 @@ def _node_lost(evidence: Evidence) -> Verdict | None:
     # Which of the tasks that ended with it was seen first is chance, and so is their code.
     gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
     first = next(map(failure_of, gone), evidence.failure)
-    return Verdict(
+    return AttemptResult(
         Ended(
             cause=Cause.NODE_LOST,
             exit_code=evidence.asked_code or EXIT_FAILED,
@@ -357,17 +364,17 @@ def _node_lost(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _cancelled(evidence: Evidence) -> Verdict | None:
+def _cancelled(evidence: Evidence) -> AttemptResult | None:
     if evidence.slurms_word is not Ending.CANCELLED:
         return None
     code = evidence.asked_code or evidence.code or EXIT_PAUSED
-    return Verdict(
+    return AttemptResult(
         Ended(cause=Cause.CANCELLED, exit_code=code), (f"cancelled; {evidence.was_saved}",)
     )
 
 
-def _stopped(evidence: Evidence) -> Verdict | None:
-    asked = evidence.last_word.reason == "stop" or (
+def _stopped(evidence: Evidence) -> AttemptResult | None:
+    asked = evidence.final_record.reason == "stop" or (
         # A command leaves no record of who asked, nor do ranks that have not started.
         not (evidence.keeps_records and evidence.outcomes) and evidence.is_stop_asked
     )
@@ -376,14 +383,14 @@ def _stopped(evidence: Evidence) -> Verdict | None:
     how = evidence.interrupted_by and f"{evidence.interrupted_by} to its batch script"
     by = how and f" by {how}"
     line = f"stopped{by}; {evidence.was_saved}"
-    return Verdict(Ended(cause=Cause.STOPPED, exit_code=EXIT_PAUSED, how=how), (line,))
+    return AttemptResult(Ended(cause=Cause.STOPPED, exit_code=EXIT_PAUSED, how=how), (line,))
 
 
-def _ended_by_slurm(evidence: Evidence) -> Verdict | None:
+def _ended_by_slurm(evidence: Evidence) -> AttemptResult | None:
     cause = evidence.slurms_word.value
     if cause not in (Cause.REQUEUED, Cause.PREEMPTED, Cause.TIME_LIMIT):
         return None
-    return Verdict(
+    return AttemptResult(
         Ended(
             cause=cause,
             exit_code=evidence.asked_code or evidence.code or EXIT_FAILED,
@@ -393,20 +400,20 @@ def _ended_by_slurm(evidence: Evidence) -> Verdict | None:
     )
 
 
-def _preflight_failed(evidence: Evidence) -> Verdict | None:
+def _preflight_failed(evidence: Evidence) -> AttemptResult | None:
     """Judge an attempt whose nodes have failed the checks ahead of its tasks or its training."""
-    blames = evidence.history.blames(evidence.attempt.number, bad_nodes.BY_PREFLIGHT)
-    if not blames:
+    bad_marks = evidence.history.bad_marks(evidence.attempt.number, bad_nodes.BY_PREFLIGHT)
+    if not bad_marks:
         return None
-    named = "; ".join(f"{host}: {reason}" for host, reason in blames[-1].nodes.items())
+    named = "; ".join(f"{host}: {reason}" for host, reason in bad_marks[-1].nodes.items())
     done = "step was done" if evidence.outcomes else "task has started"
     line = f"no {done}, for a node has failed its checks. {named}"
-    return Verdict(
+    return AttemptResult(
         Ended(cause=Cause.PREFLIGHT, exit_code=EXIT_FAILED, saved=False, remark=named), (line,)
     )
 
 
-def _step_cancelled(evidence: Evidence) -> Verdict | None:
+def _step_cancelled(evidence: Evidence) -> AttemptResult | None:
     """Judge an attempt whose step somebody has ended, and not the job: its ranks are killed."""
     code = evidence.failure.exit_code if evidence.failure else None
     is_killed = code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
@@ -419,12 +426,12 @@ def _step_cancelled(evidence: Evidence) -> Verdict | None:
     step = step_watch.step_name(evidence.attempt, evidence.job.id) or "its step"
     how = f"scancel {step}, or a signal to its srun, which ended the step and not the job"
     line = f"cancelled by {how}; {evidence.was_saved}"
-    return Verdict(
+    return AttemptResult(
         Ended(cause=Cause.CANCELLED, exit_code=evidence.code, saved=False, how=how), (line,)
     )
 
 
-def _killed(evidence: Evidence) -> Verdict | None:
+def _killed(evidence: Evidence) -> AttemptResult | None:
     """Judge an attempt one rank of which was killed, for which the others were ended."""
     if not evidence.srun_code or not evidence.has_left:
         return None
@@ -433,28 +440,28 @@ def _killed(evidence: Evidence) -> Verdict | None:
         return None
     line = f"{killed.describe()}; {evidence.was_saved}"
     code = killed.exit_code or EXIT_FAILED
-    return Verdict(Ended(cause=Cause.FAILED, exit_code=code, first_failure=killed), (line,))
+    return AttemptResult(Ended(cause=Cause.FAILED, exit_code=code, first_failure=killed), (line,))
 
 
-def _signalled(evidence: Evidence) -> Verdict | None:
+def _signalled(evidence: Evidence) -> AttemptResult | None:
     if not evidence.has_left:
         return None
-    if evidence.keeps_records or evidence.has_last_word:
-        reason = evidence.last_word.reason or "a request to stop"
+    if evidence.keeps_records or evidence.has_final_record:
+        reason = evidence.final_record.reason or "a request to stop"
         line = f"{reason}: {evidence.was_saved}"
         # By the run's own clock, ahead of Slurm's word and without a signal.
         how = OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
-        return Verdict(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
+        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
-    if evidence.told:
-        how = f"{evidence.told}, at which the command left with exit code 0"
-    code = end_codes.TOLD if evidence.told else ""
-    return Verdict(
+    if evidence.stop_signal:
+        how = f"{evidence.stop_signal}, at which the command left with exit code 0"
+    code = end_codes.TOLD if evidence.stop_signal else ""
+    return AttemptResult(
         Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how, code=code), (evidence.was_saved,)
     )
 
 
-def _suspended(evidence: Evidence) -> Verdict | None:
+def _suspended(evidence: Evidence) -> AttemptResult | None:
     """Judge ranks that lost each other as they went on: the time of a stop counts as waited."""
     failed = [each for each in evidence.outcomes if each.failed]
     lost = [each for each in failed if each.peer_lost]
@@ -466,17 +473,17 @@ def _suspended(evidence: Evidence) -> Verdict | None:
     if not any((each.ended or 0.0) - gone_on < _BREAKS_OFF_SECONDS for each in lost):
         return None
     line = f"suspended for longer than the ranks wait for each other; {evidence.was_saved}"
-    return Verdict(
+    return AttemptResult(
         Ended(
             cause=Cause.SUSPENDED,
             exit_code=evidence.code or EXIT_FAILED,
-            saved=bool(evidence.gained),
+            saved=bool(evidence.steps_gained),
         ),
         (line,),
     )
 
 
-def _failed(evidence: Evidence) -> Verdict | None:
+def _failed(evidence: Evidence) -> AttemptResult | None:
     run, failure = evidence.run, evidence.failure
     if failure is None:
         return None
@@ -484,31 +491,31 @@ def _failed(evidence: Evidence) -> Verdict | None:
         if not evidence.keeps_records and any(o.rank == failure.rank for o in evidence.outcomes):
             why = "the command does not take that signal; nobody knows what it had saved before"
             line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
-            return Verdict(
+            return AttemptResult(
                 Ended(
                     cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure, code=code
                 ),
                 (line,),
             )
         line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
-        return Verdict(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED), (line,))
+        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED), (line,))
     if _is_aftershock(evidence, failure):
         line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
-        return Verdict(
+        return AttemptResult(
             Ended(cause=Cause.NODE_LOST, exit_code=evidence.code, first_failure=failure), (line,)
         )
-    log = f"see its log: clusterddp logs {run.shown} --rank {failure.rank}"
-    return Verdict(
+    log = f"see its log: clusterddp logs {run.cli_name} --rank {failure.rank}"
+    return AttemptResult(
         Ended(cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure),
         (failure.describe(), log),
     )
 
 
-def _unexplained(evidence: Evidence) -> Verdict:
+def _unexplained(evidence: Evidence) -> AttemptResult:
     run, code = evidence.run, evidence.code
     if evidence.hang:
         line = f"the job was ended: {evidence.hang}"
-        return Verdict(
+        return AttemptResult(
             Ended(cause=Cause.FAILED, exit_code=code, how=line, code=end_codes.HUNG), (line,)
         )
     if code == 0:
@@ -516,16 +523,16 @@ def _unexplained(evidence: Evidence) -> Verdict:
             f"srun ended with exit code 0, but the run has no {run.report.name} of this attempt: "
             f"it did not finish. See {run.logs}."
         )
-        return Verdict(
+        return AttemptResult(
             Ended(cause=Cause.FAILED, exit_code=EXIT_FAILED, code=end_codes.UNEXPLAINED), (line,)
         )
     if evidence.outcomes:
         line = f"ended with exit code {code}; no rank says why. See {run.job_log}."
-        return Verdict(
+        return AttemptResult(
             Ended(cause=Cause.FAILED, exit_code=code, code=end_codes.UNEXPLAINED), (line,)
         )
     line = f"no task has started: ended with exit code {code}"
-    return Verdict(
+    return AttemptResult(
         Ended(cause=Cause.FAILED, exit_code=code, remark=line, code=end_codes.NO_TASK), (line,)
     )
 
@@ -537,11 +544,11 @@ def _is_aftershock(evidence: Evidence, failure: Failure) -> bool:
     new step has the same number.
     """
     number = evidence.attempt.number
-    causes = causes_of(evidence.history.events)
+    causes = causes_by_attempt(evidence.history.events)
     before = [cause for earlier, cause in causes.items() if earlier < number]
     if failure.exit_code != 128 + signal.SIGKILL or not before or before[-1]:
         return False
-    return srun_lines.was_ended(of_attempt(evidence.run.path / failure.log, number))
+    return srun_lines.was_ended(read_attempt_log(evidence.run.path / failure.log, number))
 
 
 def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:
@@ -600,13 +607,13 @@ def _left_paths(evidence: Evidence, reason: str) -> str:
     leaving = record.get("leaving") if record else None
     if not (isinstance(leaving, list) and leaving):
         return ""
-    named = formatting.some([str(each) for each in leaving], 3, ", ")
+    named = formatting.join_limited([str(each) for each in leaving], 3, ", ")
     return f"a relative path leads elsewhere from the copy of the code, in which it ran: {named}"
 
 
 def _own_worlds(outcomes: Sequence[Outcome]) -> str:
     """Say that the tasks' children formed worlds of their own; empty where fewer than two did."""
-    worlds = [outcome.own_world for outcome in outcomes if outcome.own_world]
+    worlds = [outcome.nested_world for outcome in outcomes if outcome.nested_world]
     if len(worlds) < 2:
         return ""
     sizes = sorted({world.size for world in worlds})
@@ -623,7 +630,7 @@ def _own_worlds(outcomes: Sequence[Outcome]) -> str:
 
 def _never_met(outcomes: Sequence[Outcome]) -> str:
     """Say that several ranks have ended well and none has met another; else empty."""
-    if len(outcomes) < 2 or any(each.exit_code != 0 or each.told for each in outcomes):
+    if len(outcomes) < 2 or any(each.exit_code != 0 or each.received_signal for each in outcomes):
         return ""
     if not any(each.rank == 0 and each.met is False for each in outcomes):
         return ""
