@@ -922,7 +922,7 @@ def test_a_code_for_which_slurm_requeues_is_warned_about(
     got = finish_attempt(workplace, run, code)
     assert got.code == code
     assert ("warning: slurm.conf has RequeueExit" in got.out) == warned
-    assert (f"Slurm requeues the job for its exit code {code}" in got.out) == warned
+    assert (f"Slurm requeues the job because of its exit code {code}" in got.out) == warned
 
 
 TIMED_OUT = {"type": "", "message": "rank 1 on h01 lost another rank: Timed out", "peer_lost": True}
