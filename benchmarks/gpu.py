@@ -28,7 +28,7 @@ from benchmarks import launch, launch_programs
 from benchmarks.contenders.serving import Request
 from benchmarks.pairs import Row, note
 from benchmarks.turns import Contender, interpreters, measured
-from clusterddp.processes.processors import visible_gpus
+from clusterddp.processes.hardware import visible_gpus
 
 _PATIENCE_SECONDS = 900
 _PEERS = {"lightning_ddp": "lightning", "accelerate_ddp": "accelerate"}

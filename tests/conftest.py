@@ -16,7 +16,7 @@ import submitit  # noqa: F401
 
 from clusterddp import log
 from clusterddp.data.synthetic import generate
-from clusterddp.processes.processors import gpu_driver
+from clusterddp.processes.hardware import gpu_driver
 from clusterddp.slurm import client
 from clusterddp.slurm.forms import RANK_VARIABLES
 from clusterddp.worker.workstation import free_port

@@ -105,8 +105,8 @@ def test_a_workstations_gpus_are_shown_to_tests_marked_gpu_alone(
         "def test_marked(): assert seen() == ['5', '6']\n"
     )
     (tmp_path / "made_up.py").write_text(
-        "from clusterddp.processes import processors\nfrom tests import gpu\n"
-        f"processors.gpu_driver = lambda: {driver!r}\n"
+        "from clusterddp.processes import hardware\nfrom tests import gpu\n"
+        f"hardware.gpu_driver = lambda: {driver!r}\n"
         "gpu.machine = lambda: gpu.Machine(1, ())\n"
     )
     command = [

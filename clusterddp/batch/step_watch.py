@@ -92,7 +92,7 @@ class Step:
         One that would end it is not sent ahead of its tasks, which see the attempt's mark instead.
         """
         pid = self.process()
-        if not pid or table.takes(pid, number):
+        if not pid or table.handles_signal(pid, number):
             return True
         is_late = time.monotonic() > self._seen_time + patience.SRUN_LISTENS
         return is_late and (self._has_tasks or not self._attempt.stop.exists())
@@ -229,7 +229,7 @@ def watch_output(
     rank_stacks: list[RankStacks] = []
     try:
         rank_stacks = stacks.gather(attempt.run, world_size=world_size)
-        for line in stacks.described(rank_stacks).splitlines():
+        for line in stacks.format_stacks(rank_stacks).splitlines():
             log.info(line)
     except (ClusterDDPError, OSError) as error:
         log.info(f"their stacks cannot be read: {error}")

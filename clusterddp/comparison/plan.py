@@ -20,7 +20,7 @@ from clusterddp.comparison import results
 from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import ClusterDDPError, RequestError, coded
 from clusterddp.formatting import count
-from clusterddp.processes import processors
+from clusterddp.processes import hardware
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks.dist_env import MOST_PROCS
@@ -149,7 +149,7 @@ def hosts(config: TrainConfig, base: JobSpec | None) -> Hosts:
     """Describe the nodes that `base` requests; without it this host."""
     gpus = 0
     if config.device != "cpu":
-        gpus = base.resources.gpus_per_node if base else processors.visible_gpus()
+        gpus = base.resources.gpus_per_node if base else hardware.visible_gpus()
     ranks_per_node = base.resources.tasks_per_node if base else None
     return Hosts(gpus, config.device == "cuda" or gpus > 0, ranks_per_node)
 

@@ -274,7 +274,7 @@ def pyxis_words(spec: JobSpec) -> list[str]:
     workdir = spec.container_workdir
     return [
         "env",
-        *(f"-u{name}" for name in container.kept_from_pyxis),  # they are of the host
+        *(f"-u{name}" for name in container.hidden_from_pyxis),  # they are of the host
         "srun",
         f"--container-image={shell_word(spec.container_image)}",
         "--no-container-mount-home",

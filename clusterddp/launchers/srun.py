@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clusterddp import files, patience
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.signals import adopt, die_with_parent
+from clusterddp.processes.signals import die_with_parent, set_subreaper
 from clusterddp.processes.table import children
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS
 from clusterddp.slurm.forms import expand_nodelist
@@ -38,7 +38,7 @@ def main() -> None:
         sys.exit(1)
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
-    adopt()  # of what the tasks leave behind
+    set_subreaper()  # of what the tasks leave behind
     code = run_step(options, tasks, steps / str(step_id))
     _end_what_is_left()
     sys.exit(code)

@@ -1,13 +1,13 @@
-"""Groups of processes on one machine: how they start, get signals and end.
+"""Groups of processes on one machine: start, signals and end.
 
-The two functions here alone write this process's environment.
+Only the two functions below write this process's environment.
 """
 
 import os
 from collections.abc import Iterable, Mapping
 
 START_METHODS = ("exec", "fork", "spawn", "forkserver")
-"""Ways in which a process can begin (`start_methods`)."""
+"""Ways to start a process (`start_methods`)."""
 
 
 def change_environment(variables: Mapping[str, str], *, without: Iterable[str] = ()) -> None:
@@ -18,6 +18,6 @@ def change_environment(variables: Mapping[str, str], *, without: Iterable[str] =
 
 
 def replace_environment(environ: Mapping[str, str]) -> None:
-    """Let this be all of the environment."""
+    """Replace the whole environment."""
     os.environ.clear()
     os.environ.update(environ)

@@ -1,7 +1,7 @@
-"""Group of task processes on this machine: started together, ended together, none left behind.
+"""Group of task processes on this machine that start and end together, without orphans.
 
-Waits on events only: process ends come through pidfds (Linux 5.3), output through pipes. How a
-process can begin is left to `start_methods`.
+Waits on events only: pidfds (Linux 5.3) for process ends, pipes for output. `start_methods` starts
+the processes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class TaskGroup:
-    """Processes that make up one job. Use it as a context: leaving it ends what still runs.
+    """Processes of one job. A context manager: its exit ends the tasks that still run.
 
-    Each task is the leader of its own session, so a Ctrl-C on the terminal reaches only this
-    process, and a signal to a task reaches its children. Tasks die with this process.
+    Each task leads its own session, so a Ctrl-C in the terminal reaches only this process, and a
+    signal to a task reaches its children. Tasks die with this process.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class TaskGroup:
         kill_wait_seconds: float = 5.0,
         on_exit: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`on_exit` gets the index and the status (-N for signal N) of each task as it ends."""
+        """Create an empty group.
+
+        on_exit: called with the index and status (-N for signal N) of each task when it ends.
+        """
         self._on_exit = on_exit
         self._show = _shown()
         self.kill_on_bad_exit = kill_on_bad_exit
@@ -46,7 +49,7 @@ class TaskGroup:
         self.kill_wait_seconds = kill_wait_seconds
         """Time from SIGTERM to SIGKILL."""
         self.first_failed: int | None = None
-        """Index of the first task that ended other than with exit code 0."""
+        """Index of the first task that ended with a nonzero exit code or a signal."""
         self._tasks: list[_Task] = []
         self._selector = selectors.DefaultSelector()
         self._kill_at: float | None = None
@@ -59,11 +62,10 @@ class TaskGroup:
         *,
         tee: bool = False,
     ) -> None:
-        """Start a task.
+        """Start a task with empty stdin; raises OSError if it cannot start.
 
-        Its output, stderr included, is appended to `output`, or is this process's own; with `tee`
-        it goes to both, here by way of sys.stdout. Its stdin is empty. Raises OSError when it
-        cannot be started.
+        Its stdout and stderr are appended to `output`, or inherited without one. With `tee` they go
+        to both, here through sys.stdout.
         """
         parent = os.getpid()
         with _output(output, tee=tee) as (stdout, log, reader):
@@ -88,9 +90,10 @@ class TaskGroup:
         *,
         tee: bool = False,
     ) -> None:
-        """Start a task that calls a function, by a start method of multiprocessing, as `start`.
+        """Start a task that calls a function, with a start method of multiprocessing.
 
-        `start_methods.get_ready` comes first, once. Raises what pickling the arguments raises.
+        The output is handled as in `start`. Call `start_methods.get_ready` once before. Raises
+        whatever pickling the arguments raises.
         """
         from multiprocessing.connection import Connection
 
@@ -100,8 +103,8 @@ class TaskGroup:
             copy = None if stdout is None else Connection(os.dup(stdout), readable=False)
             with copy or contextlib.nullcontext():
                 process = start_methods.begin(method, function, arguments, env, copy)
-        # Only the fork server knows how its child ended. The sentinel of other processes is of no
-        # use: what they leave running holds it open.
+        # Only the fork server knows its child's exit code. For other methods the sentinel is
+        # useless: descendants that outlive the process keep it open.
         sentinel = process.sentinel if method == "forkserver" else None
         self._take_in(_Task(process, reader, log, sentinel))
 
@@ -113,14 +116,14 @@ class TaskGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the tasks, each of them also the id of its process group."""
+        """Process ids of the tasks; each is also the id of its process group."""
         return [task.pid for task in self._tasks]
 
     def wait(self) -> list[int]:
-        """Wait for all tasks; returns their exit codes, or -N for signal N (as subprocess).
+        """Wait for all tasks; return their exit codes, or -N for signal N (as subprocess).
 
         With `kill_on_bad_exit` the first failure ends the others: SIGTERM, then SIGKILL after
-        `kill_wait_seconds`. What the tasks have left running in their sessions is killed.
+        `kill_wait_seconds`. Processes that remain in the tasks' sessions are killed.
         """
         while any(task.status is None for task in self._tasks):
             left = None if self._kill_at is None else max(self._kill_at - time.monotonic(), 0.0)
@@ -138,7 +141,7 @@ class TaskGroup:
                 task.signal(number)
 
     def terminate(self) -> None:
-        """Tell all tasks to end; `wait` kills those that have not after `kill_wait_seconds`."""
+        """Send SIGTERM to all tasks; `wait` kills the remaining ones after `kill_wait_seconds`."""
         if self._kill_at is None:
             self.signal_all(signal.SIGTERM)
             self._kill_at = time.monotonic() + self.kill_wait_seconds
@@ -151,7 +154,7 @@ class TaskGroup:
             if any(task.status is None for task in self._tasks):
                 self.terminate()
                 self.wait()
-        finally:  # a second Ctrl-C comes here while the tasks are given time
+        finally:  # a second Ctrl-C arrives here while the tasks have time to end
             self.signal_all(signal.SIGKILL)
             self._clear_away()
             self._selector.close()
@@ -160,8 +163,8 @@ class TaskGroup:
         for key, _ in self._selector.select(timeout):
             task: _Task = key.data
             if key.fd == task.events:
-                # The status first: a Ctrl-C in between leaves what `wait` comes back to.
-                task.status = status = task.look()
+                # Set the status first, so that `wait` is correct after a Ctrl-C at this point.
+                task.status = status = task.exit_status()
                 self._selector.unregister(key.fd)
                 index = self._tasks.index(task)
                 if self._on_exit:
@@ -174,15 +177,18 @@ class TaskGroup:
                 self._selector.unregister(key.fd)
 
     def _clear_away(self) -> None:
-        """Kill what is left of the sessions; reap the leaders, whose ids are ours until then."""
+        """Kill the remaining processes of the sessions, then reap the leaders.
+
+        Not the other way round: a reaped leader's id may be reused.
+        """
         for task in self._tasks:
             if not task.closed:
                 task.signal(signal.SIGKILL)
-                task.let_go(self._show)
+                task.close(self._show)
 
 
 class _Task:
-    """Process of the group, however it began, with its output."""
+    """Process of the group, whatever started it, with its output."""
 
     def __init__(
         self,
@@ -191,22 +197,22 @@ class _Task:
         log: int | None,
         sentinel: int | None = None,
     ) -> None:
-        """`sentinel` is that of a process which is no child of this one."""
+        """Take a started process; `sentinel` only if it is not a child of this process."""
         assert process.pid is not None, "it has been started"
         self._process, self._sentinel = process, sentinel
         self.pid = process.pid
         self.events = os.pidfd_open(self.pid) if sentinel is None else sentinel
-        """Descriptor that can be read from once the process has ended."""
+        """Descriptor that becomes readable when the process has ended."""
         self.status: int | None = None
         self.reader = reader
-        """Pipe with the output of a tee."""
+        """Pipe with the output to tee."""
         self.log = log
         self.closed = False
 
-    def look(self) -> int:
-        """Exit code, or -N for signal N, of a process that has ended.
+    def exit_status(self) -> int:
+        """Return the exit code, or -N for signal N, of a process that has ended.
 
-        It is not reaped if that can be: its process id must not be given away yet.
+        Does not reap a child, so that its process id is not reused yet.
         """
         if self._sentinel is None:
             with contextlib.suppress(ChildProcessError):  # multiprocessing has reaped it already
@@ -215,8 +221,8 @@ class _Task:
                 return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return self._exit_code()
 
-    def let_go(self, show: Callable[[bytes], None]) -> None:
-        """Wait for its end, reap it and pass on its last output."""
+    def close(self, show: Callable[[bytes], None]) -> None:
+        """Wait for its end, reap it and copy its last output."""
         code = self._exit_code()
         if self.status is None:
             self.status = code
@@ -224,7 +230,7 @@ class _Task:
             os.close(self.events)
         if not isinstance(self._process, subprocess.Popen):
             self._process.close()
-        if self.reader is not None:  # a process that has left the session may still hold the pipe
+        if self.reader is not None:  # a process outside the session may still hold the pipe
             os.set_blocking(self.reader, False)
             with contextlib.suppress(BlockingIOError):
                 while self.copy_output(show):
@@ -246,23 +252,23 @@ class _Task:
             except ProcessLookupError:
                 if self.status is not None:
                     raise
-                os.kill(self.pid, number)  # it has yet to begin a session of its own
+                os.kill(self.pid, number)  # it has not called setsid yet
 
     def copy_output(self, show: Callable[[bytes], None]) -> bool:
-        """Pass on what it has printed; False when nothing will come any more."""
+        """Copy new output to the log and to `show`; return False at the end of the output."""
         assert self.reader is not None, "only a tee has output to copy"
         content = os.read(self.reader, 1 << 16)
         if content:
             if self.log is not None:
                 _write_all(self.log, content)
-            with contextlib.suppress(OSError):  # our own reader may have gone: the log has it
+            with contextlib.suppress(OSError):  # stdout may be closed: the log has the output
                 show(content)
         return bool(content)
 
 
 @contextlib.contextmanager
 def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int | None, int | None]]:
-    """Open the log and a tee's pipe: (stdout, log, reader); its writing end is closed again."""
+    """Open the log and a tee's pipe; yield (stdout, log, reader), then close the write end."""
     log = reader = writer = None
     try:
         if path is not None:
@@ -278,7 +284,7 @@ def _output(path: Path | None, *, tee: bool) -> Iterator[tuple[int | None, int |
 
 
 def _begin(parent: int) -> None:
-    """Unblock all signals in the new process, whatever the starting side holds back."""
+    """Unblock all signals in the new process, and have it die with its parent."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     die_with_parent(parent)
 
@@ -295,11 +301,11 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 def _shown() -> Callable[[bytes], None]:
-    """Return a function that writes to sys.stdout, which in a notebook is not descriptor 1."""
+    """Return a function that writes to sys.stdout, which is not descriptor 1 in a notebook."""
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout.fileno() == 1:
             return lambda content: _write_all(1, content)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a letter
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # chunks may split a character
 
     def show(content: bytes) -> None:
         sys.stdout.write(decoder.decode(content))

@@ -1,4 +1,4 @@
-"""Signals between processes: held back, passed on, sent for a parent that dies and to orphans."""
+"""Signals between processes: deferral, forwarding, parent death, orphans."""
 
 import contextlib
 import faulthandler
@@ -24,17 +24,17 @@ _BEAT = struct.Struct("d")
 
 
 class Relay:
-    """Calls a function for each signal, which passes it on to other processes. A context.
+    """Context manager that calls a function for each signal, to forward it to other processes.
 
-    Signals are held back until `listen`, so that no process that starts meanwhile misses one; the
-    former handlers come back at the end. An ignored SIGHUP stays so: nohup's doing, and meant.
+    Signals are held back until `listen`, so that processes started in between miss none. The exit
+    restores the former handlers. SIGHUP stays ignored if it was: nohup ignores it on purpose.
     Outside the main thread, where Python has no handlers, the function is never called.
     """
 
     def __init__(self, numbers: Collection[int], pass_on: Callable[[int, int], None]) -> None:
-        """`pass_on` takes the signal, and what `number` was before it."""
+        """Prepare to relay `numbers`; `pass_on` gets the signal and the previous `number`."""
         self.number = 0
-        """Signal that came; SIGINT counts above the others."""
+        """Latest signal; SIGINT takes precedence over the others."""
         self._numbers, self._pass_on = numbers, pass_on
         self._before = {}
         self._held = contextlib.ExitStack()
@@ -46,17 +46,17 @@ class Relay:
         return self
 
     def listen(self) -> None:
-        """Pass on what has come by now, and what comes."""
+        """Forward the signals that were held back, and all later ones."""
         for number, handler in self._before.items():
             if number != signal.SIGHUP or handler != signal.SIG_IGN:
                 signal.signal(number, self._take)
         self._held.close()
 
     def hand_over(self, child: int) -> None:
-        """Send a forked child, which blocks them as well, the signals that came ahead of it.
+        """Send a forked child the pending signals: those that came before it reached only us.
 
-        They reached this process alone. One that is pending twice is delivered once: so a signal
-        that the child had by itself is not repeated.
+        The child must block them too. A signal that is pending twice is delivered once, so one that
+        the child already received is not repeated.
         """
         for number in signal.sigpending() & set(self._numbers):
             signal.sigwait({number})
@@ -64,7 +64,7 @@ class Relay:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # one of C's own cannot be put back
+            if handler is not None:  # a handler of C code cannot be restored
                 signal.signal(number, handler)
         self._held.close()
 
@@ -75,7 +75,7 @@ class Relay:
 
 
 def ignore_requests() -> None:
-    """Ignore what asks for an end, in a process that ends with the one that it works for.
+    """Ignore termination signals in a helper that ends with the process it serves.
 
     Slurm signals every process of a step.
     """
@@ -84,7 +84,7 @@ def ignore_requests() -> None:
 
 
 def send(number: int, pids: Iterable[int]) -> None:
-    """Send a signal to processes, any of which may have gone."""
+    """Send a signal to processes; skip those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -92,13 +92,13 @@ def send(number: int, pids: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def held_back(numbers: Iterable[int]) -> Iterator[None]:
-    """Hold signals back until the end of the block, and then raise each that came, once.
+    """Hold signals back until the end of the block, then raise each received signal once.
 
-    The mask does it for processes that begin meanwhile, until they have handlers of their own. For
-    this one it is not enough: where other threads live, a notebook's say, the kernel hands the
-    signal to one that does not block it, and Python runs the handler in the main thread all the
-    same. So the handlers are replaced as well; one that the block installs stays.
-    Outside the main thread, where Python has no handlers, there is the mask alone.
+    Processes started in the block inherit the signal mask, until they install handlers. For this
+    process the mask is not enough: the kernel delivers the signal to any other thread that does not
+    block it (in a notebook, say), and Python still runs the handler in the main thread. So the
+    handlers are replaced too; a handler that the block installs stays.
+    Outside the main thread, where Python has no handlers, only the mask is set.
     """
     numbers = set(numbers)
     came: list[int] = []
@@ -113,7 +113,7 @@ def held_back(numbers: Iterable[int]) -> Iterator[None]:
         before = {number: signal.getsignal(number) for number in numbers}
     try:
         for number, handler in before.items():
-            # An ignored one is not waited for; one of C's own (None) could not be put back.
+            # An ignored signal stays ignored; a handler of C code (None) could not be restored.
             if handler not in (signal.SIG_IGN, None):
                 signal.signal(number, note)
         yield
@@ -127,31 +127,31 @@ def held_back(numbers: Iterable[int]) -> Iterator[None]:
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when `parent`, which has just forked it, is gone.
+    """Have the kernel signal this process when `parent`, which has just forked it, ends.
 
-    Linux only (prctl(2), PR_SET_PDEATHSIG); elsewhere, and without ctypes, it does nothing.
+    Linux only (prctl(2), PR_SET_PDEATHSIG); does nothing elsewhere or without ctypes.
     """
-    with contextlib.suppress(OSError, AttributeError):  # the latter of None, too
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError if ctypes is None
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it was gone before the kernel was told
+    if os.getppid() != parent:  # it ended before the prctl call
         os._exit(128 + signal.SIGKILL)
 
 
-def adopt(*, on: bool = True) -> None:
-    """Let what loses its parent below this process become its child.
+def set_subreaper(*, on: bool = True) -> None:
+    """Make this process the new parent of orphaned descendants.
 
-    So it finds again what left its parent's group. Linux only, with ctypes (prctl(2),
+    So it also finds processes that left their process group. Linux only, with ctypes (prctl(2),
     PR_SET_CHILD_SUBREAPER).
     """
-    with contextlib.suppress(OSError, AttributeError):  # the latter of None, too
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError if ctypes is None
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 @contextlib.contextmanager
-def adopted() -> Iterator[Callable[[float], None]]:
-    """Adopt in the block; yields what kills all that began below this process in it.
+def subreaper() -> Iterator[Callable[[float], None]]:
+    """Be a subreaper in the block; yield a function that kills all descendants started in it.
 
-    That takes so many seconds at most: the kernel can hold back the end of a process.
+    The function gives up after the given seconds: the kernel can delay the end of a process.
     """
     before = set(children(os.getpid()))
 
@@ -162,42 +162,42 @@ def adopted() -> Iterator[Callable[[float], None]]:
                 return
             for pid in new:
                 _kill(pid)
-                with contextlib.suppress(ChildProcessError):  # reaped by who has started it
+                with contextlib.suppress(ChildProcessError):  # its starter has reaped it
                     os.waitpid(pid, os.WNOHANG)
 
-    adopt()
+    set_subreaper()
     try:
         yield end_all
     finally:
-        adopt(on=False)
+        set_subreaper(on=False)
 
 
 def _kill(pid: int) -> None:
-    """Kill a process and all below it; what one of them starts meanwhile is adopted."""
+    """Kill a process and its descendants; the caller finds those that start meanwhile."""
     for child in children(pid):
         _kill(child)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
-class Pulse:
-    """Has a child's stacks printed by its parent's signal where Python does not run in it for long.
+class GilWatch:
+    """Watch of a child's GIL: if it is held too long, the parent has the child print its stacks.
 
-    Native code that keeps Python's lock keeps every thread of the child from printing them.
-    faulthandler's own timer needs no lock, but fires as well when a stopped process continues, and
-    then reads the frames of threads that run: it may crash what was sound.
+    While native code holds the GIL, no thread of the child can print them itself. faulthandler's
+    timer needs no GIL, but it also fires when a stopped process continues, and then reads the
+    frames of running threads, which may crash a healthy process.
 
-    Made ahead of the fork; the child calls `beat`, and the parent `watch`.
+    Create it before the fork; the child calls `beat`, the parent calls `watch`.
     """
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)  # a parent that is stopped reads nothing
+        os.set_blocking(self._writer, False)  # a stopped parent reads nothing
 
     def beat(self, limit: float) -> None:
-        """Show that Python runs; the stacks are printed after `limit` seconds without, 0 for never.
+        """Signal that Python runs; the stacks are printed `limit` seconds after the last call.
 
-        Where the system has no signal to spare (Linux has) nothing is printed.
+        limit: 0 for never. Does nothing on systems without real-time signals (Linux has them).
         """
         if number := _stacks_signal():
             faulthandler.register(number, file=_STDERR)
@@ -205,9 +205,9 @@ class Pulse:
                 os.write(self._writer, _BEAT.pack(limit))
 
     def watch(self, child: int) -> None:
-        """Ask for the stacks from a thread of this process, until the child has ended."""
+        """Watch the child from a thread of this process until the child ends."""
         os.close(self._writer)
-        threading.Thread(target=self._watch, args=(child,), daemon=True, name="pulse").start()
+        threading.Thread(target=self._watch, args=(child,), daemon=True, name="gil-watch").start()
 
     def _watch(self, child: int) -> None:
         limit = silent = 0.0
@@ -218,7 +218,7 @@ class Pulse:
                     return
                 (limit,), silent = _BEAT.unpack(beats[-_BEAT.size :]), 0.0
                 continue
-            # Seconds in which this process ran too: a job that was suspended owes no beat.
+            # Counts only seconds in which this process runs too: a suspended job does not count.
             process = read_process(child)
             silent = 0.0 if process is None or process.state in "tT" else silent + 1.0
             if limit and silent >= limit:

@@ -1,9 +1,9 @@
-"""Stacks of the programs below a process of this machine, read from outside.
+"""Stacks of a process's descendants on this machine, read from outside.
 
-Nothing here ends or alters a program. py-spy reads its memory and does not stop it. A handler that
-the program armed at its start writes the stack of its main thread into a file in memory, on a
-signal that is ignored where there is no such handler. Python 3.14 can read another Python from
-outside, and else have it write its stacks as soon as it runs Python code (sys.remote_exec).
+Nothing here ends or changes a program. py-spy reads its memory without stopping it. A handler that
+the program installed at its start writes the stack of its main thread to a file in memory; the
+signal for it is ignored by programs without the handler. Python 3.14 can read another Python from
+outside, or else have it write its stacks as soon as it runs Python code (sys.remote_exec).
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from clusterddp.processes import table
 from clusterddp.processes.table import Process
 
 ARMED_FILE = "clusterddp-stacks"
-"""Name of the file in memory into which an armed program writes (`armed/sitecustomize.py`)."""
-# By default it is ignored: a program without a handler takes no harm from it.
+"""Name of the file in memory to which an armed program writes (`armed/sitecustomize.py`)."""
+# Ignored by default: it does not harm a program without a handler.
 _SIGNAL = signal.SIGURG
 _PY_SPY_SECONDS = 15.0
 _MOST_FRAMES = 200
@@ -35,19 +35,19 @@ _CAP_SYS_PTRACE = 19
 _FIRST_WITH_HOOK = 14
 _NO_HOOK_WORDS = "its Python has no remote hook (3.14 has)"
 _NOT_ARMED = (
-    "no handler was armed at its start, as under --no-arm-stacks, python -I, -E or -S, before "
-    "Python 3.8, without the task's PYTHONPATH, or where it takes SIGURG itself"
+    "it has no stack handler (possible reasons: --no-arm-stacks; python -I, -E or -S; Python "
+    "before 3.8; a changed PYTHONPATH; its own handler of SIGURG)"
 )
 _NO_HOOK = 3
 """Exit code of an interpreter without a remote hook."""
 _STACK = "Stack (most recent call first):\n"
-"""First line that faulthandler writes of a thread alone."""
+"""First line that faulthandler writes for a single thread."""
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Call of a function, and the line that it has come to; 0 where that is unknown."""
+    """Call of a function, and its current line; 0 if unknown."""
 
     function: str
     file: str
@@ -56,7 +56,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """Thread of a program with its calls, the innermost first."""
+    """Thread of a program with its calls, innermost first."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -64,26 +64,26 @@ class Thread:
 
 @dataclass(frozen=True)
 class Program:
-    """Program below a process, and its threads, the main one first; none where `note` says why."""
+    """Program and its threads, the main one first; if there are none, `note` says why."""
 
     pid: int
     words: str
     """Command line."""
     threads: tuple[Thread, ...] = ()
     how: str = ""
-    """Way in which they were read: py-spy, handler or hook."""
+    """How the threads were read: py-spy, handler or hook."""
     note: str = ""
     rank: int | None = None
-    """Rank in the world of an agent that has started it, such as torchrun."""
+    """Rank in the world of the agent that started it, such as torchrun."""
 
 
 @contextlib.contextmanager
 def armed() -> Iterator[None]:
-    """Let `look` have the stack of this process's main thread while the body runs."""
-    if not hasattr(os, "memfd_create"):  # Linux alone
+    """Let `read_stacks` read the stack of this process's main thread while the body runs."""
+    if not hasattr(os, "memfd_create"):  # not Linux
         yield
         return
-    # Only the thread that takes the signal: the frames of one that runs may not be read beside it.
+    # Only the thread that handles the signal: reading a running thread's frames is not safe.
     with open(os.memfd_create(ARMED_FILE), "wb") as file:  # noqa: PTH123 -- a descriptor
         faulthandler.register(_SIGNAL, file=file, all_threads=False)
         try:
@@ -92,18 +92,18 @@ def armed() -> Iterator[None]:
             faulthandler.unregister(_SIGNAL)
 
 
-def look(pid: int, ticks: int, *, workers: bool = False) -> list[Program]:
-    """Return the stacks of what runs in a process: of its Python programs, if it has any.
+def read_stacks(pid: int, ticks: int, *, workers: bool = False) -> list[Program]:
+    """Return the stacks of the Python programs in a process tree, or a note if there are none.
 
-    pid, ticks: as the process sees its number, and as `start_ticks` does. workers: those of the
-    processes that these programs have started, too. Empty where the process has gone.
+    pid: the root's id in its own PID namespace. ticks: its start, from `start_ticks`.
+    workers: include the Python processes that the programs have started. Empty if the root ended.
     """
     processes = table.processes()
     root = next((p for p in processes.values() if p.ticks == ticks and p.own_pid == pid), None)
     if root is None:
         return []
     if root.uid != os.geteuid():
-        note = f"process {root.pid} is of user {root.uid}: only that user may look at it"
+        note = f"process {root.pid} belongs to user {root.uid}: only that user may read it"
         return [Program(root.pid, "", note=note)]
     children: dict[int, list[Process]] = {}
     for process in processes.values():
@@ -112,12 +112,12 @@ def look(pid: int, ticks: int, *, workers: bool = False) -> list[Program]:
     if not programs:
         below = list(_below(root, children))
         note = f"no Python in it ({' > '.join(each.name for each in below)}), {root.doing}"
-        if not all(_may_look_at(each) for each in below):
-            note = f"{root.doing}; it may not be looked at: {_missing_right()}"
+        if not all(_may_read(each) for each in below):
+            note = f"{root.doing}; not permitted to read it: {_missing_right()}"
         return [Program(root.pid, root.words, note=note)]
     if workers:
         programs = [p for top in programs for p in _below(top, children) if _is_python(p)]
-    return [_look_at(program) for program in programs]  # forked ones share their armed file
+    return [_read_program(each) for each in programs]  # in turn: forks share an armed file
 
 
 def _below(root: Process, children: Mapping[int, Sequence[Process]]) -> Iterator[Process]:
@@ -127,7 +127,7 @@ def _below(root: Process, children: Mapping[int, Sequence[Process]]) -> Iterator
 
 
 def _programs(root: Process, children: Mapping[int, Sequence[Process]]) -> Iterator[Process]:
-    """Yield the topmost Python programs; in place of an agent, the ranks that it has started."""
+    """Yield the topmost Python programs; for an agent, the ranks that it has started."""
     if _is_python(root):
         ranks = []
         if _AGENTS not in root.environ:
@@ -142,10 +142,10 @@ def _programs(root: Process, children: Mapping[int, Sequence[Process]]) -> Itera
 _AGENTS = "TORCHELASTIC_RUN_ID"
 
 
-def _may_look_at(process: Process) -> bool:
+def _may_read(process: Process) -> bool:
     try:
         _program(process)
-    except PermissionError:  # it has a right that this process has not
+    except PermissionError:  # it has a capability that this process lacks
         return False
     except OSError:
         pass
@@ -166,8 +166,8 @@ def _is_python(process: Process) -> bool:
     return "libpython" in table.read_text(process.pid, "maps")
 
 
-def _look_at(process: Process) -> Program:
-    """Read the stacks of a Python program, in the first way that works."""
+def _read_program(process: Process) -> Program:
+    """Read the stacks of a Python program with the first method that works."""
     rank = process.environ.get("RANK", "") if _AGENTS in process.environ else ""
     notes = []
     for how, ask in _WAYS.items():
@@ -184,38 +184,38 @@ def _look_at(process: Process) -> Program:
 def _ask_py_spy(process: Process) -> tuple[list[Thread], str]:
     paths = (process.environ.get("PATH", ""), os.environ.get("PATH", ""))
     folders = [str(Path(process.argv[0]).parent), *os.pathsep.join(paths).split(os.pathsep)]
-    own = (folder for folder in folders if folder.startswith("/"))  # and no working folder
+    own = (folder for folder in folders if folder.startswith("/"))  # no relative directories
     program = shutil.which("py-spy", path=os.pathsep.join(own))
     if program is None:
         return [], "no py-spy on its PATH"
-    # It reads beside the program rather than stop it, which could end a system call of its.
+    # --nonblocking: stopping the program could interrupt one of its system calls.
     argv = [program, "dump", "--pid", str(process.pid), "--json", "--nonblocking"]
     words = ""
-    for _ in range(3):  # a program that runs can move under its eyes
+    for _ in range(3):  # stacks of a running program can change during the read
         try:
             done = _run(argv, _PY_SPY_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             return [], f"{program} does not work: {error}"
         if done.returncode == 0 and (threads := _py_spys(done.stdout, process.pid)):
             return threads, ""
-        words = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it printed none"
+        words = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output"
         if "permission" in done.stderr.lower() or "operation not" in done.stderr.lower():
-            return [], f"py-spy may not read it: {_missing_right()}"
+            return [], f"py-spy is not permitted to read it: {_missing_right()}"
     return [], f"py-spy: {words}"
 
 
 def _missing_right() -> str:
-    """Say what forbids one process of a user's to read another."""
+    """Explain why a process may not read another process of the same user."""
     has_right = _capabilities() >> _CAP_SYS_PTRACE & 1
     with contextlib.suppress(OSError, ValueError):
         scope = int(_YAMA.read_text())
         if scope and not (has_right and scope < 3):
-            only = {1: "its own children alone", 2: "another with CAP_SYS_PTRACE alone"}
+            allowed = {1: "only its own children", 2: "others only with CAP_SYS_PTRACE"}
             return (
-                f"kernel.yama.ptrace_scope is {scope}, by which a process may look at "
-                f"{only.get(scope, 'none')}; it takes 0 there, or CAP_SYS_PTRACE"
+                f"kernel.yama.ptrace_scope is {scope}, so a process may read "
+                f"{allowed.get(scope, 'no other')}. Needed: ptrace_scope 0, or CAP_SYS_PTRACE"
             )
-    return "CAP_SYS_PTRACE is missing here, or a container's seccomp profile forbids it"
+    return "CAP_SYS_PTRACE is missing, or the container's seccomp profile forbids it"
 
 
 def _capabilities() -> int:
@@ -223,7 +223,7 @@ def _capabilities() -> int:
 
 
 def _py_spys(text: str, pid: int) -> list[Thread]:
-    """Read py-spy's JSON, the main thread first; empty where it is none."""
+    """Parse py-spy's JSON, the main thread first; empty if it is malformed."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         main: list[Thread] = []
         others: list[Thread] = []
@@ -248,7 +248,7 @@ def _ask_handler(process: Process) -> tuple[list[Thread], str]:
             os.kill(process.pid, _SIGNAL)
 
             def has_answered() -> bool:
-                # Its main thread blocks the signal while it writes: it has begun, and then ended.
+                # Its main thread blocks the signal while it writes.
                 return bool(_written(answer, size)) and not _is_writing(process.pid)
 
             if patience.wait_until(
@@ -256,18 +256,18 @@ def _ask_handler(process: Process) -> tuple[list[Thread], str]:
             ):
                 return [Thread("MainThread", _frames(_written(answer, size)[0]))], ""
     except OSError:
-        return [], "it ends"
-    return [], "its handler does not answer"
+        return [], "it is ending"
+    return [], "its stack handler does not answer"
 
 
 def _written(answer: IO[bytes], since: int) -> list[str]:
-    """Return the stacks that were written; several, where others have looked at the same time."""
+    """Return the written stacks: more than one if others have asked at the same time."""
     answer.seek(since)
     return answer.read().decode(errors="replace").split(_STACK)[1:]
 
 
 def _armed_file(pid: int) -> Path | None:
-    """Find the file in memory that an armed program holds: an exec closes it."""
+    """Find the file in memory that an armed program holds open (an exec closes it)."""
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -287,7 +287,7 @@ def _is_writing(pid: int) -> bool:
 
 
 def _frames(text: str) -> tuple[Frame, ...]:
-    """Read what faulthandler writes."""
+    """Parse faulthandler's output."""
     matches = filter(None, map(_FRAME.fullmatch, text.splitlines()))
     return tuple(
         Frame(m["function"], m["file"], int(m["line"]) if m["line"].isdigit() else 0)
@@ -295,8 +295,8 @@ def _frames(text: str) -> tuple[Frame, ...]:
     )
 
 
-# In the program: writes the stacks into a folder, whole or not at all. Later than asked for it
-# removes what was left for it.
+# Runs in the program: writes the stacks to a directory atomically. If it runs too late, it removes
+# the directory.
 _HOOKED = """\
 def _write():
     import json, os, shutil, sys, threading
@@ -320,7 +320,7 @@ def _write():
 _write()
 del _write
 """
-# In an interpreter of the program's own version. First from outside: private, seen on 3.14.
+# Runs in an interpreter of the program's version. Reading from outside uses a private API of 3.14.
 _CALL_HOOK = """\
 import json, sys
 if not hasattr(sys, "remote_exec"):
@@ -346,11 +346,11 @@ else:
 
 
 def _ask_hook(process: Process) -> tuple[list[Thread], str]:
-    """Ask the program's own interpreter, which reads it from outside or by sys.remote_exec."""
+    """Use the program's own interpreter to read it from outside or with sys.remote_exec."""
     try:
         program = Path(f"/proc/{process.pid}/exe").readlink()
     except OSError:
-        return [], "it ends"
+        return [], "it is ending"
     if _namespace(process.pid) != _namespace("self"):
         return [], "its Python's remote hook is in a container"
     version = re.match(r"python3\.(\d+)", program.name)
@@ -376,12 +376,12 @@ def _ask_hook(process: Process) -> tuple[list[Thread], str]:
         if patience.wait_until(answer.exists, patience.STACKS_ANSWER, every=patience.CHILD_PAUSE):
             is_asked = False
             return _py_spys(answer.read_text(errors="replace"), process.pid), ""
-        return [], "its Python's remote hook waits until its main thread runs Python code"
+        return [], "its Python's remote hook waits for its main thread to run Python code"
     except (OSError, subprocess.TimeoutExpired) as error:
         return [], f"its Python's remote hook: {error}"
     finally:
         wanted.unlink(missing_ok=True)
-        if not is_asked:  # otherwise the program may still read the script, and removes it
+        if not is_asked:  # else the program may still read the script, which then removes itself
             shutil.rmtree(folder, ignore_errors=True)
 
 

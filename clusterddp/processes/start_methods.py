@@ -1,9 +1,9 @@
-"""Starts the processes of a task group by Python's multiprocessing.
+"""Start methods of a task group's processes, through Python's multiprocessing.
 
-`exec` runs a program in a fresh interpreter. `fork`, `spawn` and `forkserver` run a function, as
-`torch.multiprocessing` means these words: in a copy of this process, in a fresh interpreter, and in
-a copy of a process that has done nothing yet. `fork` alone takes what only this process knows, a
-function of a notebook's cell say; it is refused where the copies could not compute.
+`exec` runs a program in a fresh interpreter. `fork`, `spawn` and `forkserver` run a function, in
+the sense of `torch.multiprocessing`: in a copy of this process, in a fresh interpreter, or in a
+copy of an idle server process. Only `fork` can run a function defined in a notebook cell; it is
+refused if the copies could not use CUDA.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ from types import ModuleType
 
 from clusterddp.errors import RequestError
 from clusterddp.processes import replace_environment
-from clusterddp.processes.processors import has_nvidia_driver
+from clusterddp.processes.hardware import has_nvidia_driver
 from clusterddp.processes.signals import die_with_parent
 
 if any("multiprocessing.forkserver" in word and __name__ in word for word in sys.orig_argv):
-    # This is our fork server, which imports this first: its processes die with it, so what ends a
-    # terminal's programs must reach it as little as them.
+    # This process is the fork server, which imports this module first. Its children die with it, so
+    # terminal signals must not reach it either.
     os.setsid()
 
 _HARD = 2  # omp_pause_hard (OpenMP 5.0, omp_pause_resource_all)
-_FROZEN_AT_IMPORT = gc.get_freeze_count()  # Python 3.12 begins with some hundred objects
+_FROZEN_AT_IMPORT = gc.get_freeze_count()  # Python 3.12 starts with a few hundred objects
 
 
 def get_ready(method: str) -> None:
-    """Prepare this process for a group's first process, once a group.
+    """Prepare this process to start a group; call it once per group.
 
-    Raises RequestError where it cannot be forked, because it has used CUDA.
+    Raises RequestError for `fork` if this process has used CUDA.
     """
     if method == "fork":
         _refuse_cuda()
         _end_openmp_threads()
     elif method in ("spawn", "forkserver"):
-        # Before anybody holds signals back: its start sets the mask of SIGINT and SIGTERM anew.
+        # Before signals are held back: its start resets the mask of SIGINT and SIGTERM.
         multiprocessing.resource_tracker.ensure_running()
     if method == "forkserver":
         multiprocessing.set_forkserver_preload([__name__])
@@ -59,19 +59,19 @@ def begin(
     env: Mapping[str, str],
     output: Connection | None,
 ) -> "multiprocessing.process.BaseProcess":
-    """Start a process that calls the function in a session of its own, as a program's would be.
+    """Start a process that calls the function in a new session, as for a program.
 
-    env: all of its environment. output: where it prints to, stderr included; None for where this
-    process does. Its stdin is empty, no signal is blocked or handled; it dies with this process.
-    Raises what pickling the function or the arguments raises; `fork` pickles nothing.
+    env: its whole environment. output: its stdout and stderr; inherited if None.
+    Its stdin is empty, no signal is blocked or handled, and it dies with this process.
+    Raises whatever pickling the function or the arguments raises; `fork` pickles nothing.
     """
     context = multiprocessing.get_context(method)
     process: multiprocessing.process.BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=_become, args=(dict(env), output, function, arguments)
     )
     with warnings.catch_warnings():
-        # Python 3.12 warns of a fork where threads run, a notebook's for one. What they may hold
-        # is renewed by Python and the C library; `get_ready` sees to what is not.
+        # Python 3.12 warns about a fork while threads run, as in a notebook. Python and the C
+        # library reset the locks that threads may hold; `get_ready` handles the rest.
         warnings.simplefilter("ignore", DeprecationWarning)
         with _forking() if method == "fork" else contextlib.nullcontext():
             process.start()
@@ -80,11 +80,11 @@ def begin(
 
 @contextlib.contextmanager
 def _forking() -> Iterator[None]:
-    """Have a forked copy begin with signals blocked, and leave this process's garbage alone.
+    """Fork with signals blocked and this process's objects exempt from garbage collection.
 
-    Until it has handlers of its own, a signal would come to those of this process, and be lost. And
-    a copy was seen to crash in a collection: what ends threads of C++ when it is collected finds
-    none of them there. Python's documentation of gc advises gc.freeze.
+    Until the copy has its own handlers, a signal would run this process's handlers and be lost.
+    A copy has crashed in a collection: objects that join C++ threads when collected find no such
+    threads in the copy. Python's gc documentation recommends gc.freeze.
     """
     frozen = gc.get_freeze_count()
     gc.freeze()
@@ -93,7 +93,7 @@ def _forking() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if frozen <= _FROZEN_AT_IMPORT:  # what somebody has frozen since stays so
+        if frozen <= _FROZEN_AT_IMPORT:  # unless other code has frozen objects
             gc.unfreeze()
 
 
@@ -103,21 +103,21 @@ def _become(
     function: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
-    """Make the new process what a fresh program would be, and call the function."""
-    signal.set_wakeup_fd(-1)  # an event loop's, which is the parent's
+    """Reset the new process to the state of a fresh program, and call the function."""
+    signal.set_wakeup_fd(-1)  # belongs to the parent's event loop
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # as exec does; ignored ones stay so
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, usual)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # A fork server finds no module of a bundle, as it does not use the sys.path that it is given:
-    # its process has imported this one by itself, and leads a session since.
+    # A fork server ignores the sys.path that it is given and finds no module of a bundle. Its
+    # child has then imported this module itself and leads a session already.
     if os.getsid(0) != os.getpid():
         os.setsid()
     _let_fork_server_go()
     die_with_parent(os.getppid())
     starter = multiprocessing.process.parent_process()
-    if starter and not starter.is_alive():  # it is not the parent of a fork server's process
+    if starter and not starter.is_alive():  # with forkserver, the starter is not the parent
         os._exit(128 + signal.SIGKILL)
     replace_environment(env)
     _redirect(output)
@@ -125,10 +125,10 @@ def _become(
 
 
 def _let_fork_server_go() -> None:
-    """Have the fork server end, and its processes with it, when the process that started it does.
+    """Close the pipe that keeps the fork server alive, so that it ends with its starter.
 
-    It stays as long as anybody holds its pipe, and each of its processes is given an end. Where
-    a Python keeps that elsewhere than 3.11 does, the server stays a while longer.
+    Every child inherits a copy of the pipe. If another Python version stores it under another name
+    than 3.11, the server only stays a while longer.
     """
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     pipe = getattr(server, "_forkserver_alive_fd", None)
@@ -146,7 +146,7 @@ def _redirect(output: Connection | None) -> None:
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    # A notebook's own streams send to its page from threads that are not here.
+    # A notebook's streams send to its page from threads that a copy lacks.
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = open(  # noqa: SIM115 -- it stays open as long as the process
             descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -155,23 +155,23 @@ def _redirect(output: Connection | None) -> None:
 
 
 def _refuse_cuda() -> None:
-    """Raise RequestError where this process has begun to use CUDA, which its copies cannot."""
+    """Raise RequestError if this process has initialized CUDA: its copies could not use it."""
     torch = sys.modules.get("torch")
     if torch is None or not has_nvidia_driver():
         return
     if torch.cuda.is_initialized() or _spoils_its_copies(torch):
         raise RequestError(
-            "start method fork: this process has used CUDA already (a tensor on a GPU, or just "
-            "torch.cuda.is_available()), and no copy of it can. Restart the notebook's kernel and "
-            "leave CUDA to the ranks, or use start_method='spawn' with a function of a "
+            "start method fork: this process has already used CUDA (a tensor on a GPU, or just "
+            "torch.cuda.is_available()), so a forked copy cannot. Restart the notebook kernel and "
+            "use CUDA only in the ranks, or use start_method='spawn' with a function of a "
             "module. [CD0817]"
         )
 
 
 def _spoils_its_copies(torch: ModuleType) -> bool:
-    """Return whether torch would refuse CUDA in a copy of this process; only a copy can tell.
+    """Return whether torch would refuse CUDA in a copy of this process; tested in a copy.
 
-    A torch without that function, which 2.15 has, refuses CUDA there in its own words.
+    False for a torch without the test function (2.15 has it): the copy then gets torch's own error.
     """
     if not hasattr(torch.cuda, "_is_in_bad_fork"):
         return False
@@ -186,12 +186,12 @@ def _spoils_its_copies(torch: ModuleType) -> bool:
 
 
 def _end_openmp_threads() -> None:
-    """Have OpenMP end the threads with which this thread has computed, until it computes again.
+    """End OpenMP's idle threads; it restarts them when it needs them.
 
-    GNU's OpenMP, which torch brings along, keeps them for the next computation. A copy of this
-    process would wait for ever for those threads, which it has not (gomp_team_start of libgomp).
+    GNU's OpenMP, which torch ships, keeps them for the next computation. A forked copy would wait
+    forever for threads that it does not have (gomp_team_start of libgomp).
     """
     lines = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}:
-        with contextlib.suppress(OSError, AttributeError):  # it is there from gcc 9 on
+        with contextlib.suppress(OSError, AttributeError):  # added in gcc 9
             ctypes.CDLL(path).omp_pause_resource_all(_HARD)

@@ -1,13 +1,13 @@
-"""Processes of this machine, and ranks among them, as proc(5) shows them.
+"""Processes of this machine, and ranks among them, read from proc(5).
 
-What starts ranks tells them who they are in their environment, which Linux shows as it was when the
-program began: so descendants of a task are found that form a world, as where each task starts
-torchrun. A rank that lives for less than a moment may be missed, and so is one that its launcher
-tells in another way.
+Launchers pass rank and world size in the environment, and Linux shows each program's initial
+environment. This reveals descendants of a task that form their own world, for example if each task
+starts torchrun. Very short-lived ranks may be missed, and so are ranks that do not learn their rank
+from the environment.
 
-torch's rank 0 listens on MASTER_PORT, and who meets in another way listens on another port. Linux
-shows who listens, and what was connected a minute ago (net/tcp), and what a process has loaded.
-Nothing is changed or sent.
+torch's rank 0 listens on MASTER_PORT; other rendezvous methods listen on other ports. Linux shows
+listening sockets, connections of the last minute (net/tcp), and the libraries that a process has
+loaded. Nothing is changed or sent.
 """
 
 import contextlib
@@ -35,25 +35,25 @@ _MOST_PROCESSES = 4096
 
 @dataclass(frozen=True)
 class Process:
-    """Process, as it was when it was looked at."""
+    """Snapshot of a process."""
 
     pid: int
     name: str
     state: str
     parent: int
     ticks: int
-    """Time of its start."""
+    """Time of its start, in clock ticks since boot."""
     uid: int
 
     @property
     def own_pid(self) -> int:
-        """Number by which it knows itself, which in a container can be another one."""
+        """Process id in its own namespace, which differs in a container."""
         numbers = status(self.pid).get("NSpid", "").split()
         return int(numbers[-1]) if numbers else self.pid
 
     @property
     def argv(self) -> list[str]:
-        """Words of its command line."""
+        """Arguments of its command line."""
         return read_text(self.pid, "cmdline").rstrip("\0").split("\0")
 
     @property
@@ -62,27 +62,27 @@ class Process:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Environment with which its program was started."""
+        """Initial environment of its program."""
         pairs = (entry.partition("=") for entry in read_text(self.pid, "environ").split("\0"))
         return {name: value for name, _, value in pairs}
 
     @property
     def doing(self) -> str:
-        """State in words, and the kernel's function in which it waits, less a compiler's suffix."""
+        """State in words, and the kernel function in which it waits, without compiler suffixes."""
         words = _STATES.get(self.state, self.state)
         place = read_text(self.pid, "wchan").strip().partition(".")[0]
         return f"{words} in {place}" if place not in ("", "0") else words
 
 
 def processes() -> dict[int, Process]:
-    """List the processes that are there, by their numbers."""
+    """Return the current processes by id."""
     names = (entry.name for entry in Path("/proc").iterdir())
     found = (read_process(int(name)) for name in names if name.isdigit())
     return {process.pid: process for process in found if process}
 
 
 def descendants(pid: int) -> Iterator[Process]:
-    """Yield the processes below one, those near it first."""
+    """Yield the descendants of a process, nearest first."""
     waiting, count = [pid], 0
     while waiting and count < _MOST_PROCESSES:
         for child in filter(None, map(read_process, children(waiting.pop(0)))):
@@ -92,28 +92,28 @@ def descendants(pid: int) -> Iterator[Process]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the numbers of a process's children; none where it has gone."""
+    """Return the ids of a process's children; empty if the process has ended."""
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 -- names alone
+        tasks = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 -- only names
     except OSError:
         return []
     return [int(each) for task in tasks for each in read_text(pid, f"task/{task}/children").split()]
 
 
 def read_process(pid: int) -> Process | None:
-    """Read a process's entry; None for one that has gone."""
+    """Read a process's entry; None if it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         text, uid = (folder / "stat").read_text(errors="replace"), folder.stat().st_uid
     except OSError:
         return None
-    head, _, rest = text.rpartition(")")  # its name can hold anything
+    head, _, rest = text.rpartition(")")  # the name may contain parentheses
     state, parent, *fields = rest.split()
     return Process(pid, head.partition("(")[2], state, int(parent), int(fields[17]), uid)
 
 
 def read_text(pid: int | str, name: str) -> str:
-    """Read a file of a process's; empty where it has gone, or may not be looked at."""
+    """Read a file below /proc/PID; empty if the process has ended or may not be read."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
@@ -121,32 +121,32 @@ def read_text(pid: int | str, name: str) -> str:
 
 
 def status(pid: int | str) -> dict[str, str]:
-    """Read the fields of a process's status; none where it has gone."""
+    """Read the fields of a process's status; empty if it has ended."""
     lines = read_text(pid, "status").splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
-def hears(pid: int, number: int) -> bool:
-    """Return whether a process does not ignore a signal, or did not when it ended.
+def accepts_signal(pid: int, number: int) -> bool:
+    """Return whether a process does not ignore a signal; works for a zombie too.
 
-    False of one that is reaped, of which nothing is known.
+    False for a reaped process, because nothing is known about it.
     """
     ignored = status(pid).get("SigIgn")
     return ignored is not None and not int(ignored, 16) >> (number - 1) & 1
 
 
-def takes(pid: int, number: int) -> bool:
-    """Return whether a process has come to take a signal, be it in a thread, or has gone."""
+def handles_signal(pid: int, number: int) -> bool:
+    """Return whether a process handles or blocks a signal, or has ended."""
     fields = status(pid)
     masks = (fields.get(name, "0") for name in ("SigCgt", "SigBlk"))
     return not fields or any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def process_alive(pid: int | None, host: str | None, since: float | None) -> bool | None:
-    """Return whether a process of this machine is there; None for another machine's.
+    """Return whether a process of this machine is running; None for another machine's process.
 
-    since: when it was there for certain, in seconds of the epoch; one that started later has only
-    inherited the number.
+    since: when it was certainly running, in seconds since the epoch; a process that started later
+    has only reused the id.
     """
     if pid is None or host not in (None, os.uname().nodename):
         return None
@@ -154,15 +154,14 @@ def process_alive(pid: int | None, host: str | None, since: float | None) -> boo
     if process is None or process.state in "ZX":
         return False
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.ticks / os.sysconf("SC_CLK_TCK")
-    # The clock can have been set since; a number comes round again only after a long while.
+    # 60 s because the clock may have been adjusted; an id is not reused that soon.
     return since is None or time.time() - age <= since + 60
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process has begun, in the kernel's ticks; None for one that has gone.
+    """Return the start time of a process in clock ticks since boot; None if it has ended.
 
-    With its number it tells a process from all others since the machine was started, and is the
-    same within a container.
+    Together with the id it identifies a process since boot, and it is the same in a container.
     """
     process = read_process(pid)
     return process.ticks if process else None
@@ -173,12 +172,12 @@ _SIZES = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
-"""Variables with the size of a world, and the rank in it: torch's, Open MPI's, MPICH's."""
+"""Variables with the world size and the rank in it, for torch, Open MPI and MPICH."""
 _PLACES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_PORT")
-"""Variables that tell one world from another of its size."""
+"""Variables that distinguish worlds of the same size."""
 _LISTENS = "0A"
 _LOOPBACK = ("0100007F", "00000000000000000000000001000000")
-"""127.0.0.1 and ::1, where programs listen for their own children."""
+"""127.0.0.1 and ::1, on which programs listen for their own children."""
 
 
 @dataclass(frozen=True)
@@ -191,27 +190,26 @@ class World:
 
 
 def watch_for_world(pid: int, own: Mapping[str, str], found: Callable[[World], None]) -> None:
-    """Look at a process's descendants until it has ended, or a world of their own is found.
+    """Search a process's descendants for their own world, until one is found or the process ends.
 
-    own: the environment that the process was given. found: is called from another thread, once.
+    own: the environment of the process. found: called once, from another thread.
     """
     began = start_ticks(pid)
 
-    def look() -> None:
+    def watch() -> None:
         first, longest = patience.WORLD_PAUSES
         for _ in patience.looks(every=first, longest=longest):
-            # Not another process that has its number by now.
-            if began is None or start_ticks(pid) != began:
+            if began is None or start_ticks(pid) != began:  # the id may have been reused
                 return
             if world := find_world(pid, own):
                 found(world)
                 return
 
-    threading.Thread(target=look, daemon=True, name="worlds").start()
+    threading.Thread(target=watch, daemon=True, name="worlds").start()
 
 
 def find_world(pid: int, own: Mapping[str, str]) -> World | None:
-    """Return a world that is not the process's own and that its descendants make up, if any."""
+    """Return a world that a process's descendants form, other than its own; None without one."""
     ranks: dict[tuple[str, ...], set[str]] = defaultdict(set)
     parents: dict[tuple[str, ...], int] = {}
     for child in descendants(pid):
@@ -232,24 +230,23 @@ def find_world(pid: int, own: Mapping[str, str]) -> World | None:
     return None
 
 
-class Meeting:
-    """Looks, until rank 0's process has ended, whether its program's ranks meet."""
+class RendezvousWatch:
+    """Watch over rank 0's process: do the ranks of its program rendezvous?"""
 
     def __init__(self, pid: int, port: int, found: Callable[[bool], None]) -> None:
-        """Start to look, from another thread.
+        """Start to watch from another thread, until the process ends.
 
-        found: is called with False once the program has loaded torch and nobody has listened, and
-            at last with True once the program or its children listen for other hosts, or somebody
-            on `port`.
+        found: called with False when the program has loaded torch but no port is open yet, and with
+            True when the program or its children listen for other hosts, or any process on `port`.
         """
         self._pid, self._port, self._found = pid, port, found
         self._has_torch = self._has_met = False
         self._looking = threading.Lock()
         threading.Thread(target=self._watch, daemon=True, name="meeting").start()
 
-    def look(self) -> None:
-        """Look once; at the end, too: what was connected at `port` is seen for a minute more."""
-        with self._looking:  # the watch and the end, one after the other
+    def check(self) -> None:
+        """Check once; also useful at the end: a connection at `port` stays visible for a minute."""
+        with self._looking:  # the thread and the caller, one at a time
             if self._has_met:
                 return
             sockets = list(_sockets())
@@ -267,24 +264,24 @@ class Meeting:
         began = start_ticks(self._pid)
         dense = patience.looks(patience.MEETING_DENSE, every=patience.MEETING_DENSE_PAUSE)
         for _ in itertools.chain(dense, patience.looks(every=patience.MEETING_PAUSE)):
-            # Not another process that has its number by now.
+            # The id may have been reused.
             if began is None or start_ticks(self._pid) != began or self._has_met:
                 return
-            self.look()
+            self.check()
 
 
 def listening_ports() -> set[int]:
-    """Return the ports of TCP on which somebody listens on this host."""
+    """Return the TCP ports with a listening socket on this host."""
     return {socket.port for socket in _sockets() if socket.is_listening}
 
 
 @dataclass(frozen=True)
 class _Socket:
-    """Line of proc(5)'s net/tcp."""
+    """Line of net/tcp (proc(5))."""
 
     inode: str
     address: str
-    """Local address, as the kernel writes it."""
+    """Local address in the kernel's notation."""
     port: int
     remote_port: int
     is_listening: bool
@@ -306,7 +303,7 @@ def _inodes(pid: int) -> set[str]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
-                target = os.readlink(entry.path)  # noqa: PTH115 -- of a link that leads nowhere
+                target = os.readlink(entry.path)  # noqa: PTH115 -- the target is not a path
                 found.add(target.removeprefix("socket:[").removesuffix("]"))
     return found
 

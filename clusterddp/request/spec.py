@@ -521,17 +521,17 @@ class JobSpec(Record):
                 " against the directive container, Slurm's own for an OCI bundle (--sbatch "
                 "container=… or SBATCH_CONTAINER). Use one of them.",
             )
-        from clusterddp.processes.container import PYXIS, pyxis_carries, reads
+        from clusterddp.processes.container import PYXIS, can_read, pyxis_can_mount
 
         runtime, mounts = self.container_runtime, self.container.mounts
-        if not reads(runtime, self.container_image):
+        if not can_read(runtime, self.container_image):
             raise OptionError(
                 "--container-runtime",
                 f" {runtime} does not read {self.container_image}: such a file needs "
                 "apptainer on the nodes.",
             )
         for path in (self.run_dir, *map(str, mounts)):
-            if runtime == PYXIS and not pyxis_carries(path):
+            if runtime == PYXIS and not pyxis_can_mount(path):
                 raise OptionError(
                     "--container-runtime",
                     f" pyxis cannot mount {path!r}, for it holds a comma or a blank. Use another "
@@ -573,10 +573,10 @@ class JobSpec(Record):
         """Return whether srun may start the tasks' containers itself, by NVIDIA's plug-in pyxis."""
         if not self.container_image or self.container_runtime not in ("auto", "pyxis"):
             return False
-        from clusterddp.processes.container import PYXIS, pyxis_carries, reads
+        from clusterddp.processes.container import PYXIS, can_read, pyxis_can_mount
 
         paths = (self.run_dir, *map(str, self.container.mounts))
-        return reads(PYXIS, self.container_image) and all(map(pyxis_carries, paths))
+        return can_read(PYXIS, self.container_image) and all(map(pyxis_can_mount, paths))
 
     def _check_environment(self) -> None:
         for name in (*dict(self.environment), *self.pass_environment):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
-from clusterddp.processes.signals import adopted, die_with_parent
+from clusterddp.processes.signals import die_with_parent, subreaper
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events
 from clusterddp.run.history import History
@@ -246,7 +246,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
     with (
         os.fdopen(target, "wb") as stdout,
         tempfile.TemporaryFile() as stdin,  # a pipe would wait for a program that reads nothing
-        adopted() as end_all,
+        subreaper() as end_all,
     ):
         stdin.write(verdict)
         stdin.seek(0)

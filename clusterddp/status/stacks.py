@@ -171,7 +171,7 @@ def _outcomes(run: RunDir, ranks: Sequence[int]) -> list[Outcome]:
 
 def _look(outcomes: Sequence[Outcome], *, workers: bool) -> list[RankStacks]:
     def look(outcome: Outcome) -> RankStacks:
-        programs = stacks.look(outcome.pid, outcome.ticks or 0, workers=workers)
+        programs = stacks.read_stacks(outcome.pid, outcome.ticks or 0, workers=workers)
         note = "" if programs else "its process has gone"
         return RankStacks(outcome.rank, outcome.host, tuple(programs), note)
 
@@ -260,7 +260,7 @@ class _Entry:
         return f"rank {self.rank}{f' on {self.host}' if self.host else ''}{program}"
 
 
-def described(rank_stacks: Sequence[RankStacks], *, whole: bool = False) -> str:
+def format_stacks(rank_stacks: Sequence[RankStacks], *, whole: bool = False) -> str:
     """Describe stacks for a person: equal ones once, the most frequent first.
 
     whole: those of each program and of all its threads, one after another. The stack of a main

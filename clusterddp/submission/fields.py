@@ -353,10 +353,10 @@ def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if "python" in fields:
         fields["python"] = interpreter(fields["python"])
     if image := fields.get("container_image"):
-        from clusterddp.processes.container import from_here, is_file
+        from clusterddp.processes.container import absolute_path, is_file
 
         if is_file(image):
-            fields["container_image"] = from_here(image)
+            fields["container_image"] = absolute_path(image)
     if mounts is not None:
         from clusterddp.processes.container import Mount
 

@@ -49,7 +49,7 @@ class Processor:
 def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: str) -> Processor:
     """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
 
-    driver: whose GPUs the host has a driver for, as `processors.gpu_driver` says. Raises
+    driver: whose GPUs the host has a driver for, as `hardware.gpu_driver` says. Raises
     TrainingError when CUDA is wanted and absent, and when GPUs were granted on a host with a driver
     but torch sees none: a CPU run would waste them.
     """

@@ -89,7 +89,7 @@ def _watching(
 ) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None]]":
     """Return what explains how COMMAND ended, and what begins to look at it once it runs."""
     from clusterddp.processes import table
-    from clusterddp.processes.table import Meeting
+    from clusterddp.processes.table import RendezvousWatch
     from clusterddp.request import nested_launcher
     from clusterddp.run.records import NestedWorld
     from clusterddp.worker import gpu_use
@@ -97,11 +97,11 @@ def _watching(
 
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
-    met: list[Meeting] = []
+    met: list[RendezvousWatch] = []
 
     def explain(status: int) -> "TaskError | None":
         for meeting in met:
-            meeting.look()
+            meeting.check()
         return traces.error(status)
 
     def began(pid: int, record: "TaskRecord") -> None:
@@ -112,7 +112,7 @@ def _watching(
         table.watch_for_world(pid, environ, found)
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
-            met.append(Meeting(pid, int(port), record.record_met))
+            met.append(RendezvousWatch(pid, int(port), record.record_met))
         if outcomes:
             gpu_use.watch(outcomes, env, environ)
 

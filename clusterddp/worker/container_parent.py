@@ -23,13 +23,13 @@ from clusterddp.processes.container import (
     ContainerStart,
     find_program,
     is_file,
-    kept_out,
-    listing,
-    monitors,
-    removal,
+    list_command,
+    monitor_command,
+    remove_command,
     runtimes,
+    withheld,
 )
-from clusterddp.processes.signals import adopt
+from clusterddp.processes.signals import set_subreaper
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE, OWN_PIDS_VARIABLE, host_name, is_rehearsal
 from clusterddp.run.outcome import TaskRecord, is_signalled, read_outcome
@@ -70,7 +70,7 @@ def run_contained(
         local_world_size=env.local_world_size * ranks,
     )
     start = _start(run_dir, env.rank, container)
-    adopt()  # what podman leaves behind: Slurm finds it in the step
+    set_subreaper()  # what podman leaves behind: Slurm finds it in the step
     if env.local_rank == 0:
         _log_limits(start)
         _remove_abandoned(start)
@@ -80,7 +80,7 @@ def run_contained(
 
     def child() -> int:
         _check(start)
-        command, variables = start.words(task)
+        command, variables = start.command(task)
         # The numbers that podman passes on. The later pipe's own cannot be the first of them.
         for number, descriptor in ((3, reader), (4, code_writer)):
             os.dup2(descriptor, number)
@@ -102,7 +102,7 @@ def run_contained(
         for descriptor in (writer, reader, code_reader, code_writer):
             os.close(descriptor)
         if start.runtime == PODMAN and start.program and not record.is_good:
-            _lines(removal(start.program, start.name))
+            _lines(remove_command(start.program, start.name))
 
 
 class _OutsideRecord(TaskRecord):
@@ -161,14 +161,14 @@ def _start(run_dir: Path, rank: int, container: Container) -> ContainerStart:
         label=f"clusterddp={node} {Path('/proc/self/ns/pid').readlink()}",
         node=node,
         environ=environ,
-        pass_on=runtime == PODMAN and is_rehearsal(environ),
+        signals_podman=runtime == PODMAN and is_rehearsal(environ),
         as_root=os.getuid() == 0,
     )
 
 
 def _log_limits(start: ContainerStart) -> None:
     """Log what of the host is kept out, and where ranks have little memory to share."""
-    if names := kept_out(start.environ, start.container.variables):
+    if names := withheld(start.environ, start.container.variables):
         log.info(
             f"kept out of the container, as they are the host's: {', '.join(names)} "
             "(--env NAME=VALUE passes one on)"
@@ -229,7 +229,7 @@ def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
     command, variables = start.probe([python, "-c", _PROBE, task[0]])
     done = _run(command, env=variables, timeout=_PROBE_SECONDS)
     if start.runtime == PODMAN and start.program:  # --rm leaves one that never began
-        _lines(removal(start.program, f"{start.name}-probe"))
+        _lines(remove_command(start.program, f"{start.name}-probe"))
     if done is None or done.returncode < 0:  # somebody ends the step
         return None
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -269,15 +269,15 @@ def _remove_abandoned(start: ContainerStart) -> None:
     """
     if start.runtime != PODMAN or start.program is None:
         return
-    ids = _lines(listing(start.program, start.label))
-    lines = _lines(monitors(start.program, ids)) if ids else []
+    ids = _lines(list_command(start.program, start.label))
+    lines = _lines(monitor_command(start.program, ids)) if ids else []
     gone = [
         identity
         for identity, pid in map(str.split, lines)
         if int(pid) and not Path(f"/proc/{pid}").exists()
     ]
     if gone:
-        _lines(removal(start.program, *gone))
+        _lines(remove_command(start.program, *gone))
 
 
 def _lines(command: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from clusterddp.distributed import agreement, rendezvous, tcp_store
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError, coded
-from clusterddp.processes import change_environment, processors
+from clusterddp.processes import change_environment, hardware
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import VISIBLE_GPUS, host_name
 from clusterddp.request.options import is_reference
@@ -184,7 +184,7 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
         visible=visible,
         local_rank=env.local_rank,
         granted=devices.granted_gpus(environ),
-        driver=processors.gpu_driver(),
+        driver=hardware.gpu_driver(),
     )
     threads = usable_threads(environ, env.local_world_size)
     warning = choice.warning

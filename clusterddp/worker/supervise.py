@@ -32,8 +32,8 @@ from clusterddp.errors import (
     is_debuggers_quit,
 )
 from clusterddp.formatting import clean
-from clusterddp.processes.signals import Pulse, Relay, die_with_parent, send
-from clusterddp.processes.table import hears
+from clusterddp.processes.signals import GilWatch, Relay, die_with_parent, send
+from clusterddp.processes.table import accepts_signal
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.attempt import Attempt, write_restart_divider
@@ -45,7 +45,7 @@ from clusterddp.run.run_dir import RunDir
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-pulse: Pulse | None = None
+gil_watch: GilWatch | None = None
 """Shows the parent of this task that Python runs in it; None where it has no such parent."""
 _reports: int | None = None
 """Pipe to the parent of this task, for the error that ends it."""
@@ -84,8 +84,8 @@ def supervise(
     if own_log:
         _redirect_output(run_dir, env)
     explain = explain or Traces().abort
-    global pulse
-    run, pulse = RunDir(run_dir), Pulse()
+    global gil_watch
+    run, gil_watch = RunDir(run_dir), GilWatch()
     record, own = record or TaskRecord(run, env, attempt), attempt and Attempt(run, attempt)
     if own:
         _divide_log(own)
@@ -215,15 +215,15 @@ class _Forked:
             self._begin(parent)
         os.close(self._reports[1])
         os.close(self._go[0])
-        if pulse:
-            pulse.watch(self.pid)
+        if gil_watch:
+            gil_watch.watch(self.pid)
         relay.hand_over(self.pid)
         relay.listen()
         os.close(self._go[1])  # the child continues
 
     def pass_on(self, number: int, _earlier: int) -> None:
         """Note a signal, and send it to the process where it has not got it by itself."""
-        if hears(self.pid, number):
+        if accepts_signal(self.pid, number):
             self._record.note_signal(number)
         if self.forwards and not (number == signal.SIGINT and _in_foreground()):
             send(number, [self.pid])

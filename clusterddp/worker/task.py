@@ -287,7 +287,7 @@ def _watchdog(
         group_seconds=config.process_group_timeout,
         host=joined.hello.host,
         note=noting(joined.attempt.outcomes),
-        beat=supervise.pulse.beat if supervise.pulse else lambda _: None,
+        beat=supervise.gil_watch.beat if supervise.gil_watch else lambda _: None,
         leave=partial(ending.leave, joined.attempt) if joined.agreed.backend == "nccl" else None,
         leave_seconds=config.process_group_timeout,
     )

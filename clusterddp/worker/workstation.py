@@ -28,7 +28,7 @@ from clusterddp.errors import (
 from clusterddp.processes import start_methods
 from clusterddp.processes.container import Container
 from clusterddp.processes.group import TaskGroup
-from clusterddp.processes.processors import AMD_DEVICE, has_nvidia_driver
+from clusterddp.processes.hardware import AMD_DEVICE, has_nvidia_driver
 from clusterddp.processes.signals import Relay, held_back, send
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv

@@ -21,7 +21,7 @@ from clusterddp.comparison.results import (
 )
 from clusterddp.errors import RequestError
 from clusterddp.files import load
-from clusterddp.processes.processors import described
+from clusterddp.processes.hardware import describe
 from clusterddp.reporting import plots
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -313,5 +313,5 @@ def test_what_json_gives_of_a_row_keeps_its_names() -> None:
 
 
 def test_this_machine_s_cpus_are_named_with_their_number() -> None:
-    count, _, name = described("cpu").partition(" x ")
+    count, _, name = describe("cpu").partition(" x ")
     assert (count.isdigit() and name) or not count

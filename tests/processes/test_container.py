@@ -33,7 +33,7 @@ INNER = ["sh", "-c", MAIN, "sh", *TASK]
 
 
 def words(runtime: str, box: Container, environ: dict[str, str]) -> list[str]:
-    return start(runtime, box, environ).words(TASK)[0]
+    return start(runtime, box, environ).command(TASK)[0]
 
 
 def start(runtime: str, box: Container, environ: dict[str, str], **more: Any) -> ContainerStart:
@@ -48,7 +48,7 @@ def start(runtime: str, box: Container, environ: dict[str, str], **more: Any) ->
 
 
 def test_apptainer_is_given_these_words_and_the_variables_under_names_of_its_own() -> None:
-    assert start(APPTAINER, BOX, ENVIRON).words(TASK) == (
+    assert start(APPTAINER, BOX, ENVIRON).command(TASK) == (
         [
             "/bin/apptainer", "exec", "--cleanenv", "--no-eval", "--no-mount=home,cwd",
             "--pwd=/r/code", "--bind", "/data:/d:ro", "--bind", "/r:/r:rw", "/img/torch.sif",
@@ -56,13 +56,13 @@ def test_apptainer_is_given_these_words_and_the_variables_under_names_of_its_own
         ],
         {**ENVIRON, "APPTAINERENV_RANK": "1", "APPTAINERENV_NCCL_DEBUG": "INFO"},
     )  # fmt: skip
-    _, environ = start(APPTAINER, BOX, ENVIRON, program="/bin/singularity").words(TASK)
+    _, environ = start(APPTAINER, BOX, ENVIRON, program="/bin/singularity").command(TASK)
     assert environ["SINGULARITYENV_RANK"] == "1"
 
 
 def test_podman_is_given_these_words_and_keeps_its_own_variables() -> None:
     box = replace(BOX, image="localhost/torch:2.9", gpus=True)
-    assert start(PODMAN, box, ENVIRON).words(TASK) == (
+    assert start(PODMAN, box, ENVIRON).command(TASK) == (
         [
             "/bin/podman", "run", "--rm", "--replace", "--name=box-0", "--label=clusterddp=h01",
             "--network=host", "--ipc=host", "--cgroups=disabled", "--ulimit=host",
@@ -105,16 +105,16 @@ def test_of_two_mounts_with_one_target_the_later_counts_and_outer_ones_come_firs
 def test_what_belongs_to_the_hosts_software_stays_out_and_is_told(name: str) -> None:
     environ = {name: "/x", "SLURM_PROCID": "0", "CLUSTERDDP_NONCE": "n", "PYTHONUNBUFFERED": "1"}
     kept = ["SLURM_PROCID", "CLUSTERDDP_NONCE", "PYTHONUNBUFFERED"]
-    assert list(container.passed_on(environ, ())) == kept
-    assert container.kept_out(environ, ()) == [name]
-    assert list(container.passed_on(environ, [name])) == [name, *kept], "asked for"
-    assert container.kept_out(environ, [name]) == []
+    assert list(container.forwarded(environ, ())) == kept
+    assert container.withheld(environ, ()) == [name]
+    assert list(container.forwarded(environ, [name])) == [name, *kept], "asked for"
+    assert container.withheld(environ, [name]) == []
 
 
 @pytest.mark.parametrize("name", ["PATH", "HOME", "XDG_RUNTIME_DIR", "BASH_FUNC_ml%%", "TMPDIR"])
 def test_the_hosts_shell_and_session_stay_out_without_a_word(name: str) -> None:
-    assert container.passed_on({name: "x"}, ()) == {}
-    assert container.kept_out({name: "x"}, ()) == []
+    assert container.forwarded({name: "x"}, ()) == {}
+    assert container.withheld({name: "x"}, ()) == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_hostile_word_and_value_reach_the_task_as_they_are(value: str) -> None
     with process:
         assert process.communicate(timeout=60)[0] == value
     os.close(writer)
-    argv, environ = start(APPTAINER, Container("a"), {"VALUE": value}).words(TASK)
+    argv, environ = start(APPTAINER, Container("a"), {"VALUE": value}).command(TASK)
     assert environ["APPTAINERENV_VALUE"] == value
     assert "--no-eval" in argv, "the runtime's shell would run it"
 

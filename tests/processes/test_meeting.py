@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.processes.table import Meeting, listening_ports
+from clusterddp.processes.table import RendezvousWatch, listening_ports
 from tests.waiting import PATIENCE, wait_for
 
 NOBODYS = 1
@@ -60,7 +60,7 @@ def test_a_program_with_torch_that_listens_to_nobody_has_not_met(
 ) -> None:
     found: list[bool] = []
     with rank(tmp_path / library, address, child=child) as pid:
-        Meeting(pid, NOBODYS, found.append).look()
+        RendezvousWatch(pid, NOBODYS, found.append).check()
     wait_for(lambda: not looking(), "the thread's end")
     assert list(dict.fromkeys(found)) == seen
 
@@ -71,7 +71,7 @@ def test_somebody_on_the_master_port_is_a_meeting(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, rank(tmp_path / "libtorch.so") as pid:
         port = server.getsockname()[1]
         assert port in listening_ports()
-        Meeting(pid, port, found.append).look()
+        RendezvousWatch(pid, port, found.append).check()
     assert found[-1] is True
 
 
@@ -85,8 +85,8 @@ def test_a_meeting_that_is_over_is_seen_at_the_end(tmp_path: Path) -> None:
             client.recv(1)
     assert port not in listening_ports()
     with rank(tmp_path / "libtorch.so") as pid:
-        meeting = Meeting(pid, port, found.append)
-    meeting.look()
+        meeting = RendezvousWatch(pid, port, found.append)
+    meeting.check()
     assert found[-1] is True
 
 

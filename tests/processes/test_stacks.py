@@ -14,7 +14,7 @@ import pytest
 
 from clusterddp import patience
 from clusterddp.processes import stacks, table
-from clusterddp.processes.stacks import Program, look
+from clusterddp.processes.stacks import Program, read_stacks
 from clusterddp.processes.table import start_ticks
 from clusterddp.version import arming_folder
 from tests.data.made_sets import NOBODY
@@ -117,7 +117,7 @@ def py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], N
 def look_at(program: subprocess.Popen[str], *, workers: bool = False) -> list[Program]:
     ticks = start_ticks(program.pid)
     assert ticks is not None
-    return look(program.pid, ticks, workers=workers)
+    return read_stacks(program.pid, ticks, workers=workers)
 
 
 def sleeps(program: subprocess.Popen[str]) -> bool:
@@ -142,7 +142,7 @@ def test_a_program_without_a_handler_is_told_of_and_goes_on(start: Start, argv: 
     before = table.status(program.pid)
     [found] = look_at(program)
     assert found.threads == ()
-    wanted = "no Python in it (" if argv[0] != sys.executable else "no handler was armed"
+    wanted = "no Python in it (" if argv[0] != sys.executable else "it has no stack handler"
     assert wanted in found.note
     assert "sleeping" in found.note
     assert argv[0] != sys.executable or "; its stack cannot be read: no py-spy" in found.note
@@ -192,7 +192,7 @@ def test_a_program_that_closed_all_its_files_is_not_asked(start: Start) -> None:
     closes = "import os; os.closerange(3, 100); log = open('/dev/null', 'w')"
     program = start([sys.executable, "-c", WAITS.format(before=closes)], ARMED)
     [found] = look_at(program)
-    assert "no handler was armed" in found.note
+    assert "it has no stack handler" in found.note
     goes_on(program)
 
 
@@ -216,7 +216,7 @@ def test_a_program_that_ends_before_the_signal_is_told_of(
     with monkeypatch.context() as patched:
         patched.setattr(os, "kill", gone)
         [found] = look_at(program)
-    assert "; it ends; " in found.note
+    assert "; it is ending; " in found.note
     goes_on(program)
 
 
@@ -244,14 +244,14 @@ threading.Thread(target=waits, daemon=True).start()""",
 def test_a_program_that_takes_the_signal_itself_keeps_it(start: Start, before: str) -> None:
     program = start([sys.executable, "-c", WAITS.format(before=before)], ARMED)
     [found] = look_at(program)
-    assert "no handler was armed" in found.note
+    assert "it has no stack handler" in found.note
     goes_on(program)
 
 
 def test_a_program_that_is_born_ignoring_the_signal_goes_on_to(start: Start) -> None:
     program = start(["sh", "-c", "trap '' URG; exec \"$@\"", "sh", *PYTHON], ARMED)
     [found] = look_at(program)
-    assert "no handler was armed" in found.note
+    assert "it has no stack handler" in found.note
     goes_on(program)
 
 
@@ -283,7 +283,7 @@ def test_an_armed_program_whose_handler_has_gone_is_not_asked(start: Start, hand
     before = f"import signal; signal.signal(signal.SIGURG, signal.{handler})"
     program = start([sys.executable, "-c", WAITS.format(before=before)], ARMED)
     [found] = look_at(program)
-    assert "no handler was armed" in found.note
+    assert "it has no stack handler" in found.note
     goes_on(program)
 
 
@@ -296,7 +296,7 @@ def test_a_stopped_program_stays_stopped_and_is_called_so(
     os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
     [found] = look_at(program)
     assert found.note.startswith("stopped (SIGSTOP)")
-    assert "its handler does not answer" in found.note
+    assert "its stack handler does not answer" in found.note
     process = table.read_process(program.pid)
     assert process
     assert process.state == "T"
@@ -308,7 +308,7 @@ def test_a_later_process_of_the_number_is_not_taken_for_it(start: Start) -> None
     program = start(PYTHON, ARMED)
     ticks = start_ticks(program.pid)
     assert ticks
-    assert look(program.pid, ticks - 1) == []
+    assert read_stacks(program.pid, ticks - 1) == []
 
 
 def test_a_program_that_may_not_be_looked_at_is_not_said_to_have_no_python(
@@ -322,7 +322,7 @@ def test_a_program_that_may_not_be_looked_at_is_not_said_to_have_no_python(
 
     monkeypatch.setattr(Path, "readlink", forbidden)
     [found] = look_at(program)
-    assert "it may not be looked at: " in found.note
+    assert "not permitted to read it: " in found.note
     assert "no Python" not in found.note
     goes_on(program)
 
@@ -333,7 +333,7 @@ def test_another_users_process_is_left_alone(start: Start) -> None:
     become = f"import os; os.setuid({NOBODY})"
     program = start([sys.executable, "-c", WAITS.format(before=become)], ARMED)
     [found] = look_at(program)
-    assert f"is of user {NOBODY}" in found.note
+    assert f"belongs to user {NOBODY}" in found.note
     goes_on(program)
 
 
@@ -426,10 +426,10 @@ def test_py_spy_comes_first_and_does_not_stop_the_program(
 # Its own words, of 0.4.
 DENIED = "echo 'Permission Denied: Try running again with elevated permissions' >&2; exit 1"
 SCOPES = {
-    "1": "kernel.yama.ptrace_scope is 1, by which a process may look at its own children alone; it "
-    "takes 0 there, or CAP_SYS_PTRACE",
+    "1": "kernel.yama.ptrace_scope is 1, so a process may read only its own children. Needed: "
+    "ptrace_scope 0, or CAP_SYS_PTRACE",
     "3": "kernel.yama.ptrace_scope is 3",
-    "0": "CAP_SYS_PTRACE is missing here, or a container's seccomp profile forbids it",
+    "0": "CAP_SYS_PTRACE is missing, or the container's seccomp profile forbids it",
 }
 
 
@@ -443,7 +443,7 @@ def test_the_right_that_py_spy_lacks_is_named(
     monkeypatch.setattr(stacks, "_capabilities", lambda: 0)
     py_spy(DENIED)
     [found] = look_at(start(PYTHON))
-    assert f"py-spy may not read it: {SCOPES[scope]}" in found.note
+    assert f"py-spy is not permitted to read it: {SCOPES[scope]}" in found.note
     [found] = look_at(start(PYTHON, ARMED))
     assert found.how == "handler"
 
@@ -556,7 +556,7 @@ def test_this_process_is_armed_while_the_body_runs(start: Start) -> None:
     program.stdin.flush()
     assert program.stdout.readline() == "ready\n"
     [found] = look_at(program)
-    assert "no handler was armed" in found.note
+    assert "it has no stack handler" in found.note
     goes_on(program)
 
 
@@ -594,7 +594,7 @@ def test_a_program_that_ends_meanwhile_is_told_of(start: Start) -> None:
     process = table.read_process(program.pid)
     assert process
     program.communicate("on\n")
-    gone = stacks._look_at(replace(process, state="S"))
+    gone = stacks._read_program(replace(process, state="S"))
     assert gone.threads == ()
     assert gone.note
 

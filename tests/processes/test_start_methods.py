@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clusterddp.errors import RequestError
-from clusterddp.processes import processors, start_methods
+from clusterddp.processes import hardware, start_methods
 from clusterddp.processes.group import TaskGroup
 from tests.processes.test_group import first_line
 from tests.waiting import dying_with_us, has_gone
@@ -175,7 +175,7 @@ def test_a_process_that_has_used_cuda_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = tmp_path / "version"
-    monkeypatch.setattr(processors, "NVIDIA_DRIVER", (driver,))
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", (driver,))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     start_methods.get_ready("fork")  # no GPU here, so it has not
     driver.touch()
@@ -185,7 +185,7 @@ def test_a_process_that_has_used_cuda_is_not_forked(
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
     start_methods.get_ready("fork")
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as a copy would find
-    with pytest.raises(RequestError, match="has used CUDA"):
+    with pytest.raises(RequestError, match="has already used CUDA"):
         start_methods.get_ready("fork")
     start_methods.get_ready("spawn")
     monkeypatch.delattr(torch.cuda, "_is_in_bad_fork")

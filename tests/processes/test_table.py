@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.processes import table
-from clusterddp.processes.table import World, find_world, hears, watch_for_world
+from clusterddp.processes.table import World, accepts_signal, find_world, watch_for_world
 from tests.waiting import PATIENCE, wait_for
 
 
@@ -24,16 +24,16 @@ def test_a_process_hears_what_it_does_not_ignore_until_it_is_reaped() -> None:
     try:
         assert child.stdout
         child.stdout.readline()
-        assert hears(child.pid, signal.SIGTERM)
-        assert not hears(child.pid, signal.SIGUSR1)
+        assert accepts_signal(child.pid, signal.SIGTERM)
+        assert not accepts_signal(child.pid, signal.SIGUSR1)
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is not reaped
-        assert hears(child.pid, signal.SIGTERM)
-        assert not hears(child.pid, signal.SIGUSR1)
+        assert accepts_signal(child.pid, signal.SIGTERM)
+        assert not accepts_signal(child.pid, signal.SIGUSR1)
     finally:
         child.kill()
         child.communicate()
-    assert not hears(child.pid, signal.SIGTERM)
+    assert not accepts_signal(child.pid, signal.SIGTERM)
 
 
 OWN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h01", "MASTER_PORT": "2000"}

@@ -19,7 +19,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
-from clusterddp.status.stacks import RankStacks, as_lines, described, from_lines, gather, places
+from clusterddp.status.stacks import RankStacks, as_lines, format_stacks, from_lines, gather, places
 from tests.data.made_sets import NOBODY
 from tests.event_lines import add_event
 from tests.waiting import wait_for
@@ -46,7 +46,7 @@ def test_the_most_frequent_stack_is_told_once_and_the_odd_rank_is_named() -> Non
     found = [at(17, LOADS, "gpu03"), *(at(rank) for rank in range(64) if rank not in (17, 30, 31))]
     found += [RankStacks(30, "gpu04", note="its host has not answered")]
     found += [RankStacks(31, "gpu04", note="its host has not answered")]
-    assert described(found).splitlines() == [
+    assert format_stacks(found).splitlines() == [
         "61 of 64 (ranks 0-16, 18-29, 32-63) in all_reduce "
         "(torch/distributed/distributed_c10d.py:2810), called from main (train.py:41) (py-spy)",
         '  File "/home/me/train.py", line 41, in main',
@@ -64,13 +64,13 @@ def test_the_most_frequent_stack_is_told_once_and_the_odd_rank_is_named() -> Non
 
 
 def test_all_in_one_place_are_all() -> None:
-    assert described([at(0), at(1)]).startswith("all 2 (ranks 0-1) in all_reduce")
+    assert format_stacks([at(0), at(1)]).startswith("all 2 (ranks 0-1) in all_reduce")
 
 
 def test_ranks_are_grouped_by_their_whole_stack_whatever_their_host() -> None:
     elsewhere = (REDUCES[0], Frame("main", "/home/me/train.py", 44))
     found = [at(0, host="gpu01"), at(1, elsewhere, "gpu01"), at(2, host="gpu02")]
-    lines = described(found).splitlines()
+    lines = format_stacks(found).splitlines()
     assert lines[0].startswith("2 of 3 (ranks 0, 2) in all_reduce")
     assert lines[3].startswith("rank 1 on gpu01 in all_reduce")
     assert lines[3].endswith("called from main (train.py:44) (py-spy)")
@@ -80,7 +80,7 @@ def test_the_import_systems_own_calls_are_left_out() -> None:
     frames = (
         Frame("fit", "/home/me/model.py", 3), Frame("_load", "<frozen importlib._b>", 9), MAIN,
     )  # fmt: skip
-    assert "frozen" not in described([at(0, frames)])
+    assert "frozen" not in format_stacks([at(0, frames)])
 
 
 def test_a_rank_is_told_whole_with_every_thread_and_process() -> None:
@@ -93,7 +93,7 @@ def test_a_rank_is_told_whole_with_every_thread_and_process() -> None:
             Program(8, "python train.py", note="no py-spy on its PATH"),
         ),
     )
-    told = described([found], whole=True).splitlines()
+    told = format_stacks([found], whole=True).splitlines()
     words = "python train.py --text a b " + 53 * "x"
     assert told[0] == f"rank 2 on gpu01, process 7, {words}… (py-spy):"
     assert " MainThread (most recent call last):" in told
@@ -105,12 +105,12 @@ def test_a_rank_is_told_whole_with_every_thread_and_process() -> None:
 def test_the_ranks_of_an_agent_are_told_by_their_own_numbers() -> None:
     thread = (Thread("MainThread", REDUCES),)
     inner = [Program(rank, "python t.py", thread, "handler", rank=rank) for rank in (2, 3)]
-    assert described([RankStacks(1, "h02", tuple(inner))]).startswith("all 2 (ranks 2-3)")
+    assert format_stacks([RankStacks(1, "h02", tuple(inner))]).startswith("all 2 (ranks 2-3)")
 
 
 def test_what_a_program_is_called_moves_no_terminals_cursor() -> None:
     evil = Frame("\x1b[2J\x1b]0;owned\x07", "/tmp/\u202egnp.py", 1)
-    for text in (described([at(0, (evil,))]), described([at(0, (evil,))], whole=True)):
+    for text in (format_stacks([at(0, (evil,))]), format_stacks([at(0, (evil,))], whole=True)):
         assert "\x1b" not in text
         assert "\u202e" not in text
 

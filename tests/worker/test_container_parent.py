@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.processes.container import kept_out
+from clusterddp.processes.container import withheld
 from tests.waiting import dying_with_us, has_gone, wait_for
 
 # As `apptainer exec`: drops its options and the image, sets what APPTAINERENV_* says, and starts.
@@ -40,7 +40,7 @@ class Site:
 
     def start(self, *task: str, box: Mapping[str, object] = {}, **more: str) -> Any:
         environ = {name: os.environ[name] for name in os.environ if not name.startswith("SLURM")}
-        for name in kept_out(environ, ()):
+        for name in withheld(environ, ()):
             del environ[name]
         environ |= {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "IMAGE": str(self.image)}
         argv = [sys.executable, "-m", "clusterddp", "exec", f"--run-dir={self.run}"]

@@ -337,11 +337,11 @@ import clusterddp.worker.supervise as parent
 def keep_pythons_lock():
     ctypes.PyDLL(None).read(0, bytes(1), 1)  # PyDLL, unlike CDLL, does not let go of it
 def child():
-    parent.pulse.beat(3.0)
+    parent.gil_watch.beat(3.0)
     os.kill(os.getpid(), signal.SIGSTOP)
-    parent.pulse.beat(0.0)
+    parent.gil_watch.beat(0.0)
     sys.stdin.readline()
-    parent.pulse.beat(1.0)
+    parent.gil_watch.beat(1.0)
     keep_pythons_lock()
     return 0
 """

@@ -29,7 +29,7 @@ from clusterddp.errors import (
     TrainingError,
 )
 from clusterddp.files import read_json
-from clusterddp.processes import processors
+from clusterddp.processes import hardware
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE
 from clusterddp.request.train_config import TrainConfig
@@ -121,7 +121,7 @@ def test_a_task_shows_its_parent_that_python_runs_while_the_watchdog_is_on(
 ) -> None:
     for watchdog, shown in ((60, True), (0, False)):
         beats = list[float]()
-        monkeypatch.setattr(supervise, "pulse", SimpleNamespace(beat=beats.append))
+        monkeypatch.setattr(supervise, "gil_watch", SimpleNamespace(beat=beats.append))
         config = make_config(synthetic_dir, watchdog=watchdog)
         assert run_task(config, tmp_path / f"run-{watchdog}") == 0
         assert bool(beats) is shown
@@ -355,7 +355,7 @@ def test_granted_gpus_that_torch_does_not_see_are_in_log_and_report(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(processors, "NVIDIA_DRIVER", (tmp_path / "none", tmp_path / "driver"))
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", (tmp_path / "none", tmp_path / "driver"))
     run_task(config, tmp_path / "run")
     said = "2 GPUs were granted, but torch sees none: training on the CPU"
     assert f"warning: {socket.gethostname()}: {said}" in capsys.readouterr().out

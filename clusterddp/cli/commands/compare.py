@@ -17,7 +17,7 @@ from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan, results
 from clusterddp.comparison.results import Row, Trial
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
-from clusterddp.processes import processors
+from clusterddp.processes import hardware
 from clusterddp.reporting import plots
 from clusterddp.request.options import Choice, Given
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
@@ -252,4 +252,4 @@ def _hardware(trials: Sequence[Trial]) -> str:
     reports = [trial.report for trial in trials if trial.report]
     if not reports or any(report.hosts != (socket.gethostname(),) for report in reports):
         return ""
-    return processors.described(reports[0].device)
+    return hardware.describe(reports[0].device)

@@ -62,5 +62,5 @@ def command(
         echo_json([dataclasses.asdict(each) for each in found])
     else:
         click.echo(stacks.heading(run_dir.name, found))
-        click.echo(stacks.described(found, whole=bool(ranks)))
+        click.echo(stacks.format_stacks(found, whole=bool(ranks)))
     return EXIT_DONE if all(each.is_known for each in found) else EXIT_FAILED

@@ -1,13 +1,13 @@
-"""Prepares a COMMAND's Python as it starts: imports from the copy of the code, and stacks.
+"""Startup hook of a COMMAND's Python: imports from the copy of the code, and the stack handler.
 
-Where the path names a folder of which the run has a copy (an editable installation, PYTHONPATH) it
-names the copy then. The handler of `clusterddp.processes.stacks` is armed, unless --no-arm-stacks
-forbids it. The folder of this file stands first on a COMMAND's PYTHONPATH. Any Python may
-run it, 2.7 included: it imports nothing but built-in modules, and what keeps it from its work costs
-the program nothing. A program that takes the signal itself has it: the handler goes then. At last
-the sitecustomize that this one hides has its turn, and the folder leaves sys.path.
+The directory of this file is first on a COMMAND's PYTHONPATH. The hook redirects entries of the
+import path (an editable installation, PYTHONPATH) to the run's copy of the code, and installs the
+handler of `clusterddp.processes.stacks` unless --no-arm-stacks is given. Then it runs the
+sitecustomize that it hides, and removes its directory from sys.path.
+Any Python may run it, even 2.7: it imports only built-in modules, and its failures are ignored. If
+the program handles the signal itself, the stack handler is removed.
 """
-# No annotations, for Python 2.7 may read it.
+# No annotations: Python 2.7 may read it.
 # mypy: ignore-errors
 
 import sys
@@ -19,13 +19,13 @@ def _arm():
     import os
 
     urgent = _signal.SIGURG
-    if _signal.getsignal(urgent) is not _signal.SIG_DFL:  # somebody's already
+    if _signal.getsignal(urgent) is not _signal.SIG_DFL:  # already in use
         return
     file = os.memfd_create("clusterddp-stacks")
     faulthandler.register(urgent, file=file, all_threads=False)
 
     def disarm():
-        try:  # without its file no look sends the signal; the number may be another's by now
+        try:  # without the file no reader sends the signal; the descriptor may have been reused
             held = os.readlink("/proc/self/fd/{}".format(file))  # noqa: PTH115, UP032
             if held.startswith("/memfd:clusterddp-stacks"):
                 os.close(file)
@@ -38,7 +38,7 @@ def _arm():
             asked = args[position] if len(args) > position else ()
             try:
                 is_ours = asked == urgent or urgent in asked
-            except TypeError:  # for `function` to refuse, or another signal
+            except TypeError:  # another signal, or an error that `function` will raise
                 is_ours = False
             if is_ours:
                 disarm()
@@ -61,7 +61,7 @@ def _import_the_copy():
     trees = [tree, os.path.realpath(tree)]
 
     def turned(path):
-        """Return its place in the copy; as it is where the copy has none, or a link to it."""
+        """Return the path's counterpart in the copy; unchanged if there is none inside the copy."""
         for top in trees:
             place = copy + path[len(top) :]
             is_below = path == top or path.startswith(top + "/")
@@ -72,7 +72,7 @@ def _import_the_copy():
         return path
 
     sys.path[:] = [turned(entry) for entry in sys.path]
-    # What setuptools and hatchling (editables) leave for packages that no entry of the path has.
+    # Tables of setuptools and hatchling (editables) for packages outside the import path.
     tables = [getattr(finder, "_redirections", None) for finder in sys.meta_path]
     for name, module in list(sys.modules.items()):
         if name.startswith("__editable__"):
@@ -99,7 +99,7 @@ except Exception:  # a finder of another kind
     pass
 _own = sys.modules.pop("sitecustomize")
 try:
-    import sitecustomize  # noqa: F401 -- the one that this one hides
+    import sitecustomize  # noqa: F401 -- the hidden one
 except ImportError as error:
     if getattr(error, "name", "sitecustomize") != "sitecustomize":
         raise

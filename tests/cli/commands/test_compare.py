@@ -15,7 +15,7 @@ import pytest
 from clusterddp.cli.commands import compare
 from clusterddp.comparison import plan
 from clusterddp.comparison.results import Row
-from clusterddp.processes import processors
+from clusterddp.processes import hardware
 from clusterddp.reporting import plots
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.run_dir import RunDir
@@ -79,7 +79,7 @@ def comparing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Answer:
             return [sys.executable, "-SEc", STAND_IN, *seen]
 
         monkeypatch.setattr(plan, "_argv", stand_in)
-        monkeypatch.setattr(processors, "visible_gpus", lambda: gpus)
+        monkeypatch.setattr(hardware, "visible_gpus", lambda: gpus)
         return workplace.invoke("compare", *argv)
 
     for module in (compare, submit):

@@ -1,4 +1,4 @@
-"""Processors of this machine: the number of GPUs to train on, and the models' names."""
+"""Hardware of this machine: GPU drivers, number of GPUs, names of CPU and GPU models."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 
 _NVIDIA = Path("/proc/driver/nvidia")
 NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
-"""Files of which a host with an NVIDIA driver has one: a sandbox such as gVisor can have the device
-alone, and WSL 2 the library of the driver that Windows has."""
+"""Files that show an NVIDIA driver; any of them suffices. A sandbox such as gVisor may have only
+the device, and WSL 2 only the library of the Windows driver."""
 AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
 
@@ -21,9 +21,9 @@ def has_nvidia_driver() -> bool:
 
 
 def gpu_driver(root: Path = Path("/")) -> str:
-    """Return whose GPUs this host has a driver for: NVIDIA, AMD, Intel, or empty for nobody's.
+    """Return the vendor of the GPU driver on this host: NVIDIA, AMD, Intel, or empty for none.
 
-    root: of the file system to read for AMD's and Intel's.
+    root: file system root to search for AMD and Intel devices.
     """
     if has_nvidia_driver():
         return "NVIDIA"
@@ -31,13 +31,13 @@ def gpu_driver(root: Path = Path("/")) -> str:
         return "AMD"
     for vendor in (root / "sys/class/drm").glob("renderD*/device/vendor"):
         with suppress(OSError):
-            if vendor.read_text().strip() == "0x8086":  # PCI's number of Intel
+            if vendor.read_text().strip() == "0x8086":  # Intel's PCI vendor id
                 return "Intel"
     return ""
 
 
 def visible_gpus() -> int:
-    """Count the GPUs that torch sees, in a process of its own, where there is a driver."""
+    """Count the GPUs that torch sees, in a subprocess; 0 without a driver."""
     if not has_nvidia_driver():
         return 0
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
@@ -45,8 +45,8 @@ def visible_gpus() -> int:
     return int(answer) if answer.isdigit() else 0
 
 
-def described(kind: str) -> str:
-    """Give `2 x Intel(R) Xeon(R) Gold 6330`, for kind `cpu` or `cuda`; empty where unknown."""
+def describe(kind: str) -> str:
+    """Return `2 x Intel(R) Xeon(R) Gold 6330` for kind `cpu` or `cuda`; empty if unknown."""
     if kind == "cuda":
         infos = _NVIDIA.glob("gpus/*/information")
         return ", ".join(
@@ -57,7 +57,7 @@ def described(kind: str) -> str:
 
 
 def _model(path: Path) -> str:
-    """Read the first `model name : …` or `Model: …` of a file of /proc."""
+    """Read the first `model name : …` or `Model: …` in a file of /proc."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:

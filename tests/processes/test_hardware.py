@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.processes import processors
+from clusterddp.processes import hardware
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from clusterddp.processes import processors
 def test_a_driver_is_known_by_its_device(
     files: dict[str, str], whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processors, "NVIDIA_DRIVER", (tmp_path / "driver",))
+    monkeypatch.setattr(hardware, "NVIDIA_DRIVER", (tmp_path / "driver",))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert processors.gpu_driver(tmp_path) == whose
+    assert hardware.gpu_driver(tmp_path) == whose
     (tmp_path / "driver").touch()
-    assert processors.gpu_driver(tmp_path) == "NVIDIA"
+    assert hardware.gpu_driver(tmp_path) == "NVIDIA"
