@@ -84,7 +84,7 @@ _OF_OPTIONS = {
     "--runs-dir": "CD0504",
     "--over": "CD1104",
     "--partition": "CD0407",
-    "--resume": "CD0701",
+    "--init-from": "CD0701",
     "--sample": "CD1101",
     "--sample-seed": "CD1101",
     "--sbatch": "CD0107",

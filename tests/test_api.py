@@ -258,7 +258,7 @@ def test_a_wrong_keyword_is_refused_by_its_name(
 
 def test_what_cannot_be_submitted_is_refused_and_leaves_nothing(folder: Path) -> None:
     with pytest.raises(RequestError, match="nowhere does not exist"):
-        submit(spec(folder, train=TrainConfig(dataset="synthetic", resume="nowhere")))
+        submit(spec(folder, train=TrainConfig(dataset="synthetic", init_from="nowhere")))
     nested = spec(folder, train=None, command=("torchrun", "train.py"))
     for ask in (render, submit):
         with pytest.raises(RequestError, match="--template torchrun -- python train"):

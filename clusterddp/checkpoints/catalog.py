@@ -88,9 +88,9 @@ class Candidate:
     """Cause for which it does not count; empty where it does."""
 
 
-def find(resume: str) -> Path:
-    """Return the checkpoint that `--resume RUN|FOLDER|FILE` names, or raise CheckpointError."""
-    path = Path(resume).expanduser()
+def find(named: str) -> Path:
+    """Return the checkpoint that `--init-from RUN|FOLDER|FILE` names, or raise CheckpointError."""
+    path = Path(named).expanduser()
     if not path.is_dir():
         path = path.resolve() if path.exists() else path  # a link that the user names is meant
         read(path)
@@ -102,7 +102,7 @@ def find(resume: str) -> Path:
         checkpoint = newest_in(run.checkpoints if run.checkpoints.is_dir() else path)
     if checkpoint is None:
         raise CheckpointError(
-            f"--resume {resume}: there is no valid checkpoint in it. "
+            f"--init-from {named}: there is no valid checkpoint in it. "
             "Name another run directory, or a checkpoint file."
         )
     return checkpoint

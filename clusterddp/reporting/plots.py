@@ -57,7 +57,7 @@ _NEEDLESS = re.compile(
 )
 # Settings that change neither what a step computes nor how fast it is.
 _WITHOUT_EFFECT = re.compile(
-    "recipe|data_dir|epochs|max_steps|seed|resume|save_every|keep_last|eval_every|log_every|profile"
+    "recipe|data_dir|epochs|max_steps|seed|init_from|save_every|keep_last|eval_every|log_every|profile"
     "|tensorboard|allow_config_change|rendezvous_timeout|process_group_timeout|watchdog|lr|lr_scaling"
     "|warmup_steps|strategy"
 )

@@ -39,7 +39,7 @@ _OF_COMMANDS = {
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
     "recipe": "a recipe sets several options; sweep these",
-    "resume": "every point begins at the same checkpoint; submit one sweep for each",
+    "init-from": "every point begins at the same checkpoint; submit one sweep for each",
     "data-dir": "every point reads the same folder; submit one sweep for each",
     "find-batch-size": "it trains nothing; run it once, without a sweep",
     "allow-config-change": "it belongs to the resubmission of a run",
@@ -209,8 +209,8 @@ class BuiltIn(_Program):
         """Return a clause on where a start begins. step: of the run's checkpoint, if it has one."""
         if step is not None:
             return f"resumes from step {step}"
-        resume = self.config.resume
-        return f"starts from {resume}" if resume else "starts from the beginning"
+        source = self.config.init_from
+        return f"starts from {source}" if source else "starts from the beginning"
 
     def has_own_code(self, sweep: Sweep, tree: Path | None = None) -> bool:
         """Return whether it runs code of a person's own; tree: in this folder."""

@@ -548,7 +548,7 @@ class JobSpec(Record):
 
         Mount(self.run_dir, self.run_dir).check("--runs-dir")
         mounts = []
-        for name in ("data_dir", "resume"):
+        for name in ("data_dir", "init_from"):
             if path := self.program.options.get(name):
                 mounts.append(Mount(path, path, read_only=True))
                 mounts[-1].check(f"--{name.replace('_', '-')}")

@@ -229,9 +229,9 @@ class TrainConfig(Record):
     max_steps: int = option(
         0, "Steps of the run to stop after, 0 is none; the learning rate goes by --epochs.", NUMBER
     )
-    resume: str = option(
+    init_from: str = option(
         "",
-        "Run or checkpoint to start from; a run's own come first.",
+        "Run or checkpoint to start from; the run's own checkpoints come first.",
         LINE,
         "RUN|FILE",
         shown="none",

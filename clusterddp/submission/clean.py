@@ -510,10 +510,10 @@ def _is_over(run: RunDir, status: RunStatus) -> bool:
 
 
 def begins_from(run: RunDir) -> Path | None:
-    """Return the checkpoint, or the directory, from which a run's training begins with --resume."""
+    """Return the checkpoint or directory that a run's --init-from names."""
     spec = run.read_spec()
-    resume = spec.program.options.get("resume") if spec else None
-    return Path(resume).resolve() if resume else None
+    source = spec.program.options.get("init_from") if spec else None
+    return Path(source).resolve() if source else None
 
 
 def _begins_within(other: RunDir, run: RunDir) -> bool:

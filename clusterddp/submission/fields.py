@@ -115,7 +115,7 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
         "pass_environment": passed,
         **{name: interpreter(values[name]) for name in ("python", "controller_python")},
         **container_of(given),
-        "after": _after(values, program.options.get("resume", "")),
+        "after": _after(values, program.options.get("init_from", "")),
         "template": _template(given),
         "sbatch": directives_of(sbatch_directives(given.environ), values["sbatch"], resources),
         "omit_directives": _omitted(values["omit_directive"]),
@@ -202,10 +202,10 @@ def _program(given: Given) -> Program:
     """Return what is to run: COMMAND, or a training, whose paths are meant from here."""
     if given.command:
         return Command(given.command)
-    data_dir, resume = given.values["data_dir"], given.values["resume"]
+    data_dir, source = given.values["data_dir"], given.values["init_from"]
     paths = {"data_dir": os.path.abspath(data_dir) if data_dir else ""}
-    if resume:
-        paths["resume"] = resume_path(resume, given.values["runs_dir"])
+    if source:
+        paths["init_from"] = source_path(source, given.values["runs_dir"])
     return BuiltIn(TrainConfig.of(given, **paths))
 
 
@@ -381,29 +381,29 @@ def changed_resources(
     return dataclasses.replace(before, **{"tasks_per_node": tasks_per_node, **fields})
 
 
-def resume_path(value: str, runs_dir: str) -> str:
+def source_path(value: str, runs_dir: str) -> str:
     """Return a checkpoint file or a run's directory, also of a run below the output root."""
     for path in (Path(value), Path(runs_dir) / value):
         if path.exists():
             return os.path.abspath(path)
     raise OptionError(
-        "--resume",
+        "--init-from",
         f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
         f"{runs_dir}.",
     )
 
 
-def _after(values: Mapping[str, Any], resume: str) -> tuple[tuple[str, str], ...]:
-    """Return the runs to wait for: those of --after, and that of --resume while it goes on."""
+def _after(values: Mapping[str, Any], source: str) -> tuple[tuple[str, str], ...]:
+    """Return the runs to wait for: those of --after, and that of --init-from while it goes on."""
     after = awaited_runs(values["after"], Path(values["runs_dir"]))
-    if not resume or not (Path(resume) / "spec.json").is_file() or resume in dict(after):
+    if not source or not (Path(source) / "spec.json").is_file() or source in dict(after):
         return after
     from clusterddp.run.run_dir import RunDir
     from clusterddp.status.status import statuses
 
-    [status] = statuses([RunDir(Path(resume))])
+    [status] = statuses([RunDir(Path(source))])
     goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
-    return (*after, (resume, ANY)) if goes_on else after
+    return (*after, (source, ANY)) if goes_on else after
 
 
 def awaited_runs(texts: Iterable[str], runs_dir: Path) -> tuple[tuple[str, str], ...]:

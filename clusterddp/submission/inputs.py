@@ -36,10 +36,10 @@ def make_sure(
         raise RequestError(absent, code="CD0803")
     find_own_functions(config, spec, code=code)
     try:
-        if config.resume and spec and config.resume in dict(spec.after):
-            _check_awaited(RunDir(Path(config.resume)), config, spec)
-        elif config.resume:
-            _check_checkpoint(catalog.find(config.resume), config, spec)
+        if config.init_from and spec and config.init_from in dict(spec.after):
+            _check_awaited(RunDir(Path(config.init_from)), config, spec)
+        elif config.init_from:
+            _check_checkpoint(catalog.find(config.init_from), config, spec)
         if is_reference(config.dataset):
             return
         sources: dict[str, Callable[[str], object]] = {"synthetic": generate}
@@ -102,7 +102,7 @@ def _check_awaited(run: RunDir, config: TrainConfig, spec: JobSpec) -> None:
     before = run.read_spec()
     for train in before.trainings if before else ():
         _check_run(run, train, None, config, spec)
-    log.info(f"--resume: from the newest checkpoint that {run.name} has once it has ended")
+    log.info(f"--init-from: from the newest checkpoint that {run.name} has once it has ended")
 
 
 def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | None) -> None:
@@ -110,7 +110,7 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | Non
     step = checkpoint_step(checkpoint)
     if step is not None and config.max_steps and config.max_steps <= step:
         raise RequestError(
-            f"--resume {config.resume}: it has trained {step} steps already, and --max-steps "
+            f"--init-from {config.init_from}: it has trained {step} steps already, and --max-steps "
             f"{config.max_steps} ends there: nothing is left to train. Give more steps. [CD0510]"
         )
     for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
@@ -128,19 +128,19 @@ def _check_run(
     changed = changes(vars(before), vars(config))
     if changed and not config.allow_config_change:
         raise RequestError(
-            f"--resume {config.resume}: it was trained with another configuration: "
+            f"--init-from {config.init_from}: it was trained with another configuration: "
             f"{'; '.join(changed)}. Give the options as they were, or add "
             "--allow-config-change. [CD0703]"
         )
     if step is not None and not config.find_batch_size and is_finished(run, step, before, config):
         raise RequestError(
-            f"--resume {config.resume}: {run.name} is done at step {step}: nothing is left to "
-            "train. Give it more, such as --epochs N --allow-config-change, or name an earlier "
+            f"--init-from {config.init_from}: {run.name} is done at step {step}: nothing is left "
+            "to train. Give it more, such as --epochs N --allow-config-change, or name an earlier "
             "checkpoint of it. [CD0510]"
         )
     problem = uneven_batch(run, config, spec.world_size) if spec else ""
     if problem:
-        raise RequestError(f"--resume {config.resume}: {problem} [CD0105]")
+        raise RequestError(f"--init-from {config.init_from}: {problem} [CD0105]")
 
 
 def uneven_batch(run: RunDir, config: TrainConfig, world_size: int, *, resumes: bool = True) -> str:

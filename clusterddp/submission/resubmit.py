@@ -300,8 +300,8 @@ def _check_start(before: JobSpec, plan: Resubmission, own_code: Path | None, ter
                 "name from where you submit; set it. [CD0106]"
             )
     for train in spec.trainings:
-        resume = "" if plan.source else train.resume  # the run's own checkpoints come first
-        make_sure(dataclasses.replace(train, resume=resume), spec, code=own_code)
+        init_from = "" if plan.source else train.init_from  # the run's own checkpoints come first
+        make_sure(dataclasses.replace(train, init_from=init_from), spec, code=own_code)
     if spec.sweep and has_queue:
         outlook.check_array(spec, len(plan.indices), array_limits(spec.resources.account))
     if question:
@@ -326,7 +326,7 @@ def _check_directory(run: RunDir, spec: JobSpec) -> None:
         )
     raise RequestError(
         f"{run.name} lies at {here}, but its script leads to {there}: the directory was moved. "
-        f"Move it back, or submit a new run with --resume {here}. [CD0512]"
+        f"Move it back, or submit a new run with --init-from {here}. [CD0512]"
     )
 
 
@@ -481,7 +481,7 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
             "already, as its newest checkpoint says. Give as many or more, or submit a new "
             "run. [CD0510]"
         )
-    if config.resume and not reached:
+    if config.init_from and not reached:
         return  # `inputs` checks another run's checkpoint
     problem = uneven_batch(run, config, spec.world_size, resumes=bool(reached))
     if problem:

@@ -121,8 +121,8 @@ def _choose_checkpoint(
 ) -> _Origin:
     """Choose the checkpoint to resume from, and check that it fits."""
     source, _ = resumable.source_of(attempt)
-    if source is None and config.resume:
-        source = catalog.find(config.resume)
+    if source is None and config.init_from:
+        source = catalog.find(config.init_from)
     if source is None:
         # A run that begins at step 0 again begins with the ranks that there are now.
         earlier = None if catalog.given_up_attempt(attempt.run) else recorded
@@ -166,7 +166,7 @@ def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256
         if theirs != ours:
             raise CheckpointError(
                 f"the checkpoint {path} was trained with --{name} {theirs}, this run has --{name} "
-                f"{ours}. Use --{name} {theirs}, or start without --resume. [CD0703]"
+                f"{ours}. Use --{name} {theirs}, or start without --init-from. [CD0703]"
             )
     theirs = content["data_sha256"]
     if theirs != data_sha256:

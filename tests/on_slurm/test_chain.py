@@ -215,7 +215,7 @@ def test_resume_of_a_run_that_goes_on_waits_for_it(
     held = cluster.sbatch("#!/bin/sh\nexit 0\n", "--hold", cwd=tmp_path)
     for name, steps, more in (
         ("a", "6", ["--dependency", f"afterok:{held}"]),
-        ("b", "9", ["--resume", "a"]),
+        ("b", "9", ["--init-from", "a"]),
     ):
         done = submit(cluster, tmp_path, *training, "--run-name", name, "--max-steps", steps, *more)
         assert done.returncode == 0, done.stderr

@@ -101,7 +101,7 @@ def test_site_cfg_names_every_option_that_takes_a_list() -> None:
         ({"CLUSTERDDP_NODELIST": "h[1-2]"}, "CLUSTERDDP_NODELIST"),
         ({"CLUSTERDDP_CUDA_GRAPH": "on", "CLUSTERDDP_COMPILE": "1"}, "CLUSTERDDP_CUDA_GRAPH"),
         ({"CLUSTERDDP_ENV": "RANK=1"}, "CLUSTERDDP_ENV"),
-        ({"CLUSTERDDP_RESUME": "gone"}, "CLUSTERDDP_RESUME"),
+        ({"CLUSTERDDP_INIT_FROM": "gone"}, "CLUSTERDDP_INIT_FROM"),
     ],
 )
 def test_a_contradiction_names_the_source_of_the_option_that_nobody_typed(

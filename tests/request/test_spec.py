@@ -227,7 +227,7 @@ PYXIS = {"container_image": "pytorch", "container_runtime": "pyxis"}
 def test_a_container_is_recorded_and_the_tasks_parent_is_told_what_was_asked() -> None:
     asked = spec(
         **IMAGE, container_mounts=("/a:/b:ro", "/data:/data"), container_workdir="/b",
-        train=TrainConfig(data_dir="/data", resume="/old/run"),
+        train=TrainConfig(data_dir="/data", init_from="/old/run"),
         resources=Resources(gpus_per_node=2), environment=(("NCCL_DEBUG", "INFO"),),
         pass_environment=("LD_LIBRARY_PATH",),
     )  # fmt: skip
@@ -366,7 +366,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
     assert "--data-dir=/a b" in argv
     bare = [field.name for field in dataclasses.fields(TrainConfig) if field.type is bool]
     assert len(argv) == len(TrainConfig.__dataclass_fields__) - len(
-        ["recipe", "resume", "profile", *bare]
+        ["recipe", "init-from", "profile", *bare]
     )
     for name in ("allow_config_change", *bare):
         assert f"--{name.replace('_', '-')}" in TrainConfig(**{name: True}).to_argv()

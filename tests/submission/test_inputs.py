@@ -70,7 +70,7 @@ def test_a_resume_with_another_configuration_is_refused_before_it_queues(
     wanted: dict[str, Any] = {
         "dataset": "synthetic",
         "data_dir": str(synthetic_dir),
-        "resume": str(run.path / what),
+        "init_from": str(run.path / what),
     }
     with pytest.raises(RequestError, match=r"--lr 0\.001, now 0\.5"):
         make_sure(TrainConfig(lr=0.5, **wanted))
@@ -98,7 +98,7 @@ def test_a_resume_of_a_run_that_is_done_is_refused_where_nothing_is_left(
     spec = JobSpec("one", str(run.path), Resources(), "python", train=before)
     run.spec.write_text(spec.to_json())
     run.report.write_text(json.dumps({"steps": 20, "epochs": 2, "attempt": 1}))
-    fields: dict[str, Any] = {"resume": str(run.path), "data_dir": str(synthetic_dir), **wanted}
+    fields: dict[str, Any] = {"init_from": str(run.path), "data_dir": str(synthetic_dir), **wanted}
     config = TrainConfig(dataset="synthetic", allow_config_change=True, **fields)
     if words:
         with pytest.raises(RequestError, match=words):
@@ -107,7 +107,7 @@ def test_a_resume_of_a_run_that_is_done_is_refused_where_nothing_is_left(
         make_sure(config)
     made_checkpoints.make(run.path / "attempts/0001/checkpoints", 10)
     earlier = dataclasses.replace(
-        config, resume=str(run.path / "attempts/0001/checkpoints/step-00000010.pt"), max_steps=15
+        config, init_from=str(run.path / "attempts/0001/checkpoints/step-00000010.pt"), max_steps=15
     )
     make_sure(earlier)
 
@@ -116,7 +116,7 @@ def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
     run: RunDir, synthetic_dir: Path
 ) -> None:
     run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
-    config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), resume=str(run.path))
+    config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), init_from=str(run.path))
     with pytest.raises(RequestError, match="cannot be shared by 3 ranks"):
         make_sure(config, job(ranks=3))
     make_sure(config, job(ranks=2))

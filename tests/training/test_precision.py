@@ -258,7 +258,7 @@ def test_bf16_of_a_checkpoint_is_refused_on_a_gpu_without_it(
     first = config(synthetic_dir, precision="bf16", max_steps=1)
     train(build(first, agree(first, tmp_path / "first")))
     later = config(
-        synthetic_dir, resume=str(tmp_path / "first"), device="auto", allow_config_change=True
+        synthetic_dir, init_from=str(tmp_path / "first"), device="auto", allow_config_change=True
     )  # fmt: skip
     old_gpu = hellos("cuda", [False])
     with pytest.raises(TrainingError, match="begun in bf16, in which rank 0"):
@@ -272,7 +272,7 @@ def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
     monkeypatch.setattr(agreement, "AUTO_CAPTURES", True)
     first = config(synthetic_dir, precision="fp16", max_steps=1, model="mlp")
     train(build(first, agree(first, tmp_path / "first")))
-    more = {"resume": str(tmp_path / "first"), "device": "auto", "allow_config_change": True}
+    more = {"init_from": str(tmp_path / "first"), "device": "auto", "allow_config_change": True}
 
     def settled(**options: Any) -> Agreement:
         later = config(synthetic_dir, model="mlp", **more, **options)
@@ -370,7 +370,7 @@ def test_a_checkpoints_precision_is_kept_by_another_run_that_leaves_it_at_auto(
         first = config(synthetic_dir, precision=before, max_steps=2)
         train(build(first, agree(first, tmp_path / before)))
         source = str(tmp_path / before)
-        later = config(synthetic_dir, max_steps=3, resume=source, allow_config_change=True)
+        later = config(synthetic_dir, max_steps=3, init_from=source, allow_config_change=True)
         assert agree(later, tmp_path / f"after {before}").precision == before
 
 

@@ -198,7 +198,7 @@ def test_a_dataset_that_has_changed_is_refused(
     with pytest.raises(DataError, match=r"has changed since this run first started.*Put the files"):
         agree(settings, tmp_path / "run")
     # Nor can another run start from its checkpoint.
-    other = config(folder, allow_config_change=allowed, resume=str(tmp_path / "run"))
+    other = config(folder, allow_config_change=allowed, init_from=str(tmp_path / "run"))
     with pytest.raises(CheckpointError, match="dataset has changed since the checkpoint"):
         agree(other, tmp_path / "other")
 
@@ -216,7 +216,7 @@ def test_a_run_on_digits_that_are_rendered_otherwise_now_is_refused(
     now = r"40 and 20, seed 0, generator 2"
     with pytest.raises(DataError, match=f"has changed since this run first started.*{now}"):
         agree(config(folder), tmp_path / "run")
-    other = config(folder, resume=str(tmp_path / "run"))
+    other = config(folder, init_from=str(tmp_path / "run"))
     with pytest.raises(CheckpointError, match=f"has changed since the checkpoint.*{now}"):
         agree(other, tmp_path / "other")
 

@@ -307,7 +307,7 @@ def test_resume_starts_a_new_run_from_another_ones_checkpoint(
     config: TrainConfig, synthetic_dir: Path, tmp_path: Path
 ) -> None:
     run_task(config, tmp_path / "old")
-    new = make_config(synthetic_dir, max_steps=5, resume=str(tmp_path / "old"))
+    new = make_config(synthetic_dir, max_steps=5, init_from=str(tmp_path / "old"))
     run_task(new, tmp_path / "new")
     assert (tmp_path / "new" / "checkpoints" / "step-00000005.pt").exists()
     assert not (tmp_path / "old" / "checkpoints" / "step-00000005.pt").exists()

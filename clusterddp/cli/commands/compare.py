@@ -31,7 +31,7 @@ from clusterddp.submission.inputs import find_own_functions, make_sure
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
 _FIXED: dict[str, object] = {
     **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "check": False, "job_name": None},
-    **{"strategy": "ddp", "resume": "", "find_batch_size": False},
+    **{"strategy": "ddp", "init_from": "", "find_batch_size": False},
 }
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
 _BESIDE_OF = {"of", "runs_dir", "plot", "as_json"}

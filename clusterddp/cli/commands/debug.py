@@ -74,7 +74,7 @@ def command(
 
     held = held_by(click.get_current_context())
     container, values = container_of(held), held.values
-    paths = ("data_dir", "resume") if container else ()
+    paths = ("data_dir", "init_from") if container else ()
     config = TrainConfig.of(
         held, **{name: os.path.abspath(values[name]) for name in paths if values[name]}
     )

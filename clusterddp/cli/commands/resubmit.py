@@ -24,7 +24,7 @@ from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
-_FIXED = {"omit-directive", "runs-dir", "resume"}
+_FIXED = {"omit-directive", "runs-dir", "init-from"}
 _OF_COMMAND = {"env", "module", "setup"}
 _TRAINED = [row for row in TRAINING if row.name not in _FIXED]
 _ASKED = [

@@ -280,7 +280,7 @@ def test_a_checkpoint_that_another_run_resumes_stays(workplace: Workplace) -> No
     run, other = workplace.run("one", *DONE), workplace.run("other", submitted("2"))
     path = attempt(run, 1, 100, 200, 300).checkpoints / "step-00000100.pt"
     spec = json.loads(other.spec.read_text())
-    spec["train"]["resume"] = str(path)
+    spec["train"]["init_from"] = str(path)
     other.spec.write_text(json.dumps(spec))
     workplace.invoke("clean", "one", "--yes")
     assert [name[-6:] for name in checkpoints(run)] == ["100.pt", "300.pt"]

@@ -331,7 +331,7 @@ def test_a_first_job_that_is_refused_is_an_error_and_leaves_nothing(
         (["--fixed-global-batch", "--world-sizes=3"], "cannot be shared out among 3"),
         (["--partition=gpu"], "--partition is asked of Slurm: add --launcher sbatch"),
         (["--strategy=ddp"], "No such option"),
-        (["--resume=x"], "No such option"),
+        (["--init-from=x"], "No such option"),
         (["--of=a", "--lr=1"], "--of runs nothing, so --lr has no part in it"),
         (["--plot=a.gif"], "--plot"),
         (["--epochs=0"], "--epochs"),

@@ -517,7 +517,7 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--module", "cuda"], "one keeps its modules"),
         (["--setup", "true"], "one keeps its setup"),
         (["--", "python", "train.py"], "belongs to the run of a COMMAND, but one trains"),
-        (["--resume", "x"], "No such option"),
+        (["--init-from", "x"], "No such option"),
         (["--runs-dir", "nowhere"], "there is no run"),
     ],
 )
@@ -924,9 +924,9 @@ def test_a_variable_that_is_passed_by_name_must_be_set(workplace: Workplace) -> 
 def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     workplace: Workplace, data: list[TrainConfig]
 ) -> None:
-    stopped(workplace, step=0, train=TrainConfig(resume="/elsewhere"))
+    stopped(workplace, step=0, train=TrainConfig(init_from="/elsewhere"))
     assert "it starts from /elsewhere" in accepted(workplace, "one").out
-    assert data[0].resume == "/elsewhere"  # which it would need then
+    assert data[0].init_from == "/elsewhere"  # which it would need then
 
 
 # -- on this workstation -----------------------------------------------------------------------
@@ -1007,7 +1007,7 @@ def test_options_cover_what_submit_asks_slurm_for() -> None:
     mine = {parameter.name for parameter in resubmit.command.params}
     fields = {field.name for field in dataclasses.fields(Resources)} - {"gpu_type"}
     assert fields <= mine
-    assert {field.name for field in dataclasses.fields(TrainConfig)} - {"resume"} <= mine
+    assert {field.name for field in dataclasses.fields(TrainConfig)} - {"init_from"} <= mine
 
 
 def test_a_command_that_hung_is_resubmitted_with_another_watch(workplace: Workplace) -> None:

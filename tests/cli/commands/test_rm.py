@@ -84,7 +84,7 @@ def test_a_run_from_which_another_begins_stays_until_both_are_named(workplace: W
     path = attempt(first, 1, 100).checkpoints / "step-00000100.pt"
     spec = second.load_spec()
     assert spec.train
-    train = dataclasses.replace(spec.train, resume=str(path))
+    train = dataclasses.replace(spec.train, init_from=str(path))
     second.spec.write_text(dataclasses.replace(spec, train=train).to_json())
     done = workplace.invoke("rm", "--yes", "one")
     assert done.code == 2
@@ -101,7 +101,7 @@ def test_a_run_that_one_needs_which_stays_stays_too(workplace: Workplace, how: s
     path = attempt(first, 1, 100).checkpoints / "step-00000100.pt"
     more: dict[str, Any] = {"after": ((str(first.path), "ok"),)}
     if how == "begins":
-        more = {"train": dataclasses.replace(spec.train, resume=str(path))}
+        more = {"train": dataclasses.replace(spec.train, init_from=str(path))}
     second.spec.write_text(dataclasses.replace(spec, **more).to_json())
     done = workplace.invoke("rm", "--yes", "one", "two")
     assert (done.code, left(workplace)) == (2, ["one", "two"])

@@ -267,7 +267,7 @@ REFUSALS: list[tuple[list[str], list[str]]] = [
     (["--template", "./gone.j2"], ["./gone.j2"]),
     (["--template-dir", "gone"], ["gone"]),
     (["--launcher", "submitit", "--template", "torchrun.sbatch.j2"], ["--launcher sbatch"]),
-    (["--resume", "gone"], ["gone"]),
+    (["--init-from", "gone"], ["gone"]),
     (["--site", "gone.cfg"], ["gone.cfg"]),
     (["--cluster", "big"], ["big", "site.cfg"]),
     (["--"], ["COMMAND"]),
@@ -307,8 +307,8 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused_before_it_queues(
         (folder / "step-1.pt").write_bytes(content)
     if checksum:
         (folder / "step-1.pt.sha256").write_text(f"{checksum}  step-1.pt\n")
-    resume = "old/checkpoints/step-1.pt" if content else "old"
-    assert words in refusal("--resume", resume, "--dataset", "synthetic")
+    source = "old/checkpoints/step-1.pt" if content else "old"
+    assert words in refusal("--init-from", source, "--dataset", "synthetic")
     assert [path.name for path in elsewhere.iterdir()] == ["old"]
 
 

@@ -325,7 +325,7 @@ def options_command(settings: bool) -> click.Command:
 
 def test_options_become_the_configuration_and_its_argv_the_options() -> None:
     given = TrainConfig(
-        dataset="synthetic", data_dir="my data", lr=0.25, epochs=3, resume="jobs/x", device="cpu"
+        dataset="synthetic", data_dir="my data", lr=0.25, epochs=3, init_from="jobs/x", device="cpu"
     )
     command = options_command(settings=False)
     assert command.main(given.to_argv(), standalone_mode=False) == given
