@@ -1,1 +1,1 @@
-"""Scripts of one's own, read and never run: sbatch files, training scripts, and their mistakes."""
+"""Static analysis of users' sbatch files and training scripts; nothing is run."""

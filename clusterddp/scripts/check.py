@@ -1,4 +1,4 @@
-"""Checks scripts of one's own: reads them, and lists their mistakes."""
+"""Reads users' scripts and lists their mistakes."""
 
 import os
 import re
@@ -17,11 +17,11 @@ from clusterddp.scripts.python_rules import PYTHON_RULES
 from clusterddp.scripts.sbatch_rules import SBATCH_RULES
 
 _MOST_BYTES = 1 << 20
-"""Longest script that is read; Slurm itself takes four times that."""
+"""Size limit of a script; Slurm's own is four times that."""
 
 
 def read_script(name: str) -> str:
-    """Read a script; `-` is standard input. Raises RequestError where it cannot be."""
+    """Read a script; `-` is standard input. Raises RequestError if it is unreadable."""
     try:
         if name == "-":
             data = sys.stdin.buffer.read(_MOST_BYTES + 1)
@@ -30,14 +30,16 @@ def read_script(name: str) -> str:
                 data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise RequestError(
-                f"{name!r} has more than {_MOST_BYTES:,} bytes: no script of a job. [CD0315]"
+                f"{name!r} is larger than {_MOST_BYTES:,} bytes; give a job script. [CD0315]"
             )
         if b"\0" in data:
-            raise RequestError(f"{name!r} has NUL bytes: it is no text; give a script. [CD0315]")
+            raise RequestError(
+                f"{name!r} contains NUL bytes, so it is not text; give a script. [CD0315]"
+            )
         text = data.decode()
     except UnicodeDecodeError:
         raise RequestError(
-            f"{name!r} is not UTF-8 text: convert it first, as by iconv -f LATIN1 -t "
+            f"{name!r} is not UTF-8 text. Convert it first, for example: iconv -f LATIN1 -t "
             "UTF-8. [CD0315]"
         ) from None
     except (OSError, ValueError) as error:
@@ -46,14 +48,14 @@ def read_script(name: str) -> str:
         raise RequestError(f"cannot read {name!r}: {why}; give a script.", code=code) from None
     if not is_python(name, text) and not sbatch_file.is_sbatch(text):
         raise RequestError(
-            f"{name!r} is neither an sbatch file (a first line as #!/bin/bash, #SBATCH lines) nor "
-            "Python (a name that ends with .py). [CD0315]"
+            f"{name!r} is neither an sbatch file (first line #!/bin/bash, #SBATCH lines) nor "
+            "Python (a name that ends in .py). [CD0315]"
         )
     return text.removeprefix("\ufeff") if is_python(name, text) else text
 
 
 def check_texts(texts: dict[str, str]) -> list[Finding]:
-    """Check scripts by name and text; an sbatch file is held against the Python beside it."""
+    """Check scripts by name and text; sbatch files and Python files are cross-checked."""
     jobs, scripts = _read(texts)
     findings: list[Finding] = []
     for name, job in jobs.items():
@@ -64,9 +66,9 @@ def check_texts(texts: dict[str, str]) -> list[Finding]:
 
 
 def _read(texts: Mapping[str, str]) -> tuple[dict[str, JobScript], dict[str, PythonFile]]:
-    """Read sbatch files and Python by name; each script knows the steps that start it."""
+    """Read sbatch and Python files by name; link each script to the steps that start it."""
     scripts = {name: _python(name, text) for name, text in texts.items() if is_python(name, text)}
-    named = Counter(Path(name).name for name in scripts)  # two of one name are not told apart
+    named = Counter(Path(name).name for name in scripts)  # equal names are ambiguous
     by_name = {Path(n).name: each for n, each in scripts.items() if named[Path(n).name] == 1}
     jobs = {name: JobScript(sbatch_file.read(texts[name], name)) for name in texts.keys() - scripts}
     for job in jobs.values():
@@ -81,7 +83,7 @@ def _read(texts: Mapping[str, str]) -> tuple[dict[str, JobScript], dict[str, Pyt
 
 
 def one_device_remarks(texts: Mapping[str, str]) -> list[str]:
-    """Return a remark on each training for one device; of jobs, where several tasks start it."""
+    """Return a remark for each single-device training; with jobs, if several tasks start it."""
     jobs, scripts = _read(texts)
     known = {Path(name): text for name, text in texts.items()}
     remarks = (
@@ -95,42 +97,42 @@ def one_device_remarks(texts: Mapping[str, str]) -> list[str]:
 def one_device_remark(
     name: str, script: Path, texts: Mapping[Path, str] = MappingProxyType({}), tasks: int = 0
 ) -> str:
-    """Return a remark on a training for one device, empty for any other script.
+    """Return a remark if a script trains on a single device, else an empty text.
 
-    name: as the remark shows it. texts: scripts that are read already. tasks: how many start it;
-    0 where that is not known.
+    name: the script's name in the remark. texts: scripts already read. tasks: how many tasks start
+    it; 0 if unknown.
     """
-    if not _trains_alone(script, texts):
+    if not _is_one_device_training(script, texts):
         return ""
     each = f"each of the {tasks} tasks trains" if tasks else "each of several tasks would train"
     return (
-        f"{name} is a training for one device: {each} the whole by itself. "
-        "docs/from-one-device.md has what it lacks."
+        f"{name} trains on one device: {each} the full model on the full data. "
+        "To distribute it, see docs/from-one-device.md."
     )
 
 
-def _trains_alone(script: Path, texts: Mapping[Path, str]) -> bool:
-    """Return whether a script trains on one device: each of several tasks would train the whole.
+def _is_one_device_training(script: Path, texts: Mapping[Path, str]) -> bool:
+    """Return whether a script and the modules next to it train without any use of ranks.
 
-    The modules beside it are read with it. Nothing is said where another one may see to the ranks.
+    False if an unread module may handle the ranks.
     """
     trains = False
     found, todo = {script}, [script]
     while todo:
         path = todo.pop()
         if path not in texts and not os.path.isfile(path):  # noqa: PTH113
-            return False  # no pipe is read; a name can be too long for Path.is_file
+            return False  # pipes are not read; a name can be too long for Path.is_file
         try:
             text = texts[path] if path in texts else read_script(str(path))
             python = _python(path.name, text) if is_python(path.name, text) else None
         except RequestError:
-            return False  # no text, or no Python that this interpreter knows
+            return False  # not text, or not Python for this interpreter
         if python is None or not python.knows_no_rank:
             return False
         trains = trains or python.trains
-        beside = {path.parent / f"{module}.py" for module in python.modules_unknown}
-        todo += beside - found
-        found |= beside
+        siblings = {path.parent / f"{module}.py" for module in python.modules_unknown}
+        todo += siblings - found
+        found |= siblings
     return trains
 
 
@@ -141,8 +143,8 @@ def _python(name: str, text: str) -> PythonFile:
         where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise RequestError(
-            f"{name}{where}: no Python that {sys.version_info.major}.{sys.version_info.minor} "
-            f"reads: {what}. [CD0315]"
+            f"{name}{where}: not valid Python {sys.version_info.major}.{sys.version_info.minor}: "
+            f"{what}. [CD0315]"
         ) from None
 
 
@@ -160,5 +162,5 @@ def _apply(
             finding = Finding(kind, name, line, found.is_sure, found.why, text, found.instead)
             findings.setdefault((kind, line, found.why), finding)
     except RecursionError:
-        raise RequestError(f"{name}: nested too deeply to be read. [CD0315]") from None
+        raise RequestError(f"{name}: nested too deeply to check. [CD0315]") from None
     return findings.values()

@@ -1,4 +1,4 @@
-"""Findings, and the rules that make them."""
+"""Findings and the rules that produce them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake in a script: where, why, and the line that is right."""
+    """A mistake in a script: its place, the reason, and the corrected line."""
 
     rule: str
     file: str
     line: int
     is_sure: bool
-    """True where it will go wrong, False where it may."""
+    """True if it will go wrong, False if it may."""
     why: str
     text: str
-    """The line in the file."""
+    """Line in the file."""
     instead: str
-    """The line, or lines, to write in its place."""
+    """Line or lines that replace it."""
 
     def to_json(self) -> dict[str, Any]:
         return {name.removeprefix("is_"): value for name, value in vars(self).items()}
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Found:
-    """A mistake that a rule has found; its file and its text are known where the rule runs."""
+    """A mistake found by a rule; the caller adds file and text."""
 
     line: int
     is_sure: bool
@@ -35,18 +35,18 @@ class Found:
 
 
 Rule = Callable[[Any], Iterator[Found]]
-"""A function that finds one kind of mistake; its docstring has the mistake, and who says so."""
+"""A function that finds one kind of mistake; its docstring names the mistake and the source."""
 
 
 class Rules(list[Rule]):
-    """The rules for one kind of script, in the order in which they are defined."""
+    """Rules for one kind of script, in order of definition."""
 
     def __call__(self, find: Rule) -> Rule:
-        """Make a function a rule."""
+        """Register a function as a rule."""
         self.append(find)
         return find
 
 
 def rule_name(rule: Rule) -> str:
-    """Return a rule's name as it is shown: that of its function."""
+    """Return the rule's public name: its function's name with hyphens."""
     return rule.__name__.replace("_", "-")

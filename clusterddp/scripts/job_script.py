@@ -1,7 +1,7 @@
-"""Model of the job that an sbatch file makes, which `check` and `import` share.
+"""Model of an sbatch file's job, shared by `check` and `import`.
 
-It has the job's counts, what its steps run in each task, the command that trains, and the layout of
-nodes, tasks, CPUs and GPUs by which `submit` is asked for the same job.
+It holds the job's counts, the commands of each task, the training command, and the layout of nodes,
+tasks, CPUs and GPUs that `submit` needs for the same job.
 """
 
 import re
@@ -16,47 +16,55 @@ from clusterddp.request.nested_launcher import NestedLauncher
 from clusterddp.scripts import sbatch_file, shell
 from clusterddp.scripts.python_file import PythonFile
 from clusterddp.scripts.sbatch_file import SbatchFile, Step
-from clusterddp.scripts.shell import Assignment, Command, Expansion, Script, Word, is_known, said
+from clusterddp.scripts.shell import (
+    Assignment,
+    Command,
+    Expansion,
+    Script,
+    Word,
+    display_line,
+    is_known,
+)
 from clusterddp.slurm import forms
 
-_BEHIND_A_LOOP = frozenset({"for", "while", "until", "function"})
+_REPEATS = frozenset({"for", "while", "until", "function"})
 TRAINS = 3
-"""Score from which on a command trains rather than prepares."""
+"""Lowest score of a command that trains rather than prepares."""
 _NAMES_OF_STAGES = (
     ": awk sed grep hostname mkdir cp rsync rm tar mv ls cat echo date nvidia-smi ip true"
 )
 _STAGES = frozenset(_NAMES_OF_STAGES.split())
-"""Programs that prepare a job."""
+"""Programs that only prepare a job."""
 DERIVED = frozenset({*forms.RANK_VARIABLES, "SRUN_CPUS_PER_TASK"})
-"""Variables that clusterddp sets for each task, or says itself."""
+"""Variables that clusterddp sets for each task or for srun."""
 _OF_THE_SHELL = frozenset({"exec", "command", "time", "eval"})
-"""Words ahead of a program that are no program."""
+"""Shell words that may precede a program."""
 
 _ENDING = re.compile(r"[ \t]*(&&|;|\n)\s*")
 DIRECTIVES_OF_GPUS = ("gpus-per-node", "gres", "gpus-per-task", "gpus")
 DIRECTIVES_OF_LAYOUT = frozenset(
     {*DIRECTIVES_OF_GPUS, "nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}
 )
-"""Directives that are read together."""
+"""Directives that determine the layout together."""
 MPI = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "orterun", "prterun"})
 _ALL_GPUS = re.compile(r"SLURM_GPUS_ON_NODE|SLURM_GPUS_PER_NODE|nvidia-smi")
 _OF_NODES = re.compile(r"SLURM_NNODES|SLURM_JOB_NUM_NODES")
 
 Note = Callable[[int, str, str], None]
-"""Takes a line of the file, what is typed there, and a remark on it."""
+"""Function that takes a line number, its text, and a remark on it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A command that runs in the batch shell, or in each task of a step."""
+    """A command that runs in the batch shell or in each task of a step."""
 
     command: Command
     script: Script
-    """The text that the values of the command belong to."""
+    """Text that the command's values belong to."""
     line: int
     step: Step | None = None
     in_own_shell: bool = False
-    """True where a shell of the task reads it: `srun bash -c '…'`."""
+    """True if a shell in the task reads it: `srun bash -c '…'`."""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -69,18 +77,18 @@ class Run:
 
     @property
     def starts(self) -> str:
-        """Return the launcher's name, or an empty one."""
+        """Return the launcher's name, or an empty text."""
         return self.launcher.name if self.launcher else ""
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Return the launcher's options by name; none of one in a text for another shell."""
+        """Return the launcher's options by name; none if another shell starts the launcher."""
         launcher = self.launcher
         return dict(launcher.options) if launcher and launcher.command == self.texts else {}
 
     @property
     def is_static(self) -> bool:
-        """Return whether an agent is told its node's rank, rather than agree on it with others."""
+        """Return whether agents get their node's rank from the command line, not the rendezvous."""
         return self.options.get("rdzv-backend", "static") == "static"
 
     def line_of(self, text: str) -> int:
@@ -94,31 +102,31 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """Return whether it may be the training: a launcher, Python with a script or a module."""
+        """Return whether it may be the training: a launcher, or Python with a script or module."""
         if self.starts in nested_launcher.START_PYTHON or self.starts == "deepspeed":
             return True
         at = nested_launcher.program_index(self.texts, in_shell=True)
         program = PurePath(self.texts[at]).name if at < len(self.texts) else ""
         if nested_launcher.is_python(program):
-            behind = self.texts[at + 1 :]
-            return any(t.endswith(".py") for t in behind) or bool(
+            arguments = self.texts[at + 1 :]
+            return any(t.endswith(".py") for t in arguments) or bool(
                 nested_launcher.module_of(self.texts[at:])
             )
         return program.endswith(".py")
 
 
 class JobScript:
-    """An sbatch file, and what is known of the job that it makes."""
+    """An sbatch file and the known facts of its job."""
 
     def __init__(self, file: SbatchFile) -> None:
         self.file = file
         self._of_batch = {id(each) for each in file.script.expansions}
         self._steps = {id(step.command): step for step in file.steps}
         self.python: dict[str, PythonFile] = {}
-        """Training scripts that are checked with it, by file name."""
+        """Training scripts checked with it, by file name."""
 
     def is_of_batch(self, expansion: Expansion) -> bool:
-        """Return whether the batch shell expands it; else a shell of a task does."""
+        """Return whether the batch shell expands it, not a shell in a task."""
         return id(expansion) in self._of_batch
 
     def expanded_by_batch(self, run: "Run", text: str) -> list[Expansion]:
@@ -127,7 +135,7 @@ class JobScript:
     # Counts
 
     def number(self, text: str | None) -> int | None:
-        """Return a whole number; what Slurm sets in the job counts as known."""
+        """Return an integer; variables that Slurm sets in the job are resolved."""
         if text is None:
             return None
         if shell.is_known(text):
@@ -139,7 +147,7 @@ class JobScript:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Return the values of Slurm's variables of the job, as far as they are known."""
+        """Return the known values of the job's Slurm variables."""
         names = {
             "SLURM_NNODES SLURM_JOB_NUM_NODES": self.nodes,
             "SLURM_NTASKS SLURM_NPROCS": self.ntasks,
@@ -164,7 +172,7 @@ class JobScript:
 
     @property
     def spans_nodes(self) -> bool:
-        """Return whether the job has more nodes than one for sure."""
+        """Return whether the job certainly has several nodes."""
         return bool(self.nodes and self.nodes > 1)
 
     @cached_property
@@ -213,13 +221,13 @@ class JobScript:
         return self.file.value(*names) is not None or "gpu" in (self.file.value("gres") or "")
 
     def asks_for_gpus_in(self, step: Step) -> bool:
-        """Return whether the job, or the step itself, asks for GPUs."""
+        """Return whether the job or the step requests GPUs."""
         names = ("gpus-per-node", "gpus-per-task", "gpus", "gpus-per-socket", "gres")
         return self.asks_for_gpus or step.value(*names, "tres-per-task") is not None
 
     @property
     def has_whole_nodes(self) -> bool:
-        """Return whether no other job is to be expected on its nodes."""
+        """Return whether other jobs on its nodes are unlikely."""
         return (
             self.file.value("exclusive") in ("", "exclusive")
             or self.file.value("mem") == "0"
@@ -239,10 +247,10 @@ class JobScript:
         return self.nodes
 
     def step_tasks(self, step: Step) -> int | None:
-        """Return how many tasks a step has, where that is known.
+        """Return the number of tasks of a step, or None if unknown.
 
-        The job's number of tasks stands in SLURM_NTASKS, which srun follows whatever its own
-        --nodes and --ntasks-per-node say (seen).
+        SLURM_NTASKS holds the job's task count; srun obeys it over its own --nodes and
+        --ntasks-per-node (seen).
         """
         if step.value("ntasks") is not None:
             return self.number(step.value("ntasks"))
@@ -260,7 +268,7 @@ class JobScript:
         return nodes * number if nodes and number else None
 
     def visible_gpus(self, step: Step) -> int | None:
-        """Return how many GPUs each task of a step sees, where nothing binds it to some of them."""
+        """Return how many GPUs each task of a step sees; None if unknown or restricted."""
         names = ("gpus-per-task", "gpu-bind", "tres-bind", "ntasks-per-gpu", "exclusive")
         if self.file.value(*names) is not None or self.file.value("gpus-per-node", "gres") is None:
             return None
@@ -271,13 +279,13 @@ class JobScript:
 
     @cached_property
     def typed(self) -> str:
-        """Return the commands and the directives as text, without comments."""
+        """Return the commands and directives as text, without comments."""
         commands = [command.source for command in self.file.script.commands]
         return "\n".join([*commands, *(each.text for each in self.file.directives)])
 
     @cached_property
     def _sets_tasks(self) -> bool:
-        """Return whether the script itself sets, or unsets, the number of tasks that srun reads."""
+        """Return whether the script sets or unsets SLURM_NTASKS, which srun reads."""
         return any(
             ("unset" in command.texts[:1] and "SLURM_NTASKS" in command.texts)
             or any(each.name == "SLURM_NTASKS" for each in command.assignments)
@@ -285,7 +293,7 @@ class JobScript:
         )
 
     def step_tasks_per_node(self, step: Step) -> int | None:
-        """Return how many tasks of a step a node has at most, where that is known."""
+        """Return the highest number of a step's tasks on one node, or None if unknown."""
         tasks, nodes = self.step_tasks(step), self.step_nodes(step)
         if tasks and nodes:
             return -(-tasks // nodes)
@@ -295,7 +303,7 @@ class JobScript:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Return the commands of the batch shell, and those of each task."""
+        """Return the commands of the batch shell and of the tasks."""
         script = self.file.script
         runs: list[Run] = []
         for command in script.commands:
@@ -305,7 +313,7 @@ class JobScript:
 
     @cached_property
     def in_tasks(self) -> list[tuple[Run, Step]]:
-        """Return the commands that each task runs, with their steps."""
+        """Return the commands of the tasks, with their steps."""
         return [(run, run.step) for run in self.runs if run.step]
 
     @cached_property
@@ -313,22 +321,22 @@ class JobScript:
         return [run for run in self.runs if not run.step]
 
     def python_of(self, run: Run) -> tuple[PythonFile | None, bool]:
-        """Return the training script that a command starts, and whether it is named there.
+        """Return the training script that a command starts, and whether the command names it.
 
-        A script that is checked with the file is taken for what its steps start.
+        A step without a script's name is assumed to start the only script checked with the file.
         """
         name = PurePath(run.python_script).name
         if name in self.python:
             return self.python[name], True
-        alone = list(self.python.values()) if not name and len(self.python) == 1 else []
-        return (alone[0], False) if alone and run.step and not run.starts else (None, False)
+        only = list(self.python.values()) if not name and len(self.python) == 1 else []
+        return (only[0], False) if only and run.step and not run.starts else (None, False)
 
     @cached_property
     def training(self) -> "Training":
-        """Return the command that trains: one with a launcher, with Python, or any step.
+        """Return the training command: a launcher, a Python program, or any step.
 
-        Of several a name such as train.py counts, then srun; else it is the last one. Raises
-        RequestError without any.
+        Among candidates of equal score, a name such as train.py wins, then srun, then the last one.
+        Raises RequestError if there is none.
         """
         best: tuple[int, bool, bool] = (0, False, False)
         found: Command | None = None
@@ -339,16 +347,16 @@ class JobScript:
                 best, found = (value, is_named, in_step), command
         if found is None:
             raise RequestError(
-                f"{self.file.name or 'the file'} starts nothing that could be a task: no srun, no "
-                "torchrun, no Python script. Give the file that has the srun line, or write the "
-                "submit line yourself: clusterddp submit [OPTIONS] -- COMMAND [CD0315]"
+                f"{self.file.name or 'the file'} starts no training: it has no srun, torchrun or "
+                "Python script. Give the file with the srun line, or write the submit line "
+                "yourself: clusterddp submit [OPTIONS] -- COMMAND [CD0315]"
             )
         step = self._steps.get(id(found))
         program = _known(step.program) if step else _evaluated(self.file, found)
         return _unwrapped(self.file, Training(found, step, program))
 
     def score(self, command: Command) -> int:
-        """Return how much a command looks like the one that trains, 0 for not at all."""
+        """Return how likely a command is the training; 0 if it is not."""
         step = self._steps.get(id(command))
         texts = _texts(step.program if step else _evaluated(self.file, command))
         if not texts:
@@ -368,28 +376,28 @@ class JobScript:
         return 0 if name in _STAGES or not name else 2 if script or "." in name else 1
 
     def layout(self, note: Note) -> "Layout":
-        """Return the layout by the directives, and by the step where they leave it open."""
+        """Return the layout from the directives, completed by the training's step."""
         return _LayoutReader(self, note).layout()
 
     def line(self, number: int) -> str:
-        """Return a line of the file, joined with those that it is continued on, or continues."""
+        """Return a line of the file, joined with its continuation lines."""
         lines = self.file.lines
         if not 0 < number <= len(lines):
             return ""
         first = last = number - 1
-        while first and _goes_on(lines[first - 1]):
+        while first and _is_continued(lines[first - 1]):
             first -= 1
-        while last + 1 < len(lines) and _goes_on(lines[last]):
+        while last + 1 < len(lines) and _is_continued(lines[last]):
             last += 1
         return shell.on_one_line("\n".join(lines[first : last + 1]))
 
 
-def _goes_on(line: str) -> bool:
+def _is_continued(line: str) -> bool:
     return line.endswith("\\") and not line.lstrip().startswith("#")
 
 
 def _of_task(step: Step, script: Script) -> Iterator[Run]:
-    """Yield what each task runs: the step's program, or the commands of its `bash -c`."""
+    """Yield the commands of each task: the step's program, or the commands of its `bash -c`."""
     words = step.program
     command = Command(
         words=words,
@@ -411,7 +419,7 @@ def _of_task(step: Step, script: Script) -> Iterator[Run]:
 
 
 def _of_shell(command: Command, script: Script) -> Iterator[Run]:
-    """Yield a command of the batch shell; what it evaluates, too."""
+    """Yield a command of the batch shell, or the commands that it evaluates."""
     text, line = _shell_text(command)
     if not text:
         yield Run(command, script, command.line)
@@ -427,7 +435,7 @@ def _of_shell(command: Command, script: Script) -> Iterator[Run]:
 
 
 def _shell_text(command: Command) -> tuple[str, int]:
-    """Return the text that a shell reads from a word of the command, and its line."""
+    """Return the text that the command passes to a shell, and its line."""
     texts = command.texts
     at = nested_launcher.program_index(texts, in_shell=True)
     if at >= len(texts):
@@ -442,14 +450,14 @@ def _shell_text(command: Command) -> tuple[str, int]:
         if not word.startswith("-"):
             break
         if "c" in word and not word.startswith("--"):
-            behind = command.words[index + 1]
-            return behind.text, behind.line
+            argument = command.words[index + 1]
+            return argument.text, argument.line
     return "", 0
 
 
 def in_loop(command: Command) -> bool:
     """Return whether a command may run more than once, or not at all."""
-    return bool(_BEHIND_A_LOOP.intersection(command.inside))
+    return bool(_REPEATS.intersection(command.inside))
 
 
 def _positive(text: str | None) -> int | None:
@@ -475,16 +483,16 @@ def _gpus(value: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class Training:
-    """The command of the file that trains: a step, or a program of the batch shell."""
+    """The training command of a file: a step, or a program of the batch shell."""
 
     command: Command
     step: Step | None
     program: tuple[Word, ...]
-    """Words that each task runs; the one command of `bash -c "…"` by itself."""
+    """Words of each task's command; a `bash -c` with one command is unwrapped."""
     text: str = ""
-    """Text of a `bash -c` that has several commands; the program is the one of them that trains."""
+    """Text of a `bash -c` with several commands, of which `program` is the training."""
     environment: tuple[Assignment, ...] = ()
-    """Variables that stand before the program."""
+    """Variables set before the program."""
 
     @property
     def launcher(self) -> NestedLauncher | None:
@@ -493,7 +501,7 @@ class Training:
 
     @property
     def is_of_each_node(self) -> bool:
-        """Return whether the file starts it in a loop, for each node."""
+        """Return whether the file starts it in a loop over the nodes."""
         return any(kind in ("for", "while", "until") for kind in self.command.inside)
 
 
@@ -502,7 +510,7 @@ def _texts(words: Iterable[Word]) -> list[str]:
 
 
 def _known(program: tuple[Word, ...]) -> tuple[Word, ...]:
-    """Return a program without options of srun ahead of it that only the batch shell knows."""
+    """Return a program without preceding variables that may hold options of srun."""
     if not program or is_known(program[0].text):
         return program
     for at in range(1, len(program)):
@@ -513,7 +521,7 @@ def _known(program: tuple[Word, ...]) -> tuple[Word, ...]:
 
 
 def _evaluated(file: SbatchFile, command: Command) -> tuple[Word, ...]:
-    """Return the words of a program; behind `eval` those of the text that the shell reads again."""
+    """Return the words of a program; for `eval`, the words of the evaluated text."""
     words = command.words
     if command.texts[:1] == ("eval",):
         text = " ".join(command.texts[1:])
@@ -529,7 +537,7 @@ def _without_shells_words(words: tuple[Word, ...]) -> tuple[Word, ...]:
 
 
 def _unwrapped(file: SbatchFile, training: Training) -> Training:
-    """Return the command that `bash -c` runs in place of the shell, where the text tells it."""
+    """Return the training command within a `bash -c`, or the training unchanged."""
     words = _texts(training.program)
     is_text = len(words) == 3 and re.fullmatch(r"-[a-z]*c", words[1])
     if not is_text or words[0].rpartition("/")[2] not in ("bash", "sh"):
@@ -547,7 +555,7 @@ def _unwrapped(file: SbatchFile, training: Training) -> Training:
 
 
 def _without_derived(text: str, script: Script) -> str:
-    """Return a text without the commands in it that set nothing but what clusterddp sets."""
+    """Return a text without the commands that only set variables of clusterddp."""
     for command in reversed(script.commands):
         names = {each.name for each in command.assignments}
         if command.texts not in ((), ("export",)) or not names or not names <= DERIVED:
@@ -555,8 +563,8 @@ def _without_derived(text: str, script: Script) -> str:
         before = text[: command.start].rstrip(" \t")
         ending = _ENDING.match(text, command.start + len(command.source))
         is_first = not before or before[-1] in ";\n"
-        goes_on = ending and (is_first or (before.endswith("&&") and ending[1] == "&&"))
-        if ending and goes_on and not command.inside:
+        is_removable = ending and (is_first or (before.endswith("&&") and ending[1] == "&&"))
+        if ending and is_removable and not command.inside:
             text = text[: command.start] + text[ending.end() :]
     return text
 
@@ -569,23 +577,23 @@ def _trains(command: Command) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a job, as `submit` is asked for it."""
+    """Layout of a job in terms of `submit`."""
 
     nodes: int
     tasks: int
-    """Tasks of a node, which are ranks."""
+    """Tasks (ranks) per node."""
     cpus: int | None = None
-    """CPUs of a task."""
+    """CPUs per task."""
     gpus: int = 0
-    """GPUs of a node."""
+    """GPUs per node."""
     gpu_type: str = ""
     gpu_directive: str = "gpus-per-node"
     other_gres: str = ""
-    """Generic resources beside the GPUs."""
+    """Generic resources other than GPUs."""
 
     @property
     def options(self) -> list[tuple[str, str]]:
-        """Return names and values of submit's options, without those that are its defaults."""
+        """Return names and values of submit's options that differ from its defaults."""
         kind = f"{self.gpu_type}:" if self.gpu_type else ""
         asked = [
             ("nodes", str(self.nodes)),
@@ -612,21 +620,21 @@ class _LayoutReader:
             ranks = self.ranks(launcher, nodes, gpus) or gpus or tasks
             self.note_ranks(launcher, tasks, ranks, cpus)
         elif self.training.step is None and nodes * tasks > 1:
-            why = f"it ran once, on the first node; here each of the {nodes * tasks} tasks runs it"
-            self.note(self.where, said(self.training.command), why)
+            why = f"ran once, on the first node; now each of the {nodes * tasks} tasks runs it"
+            self.note(self.where, display_line(self.training.command), why)
         if cpus and ranks != tasks:
             cpus = max(cpus * tasks // ranks, 1)
         others = ",".join(
             each for each in (self.file.value("gres") or "").split(",") if each[:3] != "gpu"
         )
         if others and gpus and request == "gres":
-            why = f"--gpu-directive gres takes the GPUs alone; {others} is left out"
+            why = f"not carried over: {others}, because --gpu-directive gres only takes GPUs"
             self.note(self.place("gres"), f"--gres={self.file.value('gres')}", why)
             others = ""
         return Layout(nodes, ranks, cpus, gpus, kind, request if gpus else "gpus-per-node", others)
 
     def asked(self, *names: str) -> str | None:
-        """Return what the directives say, or else the step that trains."""
+        """Return the value from the directives, or else from the training's step."""
         value = self.file.value(*names)
         if value is None and self.training.step:
             value = self.training.step.value(*names)
@@ -641,21 +649,21 @@ class _LayoutReader:
         return directive.line if directive else self.where
 
     def nodes_and_tasks(self) -> tuple[int, int]:
-        """Return the number of nodes, and of the tasks on each of them."""
+        """Return the number of nodes and of tasks per node."""
         typed = self.asked("nodes")
         nodes = _positive(typed)
         if typed and nodes is None:
             nodes = _positive(typed.split("-")[0]) or 1
-            self.note(self.place("nodes"), f"--nodes={typed}", f"a run has a fixed number: {nodes}")
+            self.note(self.place("nodes"), f"--nodes={typed}", f"a run has a fixed count: {nodes}")
         per_node = self.of_step("ntasks-per-node") or _positive(self.asked("ntasks-per-node"))
         total = _positive(self.asked("ntasks"))
-        own = None if self.training.is_of_each_node else self.of_step("ntasks")
-        if own:
-            total, per_node = own, None if own % (per_node or 1) else per_node
+        in_step = None if self.training.is_of_each_node else self.of_step("ntasks")
+        if in_step:
+            total, per_node = in_step, None if in_step % (per_node or 1) else per_node
         if nodes is None:
             nodes = total // per_node if per_node and total and total % per_node == 0 else 1
             if not per_node and total and total > 1:
-                why = "how many nodes that is was Slurm's choice; here it is one"
+                why = "Slurm chose the number of nodes; now it is one"
                 self.note(self.place("ntasks"), f"--ntasks={total}", why)
         if per_node is None and total:
             per_node = max(total // nodes, 1)
@@ -664,25 +672,25 @@ class _LayoutReader:
 
     def note_uneven(self, name: str, total: int, nodes: int) -> None:
         if total % nodes:
-            why = f"not the same number on each of {nodes} nodes; here it is {total // nodes}"
+            why = f"does not divide evenly over {nodes} nodes; now each has {total // nodes}"
             self.note(self.place(name), f"--{name}={total}", why)
 
     def gpus(self, nodes: int, tasks: int) -> tuple[str, int, str]:
-        """Return type and number of a node's GPUs, and the directive that asks for them."""
+        """Return type and number of GPUs per node, and the directive that requests them."""
         for name in DIRECTIVES_OF_GPUS:
             value = self.asked(name)
             if value is None:
                 continue
             each = self.file.directive("gpus-per-task")
             if each and name != each.name:
-                why = f"not carried over beside --{name}: a task sees all GPUs of its node"
+                why = f"not carried over with --{name}: each task sees all GPUs of its node"
                 self.note(each.line, each.source, why)
             if name == "gres":
                 found = forms.gpus_of(value.replace("gres:", ""), bare=1)
                 if found:
                     return next((kind for kind in found if kind), ""), found[""], name
                 if re.search(r"(?:^|[,:])gpu\b", value):
-                    why = "not carried over: how many GPUs that is is not known"
+                    why = "not carried over: the number of GPUs is unknown"
                     self.note(self.place(name), f"--gres={value[:80]}", why)
                 continue
             try:
@@ -697,7 +705,7 @@ class _LayoutReader:
         return "", 0, ""
 
     def ranks(self, launcher: NestedLauncher, nodes: int, gpus: int) -> int | None:
-        """Return how many ranks the launcher starts on each node; None where that is not known."""
+        """Return how many ranks the launcher starts per node, or None if unknown."""
         of_all = launcher.name in MPI or launcher.name.startswith(("accelerate", "horovod"))
         keys = ("num-processes", "np", "n", "c") if of_all else ("nproc-per-node", "num-gpus")
         options = dict(launcher.options)
@@ -710,20 +718,20 @@ class _LayoutReader:
         sources = " ".join(each.source for each in self.file.script.expanded(typed))
         if gpus and (typed in ("gpu", "auto") or _ALL_GPUS.search(sources)):
             return gpus
-        if gpus and of_all and _OF_NODES.search(sources):  # so many a node
+        if gpus and of_all and _OF_NODES.search(sources):  # a count per node
             return gpus
-        why = f"how many ranks that is is not known; here it is {gpus or 1} on each node"
-        self.note(self.where, self.file.script.shown(typed), why)
+        why = f"the number of ranks is unknown; now it is {gpus or 1} per node"
+        self.note(self.where, self.file.script.with_sources(typed), why)
         return None
 
     def note_ranks(
         self, launcher: NestedLauncher, tasks: int, ranks: int, cpus: int | None
     ) -> None:
         if tasks > 1 and launcher.name not in MPI:
-            why = f"{tasks} tasks of a node would each have started it; here are its {ranks} ranks"
+            why = f"each of {tasks} tasks per node started it; now there are its {ranks} ranks"
             self.note(self.where, launcher.name, why)
         elif ranks != tasks:
-            why = f"its ranks are Slurm's tasks now, {ranks} on each node"
+            why = f"its ranks are now Slurm's tasks, {ranks} per node"
             if cpus:
-                why += f", of {max(cpus * tasks // ranks, 1)} CPUs each"
+                why += f", with {max(cpus * tasks // ranks, 1)} CPUs each"
             self.note(self.where, launcher.name, why)

@@ -1,7 +1,7 @@
-"""Reads a training script in Python by its syntax tree: names, guards, who calls what.
+"""Reads a Python training script by its syntax tree: names, guards, calls between functions.
 
-Nothing is run and nothing imported. A guard is a condition on the rank: what stands behind it runs
-on some ranks only.
+Nothing is run or imported. A guard is a condition on the rank: the code under it runs on some ranks
+only.
 """
 
 import ast
@@ -21,7 +21,7 @@ _RANK = re.compile(
     re.IGNORECASE,
 )
 _OF_GPU = re.compile(r"r?gpu(?:_?id)?", re.IGNORECASE)
-"""Names of ranks that a script for one device has, too."""
+"""Names of ranks that single-device scripts use, too."""
 _LOCAL_RANK = re.compile(r"(?:ddp_)?local_?(?:rank|id)|SLURM_LOCALID|LOCAL_RANK", re.IGNORECASE)
 _MAIN = re.compile(
     r"(?:is_|on_|am_|_)*(?:local_|global_|world_)?(?:main|master|chief|rank_?(?:zero|0)|first|primary"
@@ -42,58 +42,58 @@ _DISTRIBUTED = frozenset(_DISTRIBUTED_NAMES.split())
 
 _MOST_BITS = 10_000
 _MOST_VALUES = 30
-"""Assignments of one name that are followed; what has more is written by a program."""
+"""Assignments of one name to follow; more occur only in generated code."""
 _OF_ENV = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-"""Variables that init_process_group reads by itself."""
+"""Variables that init_process_group reads."""
 _STARTERS = frozenset({"Process", "start_processes", "elastic_launch", "execv", "execvp"})
-"""Calls by which a script starts its ranks itself."""
+"""Calls with which a script starts its own ranks."""
 _HARMLESS_NAMES = (
     "torch torchvision torchaudio torchmetrics numpy scipy pandas matplotlib sklearn PIL tqdm yaml "
     "wandb tensorboard timm einops"
 )
 _HARMLESS = sys.stdlib_module_names | frozenset(_HARMLESS_NAMES.split())
-"""Modules that set no variable of a rank."""
+"""Modules that set no rank variables."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """Counts of a step that starts a script, as far as they are known."""
+    """Counts of a step that starts a script; None if unknown."""
 
     tasks: int | None
     nodes: int | None
     gpus: int | None
-    """GPUs of a node that each task sees."""
+    """GPUs per node that each task sees."""
     asks_for_none: bool = False
-    """True where neither the job nor the step asks for GPUs."""
+    """True if neither the job nor the step requests GPUs."""
 
 
 _PLAIN = (ast.Module, ast.Expr, ast.Assign, ast.AnnAssign, ast.Return, ast.With, ast.Call)
-"""Nodes whose parts run whenever they do."""
+"""Nodes whose parts always run with them."""
 
 
 class PythonFile:
-    """A training script that was read."""
+    """A parsed training script."""
 
     def __init__(self, name: str, text: str) -> None:
-        """Read a script; raises SyntaxError where it is no Python of this interpreter's."""
+        """Parse a script. Raises SyntaxError if this interpreter cannot."""
         self.name, self.text = name, text
         self.lines = text.split("\n")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an invalid escape in somebody's string
+            warnings.simplefilter("ignore")  # invalid escapes in the script's strings
             self.tree = ast.parse(text)
         self.nodes = list(ast.walk(self.tree))
         for node in self.nodes:
             value = node.value if isinstance(node, ast.Constant) else 0
             if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-                cast(ast.Constant, node).value = None  # Python itself will not write it out
+                cast(ast.Constant, node).value = None  # Python refuses to convert it to text
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._called: dict[str, bool] = {}
         self.steps: set[Started] = set()
-        """Steps of the sbatch files checked with it that start it."""
+        """Steps in the sbatch files checked with it that start it."""
 
     @property
     def tasks(self) -> int | None:
-        """Return how many tasks start it, where every step has as many."""
+        """Return how many tasks start it, or None if its steps differ."""
         tasks = {step.tasks for step in self.steps}
         return tasks.pop() if len(tasks) == 1 else None
 
@@ -101,7 +101,7 @@ class PythonFile:
 
     @cached_property
     def imported(self) -> dict[str, str]:
-        """Return what each imported name stands for: `dist` for `torch.distributed`."""
+        """Return the full name of each imported name: `dist` maps to `torch.distributed`."""
         names: dict[str, str] = {}
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -114,7 +114,7 @@ class PythonFile:
         return names
 
     def full_name(self, node: ast.AST) -> str:
-        """Return the dotted name of an expression, imports looked through; or an empty one."""
+        """Return the dotted name of an expression, imports resolved; empty if it has none."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -125,7 +125,7 @@ class PythonFile:
         return ".".join(reversed(parts))
 
     def calls(self, *names: str) -> list[ast.Call]:
-        """Return the calls of functions whose last name is one of these; all without a name."""
+        """Return the calls whose last name is one of these, or all calls."""
         calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         return [call for call in calls if not names or self.last_name(call) in names]
 
@@ -134,17 +134,17 @@ class PythonFile:
 
     @cached_property
     def modules(self) -> set[str]:
-        """Return the packages that are imported."""
+        """Return the imported packages."""
         return {name.partition(".")[0] for name in self.imported.values()}
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether it trains on several ranks by torch.distributed itself."""
+        """Return whether it uses torch.distributed directly to train on several ranks."""
         return bool(self.calls(*_DISTRIBUTED))
 
     @property
     def is_managed(self) -> bool:
-        """Return whether a library has the ranks, the samplers and the files in its hands."""
+        """Return whether a library manages the ranks, samplers and files."""
         return bool(self.modules & _MANAGED)
 
     @property
@@ -154,7 +154,7 @@ class PythonFile:
 
     @property
     def knows_no_rank(self) -> bool:
-        """Return whether nothing in it is about another rank; what it imports is not looked at."""
+        """Return whether it never refers to ranks, imported modules not considered."""
         found = {*self.names_in(self.tree), *self.imported.values()}
         names = {each for each in found if not _OF_GPU.fullmatch(each) and " " not in each}
         return (
@@ -165,12 +165,12 @@ class PythonFile:
 
     @property
     def modules_unknown(self) -> set[str]:
-        """Return the packages that are imported and may see to the ranks."""
+        """Return the imported packages that may handle the ranks."""
         return self.modules - _HARMLESS
 
     @cached_property
     def spawns(self) -> bool:
-        """Return whether it starts its ranks itself, on one machine."""
+        """Return whether it spawns its own ranks on one machine."""
         return bool(self._spawning)
 
     @property
@@ -179,12 +179,12 @@ class PythonFile:
 
     @property
     def always_spawns(self) -> int:
-        """Return the line in which it starts its ranks itself in any case, or 0."""
+        """Return the line that unconditionally spawns its ranks, or 0."""
         return next((call.lineno for call in self._spawning if self.always_runs(call)), 0)
 
     @cached_property
     def spawn_flags(self) -> set[str]:
-        """Return the conditions under which it starts its ranks itself."""
+        """Return the conditions under which it spawns its ranks."""
         above = [pair for call in self._spawning for pair in self.above(call)]
         return {
             ast.unparse(parent.test)
@@ -209,19 +209,19 @@ class PythonFile:
             node = self.parents[node]
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """Return the function in whose body a node stands."""
+        """Return the function that contains a node."""
         for parent, _ in self.above(node):
             if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
                 return parent
         return None
 
     def scope(self, node: ast.AST) -> list[ast.AST]:
-        """Return the nodes of the function, or of the module, in which a node stands."""
+        """Return the nodes of the function or module that contains a node."""
         function = self.function(node)
         return list(ast.walk(function)) if function else self.nodes
 
     def line(self, node: ast.AST) -> str:
-        """Return the line in which a node begins; a statement of several lines as one."""
+        """Return the first line of a node; a statement of several lines as one line."""
         number = getattr(node, "lineno", 0)
         inner = (node, *(each for each, _ in self.above(node)))
         statement = next((each for each in inner if isinstance(each, ast.stmt)), None)
@@ -242,7 +242,7 @@ class PythonFile:
 
     @cached_property
     def uses(self) -> dict[str, list[ast.AST]]:
-        """Return where each function's name is used: called, or handed on."""
+        """Return the places that use each function's name, as a call or as a value."""
         found: dict[str, list[ast.AST]] = {}
         for node in self.nodes:
             name = ""
@@ -255,14 +255,14 @@ class PythonFile:
         return found
 
     def values_of(self, node: ast.AST) -> list[ast.expr]:
-        """Return what a variable, or an attribute, is assigned in the script; few times at most."""
+        """Return the values assigned to a variable or attribute; none if there are too many."""
         name = getattr(node, "id", getattr(node, "attr", ""))
         values = self._values.get((type(node), name), [])
         return values if len(values) <= _MOST_VALUES else []
 
     @cached_property
     def _values(self) -> dict[tuple[type, str], list[ast.expr]]:
-        """Return the values by the kind and the name of what they are assigned to."""
+        """Return the assigned values by the target's type and name."""
         values: dict[tuple[type, str], list[ast.expr]] = {}
         for value, targets in self.assignments:
             for target in targets:
@@ -282,13 +282,13 @@ class PythonFile:
                 found.append((node.value, [node.target]))
         return found
 
-    # Variables of the environment
+    # Environment variables
 
     @cached_property
-    def meeting(self) -> tuple[int, frozenset[str]]:
-        """Return the line in which its ranks meet in any case, and the variables of that.
+    def rendezvous(self) -> tuple[int, frozenset[str]]:
+        """Return the line that always runs the rendezvous, and the variables that it needs.
 
-        Without those that it sets itself; line 0 where it is not known.
+        Variables that the script sets are left out. The line is 0 if unknown.
         """
         if self.spawns or self.is_managed or self.calls(*_STARTERS):
             return 0, frozenset()
@@ -306,7 +306,7 @@ class PythonFile:
 
     @cached_property
     def variables_set(self) -> set[str]:
-        """Return the names that may be those of variables which it sets in its environment."""
+        """Return the environment variables that it may set."""
         names: set[str] = set()
         for node in self.nodes:
             keys: list[ast.AST | None] = []
@@ -329,16 +329,16 @@ class PythonFile:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether no module is imported that may be a part of the training."""
+        """Return whether no imported module can be part of the training."""
         relative = any(isinstance(node, ast.ImportFrom) and node.level for node in self.nodes)
         return not relative and self.modules <= _HARMLESS
 
     def always_runs(self, node: ast.AST) -> bool:
-        """Return whether a node runs whenever the script does: no condition, no loop, no try."""
+        """Return whether a node runs unconditionally: no condition, loop or try around it."""
         for parent, child in self.above(node):
             block = _block(parent, child)
             before = block[: block.index(child)] if child in block else []
-            if any(isinstance(each, ast.If) and _leaves(each) for each in before):
+            if any(isinstance(each, ast.If) and _exits_early(each) for each in before):
                 return False
             if isinstance(parent, ast.FunctionDef):
                 return self._is_called(parent)
@@ -348,10 +348,10 @@ class PythonFile:
         return True
 
     def _is_called(self, function: ast.FunctionDef) -> bool:
-        """Return whether the script calls a function in any case."""
+        """Return whether the script always calls a function."""
         name = function.name
         if name not in self._called:
-            self._called[name] = False  # for one that calls itself
+            self._called[name] = False  # ends a recursion
             calls = [(use, self.parents[use]) for use in self.uses.get(name, [])]
             self._called[name] = len(self.functions[name]) == 1 and any(
                 isinstance(call, ast.Call) and call.func is use and self.always_runs(call)
@@ -372,7 +372,7 @@ class PythonFile:
                 yield each.value
 
     def mentions_rank(self, node: ast.AST, depth: int = 2) -> bool:
-        """Return whether an expression depends on the rank, through variables, too."""
+        """Return whether an expression depends on the rank, directly or through variables."""
         names = set(self.names_in(node))
         if any(_is_rank(name) or _MAIN.fullmatch(name) or name == "get_rank" for name in names):
             return True
@@ -405,7 +405,7 @@ class PythonFile:
         return False
 
     def is_global_rank(self, node: ast.AST, depth: int = 3) -> bool:
-        """Return whether an expression is the rank among all ranks itself."""
+        """Return whether an expression is the global rank itself."""
         if isinstance(node, ast.IfExp):
             return self.is_global_rank(node.body, depth) or self.is_global_rank(node.orelse, depth)
         if isinstance(node, ast.Name | ast.Attribute):
@@ -430,7 +430,7 @@ class PythonFile:
 
     @cached_property
     def local_rank_device(self) -> int:
-        """Return the line in which the GPU is chosen by the local rank, or 0."""
+        """Return the line that selects the GPU by local rank, or 0."""
         for call in self.calls("set_device"):
             if call.args and self.is_local_rank(call.args[0]):
                 return call.lineno
@@ -446,9 +446,9 @@ class PythonFile:
         return 0
 
     def ranks(self, test: ast.expr, *, when: bool = True) -> bool | None:
-        """Return which ranks find a test true, or false where `when` is that.
+        """Return which ranks a test selects when it has the value `when`.
 
-        True for one rank, False for the others alone, None where it may be any.
+        True for one rank, False for all but one, None for any other selection.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             if self.is_rank(test.operand):
@@ -456,7 +456,7 @@ class PythonFile:
             return self.ranks(test.operand, when=not when)
         if isinstance(test, ast.BoolOp):
             kinds = [self.ranks(value, when=when) for value in test.values]
-            if isinstance(test.op, ast.And) != when:  # each part may have been the one
+            if isinstance(test.op, ast.And) != when:  # any part may have decided
                 return kinds[0] if len(set(kinds)) == 1 else None
             return True if True in kinds else False if False in kinds else None
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
@@ -482,12 +482,12 @@ class PythonFile:
 
     @cached_property
     def counters(self) -> set[str]:
-        """Return the names that a for statement or a comprehension sets."""
+        """Return the variables of for statements and comprehensions."""
         targets = [n.target for n in self.nodes if isinstance(n, ast.For | ast.comprehension)]
         return {name for target in targets for name in self.names_in(target)}
 
     def is_rank(self, node: ast.AST) -> bool:
-        """Return whether an expression is a rank of the whole world, or of a node."""
+        """Return whether an expression is a global or local rank."""
         if isinstance(node, ast.Call):
             name = self.last_name(node)
             if name == "int" and len(node.args) == 1:
@@ -502,9 +502,9 @@ class PythonFile:
         return isinstance(node, ast.Attribute) and _is_rank(node.attr)
 
     def guard(self, node: ast.AST) -> tuple[ast.If, bool] | None:
-        """Return the condition on the rank under which a node runs in its function.
+        """Return the condition on the rank that guards a node within its function.
 
-        With True where one rank runs it, False where the others do.
+        The flag is True if one rank runs the node, False if the others do.
         """
         for parent, child in self.above(node):
             if isinstance(parent, ast.If) and child is not parent.test:
@@ -513,7 +513,7 @@ class PythonFile:
                     return parent, kind
             block = _block(parent, child)
             for before in block[: block.index(child)] if child in block else []:
-                if isinstance(before, ast.If) and _leaves(before) and not before.orelse:
+                if isinstance(before, ast.If) and _exits_early(before) and not before.orelse:
                     kind = self.ranks(before.test, when=False)
                     if kind is not None:
                         return before, kind
@@ -522,13 +522,13 @@ class PythonFile:
         return None
 
     def is_guarded(self, node: ast.AST) -> bool:
-        """Return whether anything above a node, in its function, depends on the rank."""
+        """Return whether a node depends on the rank within its function."""
         return any(True for _ in self._conditions(node))
 
     def _conditions(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what stands above a node, in its function, and depends on the rank."""
+        """Yield the conditions on the rank that guard a node within its function."""
         for parent, child in self.above(node):
-            test = getattr(parent, "test", None)  # of an if, a while, a conditional expression
+            test = getattr(parent, "test", None)  # if, while, conditional expression
             if isinstance(test, ast.expr) and child is not test and self._depends(test):
                 yield test
             if isinstance(parent, ast.BoolOp) and self.mentions_rank(parent):
@@ -539,7 +539,7 @@ class PythonFile:
                 yield parent
             block = _block(parent, child)
             for before in block[: block.index(child)] if child in block else []:
-                test = before.test if isinstance(before, ast.If) and _leaves(before) else None
+                test = before.test if isinstance(before, ast.If) and _exits_early(before) else None
                 if test is not None and self._depends(test):
                     yield test
             if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -547,13 +547,13 @@ class PythonFile:
                 return
 
     def _depends(self, test: ast.expr) -> bool:
-        """Return whether a condition tells ranks apart, also those that a launcher has started."""
+        """Return whether a condition distinguishes ranks, including ranks of a launcher."""
         return self.mentions_rank(test) and not self.is_open_to_launcher(test)
 
     def is_open_to_launcher(self, test: ast.AST) -> bool:
-        """Return whether a condition is true on every rank where the script starts none itself.
+        """Return whether a condition holds on every rank unless the script spawns them.
 
-        As `not args.multiprocessing_distributed or …`, where mp.spawn stands behind that option.
+        Example: `not args.multiprocessing_distributed or …`, if that option enables mp.spawn.
         """
         return (
             isinstance(test, ast.BoolOp)
@@ -567,7 +567,7 @@ class PythonFile:
         )
 
     def node_guard(self, node: ast.AST, depth: int = 6) -> int:
-        """Return the line of the condition by which one rank of each node comes to a node, or 0."""
+        """Return the line of the condition that lets one rank per host reach a node, or 0."""
         conditions = list(self._conditions(node))
         if conditions:
             is_of_node = all(self._is_first_of_node(each) for each in conditions)
@@ -582,7 +582,7 @@ class PythonFile:
         return lines[0] if lines and all(lines) else 0
 
     def _is_first_of_node(self, test: ast.AST) -> bool:
-        """Return whether a condition holds the local rank alone against 0."""
+        """Return whether a condition compares only the local rank with 0."""
         if isinstance(test, ast.BoolOp):
             parts = [each for each in test.values if self.mentions_rank(each)]
             return bool(parts) and all(self._is_first_of_node(each) for each in parts)
@@ -597,10 +597,7 @@ class PythonFile:
         return self.is_local_rank(node) and not self.is_global_rank(node)
 
     def reached(self, node: ast.AST, depth: int = 6) -> bool | None:
-        """Return whether every rank comes to a node.
-
-        None where that is not in this script: nobody in it calls the function.
-        """
+        """Return whether every rank reaches a node; None if nothing here calls its function."""
         if self.is_guarded(node):
             return False
         function = self.function(node)
@@ -636,7 +633,7 @@ def _numbers(node: ast.AST) -> list[int]:
 
 
 def _block(parent: ast.AST, child: ast.AST) -> list[ast.AST]:
-    """Return the statements among which a statement stands."""
+    """Return the block of statements that contains a statement."""
     for name in ("body", "orelse", "finalbody", "handlers"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:
@@ -644,7 +641,7 @@ def _block(parent: ast.AST, child: ast.AST) -> list[ast.AST]:
     return []
 
 
-def _leaves(node: ast.If) -> bool:
+def _exits_early(node: ast.If) -> bool:
     last = node.body[-1]
     if isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break):
         return True

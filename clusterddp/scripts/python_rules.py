@@ -1,7 +1,7 @@
-"""The mistakes of training scripts, found in their syntax tree.
+"""Rules that find mistakes of training scripts in their syntax tree.
 
-A script seldom proves that something goes wrong: most rules say "may". Scripts whose ranks,
-samplers and files a library handles (Lightning, Accelerate, DeepSpeed …) are left to it.
+A script seldom proves that something goes wrong: most rules say "may". They skip scripts that leave
+ranks, samplers and files to a library (Lightning, Accelerate, DeepSpeed …).
 """
 
 import ast
@@ -28,7 +28,7 @@ _GROUP_AT = {
     **dict.fromkeys(("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object"), 2),
     **dict.fromkeys(("broadcast", "broadcast_object_list", "all_to_all"), 2),
 }
-"""Places of the argument group; that of the other collectives is the fourth or behind it."""
+"""Positions of the group argument; in other collectives it is the fourth or later."""
 _REDUCERS_NAMES = (
     "reduce_dict reduce_tensor reduce_mean reduce_value reduce_loss reduce_across_processes "
     "synchronize_between_processes synchronize sync_and_compute all_reduce_mean"
@@ -53,13 +53,13 @@ def _source(node: ast.AST) -> str:
 
 
 def _typed(script: PythonFile, node: ast.AST, line: str) -> str:
-    """Return an expression as the line has it: as typed, or as Python writes it; else nothing."""
+    """Return an expression as it occurs in the line: as typed or unparsed; empty if neither."""
     ways = (ast.get_source_segment(script.text, node) or "", _source(node))
     return next((way for way in ways if way in line), "")
 
 
 def _with_keyword(script: PythonFile, call: ast.Call, name: str, instead: str) -> str:
-    """Return the line of a call with a keyword replaced, or left out where that is empty."""
+    """Return the line of a call with a keyword replaced, or removed if instead is empty."""
     line = script.line(call)
     keyword = next(each for each in call.keywords if each.arg == name)
     typed = re.escape(_typed(script, keyword, line))
@@ -68,24 +68,24 @@ def _with_keyword(script: PythonFile, call: ast.Call, name: str, instead: str) -
 
 
 def _of_task(script: PythonFile, name: str, of_slurm: str) -> str:
-    """Return the expression for a number of the task; Slurm's where the script reads Slurm's."""
+    """Return the expression for a task's number, from Slurm's variable if the script uses those."""
     texts = set(script.names_in(script.tree))
-    own = "SLURM_PROCID" in texts and not texts & {"RANK", name}
-    return f'int(os.environ["{of_slurm if own else name}"])'
+    by_slurm = "SLURM_PROCID" in texts and not texts & {"RANK", name}
+    return f'int(os.environ["{of_slurm if by_slurm else name}"])'
 
 
-def _names_behind(script: PythonFile, node: ast.AST) -> set[str]:
-    """Return the names within an expression, and within the values of its variables."""
+def _names_resolved(script: PythonFile, node: ast.AST) -> set[str]:
+    """Return the names in an expression and in the values of its variables."""
     values = [value for each in ast.walk(node) for value in script.values_of(each)]
     return {name for each in (node, *values) for name in script.names_in(each)}
 
 
-def _own_ranks(script: PythonFile) -> bool:
+def _manages_ranks(script: PythonFile) -> bool:
     return script.is_distributed and not script.is_managed
 
 
 def _target(script: PythonFile, node: ast.AST) -> str:
-    """Return the name that an expression is assigned to, or an empty one."""
+    """Return the name that an expression is assigned to, or an empty text."""
     for parent, child in script.above(node):
         if isinstance(parent, ast.Assign) and child is parent.value:
             target = parent.targets[0]
@@ -126,15 +126,15 @@ def sampler_epoch(script: PythonFile) -> Iterator[Found]:
                 yield Found(
                     loop.lineno,
                     direct,
-                    f"nobody calls set_epoch of the sampler in line {call.lineno}: every epoch has "
-                    "the same order.",
+                    f"nothing calls set_epoch on the sampler of line {call.lineno}: every epoch "
+                    "has the same order.",
                     f"{script.line(loop)}\n    {name or 'sampler'}.set_epoch({epoch})",
                 )
                 break
 
 
 def _loaders_with(script: PythonFile, sampler: ast.Call, name: str) -> set[str]:
-    """Return the names of the loaders that a sampler is given to."""
+    """Return the names of the loaders that use a sampler."""
     loaders = set()
     for call in script.calls("DataLoader"):
         given = _keyword(call, "sampler")
@@ -176,13 +176,13 @@ def no_sampler(script: PythonFile) -> Iterator[Found]:
     Source: torch.utils.data.distributed.DistributedSampler's documentation; torch.distributed's
     documentation.
     """
-    if not _own_ranks(script) or not script.calls(*_WRAPPERS):
+    if not _manages_ranks(script) or not script.calls(*_WRAPPERS):
         return
     if script.calls(*_SAMPLERS):
-        return  # who knows it, has left it out on purpose
+        return  # the author knows samplers, so the omission is intended
     names = set(script.names_in(script.tree))
     if any("model_parallel" in name for name in names) or names & _MESHES:
-        return  # ranks that share a model get the same data on purpose
+        return  # ranks that share a model need the same data
     for call in script.calls("DataLoader"):
         if any(_keyword(call, each) is not None for each in ("sampler", "batch_sampler")):
             continue
@@ -199,15 +199,15 @@ def no_sampler(script: PythonFile) -> Iterator[Found]:
         yield Found(
             call.lineno,
             False,
-            "every rank reads the whole dataset in each epoch: no sampler gives each its part.",
+            "every rank reads the whole dataset in each epoch, because no sampler splits it.",
             f"sampler = DistributedSampler({text})\n"
             + _with_keyword(script, call, "shuffle", "sampler=sampler"),
         )
 
 
 def _is_split(script: PythonFile, dataset: ast.AST) -> bool:
-    """Return whether a dataset may give each rank its own part by itself."""
-    names = _names_behind(script, dataset)
+    """Return whether a dataset may split itself by rank."""
+    names = _names_resolved(script, dataset)
     for node in script.nodes:
         if isinstance(node, ast.ClassDef) and node.name in names:
             bases = {script.full_name(base).rpartition(".")[2] for base in node.bases}
@@ -221,13 +221,13 @@ def _is_split(script: PythonFile, dataset: ast.AST) -> bool:
 def download_per_rank(script: PythonFile) -> Iterator[Found]:
     """Every rank downloads the dataset.
 
-    Source: torchvision's documentation, download; seen: ranks that unpack into one folder.
+    Source: torchvision's documentation, download; seen: ranks that unpack into one directory.
     """
-    if not _own_ranks(script):
+    if not _manages_ranks(script):
         return
     downloads = [call for call in script.calls() if _is_true(_keyword(call, "download"))]
     if any(script.reached(call) is False for call in downloads):
-        return  # one rank does it; what comes behind finds the files
+        return  # one rank downloads; later calls find the files
     for call in downloads:
         if script.reached(call) is not True or not _comes_after_start(script, call):
             continue
@@ -237,14 +237,14 @@ def download_per_rank(script: PythonFile) -> Iterator[Found]:
         yield Found(
             call.lineno,
             False,
-            "every rank downloads into one folder at the same time, where the files are not there.",
+            "if the files are missing, all ranks download them into one directory at once.",
             f"if dist.get_rank() == 0:\n    {text}\ndist.barrier()\n{line}",
         )
         return
 
 
 def _comes_after_start(script: PythonFile, call: ast.Call) -> bool:
-    """Return whether a call is in a process that is a rank; not where mp.spawn starts them."""
+    """Return whether a call runs in the ranks, not in the process that spawns them."""
     if not script.spawns:
         return True
     function = script.function(call)
@@ -258,12 +258,12 @@ def _comes_after_start(script: PythonFile, call: ast.Call) -> bool:
 
 @rule
 def save_per_rank(script: PythonFile) -> Iterator[Found]:
-    """Every rank, or one of each node, saves to one file.
+    """Every rank, or one rank per node, saves to the same file.
 
     Source: the tutorial Getting Started with Distributed Data Parallel, Save and Load
     Checkpoints: saving in one process.
     """
-    if not _own_ranks(script):
+    if not _manages_ranks(script):
         return
     for call in script.calls("save"):
         if script.full_name(call.func) != "torch.save":
@@ -279,13 +279,13 @@ def save_per_rank(script: PythonFile) -> Iterator[Found]:
             sure = sure and not script.spawn_flags
             who = "every rank"
         elif not _is_on_one_node(script) and (line := script.node_guard(call)):
-            who = f"of each node the rank that line {line} lets through"
+            who = f"one rank per node (guarded at line {line})"
         else:
             continue
         yield Found(
             call.lineno,
             sure,
-            f"{who} writes {_source(path)} at the same time: if it is whole is luck.",
+            f"{who} writes {_source(path)} at the same time, which can corrupt the file.",
             f"if dist.get_rank() == 0:\n    {script.line(call)}",
         )
 
@@ -298,7 +298,7 @@ def _is_on_one_node(script: PythonFile) -> bool:
 
 def _is_buffer(script: PythonFile, path: ast.AST) -> bool:
     buffers = {"BytesIO", "io", "buffer", "NamedTemporaryFile", "tempfile", "mkstemp"}
-    return bool(_names_behind(script, path) & buffers)
+    return bool(_names_resolved(script, path) & buffers)
 
 
 @rule
@@ -309,7 +309,7 @@ def load_map_location(script: PythonFile) -> Iterator[Found]:
     Checkpoints: map_location.
     """
     names = set(script.names_in(script.tree))
-    if not _own_ranks(script) or not names & {"cuda", "nccl", "gpu_id"}:
+    if not _manages_ranks(script) or not names & {"cuda", "nccl", "gpu_id"}:
         return
     for call in script.calls("load"):
         if script.full_name(call.func) != "torch.load" or _keyword(call, "map_location"):
@@ -324,13 +324,13 @@ def load_map_location(script: PythonFile) -> Iterator[Found]:
         yield Found(
             call.lineno,
             False,
-            "tensors go back to the GPU from which rank 0 saved them: every rank fills GPU 0.",
+            "tensors return to the GPU that rank 0 saved them from, so every rank fills GPU 0.",
             line.replace(typed, fixed) if typed in line else fixed,
         )
 
 
 def _is_state(script: PythonFile, call: ast.Call) -> bool:
-    """Return whether what is loaded is a state of the training, not a dataset."""
+    """Return whether a call loads training state, not a dataset."""
     for parent, _ in script.above(call):
         if isinstance(parent, ast.Call) and "load_state" in script.last_name(parent):
             return True
@@ -344,12 +344,12 @@ def _is_state(script: PythonFile, call: ast.Call) -> bool:
     return False
 
 
-# Ranks together
+# Collectives
 
 
 @rule
 def collective_in_branch(script: PythonFile) -> Iterator[Found]:
-    """A collective in the branch of one rank: the others never join it.
+    """A collective that only some ranks reach: the others never join it.
 
     Source: torch.distributed's documentation, collective functions: called by every process of
     the group.
@@ -357,30 +357,42 @@ def collective_in_branch(script: PythonFile) -> Iterator[Found]:
     collectives = list(_collectives(script))
     for call in collectives:
         guard = script.guard(call)
-        if guard is None or _is_met(script, call, guard, collectives):
+        if guard is None or _is_matched(script, call, guard, collectives):
             continue
         function = script.function(call)
-        who, where = _who_comes(script, call, guard)
+        reached, fix = _reach(script, call, guard)
         yield Found(
             call.lineno,
-            function is None or script.function(function) is None,  # one within may be called alone
-            f"{script.last_name(call)} waits for every rank, and {who}.",
-            f"{script.line(call)}  # {where}",
+            function is None or script.function(function) is None,  # a closure may be guarded
+            f"{script.last_name(call)} waits for every rank, but {reached}.",
+            f"{script.line(call)}  # {fix}",
         )
     yield from _collectives_of_functions(script, collectives)
 
 
-def _who_comes(script: PythonFile, node: ast.AST, guard: tuple[ast.If, bool]) -> tuple[str, str]:
-    """Return which ranks come to a node, and where it belongs for all to come."""
-    at = guard[0].lineno
-    who = "one rank alone comes here" if guard[1] else "some ranks alone come here"
-    if guard[0] in [parent for parent, _ in script.above(node)]:
-        return f"{who} (line {at})", f"outside of the condition in line {at}"
-    return f"{who}: the others have left in line {at}", f"above the condition in line {at}"
+def _reach(script: PythonFile, node: ast.AST, guard: tuple[ast.If, bool]) -> tuple[str, str]:
+    """Return which ranks reach a guarded node, and how all of them can."""
+    condition, is_one = guard
+    at = condition.lineno
+    one = f"only {_one_rank(script, condition.test)} reaches this call"
+    if condition in [parent for parent, _ in script.above(node)]:
+        some = one if is_one else "only some ranks reach this call"
+        return f"{some} (guarded at line {at})", f"move it out of the condition at line {at}"
+    early = f"exit early at line {at}"
+    some = f"{one}: the others {early}" if is_one else f"some ranks {early} and never reach it"
+    return some, f"move it above line {at}, or make every rank exit early there"
+
+
+def _one_rank(script: PythonFile, test: ast.expr) -> str:
+    """Return the rank that a guard selects: `rank 0`, or `one rank` if its number is unknown."""
+    if isinstance(test, ast.Compare) and script.is_global_rank(test.left):
+        number = str(getattr(test.comparators[0], "value", ""))
+        return f"rank {number}" if re.fullmatch("[0-9]{1,9}", number) else "one rank"
+    return "one rank"
 
 
 def _collectives(script: PythonFile) -> Iterator[ast.Call]:
-    """Yield calls of torch.distributed's collectives on the group of all ranks."""
+    """Yield the calls of torch.distributed's collectives on the default group."""
     for call in script.calls(*_COLLECTIVES):
         name = script.full_name(call.func)
         if not name.startswith(("torch.distributed.", "dist.")):
@@ -391,33 +403,33 @@ def _collectives(script: PythonFile) -> Iterator[ast.Call]:
             yield call
 
 
-def _is_met(
+def _is_matched(
     script: PythonFile, call: ast.Call, guard: tuple[ast.If, bool], collectives: list[ast.Call]
 ) -> bool:
-    """Return whether the other ranks may call the same elsewhere in the script."""
+    """Return whether the other ranks may call the same collective elsewhere in the script."""
     for other in collectives:
         theirs = script.guard(other)
         same = script.last_name(other) == script.last_name(call)
         if other is not call and same and theirs and theirs[1] != guard[1]:
             return True
-    return _leaves_world(script, guard[0].test)
+    return _may_be_one_rank(script, guard[0].test)
 
 
-def _leaves_world(script: PythonFile, test: ast.expr) -> bool:
-    """Return whether a test may be about a world of one rank, or none."""
+def _may_be_one_rank(script: PythonFile, test: ast.expr) -> bool:
+    """Return whether a test may hold only in a world of one rank, or without a process group."""
     names = set(script.names_in(test))
     return bool(names & {"world_size", "get_world_size", "is_initialized", "distributed", "ddp"})
 
 
 def _collectives_of_functions(script: PythonFile, collectives: list[ast.Call]) -> Iterator[Found]:
-    """Find a function with a collective in it that one rank alone calls."""
+    """Find a function that runs a collective and that only some ranks call."""
     inside: dict[str, ast.Call] = {}
     for call in collectives:
         function = script.function(call)
         if function and script.guard(call) is None and not script.is_guarded(call):
             inside.setdefault(function.name, call)
     waiting = list(inside)
-    while waiting:  # a function that calls such a one on every rank is such a one
+    while waiting:  # an unguarded call makes the calling function run the collective, too
         name = waiting.pop()
         for use in script.uses.get(name, []):
             function = script.function(use)
@@ -439,22 +451,22 @@ def _collectives_of_functions(script: PythonFile, collectives: list[ast.Call]) -
             continue
         guard = guards[0]
         assert guard
-        if _leaves_world(script, guard[0].test):
+        if _may_be_one_rank(script, guard[0].test):
             continue
         called = script.last_name(collective)
-        who, where = _who_comes(script, uses[0], guard)
+        reached, fix = _reach(script, uses[0], guard)
         yield Found(
             getattr(uses[0], "lineno", 0),
             False,
-            f"{name} comes to {called} (line {collective.lineno}), which waits for every rank; "
-            f"{who}.",
-            f"{script.line(uses[0])}  # {where}",
+            f"{name} runs {called} (line {collective.lineno}), which waits for every rank, but "
+            f"{reached}.",
+            f"{script.line(uses[0])}  # {fix}",
         )
 
 
 @rule
 def world_size(script: PythonFile) -> Iterator[Found]:
-    """A world size in the script.
+    """A hard-coded world size.
 
     Source: torch.distributed's documentation, init_process_group: the launcher's WORLD_SIZE.
     """
@@ -467,9 +479,9 @@ def world_size(script: PythonFile) -> Iterator[Found]:
         if tasks == size:
             continue
         why = (
-            f"the job starts {tasks} tasks, and the ranks wait for {size}."
+            f"the job starts {tasks} tasks, but the ranks wait for {size}."
             if tasks
-            else f"with any number of tasks but {size} the ranks wait for each other, or fail."
+            else f"with any number of tasks other than {size} the ranks hang or fail."
         )
         fixed = _of_task(script, "WORLD_SIZE", "SLURM_NTASKS")
         in_call = not isinstance(value, ast.Name)
@@ -487,12 +499,12 @@ def world_size(script: PythonFile) -> Iterator[Found]:
         typed = value.value if isinstance(value, ast.Constant) else ""
         text = str(typed) if isinstance(typed, int | str) else ""
         if named and text.isdecimal() and int(text[:9]) > 1:
-            why = "the launcher's WORLD_SIZE is overwritten."
-            yield Found(value.lineno, False, why, f"# no {script.line(value)}")
+            why = "this overwrites the launcher's WORLD_SIZE."
+            yield Found(value.lineno, False, why, f"# remove: {script.line(value)}")
 
 
 def _constant(script: PythonFile, node: ast.AST | None) -> tuple[int | None, int]:
-    """Return the whole number that an expression is, and the line in which it is written."""
+    """Return the integer value of a constant expression, and the line of the constant."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value, node.lineno
     if isinstance(node, ast.Name):
@@ -504,11 +516,11 @@ def _constant(script: PythonFile, node: ast.AST | None) -> tuple[int | None, int
 
 @rule
 def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
-    """A loss or an accuracy of one rank, shown as that of all.
+    """A loss or an accuracy of one rank, reported as the total.
 
     Source: torch.distributed's documentation, all_reduce; the ImageNet example of PyTorch.
     """
-    if not _own_ranks(script) or not script.calls(*_SAMPLERS):
+    if not _manages_ranks(script) or not script.calls(*_SAMPLERS):
         return
     called = {script.last_name(call) for call in script.calls()}
     if called & _REDUCERS or any("reduce" in name or "gather" in name for name in called):
@@ -518,20 +530,20 @@ def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
             continue
         summed = node.target.id if isinstance(node.target, ast.Name) else ""
         names = set(script.names_in(node.value))
-        if not summed or not names & {"item", "sum"} or not _is_over_part(script, node):
+        if not summed or not names & {"item", "sum"} or not _is_over_shard(script, node):
             continue
-        shown = _shown(script, node, summed)
-        if shown:
-            guard = script.guard(shown)
-            at = guard[0] if guard else shown  # the ranks add up ahead of the branch of one
+        report = _report_of(script, node, summed)
+        if report:
+            guard = script.guard(report)
+            at = guard[0] if guard else report  # all ranks must reach the all_reduce
             device = _device(script, node)
             given = f", device={device}" if device else ""
             mean = " / dist.get_world_size()" if _is_divided(script, node, summed) else ""
             yield Found(
                 at.lineno,
                 False,
-                f"{summed} is of this rank's part of the data (line {node.lineno}), not of all; it "
-                f"is shown in line {shown.lineno}.",
+                f"{summed} (line {node.lineno}) covers only this rank's part of the data, but line "
+                f"{report.lineno} reports it as the total.",
                 f"{summed} = torch.as_tensor({summed}{given})\ndist.all_reduce({summed})\n"
                 f"{summed} = {summed}.item(){mean}\n{script.line(at)}",
             )
@@ -539,7 +551,7 @@ def loss_not_reduced(script: PythonFile) -> Iterator[Found]:
 
 
 def _device(script: PythonFile, node: ast.AST) -> str:
-    """Return the device of the tensors near a node, as the script writes it; empty for the CPU."""
+    """Return the source of the device that nearby tensors use; empty for the CPU."""
     for call in script.scope(node):
         if isinstance(call, ast.Call) and script.last_name(call) in ("to", "cuda") and call.args:
             sent = call.args[0]
@@ -550,7 +562,7 @@ def _device(script: PythonFile, node: ast.AST) -> str:
 
 
 def _is_divided(script: PythonFile, node: ast.AST, summed: str) -> bool:
-    """Return whether a sum is divided by a number of this rank, as that of its batches."""
+    """Return whether a sum is divided by a per-rank count, for example its batches."""
     of_all = re.compile(r"data_?set$|_set$|world_size", re.IGNORECASE)
     for each in script.scope(node):
         if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div):
@@ -564,8 +576,8 @@ def _is_divided(script: PythonFile, node: ast.AST, summed: str) -> bool:
     return False
 
 
-def _is_over_part(script: PythonFile, node: ast.AST) -> bool:
-    """Return whether a node stands in a loop over a loader that has a sampler, as far as known."""
+def _is_over_shard(script: PythonFile, node: ast.AST) -> bool:
+    """Return whether a node is in a loop over a loader known to have a sampler."""
     for parent, _ in script.above(node):
         if isinstance(parent, ast.For):
             names = set(script.names_in(parent.iter))
@@ -578,14 +590,14 @@ def _is_over_part(script: PythonFile, node: ast.AST) -> bool:
     return False
 
 
-def _shown(script: PythonFile, node: ast.AST, name: str) -> ast.Call | None:
+def _report_of(script: PythonFile, node: ast.AST, name: str) -> ast.Call | None:
     """Return the call that prints or logs a value."""
     for each in script.scope(node):
         if (
             isinstance(each, ast.Call)
             and script.last_name(each) in ("print", "log", "info", "add_scalar", "write")
             and name in set(script.names_in(each))
-            and not script.mentions_rank(each, 0)  # it says whose figure it is
+            and not script.mentions_rank(each, 0)  # the output names the rank
             and each.lineno > getattr(node, "lineno", 0)
         ):
             return each
@@ -618,15 +630,15 @@ def sync_batchnorm_late(script: PythonFile) -> Iterator[Found]:
                     yield Found(
                         call.lineno,
                         True,
-                        f"DDP has wrapped {name} in line {wrapped.lineno}: the layers that it "
-                        "knows are replaced.",
-                        f"{script.line(call)}  # above line {wrapped.lineno}",
+                        f"DDP already wrapped {name} at line {wrapped.lineno}: this replaces "
+                        "layers that DDP tracks.",
+                        f"{script.line(call)}  # move it above line {wrapped.lineno}",
                     )
 
 
 @rule
 def find_unused(script: PythonFile) -> Iterator[Found]:
-    """`find_unused_parameters` by habit.
+    """`find_unused_parameters` without need.
 
     Source: torch.nn.parallel.DistributedDataParallel's documentation: a traversal in every step.
     """
@@ -635,15 +647,15 @@ def find_unused(script: PythonFile) -> Iterator[Found]:
             yield Found(
                 call.lineno,
                 False,
-                "every step searches the whole graph for parameters without a gradient; only a "
-                "model that leaves some out needs that.",
+                "every step searches the whole graph for unused parameters; only a model that "
+                "leaves some unused needs that.",
                 _with_keyword(script, call, "find_unused_parameters", ""),
             )
 
 
 @rule
 def equal_seeds(script: PythonFile) -> Iterator[Found]:
-    """Seeds that are equal on the ranks where they must differ, or differ where they must be equal.
+    """Seeds that are equal across ranks but must differ, or differ but must be equal.
 
     Source: torch.utils.data.distributed.DistributedSampler's documentation, seed; torch's notes
     on reproducibility.
@@ -651,11 +663,11 @@ def equal_seeds(script: PythonFile) -> Iterator[Found]:
     for call in script.calls(*_SAMPLERS):
         seed = _keyword(call, "seed")
         if seed is not None and script.mentions_rank(seed):
-            why = "the ranks shuffle by other seeds: they share some samples and leave out others."
+            why = "the ranks shuffle with different seeds: they repeat samples and skip others."
             fixed = _with_keyword(script, call, "seed", "seed=0")
             yield Found(call.lineno, True, why, fixed)
     names = set(script.names_in(script.tree))
-    if not _own_ranks(script) or names & _MESHES:
+    if not _manages_ranks(script) or names & _MESHES:
         return
     every = script.calls("manual_seed")
     seeds = [call for call in every if script.full_name(call.func) == "torch.manual_seed"]
@@ -670,20 +682,20 @@ def equal_seeds(script: PythonFile) -> Iterator[Found]:
     yield Found(
         seed.lineno,
         False,
-        f"every rank has this seed, and so draws the same numbers in line {draw.lineno}.",
+        f"every rank uses this seed, so all draw the same random numbers at line {draw.lineno}.",
         line.replace(typed, f"{typed[:-1]} + rank)", 1) if typed else line,
     )
 
 
 def _is_plain(node: ast.AST) -> bool:
-    """Return whether a seed is a number, or an option of that name."""
+    """Return whether a seed is a number or an option named seed."""
     if isinstance(node, ast.Constant):
         return True
     return isinstance(node, ast.Name | ast.Attribute) and "seed" in _source(node).lower()
 
 
 def _drawn_in_training(script: PythonFile) -> ast.Call | None:
-    """Return a random draw in a loop that trains."""
+    """Return a random draw in a training loop."""
     for loop in script.nodes:
         if not isinstance(loop, ast.For | ast.While):
             continue
@@ -693,8 +705,8 @@ def _drawn_in_training(script: PythonFile) -> ast.Call | None:
         for node in inside:
             if not isinstance(node, ast.Call) or script.last_name(node) not in _RANDOM:
                 continue
-            own = _keyword(node, "generator") is not None
-            if script.full_name(node.func).startswith("torch.") and not own:
+            has_generator = _keyword(node, "generator") is not None
+            if script.full_name(node.func).startswith("torch.") and not has_generator:
                 return node
     return None
 
@@ -706,7 +718,7 @@ _TAKE_DEVICES = ("set_device", "set_device_index", "device", "to", "cuda", *_WRA
 
 @rule
 def global_rank_device(script: PythonFile) -> Iterator[Found]:
-    """The rank among all ranks as the number of a GPU, in a job of several nodes.
+    """The global rank as the number of a GPU, in a job of several nodes.
 
     Source: torch.distributed's documentation, launch utility: --local-rank; the tutorial Getting
     Started with Distributed Data Parallel: rank % torch.cuda.device_count().
@@ -717,7 +729,7 @@ def global_rank_device(script: PythonFile) -> Iterator[Found]:
     sure = all(each.tasks and each.gpus and each.tasks > each.gpus for each in steps)
     for call in script.calls(*_TAKE_DEVICES):
         last, full = script.last_name(call), script.full_name(call.func)
-        of_torch = full.startswith("torch.") or last in ("to", "cuda")  # of a module, a tensor
+        of_torch = full.startswith("torch.") or last in ("to", "cuda")  # module or tensor methods
         if last == "DistributedDataParallel":
             given = _keyword(call, "device_ids")
             numbers = list(given.elts) if isinstance(given, ast.List) else []
@@ -734,14 +746,14 @@ def global_rank_device(script: PythonFile) -> Iterator[Found]:
             yield Found(
                 call.lineno,
                 sure,
-                f"{_source(number)} is the rank among all ranks: from the second of the "
-                f"{steps[0].nodes} nodes on there is no such GPU.",
+                f"{_source(number)} is the global rank: after the first of the {steps[0].nodes} "
+                "nodes, no GPU has that number.",
                 re.sub(whole, local, script.line(call)) if typed else local,
             )
 
 
 def _numbers_of_devices(call: ast.Call) -> list[ast.expr]:
-    """Return what stands for the number of a GPU in `set_device(…)` or `torch.device(…)`."""
+    """Return the expressions for the GPU number in `set_device(…)` or `torch.device(…)`."""
     found: list[ast.expr] = []
     for argument in call.args:
         parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
@@ -751,7 +763,7 @@ def _numbers_of_devices(call: ast.Call) -> list[ast.expr]:
 
 @rule
 def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
-    """nccl in a job that asks for no GPUs.
+    """nccl in a job that requests no GPUs.
 
     Source: torch.distributed's documentation, backends; seen: ProcessGroupNCCL is only supported
     with GPUs.
@@ -775,7 +787,7 @@ def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
             yield Found(
                 at.lineno,
                 False,
-                "the job asks for no GPUs, and nccl does not start without.",
+                "the job requests no GPUs, and nccl does not start without one.",
                 line.replace(text, either, 1) if text else either,
             )
 
@@ -787,8 +799,8 @@ def nccl_without_gpus(script: PythonFile) -> Iterator[Found]:
 def trainer_of_one(script: PythonFile) -> Iterator[Found]:
     """Lightning's Trainer without devices and num_nodes, in several tasks.
 
-    Source: Lightning's documentation, Run on an on-prem cluster; on CPUs seen: each trains by
-    itself.
+    Source: Lightning's documentation, Run on an on-prem cluster; seen on CPUs: each task trains
+    independently.
     """
     if script.steps and all(
         step.tasks == 1 or (step.nodes == 1 and step.gpus and step.gpus == step.tasks)
@@ -810,8 +822,8 @@ def trainer_of_one(script: PythonFile) -> Iterator[Found]:
         yield Found(
             call.lineno,
             False,
-            "it takes one node, and the devices that it sees there: on CPUs, or with one GPU for "
-            "each task, each task trains by itself.",
+            "without devices and num_nodes it uses one node and the devices visible there: on "
+            "CPUs, or with one GPU per task, each task trains independently.",
             f"{before}{name}{known}{'' if after.startswith(')') else ', '}{after}",
         )
 
@@ -821,7 +833,7 @@ def trainer_of_one(script: PythonFile) -> Iterator[Found]:
 
 @rule
 def address_in_script(script: PythonFile) -> Iterator[Found]:
-    """MASTER_ADDR set by the script to the machine that it runs on.
+    """MASTER_ADDR set by the script to its own machine.
 
     Source: torch.distributed's documentation, environment variable initialization.
     """
@@ -834,14 +846,14 @@ def address_in_script(script: PythonFile) -> Iterator[Found]:
         if isinstance(target, ast.Subscript) and "MASTER_ADDR" in set(script.names_in(target))
     ]
     if len(values) != 1 or script.is_guarded(values[0]):
-        return  # one of them is another's
+        return  # another one may be for other nodes
     for value in values:
         names = set(script.names_in(value))
         asked = [each.test for each, _ in script.above(value) if isinstance(each, ast.If)]
         if any("MASTER_ADDR" in set(script.names_in(each)) for each in (value, *asked)):
-            continue  # it keeps what the launcher has set
+            continue  # it keeps the launcher's value
         local = names & {"localhost", "127.0.0.1", "gethostname", "getfqdn"}
         if local and isinstance(value, ast.Constant | ast.Call):
-            why = "on several nodes each is its own: the launcher's MASTER_ADDR is overwritten."
+            why = "this overwrites the launcher's MASTER_ADDR: each node would connect to itself."
             fixed = f'os.environ.setdefault("MASTER_ADDR", {_source(value)})'
             yield Found(value.lineno, False, why, fixed)

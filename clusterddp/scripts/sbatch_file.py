@@ -1,9 +1,8 @@
-"""Reads an sbatch file: its directives as sbatch reads them, its commands, steps and statements.
+"""Reads an sbatch file: directives, commands, steps and statements.
 
-sbatch reads `#SBATCH` lines up to the first line that is neither empty nor a comment, whatever bash
-makes of that line, and in a quoting of its own (src/sbatch/opt.c). The rest is bash's:
-`clusterddp.scripts.shell`. A step is a command that srun starts, a statement
-the lines that stand together.
+sbatch reads `#SBATCH` lines up to the first line that is neither empty nor a comment, with its own
+quoting rules (src/sbatch/opt.c). Everything else follows bash: `clusterddp.scripts.shell`. A step
+is a command started by srun; a statement is a group of lines that belong together.
 """
 
 import bisect
@@ -29,7 +28,7 @@ _SHORT = {
     **{"W": "wait", "w": "nodelist", "X": "disable-status", "x": "exclude", "Z": "no-allocate"},
 }
 _SHORT_FLAGS = {"sbatch": "HhkOQsvVW", "srun": "EHhIkKlOQsuvVXZ"}
-"""Short options that take no value, or one that is written right behind them."""
+"""Short options without a value, or with an optional one attached to the letter."""
 _NAMES_WITHOUT_VALUE = (
     "bcast compress consolidate-segments contiguous disable-status exact exclusive external "
     "external-launcher get-user-env help hold ignore-pbs immediate interactive "
@@ -55,7 +54,7 @@ _NAMES_WITH_VALUE = (
     "treewidth tres-bind tres-per-task uid wait-all-nodes wckey workdir wrap"
 )
 _FLAGS = frozenset(_NAMES_WITHOUT_VALUE.split())
-"""Long options that take no value, or one behind `=` alone (src/common/slurm_opt.c of 26.05)."""
+"""Long options without a value, or with an optional one after `=` (slurm_opt.c of 26.05)."""
 _VALUED = frozenset(_NAMES_WITH_VALUE.split())
 _OPTIONS = sorted({*_FLAGS, *_VALUED, "wait"})
 _ALIASES = {
@@ -66,12 +65,12 @@ _ALIASES = {
 }
 _OWN_WORD = re.compile(r"(?:het|pack)job\b")
 _REFERENCE = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
-_GOES_ON = re.compile(r"(?:^|[\s;])(?:then|do|else|in)$|(?:&&|\|\|?|;|&|\{|\()$")
-"""End of a line behind which no semicolon may stand."""
+_CONTINUES = re.compile(r"(?:^|[\s;])(?:then|do|else|in)$|(?:&&|\|\|?|;|&|\{|\()$")
+"""End of a line that must not be followed by a semicolon."""
 _TANGLED = re.compile(r"\s#|;;")
-"""Comment behind a command, or the end of a pattern: a line that takes in the next one breaks."""
-SAYS = frozenset({"echo", "printf", "date", ":", "true"})
-"""Programs that do nothing but print."""
+"""Trailing comment or end of a case pattern: joining the next line would break these."""
+PRINTS = frozenset({"echo", "printf", "date", ":", "true"})
+"""Programs that only print."""
 _COMMENT = re.compile(r"\s#")
 _CONTINUED = re.compile(r"\\\n[ \t]*")
 
@@ -81,11 +80,11 @@ class Option:
     """An option of sbatch or srun."""
 
     name: str
-    """Its long name, without dashes."""
+    """Long name, without dashes."""
     value: str | None
     line: int
     source: str
-    """The typed text: `-N 2`, `--nodes=2`."""
+    """Text as typed: `-N 2`, `--nodes=2`."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +92,24 @@ class Directive(Option):
     """An option on a `#SBATCH` line."""
 
     is_read: bool = True
-    """False below the first command, where sbatch has stopped to read."""
+    """False after the first command, where sbatch no longer reads directives."""
     text: str = ""
-    """The whole line."""
+    """Whole line."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command that srun starts on the tasks."""
+    """A command that srun starts in the tasks."""
 
     command: Command
     options: tuple[Option, ...]
     program: tuple[Word, ...]
     """Words of the command that each task runs."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that stand before srun."""
+    """Variables set on the command line before srun."""
 
     def value(self, *names: str) -> str | None:
-        """Return the value of the last option of these names, or None."""
+        """Return the value of the last option with one of these names, or None."""
         for option in reversed(self.options):
             if option.name in names:
                 return option.value or ""
@@ -123,14 +122,14 @@ class Step:
 
 @dataclass
 class SbatchFile:
-    """An sbatch file that was read."""
+    """A parsed sbatch file."""
 
     name: str
     text: str
     directives: list[Directive] = field(default_factory=list)
     script: Script = field(default_factory=Script)
     dos_lines: tuple[int, ...] = ()
-    """Lines that end as those of DOS do, by CR and LF."""
+    """Numbers of the lines that end in CR LF."""
 
     @cached_property
     def lines(self) -> list[str]:
@@ -138,18 +137,18 @@ class SbatchFile:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Return the steps in their order, those of functions and conditions included."""
+        """Return the steps in order, including those in functions and conditions."""
         return list(steps(self.script.commands))
 
     def directive(self, *names: str) -> Directive | None:
-        """Return the directive in force: the last of these names that sbatch reads."""
+        """Return the directive in force: the last one read by sbatch with one of these names."""
         for directive in reversed(self.directives):
             if directive.name in names and directive.is_read:
                 return directive
         return None
 
     def value(self, *names: str) -> str | None:
-        """Return the value of the directive in force; empty for a bare flag, None without one."""
+        """Return the value of the directive in force: empty for a flag, None if there is none."""
         directive = self.directive(*names)
         return None if directive is None else directive.value or ""
 
@@ -164,7 +163,7 @@ def read(text: str, name: str = "") -> SbatchFile:
 
 
 def is_sbatch(text: str) -> bool:
-    """Return whether a text is a shell script: it has directives, or a shell's first line."""
+    """Return whether a text is a shell script: it has directives or a shell's shebang."""
     first = text.split("\n", 1)[0]
     shebang = first.startswith("#!") and re.search(r"\b(?:ba|da|k|z)?sh\b", first)
     return bool(shebang or re.search(r"^#SBATCH\b", text, re.MULTILINE))
@@ -177,17 +176,17 @@ def _directives(text: str, script: Script) -> Iterator[Directive]:
             is_read = is_read and not (line.strip() and not line.lstrip().startswith("#"))
             continue
         if not is_read and number not in script.comments:
-            continue  # text in quotes, or of a script that this one writes
+            continue  # quoted text or a here-document
         words = list(arguments(line[len("#SBATCH") :]))
         if words and _OWN_WORD.match(words[0]):
-            return  # what follows is of the next component
+            return  # the next lines belong to the next component
         for option in options(words, "sbatch", number)[0]:
             name, value, source = option.name, option.value, option.source
             yield Directive(name, value, number, source, is_read, line.rstrip())
 
 
 def arguments(text: str) -> Iterator[str]:
-    """Split a directive line as sbatch does: quotes in pairs, backslashes out, `#` ends it."""
+    """Split a directive line like sbatch: quotes pair, backslashes escape, `#` ends the line."""
     word, is_word, quote, at = "", False, "", 0
     while at < len(text):
         character = text[at]
@@ -214,7 +213,7 @@ def arguments(text: str) -> Iterator[str]:
 
 
 def options(words: Sequence[str], program: str, line: int) -> tuple[tuple[Option, ...], int]:
-    """Read the options of sbatch or srun; returns them and the index of the first other word."""
+    """Parse the options of sbatch or srun; return them and the index of the first other word."""
     found: list[Option] = []
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
@@ -253,7 +252,7 @@ def options(words: Sequence[str], program: str, line: int) -> tuple[tuple[Option
 
 
 def _long_name(typed: str) -> str:
-    """Return the whole name of an option, which getopt_long lets a person abbreviate."""
+    """Return the full name of an option; getopt_long accepts abbreviations."""
     typed = _ALIASES.get(typed, typed)
     known = _FLAGS | _VALUED | {"wait"}
     if typed in known:
@@ -263,49 +262,49 @@ def _long_name(typed: str) -> str:
 
 
 def has_option(name: str) -> bool:
-    """Return whether sbatch itself has a long option of this name, or one that begins with it."""
+    """Return whether sbatch has a long option that begins with this name."""
     return any(each.startswith(name) for each in _OPTIONS)
 
 
 def nearest_name(name: str) -> str:
-    """Return sbatch's option whose name is nearest to one that it does not have, if any."""
+    """Return the sbatch option closest to an unknown name; empty if none is close."""
     if has_option(name):
         return ""
     return "".join(difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
 
 
 def steps(commands: Sequence[Command]) -> Iterator[Step]:
-    """Yield the steps among commands: what srun starts, also behind time, exec, timeout …"""
+    """Yield the steps among commands; srun may follow time, exec, timeout …"""
     for command in commands:
         texts = command.texts
         at = nested_launcher.program_index(texts)
         if at >= len(texts) or PurePath(texts[at]).name != "srun":
             continue
-        behind = command.words[at + 1 :]
-        read_options, begin = options([word.text for word in behind], "srun", command.line)
-        lines = {word.text: word.line for word in behind}
+        words = command.words[at + 1 :]
+        read_options, begin = options([word.text for word in words], "srun", command.line)
+        lines = {word.text: word.line for word in words}
         placed = tuple(
             replace(option, line=lines.get(option.source.split(" ")[0], option.line))
             for option in read_options
         )
         environment = tuple((each.name, each.text) for each in command.assignments)
-        yield Step(command, placed, behind[begin:], environment)
+        yield Step(command, placed, words[begin:], environment)
 
 
 @dataclass(frozen=True, eq=False)
 class Statement:
-    """Lines of a script that stand together: one command, a list of them, an `if` up to its end."""
+    """Lines of a script that belong together: a command, a list, an `if` up to its `fi`."""
 
     first: int
     last: int
     commands: tuple[Command, ...]
     source: str
-    """Source text, without a comment behind it."""
+    """Source text, without a trailing comment."""
     is_compound: bool = False
 
     @property
     def line(self) -> str | None:
-        """Return it as one line of shell; None where that cannot be done."""
+        """Return it as one line of shell, or None if that is impossible."""
         text = _CONTINUED.sub(" ", self.source).strip()
         if "\n" not in text:
             return text
@@ -324,24 +323,24 @@ class Statement:
 
     @property
     def is_array(self) -> bool:
-        """Return whether it only sets an array, between whose elements a line may end."""
+        """Return whether it only sets an array, whose elements may be on several lines."""
         of_array = [each for command in self.commands for each in command.assignments]
         return len(of_array) == 1 and of_array[0].source.startswith("(") and bool(self.assigned)
 
     @property
     def names(self) -> set[str]:
-        """Return the variables that it reads, as far as its text shows."""
+        """Return the variables that its text refers to or exports."""
         exports = [each for each in self.commands if each.texts[:1] == ("export",)]
         return {*references(self.source), *(name for each in exports for name in each.texts[1:])}
 
     @property
     def names_set(self) -> set[str]:
-        """Return the variables that it sets, whatever else it does."""
+        """Return all variables that it sets."""
         return {each.name for command in self.commands for each in command.assignments}
 
     @property
     def assigned(self) -> set[str]:
-        """Return the variables that it sets, where it does nothing else; empty otherwise."""
+        """Return the variables that it sets if it does nothing else; empty otherwise."""
         names: set[str] = set()
         for command in self.commands:
             words = command.texts
@@ -349,7 +348,7 @@ class Statement:
                 names.add(words[-1])
             elif words and words[0] in ("[", "[[", "test", "declare", "local", "readonly"):
                 names |= {each.name for each in command.assignments}
-            elif words and words[0] in SAYS and not command.redirects:
+            elif words and words[0] in PRINTS and not command.redirects:
                 continue
             elif words or not command.assignments:
                 return set()
@@ -359,12 +358,12 @@ class Statement:
 
 
 def references(text: str) -> list[str]:
-    """Return the names of the variables that a text reads."""
+    """Return the names of the variables that a text refers to."""
     return _REFERENCE.findall(text)
 
 
 def statements(file: SbatchFile) -> Iterator[Statement]:
-    """Yield the statements of a file in their order."""
+    """Yield the statements of a file in order."""
     spans = sorted(_spans(file))
     merged: list[tuple[int, int, bool]] = []
     for first, last, compound in spans:
@@ -391,7 +390,7 @@ def statements(file: SbatchFile) -> Iterator[Statement]:
 
 
 def _spans(file: SbatchFile) -> Iterator[tuple[int, int, bool]]:
-    """Yield first and last line of each command, and of the lines of keywords alone."""
+    """Yield first and last line of each command, and each line with only keywords."""
     covered: set[int] = set()
     for command in file.script.commands:
         last = command.last_line
@@ -407,44 +406,44 @@ def _spans(file: SbatchFile) -> Iterator[tuple[int, int, bool]]:
 
 
 def one_line(text: str) -> str | None:
-    """Return plain commands as one line of shell; None where that cannot be done."""
+    """Return plain commands as one line of shell, or None if that is impossible."""
     lines = _separate(_CONTINUED.sub(" ", text))
     tangled = any("<<" in line or line.count("(") != line.count(")") for line in lines)
     return None if tangled or not lines else joined(lines)
 
 
 def joined(lines: Sequence[str]) -> str:
-    """Join lines of shell to one."""
+    """Join lines of shell into one."""
     line = lines[0]
     for each in lines[1:]:
-        line += f" {each}" if _GOES_ON.search(line) else f"; {each}"
+        line += f" {each}" if _CONTINUES.search(line) else f"; {each}"
     return line
 
 
 def _separate(text: str) -> list[str]:
-    """Return the lines of a text without comments; none where one goes on in the next."""
+    """Return the lines of a text without comments; none if they cannot be joined."""
     lines = [line.strip() for line in text.split("\n")]
     lines = [line for line in lines if line and not line.startswith("#")]
     return [] if any(_TANGLED.search(line) or _is_open(line) for line in lines) else lines
 
 
 def _is_open(line: str) -> bool:
-    """Return whether a quoted text goes on in the next line, as far as counting tells."""
+    """Return whether a line has an unbalanced quote, so that the text continues."""
     return any(line.count(quote) % 2 for quote in "\"'`")
 
 
 def _without_comment(line: str) -> str:
-    """Return a line without the comment behind it, where that is no part of a quoted word."""
-    behind = _COMMENT.search(line, max(line.rfind("'"), line.rfind('"')) + 1)
-    return line[: behind.start()].rstrip() if behind else line
+    """Return a line without its trailing comment; a `#` in quotes is kept."""
+    comment = _COMMENT.search(line, max(line.rfind("'"), line.rfind('"')) + 1)
+    return line[: comment.start()].rstrip() if comment else line
 
 
 def needed(
     wanted: Iterable[Statement], names: Iterable[str], known: Sequence[Statement]
 ) -> set[int]:
-    """Return the first lines of the statements among `known` that only set what others read.
+    """Return the first lines of the statements in `known` that only set variables others read.
 
-    wanted: the statements that run in any case. names: further variables that are read.
+    wanted: statements that always run. names: further variables that are read.
     """
     read = set(names).union(*(statement.names for statement in wanted))
     lines: set[int] = set()

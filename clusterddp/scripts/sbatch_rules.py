@@ -1,8 +1,7 @@
-"""The mistakes of sbatch files.
+"""Rules that find mistakes of sbatch files.
 
-A rule says "will" only where the file alone proves it, for every Slurm and every site; a script
-whose counts come from the command line proves little. What was seen was seen on Slurm 22.05
-and 24.11.
+A rule says "will" only if the file proves it for every Slurm and every site; a script whose counts
+come from the command line proves little. "Seen" means observed on Slurm 22.05 and 24.11.
 """
 
 import re
@@ -25,7 +24,7 @@ _OF_A_TASK = {
     "SLURM_LOCALID": "0, the batch script's own",
     "SLURM_NODEID": "0, the first node's",
 }
-"""Variables that differ in each task; in the batch script they are set, too."""
+"""Variables that differ in each task but are set in the batch script, too."""
 _RANKS = {
     "RANK": "SLURM_PROCID",
     "GLOBAL_RANK": "SLURM_PROCID",
@@ -42,27 +41,27 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _OWN_NAME = frozenset({"HOSTNAME", "SLURMD_NODENAME", "HOST"})
 _NODELISTS = frozenset({"SLURM_JOB_NODELIST", "SLURM_NODELIST"})
 _WAITED_FOR = "& step=$!; while kill -0 $step 2>/dev/null; do wait $step; done"
-"""End of a line by which bash runs its traps while a step runs; a trap ends a single wait."""
+"""Suffix that lets bash run traps while a step runs; a trap ends a single wait."""
 _NUMBERS = {"0": "EXIT", "1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15": "TERM"}
 _QUICK = frozenset({"echo", "printf", "date", "exit", ":", "true"})
 _QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.", re.DOTALL)
 _AGENT = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
 _OF_ONE_AGENT = re.compile(r"PET_NNODES|SLURM_(?:PROCID|NODEID)")
-"""Words of a script whose agents know of each other, or are each given a part of its own."""
+"""Words of a script whose agents find each other, or get separate parts of the work."""
 _OF_TASKS = re.compile("|".join(_OF_A_TASK))
 _TELL_TASKS = _OF_A_TASK.keys() | {"NODE_RANK", "node_rank", "machine_rank"}
-"""Names in a script whose tasks may each start a part of the ranks."""
+"""Names in a script whose tasks may each start some of the ranks."""
 _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 
 
-# How the ranks are started
+# Starting the ranks
 
 
 @rule
 def launcher_per_rank(job: JobScript) -> Iterator[Found]:
-    """torchrun or accelerate in as many tasks a node as there are GPUs.
+    """torchrun or accelerate in as many tasks per node as there are GPUs.
 
-    Source: torchrun's documentation, and torch/distributed/run.py: one agent a node.
+    Source: torchrun's documentation, and torch/distributed/run.py: one agent per node.
     """
     for run, step in job.in_tasks:
         tasks = job.step_tasks_per_node(step)
@@ -73,15 +72,15 @@ def launcher_per_rank(job: JobScript) -> Iterator[Found]:
         agents, total = job.number(run.options.get("nnodes")), job.step_tasks(step)
         own_gpus = (step.value("gpus-per-task") or job.file.value("gpus-per-task")) is not None
         if own_gpus or (ranks == 1 and agents and agents == total):
-            continue  # each task is a node of its own, with GPUs of its own
+            continue  # each task counts as a node with its own GPUs
         same = tasks in (job.gpus_per_node, ranks) or each in ("gpu", "auto")
         how_many = f"{ranks}" if ranks else "its"
         yield Found(
             run.line,
             same and ranks != 1,
-            f"each of the {tasks} tasks of a node starts {run.starts}, which itself starts "
-            f"{how_many} ranks on the node: the ranks of several agents share each GPU.",
-            _one_task_a_node(job, step),
+            f"each of the {tasks} tasks per node starts {run.starts}, which starts {how_many} "
+            "ranks there itself: several ranks share each GPU.",
+            _one_task_per_node(job, step),
         )
 
 
@@ -89,8 +88,7 @@ def launcher_per_rank(job: JobScript) -> Iterator[Found]:
 def agents_apart(job: JobScript) -> Iterator[Found]:
     """torchrun on several nodes without --nnodes.
 
-    Source: torchrun's documentation, and torch/distributed/run.py: --nnodes is 1 where it is not
-    given.
+    Source: torchrun's documentation, and torch/distributed/run.py: --nnodes defaults to 1.
     """
     for run, step in job.in_tasks:
         if run.starts != "torchrun" or not run.launcher or run.launcher.command != run.texts:
@@ -107,8 +105,8 @@ def agents_apart(job: JobScript) -> Iterator[Found]:
         yield Found(
             run.line,
             False,
-            f"each of the {tasks} nodes starts torchrun without --nnodes, which is 1 then: each "
-            "trains the whole by itself.",
+            f"each of the {tasks} nodes starts torchrun with the default --nnodes 1, so each runs "
+            "a separate training.",
             line[: typed.end()] + options + line[typed.end() :],
         )
 
@@ -124,22 +122,21 @@ def spawn_per_task(job: JobScript) -> Iterator[Found]:
         tasks, nodes = job.step_tasks(step), job.step_nodes(step)
         if not script or not named or run.starts or not tasks or tasks <= (nodes or 1):
             continue
-        its_own = _TELL_TASKS & set(script.names_in(script.tree))
-        if its_own or _OF_TASKS.search(step.command.source):
+        by_task = _TELL_TASKS & set(script.names_in(script.tree))
+        if by_task or _OF_TASKS.search(step.command.source):
             continue
         if line := script.always_spawns:
             yield Found(
                 run.line,
                 False,
-                f"each of the {tasks} tasks starts {PurePath(script.name).name}, which itself "
-                f"starts the ranks (line {line}): several worlds share the GPUs of a node, and "
-                "only one of them gets a fixed port.",
-                _one_task_a_node(job, step),
+                f"each of the {tasks} tasks starts {PurePath(script.name).name}, which spawns all "
+                f"ranks itself (line {line}): the tasks compete for the node's GPUs and port.",
+                _one_task_per_node(job, step),
             )
 
 
-def _one_task_a_node(job: JobScript, step: Step) -> str:
-    """Return a step's line with one task a node; without --ntasks srun would keep the job's."""
+def _one_task_per_node(job: JobScript, step: Step) -> str:
+    """Return a step's line with one task per node; without --ntasks srun keeps the job's count."""
     nodes = job.step_nodes(step) or '"$SLURM_JOB_NUM_NODES"'
     source = on_one_line(step.command.source)
     source = re.sub(r"\s(?:--ntasks(?:-per-node)?[= ]|-n *)\S+", "", source)
@@ -148,7 +145,7 @@ def _one_task_a_node(job: JobScript, step: Step) -> str:
 
 
 def _in_line(job: JobScript, command: Command, instead: str) -> str:
-    """Return the line of a command with another in its place; what stands around it stays."""
+    """Return the line of a command with the command replaced and the rest unchanged."""
     line, source = job.line(command.line), on_one_line(command.source)
     if source in line:
         return line.replace(source, instead, 1)
@@ -157,7 +154,7 @@ def _in_line(job: JobScript, command: Command, instead: str) -> str:
 
 @rule
 def srun_missing(job: JobScript) -> Iterator[Found]:
-    """A launcher, or the training, without srun on a job of several nodes or tasks.
+    """A launcher or the training without srun, in a job of several nodes or tasks.
 
     Source: sbatch(1): the batch script runs once, on the first node.
     """
@@ -171,18 +168,18 @@ def srun_missing(job: JobScript) -> Iterator[Found]:
         if run.starts in START_PYTHON and job.spans_nodes and not in_loop(run.command):
             waits = bool(nodes and nodes > 1)
             sure = waits and "deepspeed" not in " ".join(run.texts)
-            end = "and waits there for the others" if waits else "and the other nodes stay idle"
-            why = f"{run.starts} starts on the first of {job.nodes} nodes only, {end}."
+            end = "and waits there for the others" if waits else "so the others stay idle"
+            why = f"{run.starts} starts only on the first of {job.nodes} nodes, {end}."
             yield Found(run.line, sure, why, _srun(run, line, job))
             continue
-        alone = not run.starts and not job.file.steps and not run.command.inside
-        if alone and (job.ntasks or 0) > 1 and job.asks_for_gpus:
-            why = f"the job has {job.ntasks} tasks, and without srun the script starts one."
+        is_plain = not run.starts and not job.file.steps and not run.command.inside
+        if is_plain and (job.ntasks or 0) > 1 and job.asks_for_gpus:
+            why = f"the job has {job.ntasks} tasks, but without srun only one process starts."
             yield Found(run.line, False, why, _srun(run, line, job))
 
 
 def _is_elsewhere(run: Run) -> bool:
-    """Return whether the words name what starts processes on other nodes by itself."""
+    """Return whether the command starts processes on other nodes without srun."""
     return bool({"mpirun", "mpiexec", "ssh", "pdsh", "clush"}.intersection(run.texts))
 
 
@@ -194,7 +191,7 @@ def _srun(run: Run, line: str, job: JobScript) -> str:
 
 @rule
 def no_rank_variables(job: JobScript) -> Iterator[Found]:
-    """Python under srun that meets by env://, where nobody sets RANK, WORLD_SIZE, MASTER_ADDR.
+    """Python under srun that uses env:// without RANK, WORLD_SIZE or MASTER_ADDR.
 
     Source: torch.distributed's documentation, environment variable initialization; seen: srun
     sets none of them.
@@ -208,21 +205,21 @@ def no_rank_variables(job: JobScript) -> Iterator[Found]:
         assert step
         if step.value("task-prolog") is not None or (run.in_own_shell and _sets_up(run.script)):
             continue
-        line, needed = script.meeting
+        line, needed = script.rendezvous
         missing = sorted(needed - names)
         if not missing:
             continue
         yield Found(
             step.command.line,
             "RANK" in missing and script.is_whole and not _sources(job),
-            f"neither srun nor this script sets {', '.join(missing)}, which init_process_group in "
-            f"line {line} of {PurePath(script.name).name} reads.",
+            f"neither srun nor this script sets {', '.join(missing)}, which init_process_group "
+            f"({PurePath(script.name).name}, line {line}) needs.",
             _with_variables(job, run, missing),
         )
 
 
 def _with_variables(job: JobScript, run: Run, missing: list[str]) -> str:
-    """Return a step's line whose tasks have the variables of their ranks."""
+    """Return a step's line that sets the rank variables of its tasks."""
     assert run.step
     values = {"MASTER_ADDR": _FIRST_NODE, "MASTER_PORT": _JOB_PORT}
     if values.keys() >= set(missing):
@@ -238,15 +235,15 @@ def _with_variables(job: JobScript, run: Run, missing: list[str]) -> str:
 def step_not_waited_for(job: JobScript) -> Iterator[Found]:
     """`srun … &` at the end of the script without wait.
 
-    Source: sbatch(1): the job ends with the script; seen: the step is ended, or never starts.
+    Source: sbatch(1): the job ends with the script; seen: the step is killed, or never starts.
     """
     commands = job.file.script.commands
     if any("wait" in re.split(r"\W+", command.source) for command in commands):
         return
     steps = [step.command for run, step in job.in_tasks if run.trains]
     for command in steps[-1:]:
-        behind = commands[commands.index(command) + 1 :]
-        quick = all(each.texts[:1] and each.texts[0] in _QUICK for each in behind)
+        later = commands[commands.index(command) + 1 :]
+        quick = all(each.texts[:1] and each.texts[0] in _QUICK for each in later)
         if not command.background or not quick or not {*command.inside} <= {"for", "{"}:
             continue
         texts = enumerate(job.file.lines, 1)
@@ -255,13 +252,13 @@ def step_not_waited_for(job: JobScript) -> Iterator[Found]:
         yield Found(
             last,
             True,
-            f"srun in line {command.line} is in the background, and nothing waits for it: the job "
-            "ends here, and the training with it.",
+            f"the srun of line {command.line} runs in the background and nothing waits for it: "
+            "the job, and the training, ends here.",
             f"wait\n{line}" if line.startswith("exit") else f"{line}\nwait",
         )
 
 
-# What the batch shell expands
+# Expansions by the batch shell
 
 
 @rule
@@ -284,26 +281,26 @@ def batch_shell_rank(job: JobScript) -> Iterator[Found]:
                 own = run.launcher if run.launcher and run.launcher.command == run.texts else None
                 of_launcher = run.command.texts[: own.last] if own else run.command.texts
                 if run.starts in START_PYTHON and not (run.is_static and text in of_launcher):
-                    continue  # the agents agree on their ranks themselves, and take no notice
+                    continue  # agents with a dynamic rendezvous ignore these ranks
                 reported.add(key)
                 yield Found(
                     expansion.line,
                     bool(several),
-                    f"the batch shell expands {expansion.source} before srun starts: it is "
-                    f"{_OF_A_TASK[expansion.name]}, in every task.",
+                    f"the batch shell expands {expansion.source} before srun starts, so every "
+                    f"task gets {_OF_A_TASK[expansion.name]}.",
                     _left_to_task(job, run, expansion),
                 )
         yield from _one_rank_for_all(job, run)
         name = run.options.get("local-addr", "")
         for expansion in job.expanded_by_batch(run, name):
             if _is_own_name(expansion) and nodes != 1:
-                why = f"the batch shell expands {expansion.source}: the first node's, on every one."
+                why = f"the batch shell expands {expansion.source}: all nodes get the first's name."
                 yield Found(expansion.line, bool(nodes), why, _left_to_task(job, run, expansion))
     yield from _exported_ranks(job)
 
 
 def _one_rank_for_all(job: JobScript, run: Run) -> Iterator[Found]:
-    """Find a node rank that is a plain number, in a step of several nodes."""
+    """Find a constant node rank in a step of several nodes."""
     assert run.step
     for name in ("node-rank", "machine-rank"):
         rank = run.options.get(name, "")
@@ -312,13 +309,13 @@ def _one_rank_for_all(job: JobScript, run: Run) -> Iterator[Found]:
             yield Found(
                 run.line,
                 not in_loop(run.command),
-                f"srun starts this on {nodes} nodes, and each of them is rank {rank}.",
+                f"srun starts this on {nodes} nodes, and all of them get node rank {rank}.",
                 _in_task_shell(job, run.step, of_rank=rank),
             )
 
 
 def _exported_ranks(job: JobScript) -> Iterator[Found]:
-    """Find `export RANK=$SLURM_PROCID` in the batch script, which every task gets as 0."""
+    """Find `export RANK=$SLURM_PROCID` in the batch script: every task gets 0."""
     ranks: dict[str, int] = {}
     for run in job.in_batch:
         for assignment in run.command.assignments:
@@ -335,14 +332,14 @@ def _exported_ranks(job: JobScript) -> Iterator[Found]:
         yield Found(
             step.command.line,
             bool(tasks) and reader.trains,
-            f"the batch shell sets {' and '.join(read)} once, to 0 (line {ranks[read[0]]}), and "
-            "every task gets that.",
+            f"the batch shell sets {' and '.join(read)} once, to 0 (line {ranks[read[0]]}), for "
+            "all tasks.",
             _in_task_shell(job, step, f"export {exports}; exec "),
         )
 
 
 def _reads_ranks(run: Run, name: str) -> bool:
-    """Return whether a task reads a rank from its environment, as far as can be told."""
+    """Return whether a task probably reads a rank from its environment."""
     if run.starts or any(each.name == name for each in run.command.assignments):
         return False
     if run.in_own_shell and any(
@@ -367,18 +364,18 @@ def _left_to_task(job: JobScript, run: Run, expansion: Expansion) -> str:
 def _in_task_shell(
     job: JobScript, step: Step, before: str = "", left: str = "", of_rank: str = ""
 ) -> str:
-    """Return a step's line whose tasks start a shell, which runs the program.
+    """Return a step's line whose tasks run the program through a shell.
 
-    before: commands ahead of the program. left: an expansion that is left to the tasks.
-    of_rank: the number that stands for the rank of a node.
+    before: commands that run before the program. left: an expansion for the tasks' shells.
+    of_rank: the number given as node rank.
     """
     command, first, last = step.command, step.program[0], step.program[-1]
     words = _QUOTED.sub(_in_double_quotes, typed(step.program))
     head, tail = command.source[: first.start - command.start], ""
     if "srun" in head:
         tail = command.source[last.start + len(last.source) - command.start :]
-    else:  # srun stands in a variable, with words of the program perhaps
-        texts = [job.file.script.shown(text) for text in command.texts]
+    else:  # a variable holds srun and perhaps the first words of the program
+        texts = [job.file.script.with_sources(text) for text in command.texts]
         count = len(texts) - len(step.program)
         head, words = " ".join(texts[:count]) + " ", " ".join(texts[count:])
     words = words.replace(left, f"\\{left}") if left else words
@@ -387,13 +384,13 @@ def _in_task_shell(
 
 
 def _in_double_quotes(part: re.Match[str]) -> str:
-    """Return a quoted part of a line such that it means the same in a text in double quotes."""
+    """Escape a quoted part of a line for use in double quotes."""
     if len(part[0]) > 2 and part[0][0] == '"':
         return re.sub(r'\\.|"', _in_double_quotes, part[0])
     return re.sub(r'[\\"$`]', r"\\\g<0>", part[0])
 
 
-# Where the ranks meet
+# Rendezvous
 
 
 @rule
@@ -408,8 +405,8 @@ def fixed_port(job: JobScript) -> Iterator[Found]:
     if not any(run.trains for run in job.runs):
         return
     why = (
-        "the port is the same in every job: another job on the node, one of yours as well, "
-        "takes it."
+        "every job uses the same port, so another job on the node, perhaps your own, may have "
+        "taken it."
     )
     for run in job.runs:
         for assignment in run.command.assignments:
@@ -434,7 +431,7 @@ def _is_port(text: str) -> bool:
 
 @rule
 def address_per_task(job: JobScript) -> Iterator[Found]:
-    """MASTER_ADDR, or the rendezvous, taken on each task: each node names itself.
+    """MASTER_ADDR or the rendezvous host expanded in each task: each node names itself.
 
     Source: torch.distributed's documentation, environment variable initialization: the address of
     rank 0, the same for all.
@@ -452,13 +449,14 @@ def address_per_task(job: JobScript) -> Iterator[Found]:
                 yield Found(
                     command.line,
                     bool(nodes),
-                    f"each task expands {expansion.source} itself: on every node another address.",
+                    f"each task expands {expansion.source} itself, so every node has another "
+                    "address.",
                     f"export MASTER_ADDR={_FIRST_NODE}\n{_in_line(job, command, source)}",
                 )
 
 
 def _addresses(run: Run) -> Iterator[tuple[int, str]]:
-    """Yield the values by which the ranks find rank 0."""
+    """Yield line and value of each address of rank 0."""
     for assignment in run.command.assignments:
         if assignment.name in ("MASTER_ADDR", "MASTER_IP", "HEAD_NODE_IP"):
             yield assignment.line, assignment.text
@@ -468,7 +466,7 @@ def _addresses(run: Run) -> Iterator[tuple[int, str]]:
 
 
 def _is_own_name(expansion: Expansion) -> bool:
-    """Return whether it gives the name of the node on which it is expanded."""
+    """Return whether an expansion yields the local node's name."""
     if expansion.name in _OWN_NAME:
         return True
     commands = [command.texts[:1] for command in expansion.commands]
@@ -481,7 +479,7 @@ def _is_own_name(expansion: Expansion) -> bool:
 def launch_node(job: JobScript) -> Iterator[Found]:
     """SLURM_LAUNCH_NODE_IPADDR as the address of rank 0.
 
-    Source: srun(1): where srun ran; seen: unset in the batch script.
+    Source: srun(1): the host that ran srun; seen: unset in the batch script.
     """
     for run in job.runs:
         values = [*run.texts, *(each.text for each in run.command.assignments)]
@@ -490,10 +488,10 @@ def launch_node(job: JobScript) -> Iterator[Found]:
                 continue
             in_batch = job.is_of_batch(expansion) and "-" not in expansion.source
             why = (
-                "SLURM_LAUNCH_NODE_IPADDR is set in tasks alone: here it is empty."
+                "SLURM_LAUNCH_NODE_IPADDR is only set in tasks: here it is empty."
                 if in_batch
-                else "SLURM_LAUNCH_NODE_IPADDR is the host where srun was typed: rank 0's under "
-                "sbatch, the login host's under salloc."
+                else "SLURM_LAUNCH_NODE_IPADDR is the host that ran srun: rank 0's node under "
+                "sbatch, but the login host under salloc."
             )
             line = job.line(expansion.line).replace(expansion.source, _FIRST_NODE)
             yield Found(expansion.line, in_batch, why, line)
@@ -501,8 +499,8 @@ def launch_node(job: JobScript) -> Iterator[Found]:
 
 @rule
 def rendezvous_host(job: JobScript) -> Iterator[Found]:
-    """A rendezvous host outside of the allocation, or another one on each node; a static master
-    address that is not the first node's.
+    """A rendezvous host outside the allocation or different on each node; a static master address
+    that is not the first node's.
 
     Source: torch.distributed's documentation, environment variable initialization; torchrun's
     documentation, and torch/distributed/run.py; sbatch(1), SLURM_SUBMIT_HOST.
@@ -524,29 +522,29 @@ def rendezvous_host(job: JobScript) -> Iterator[Found]:
 def _wrong_hosts(
     job: JobScript, run: Run, text: str, nodes: int | None
 ) -> Iterator[tuple[int, str, bool, str]]:
-    """Yield what is wrong with an address: the line if known, the host, whether sure, why."""
+    """Yield the mistakes in an address: the line if known, the host, whether sure, why."""
     host = text.rpartition(":")[0] if re.search(r":\d+$", text) else text
     if _LOOPBACK.fullmatch(host):
-        yield 0, host, bool(nodes), f"{host} is another machine on each node."
+        yield 0, host, bool(nodes), f"on each node {host} is that node itself, not rank 0's."
     is_name = _HOST.fullmatch(host) and not host.isdecimal()
     is_asked_for = host in (job.file.value("nodelist") or "")
     if nodes and is_name and not is_asked_for and not _LOOPBACK.fullmatch(host):
-        yield 0, host, False, f"{host} need not be among the nodes that Slurm gives the job."
+        yield 0, host, False, f"Slurm may run the job on nodes other than {host}."
     for expansion in run.script.direct(text):
         line, name, typed_as = expansion.line, expansion.name, expansion.source
         if name == "SLURM_SUBMIT_HOST":
-            why = "SLURM_SUBMIT_HOST is where sbatch was typed, not a node of the job."
+            why = "SLURM_SUBMIT_HOST is the host that ran sbatch, not a node of the job."
             yield line, typed_as, True, why
         elif name in _NODELISTS and len(host) == 1 and typed_as.strip("${}") == name:
-            why = "the list of nodes is compressed, gpu[01-04]: no host name."
+            why = "this is a compressed node list such as gpu[01-04], not a host name."
             yield line, typed_as, bool(nodes), why
         elif run.is_static and nodes and _is_not_first(job, expansion):
-            why = "the address is static, and rank 0 is on the first node, not on this one."
+            why = "rank 0 runs on the first node, but this static address is another node's."
             yield line, typed_as, True, why
 
 
 def _is_not_first(job: JobScript, expansion: Expansion) -> bool:
-    """Return whether it is one of the job's nodes, and not the first."""
+    """Return whether an expansion yields a node of the job other than the first."""
     if element := re.fullmatch(r"\$\{(\w+)\[(?!0\])[-\w]+\]\}", expansion.source):
         array = job.file.script.variables.get(element[1], "")
         return any(_lists_nodes(each) for each in job.file.script.direct(array))
@@ -560,7 +558,7 @@ def _lists_nodes(expansion: Expansion) -> bool:
 
 
 def _typed_in(job: JobScript, line: int, host: str) -> int:
-    """Return the line in which a host is typed: this one, or that of a variable."""
+    """Return the line that contains a host: this one or a variable's assignment."""
     if host in job.line(line):
         return line
     assignments = [each for run in job.runs for each in run.command.assignments]
@@ -572,7 +570,7 @@ def _typed_in(job: JobScript, line: int, host: str) -> int:
 
 @rule
 def signal_to_steps(job: JobScript) -> Iterator[Found]:
-    """`--signal` without `B:` under a shell that traps it, `B:` without a trap, no handler at all.
+    """`--signal` without `B:` although the shell traps it, `B:` without a trap, or no handler.
 
     Source: sbatch(1), --signal; seen: without B: the batch shell gets nothing.
     """
@@ -583,35 +581,35 @@ def signal_to_steps(job: JobScript) -> Iterator[Found]:
     trapped = [run for run in job.in_batch if name in _trapped(run.command)]
     waiting = [run for run in trapped if run.command.texts[1] not in ("", ":")]
     if any("srun" in run.texts for run in job.in_batch):
-        return  # a function of the script's own starts the steps
+        return  # a function of the script starts the steps
     training = next((run for run in job.runs if run.trains), None)
     if to_batch and not trapped and not _execs(job):
         at = _started(training) if training else next(iter(job.file.script.commands), None)
         line = at.line if at else directive.line
         why = (
-            f"line {directive.line} sends SIG{name} to the batch shell, which has no trap and ends."
+            f"line {directive.line} sends SIG{name} to the batch shell, which has no trap and dies."
         )
         fixed = _waited_for(at) if at and training else job.line(line)
-        passed_on = "USR1" if name in ("TERM", "INT") else name  # by these srun ends its tasks
+        passed_on = "USR1" if name in ("TERM", "INT") else name  # these make srun kill its tasks
         trap = f"trap 'kill -{passed_on} $step' {name}\n{fixed}"
         traps = set().union(*(_trapped(run.command) for run in job.in_batch))
         sure = not _sources(job) and "EXIT" not in traps and all(map(is_known, traps))
         yield Found(line, sure, why, trap)
     elif not to_batch and waiting:
-        trap = f"the trap in line {waiting[0].line}"
-        why = f"without B: SIG{name} goes to the steps, and {trap} never runs."
+        trap = f"the trap at line {waiting[0].line}"
+        why = f"without B:, SIG{name} goes to the steps, and {trap} never runs."
         sure = not job.in_tasks or _no_handler(job)
         right = _with_directive(directive, f"--signal=B:{directive.value}")
         yield Found(directive.line, sure, why, right)
     elif not to_batch and not job.in_tasks and training:
         why = (
-            f"without B: SIG{name} (line {directive.line}) goes to steps, and the script has none: "
-            "nobody gets it."
+            f"without B:, SIG{name} (line {directive.line}) goes only to steps, and the script "
+            "starts none."
         )
         sure = not any(run.starts for run in job.in_batch)
         yield Found(training.line, sure, why, f"srun {job.line(training.line)}")
     elif not to_batch and _no_handler(job):
-        why = f"SIG{name} ends each rank at once: no script that is checked here handles it."
+        why = f"SIG{name} kills every rank, because no script checked here handles it."
         handler = f"# in the training script: signal.signal(signal.SIG{name}, handler)"
         yield Found(directive.line, False, why, f"{directive.text}\n{handler}")
     if trapped:
@@ -619,7 +617,7 @@ def signal_to_steps(job: JobScript) -> Iterator[Found]:
 
 
 def _sources(job: JobScript) -> bool:
-    """Return whether another file, which may set a trap, is read by the batch shell."""
+    """Return whether the batch shell sources a file that may set a trap."""
     known = ("activate", "conda.sh", "bashrc", "profile", "mamba.sh")
     return any(
         run.texts[:1] in (("source",), (".",)) and not "".join(run.texts[1:2]).endswith(known)
@@ -628,7 +626,7 @@ def _sources(job: JobScript) -> bool:
 
 
 def _signal(value: str) -> tuple[bool, str]:
-    """Return whether the batch shell gets it, and the signal's name without SIG."""
+    """Return whether the batch shell gets the signal, and its name without SIG."""
     where, colon, rest = value.rpartition(":")
     name = rest.partition("@")[0].upper().removeprefix("SIG")
     return colon == ":" and "B" in where.upper(), _NUMBERS.get(name, name)
@@ -642,7 +640,7 @@ def _trapped(command: Command) -> set[str]:
 
 
 def _execs(job: JobScript) -> bool:
-    """Return whether the batch shell becomes another program, which gets the signal then."""
+    """Return whether the batch shell execs another program, which then gets the signal."""
     return any(command.texts[:1] == ("exec",) for command in job.file.script.commands)
 
 
@@ -652,21 +650,21 @@ def _no_handler(job: JobScript) -> bool:
 
 
 def _foreground(job: JobScript, name: str, *, is_sure: bool) -> Iterator[Found]:
-    """Find a training in the foreground, which keeps bash from running its trap."""
+    """Find a training in the foreground, which delays bash's traps."""
     for command in dict.fromkeys(_started(run) for run in job.runs if run.trains):
         if command.background or command.piped or "function" in command.inside or _execs(job):
             continue
-        why = f"in the foreground: bash runs the trap for {name} only once this has ended."
+        why = f"this runs in the foreground, so bash runs the trap for {name} only after it ends."
         yield Found(command.line, is_sure, why, _waited_for(command))
 
 
 def _started(run: Run) -> Command:
-    """Return the command of the script that starts what a step's tasks, or the shell, run."""
+    """Return the script's command that starts a run: the step's srun, or the command itself."""
     return run.step.command if run.step else run.command
 
 
 def _waited_for(command: Command) -> str:
-    """Return a command's line such that bash runs its traps meanwhile."""
+    """Return a command's line, changed so that bash runs traps meanwhile."""
     return f"{on_one_line(command.source)} {_WAITED_FOR}"
 
 
@@ -675,9 +673,9 @@ def _waited_for(command: Command) -> str:
 
 @rule
 def cpus_for_srun(job: JobScript) -> Iterator[Found]:
-    """cpus-per-task not handed to srun, which does not take it from the job since 22.05.
+    """cpus-per-task not passed to srun, which stopped inheriting it from the job in 22.05.
 
-    Source: Slurm's changes: 22.05 took it away, 23.11 brought it back.
+    Source: Slurm's changes: 22.05 removed it, 23.11 restored it.
     """
     if not (job.cpus_per_task or 0) > 1 or "SRUN_CPUS_PER_TASK" in job.file.script.exported:
         return
@@ -688,21 +686,21 @@ def cpus_for_srun(job: JobScript) -> Iterator[Found]:
         if "SRUN_CPUS_PER_TASK" in dict(step.environment):
             continue
         typed_words = [option.source for option in step.options]
-        typed_words += [word.text for word in step.program[:1]]  # which may be options
+        typed_words += [word.text for word in step.program[:1]]  # a variable may hold options
         if not all(map(is_known, typed_words)):
             continue
         yield Found(
             step.command.line,
             False,
-            f"srun of Slurm 22.05 to 23.02 does not take the job's --cpus-per-task="
-            f"{job.cpus_per_task}: a task gets one CPU.",
+            f"srun of Slurm 22.05 to 23.02 does not inherit the job's --cpus-per-task="
+            f"{job.cpus_per_task}: each task gets one CPU.",
             _with_cpus(job, step),
         )
         return
 
 
 def _with_cpus(job: JobScript, step: Step) -> str:
-    """Return the step's line with the job's CPUs; ahead of it where srun is in a variable."""
+    """Return the step's line with the job's CPUs: as srun's option, or exported before it."""
     source = on_one_line(step.command.source)
     option = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
     fixed = re.sub(r"\bsrun\b", option, source, count=1)
@@ -714,9 +712,9 @@ def _with_cpus(job: JobScript, step: Step) -> str:
 
 @rule
 def ntasks_product(job: JobScript) -> Iterator[Found]:
-    """ntasks that is not nodes x ntasks-per-node.
+    """ntasks other than nodes x ntasks-per-node.
 
-    Source: sbatch(1), --ntasks-per-node: a maximum beside --ntasks; seen: more is refused.
+    Source: sbatch(1), --ntasks-per-node: a maximum if --ntasks is given; seen: more is refused.
     """
     directive = job.file.directive("ntasks")
     per_node = job.number(job.file.value("ntasks-per-node"))
@@ -726,17 +724,17 @@ def ntasks_product(job: JobScript) -> Iterator[Found]:
         return
     product = nodes * per_node
     why = (
-        f"{ntasks} tasks do not fit on {nodes} nodes with {per_node} each: the job is refused."
+        f"{ntasks} tasks do not fit on {nodes} nodes with {per_node} each: sbatch refuses the job."
         if ntasks > product
-        else f"{nodes} nodes with {per_node} tasks each are {product}; --ntasks={ntasks} wins, and "
-        "so many start."
+        else f"{nodes} nodes with {per_node} tasks each make {product} tasks, but "
+        f"--ntasks={ntasks} takes precedence."
     )
     right = _with_directive(directive, f"--ntasks={product}")
     yield Found(directive.line, True, why, right)
 
 
 def _with_directive(directive: Directive, option: str) -> str:
-    """Return a directive's line with another option in its place; the others stay."""
+    """Return a directive's line with its option replaced and other options kept."""
     if directive.source in directive.text:
         return directive.text.replace(directive.source, option, 1)
     return f"#SBATCH {option}"
@@ -753,9 +751,9 @@ def gpus_per_task_count(job: JobScript) -> Iterator[Found]:
     if not directive or job.file.value(*counts) is not None:
         return
     why = (
-        "without a number of tasks sbatch refuses --gpus-per-task, unless the site adds one."
+        "sbatch refuses --gpus-per-task without a task count, unless the site adds one."
         if job.file.value("nodes") is None
-        else "--gpus-per-task needs a number of tasks; with --nodes alone it is one a node."
+        else "--gpus-per-task needs a task count; --nodes only implies one task per node."
     )
     yield Found(directive.line, False, why, f"#SBATCH --ntasks={job.nodes or 1}\n{directive.text}")
 
@@ -775,18 +773,18 @@ def gpu_bind_closest(job: JobScript) -> Iterator[Found]:
         kind = value.removeprefix("verbose,").partition(":")[0]
         if option.name == "gpu-bind" and kind in ("closest", "single"):
             why = (
-                f"with {kind} a task sees some of its node's GPUs: cuda:LOCAL_RANK may be none of "
-                "them, and NCCL exchanges through the host."
+                f"with {kind}, a task sees only some GPUs of its node: cuda:LOCAL_RANK may be "
+                "hidden, and NCCL falls back to host memory."
             )
             yield Found(option.line, False, why, text.replace(value, "none"))
         elif option.name == "accel-bind" and "g" in value:
-            why = "with --accel-bind=g a task sees the GPUs of its NUMA node alone."
+            why = "with --accel-bind=g, a task sees only the GPUs of its NUMA node."
             right = " ".join(text.replace(option.source, "").split())
             yield Found(option.line, False, why, right)
 
 
 def _has_amd(job: JobScript) -> bool:
-    """Return whether the GPUs are AMD's, of which a task's nearest is its own and others' too."""
+    """Return whether the GPUs are AMD's, with which the closest binding does no harm."""
     for run in job.runs:
         names = [each.name for each in run.command.assignments]
         if any(name.startswith(("ROCM_", "ROCR_", "HIP_", "MIOPEN_")) for name in names):
@@ -798,7 +796,7 @@ def _has_amd(job: JobScript) -> bool:
 
 @rule
 def local_rank_isolated(job: JobScript) -> Iterator[Found]:
-    """LOCAL_RANK as the number of a GPU, where each task sees its own GPU alone.
+    """LOCAL_RANK as the number of a GPU, although each task sees only its own GPU.
 
     Source: srun(1), --gpus-per-task; seen: each task has one device, number 0.
     """
@@ -810,7 +808,7 @@ def local_rank_isolated(job: JobScript) -> Iterator[Found]:
         isolated = each is not None or per_gpu == "1" or bind.startswith(("single:1", "per_task:1"))
         shared = step.value("gres-flags") or job.file.value("gres-flags") or ""
         if "allow-task-sharing" in shared:
-            continue  # each task sees the GPUs of the others, too
+            continue  # each task sees the other tasks' GPUs, too
         if not isolated or bind == "none" or tasks == 1 or run.starts:
             continue
         script, named = job.python_of(run)
@@ -819,22 +817,22 @@ def local_rank_isolated(job: JobScript) -> Iterator[Found]:
             yield Found(
                 step.command.line,
                 named and bool(tasks) and each == "1",
-                f"each task sees one GPU, number 0, and {PurePath(script.name).name} takes the one "
-                f"of its local rank (line {line}): there is none.",
+                f"each task sees one GPU, number 0, but {PurePath(script.name).name} selects the "
+                f"GPU by local rank (line {line}).",
                 f"#SBATCH --gpus-per-node={job.gpus_per_node or tasks or 'N'}  "
-                "# in place of --gpus-per-task",
+                "# instead of --gpus-per-task",
             )
         for assignment in run.command.assignments:
             if assignment.name == "CUDA_VISIBLE_DEVICES" and "SLURM_LOCALID" in {
                 e.name for e in run.script.expanded(assignment.text)
             }:
-                why = "each task sees its own GPU alone, whatever its number: leave it to Slurm."
-                yield Found(run.line, bool(tasks), why, "# no CUDA_VISIBLE_DEVICES")
+                why = "Slurm already shows each task only its own GPU, as number 0."
+                yield Found(run.line, bool(tasks), why, "# remove CUDA_VISIBLE_DEVICES")
 
 
 @rule
 def more_tasks_than_gpus(job: JobScript) -> Iterator[Found]:
-    """More tasks on a node than GPUs, where each task takes the GPU of its local rank.
+    """More tasks per node than GPUs, although each task selects the GPU by local rank.
 
     Source: sbatch(1), --gpus-per-node, --gres; torch.cuda.set_device's documentation.
     """
@@ -848,14 +846,14 @@ def more_tasks_than_gpus(job: JobScript) -> Iterator[Found]:
             yield Found(
                 at,
                 True,
-                f"a node has {tasks} tasks and {gpus} GPUs, and {PurePath(script.name).name} takes "
-                f"the one of its local rank (line {line}): {tasks - gpus} of them have none.",
+                f"each node has {tasks} tasks but {gpus} GPUs, and {PurePath(script.name).name} "
+                f"selects the GPU by local rank (line {line}): {tasks - gpus} tasks get none.",
                 right,
             )
 
 
 def _with_tasks(job: JobScript, step: Step, each: int) -> tuple[int, str]:
-    """Return the line that says how many tasks a node has, and it with as many as given."""
+    """Return the line that sets the task count, and its text with `each` tasks per node."""
     of_step = [option for option in step.options if option.name in ("ntasks", "ntasks-per-node")]
     total, per_node = job.file.directive("ntasks"), job.file.directive("ntasks-per-node")
     option = next((o for o in reversed(of_step) if o.name == "ntasks"), total or per_node)
@@ -864,12 +862,12 @@ def _with_tasks(job: JobScript, step: Step, each: int) -> tuple[int, str]:
     return option.line, job.line(option.line).replace(option.source, f"--{option.name}={count}", 1)
 
 
-# What sbatch does with the file
+# Reading by sbatch
 
 
 @rule
 def dos_line_ends(job: JobScript) -> Iterator[Found]:
-    """Lines that end as those of DOS do.
+    """DOS line endings.
 
     Source: sbatch's source, contains_dos_linebreak; seen: refused.
     """
@@ -879,15 +877,15 @@ def dos_line_ends(job: JobScript) -> Iterator[Found]:
         yield Found(
             line,
             True,
-            f"a line end of DOS, CR and LF, here{more}: sbatch refuses the file. sed -i 's/\\r$//' "
-            "FILE takes them out.",
+            f"DOS line ending (CR LF) in this line{more}: sbatch refuses the file. To remove them: "
+            "sed -i 's/\\r$//' FILE",
             job.line(line),
         )
 
 
 @rule
 def unknown_option(job: JobScript) -> Iterator[Found]:
-    """A name of an option that sbatch does not have, next to one that it has.
+    """An option name that sbatch does not have but that resembles one that it has.
 
     Source: sbatch(1); seen: refused.
     """
@@ -897,7 +895,7 @@ def unknown_option(job: JobScript) -> Iterator[Found]:
             yield Found(
                 directive.line,
                 False,
-                f"sbatch has no option --{directive.name}, and refuses the file where no plugin of "
+                f"sbatch has no option --{directive.name}; it refuses the file unless a plugin of "
                 "the site adds it.",
                 directive.text.replace(f"--{directive.name}", f"--{near}", 1),
             )
@@ -905,9 +903,9 @@ def unknown_option(job: JobScript) -> Iterator[Found]:
 
 @rule
 def directive_below_command(job: JobScript) -> Iterator[Found]:
-    """A directive below the first command.
+    """A directive after the first command.
 
-    Source: sbatch(1): directives after the first line that is no comment are not read.
+    Source: sbatch(1): directives after the first non-comment line are not read.
     """
     read = {(each.name, each.value) for each in job.file.directives if each.is_read}
     below = [each for each in job.file.directives if not each.is_read]
@@ -918,15 +916,15 @@ def directive_below_command(job: JobScript) -> Iterator[Found]:
     first = next(n for n, text in texts if text.strip() and not text.lstrip().startswith("#"))
     numbers = ", ".join(map(str, lines))
     which = f"line {numbers} is a comment" if len(lines) == 1 else f"lines {numbers} are comments"
-    why = f"sbatch reads directives up to the first command, which is this: {which}."
+    why = f"this is the first command, and sbatch reads no directives after it: {which}."
     yield Found(first, True, why, "\n".join((*lines.values(), job.line(first))))
 
 
 @rule
 def export_none(job: JobScript) -> Iterator[Found]:
-    """`--export=NONE`: what the script sets does not reach the tasks.
+    """`--export=NONE`: the script's environment does not reach the tasks.
 
-    Source: sbatch(1), --export, SLURM_EXPORT_ENV; seen: the tasks have none of it.
+    Source: sbatch(1), --export, SLURM_EXPORT_ENV; seen: the tasks inherit nothing.
     """
     directive = job.file.directive("export")
     kept = job.file.script.variables.get("SLURM_EXPORT_ENV", "")
@@ -944,8 +942,8 @@ def export_none(job: JobScript) -> Iterator[Found]:
             yield Found(
                 step.command.line,
                 True,
-                "with --export=NONE srun starts the tasks without what this script has set and "
-                "loaded.",
+                "with --export=NONE, srun starts the tasks without the variables and modules that "
+                "this script sets.",
                 _in_line(job, step.command, line.replace("srun", "srun --export=ALL", 1))
                 if "srun" in line
                 else f"export SLURM_EXPORT_ENV=ALL\n{job.line(step.command.line)}",
@@ -974,7 +972,7 @@ def log_overwritten(job: JobScript) -> Iterator[Found]:
         return
     line = directive.line if directive else requeue.line if requeue else 1
     text = directive.text if directive else "#SBATCH --requeue"
-    why = "a requeued job opens its log anew: what it had written before is gone."
+    why = "a requeued job truncates its log, so the earlier output is lost."
     yield Found(line, False, why, f"{text}\n#SBATCH --open-mode=append")
 
 
@@ -984,9 +982,9 @@ def _requeues(run: Run) -> bool:
 
 @rule
 def array_requeue(job: JobScript) -> Iterator[Found]:
-    """An array element requeued by the wrong id.
+    """An array task requeued by the wrong id.
 
-    Source: scontrol(1), requeue; seen: the last element's SLURM_JOB_ID is the array's.
+    Source: scontrol(1), requeue; seen: the last task's SLURM_JOB_ID is the array's.
     """
     if job.file.value("array") is None:
         return
@@ -994,13 +992,13 @@ def array_requeue(job: JobScript) -> Iterator[Found]:
     for run in job.runs:
         text = ""
         if _requeues(run):
-            text = " ".join(run.script.shown(word) for word in run.texts[2:])
+            text = " ".join(run.script.with_sources(word) for word in run.texts[2:])
         elif run.texts[:1] == ("trap",) and "scontrol requeue" in " ".join(run.texts):
             text = " ".join(run.texts)
         if not text or "ARRAY_TASK_ID" in text:
             continue
         if "SLURM_ARRAY_JOB_ID" in text:
-            yield Found(run.line, True, "SLURM_ARRAY_JOB_ID requeues every element.", right)
+            yield Found(run.line, True, "SLURM_ARRAY_JOB_ID requeues every array task.", right)
         elif "SLURM_JOB_ID" in text or "SLURM_JOBID" in text:
-            why = "in one element SLURM_JOB_ID is the array's own id, which requeues every element."
+            why = "in one array task SLURM_JOB_ID is the array's id, which requeues every task."
             yield Found(run.line, True, why, right)

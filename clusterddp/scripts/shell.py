@@ -1,13 +1,13 @@
-"""Reads shell text into its commands, without running any of it.
+"""Parses shell text into commands, without running any of it.
 
-A word's value is what bash would make of it, as far as the text tells: quotes are gone, a variable
-that the text assigns stands as its value, split where it is not quoted. What only the running shell
-knows (`$SLURM_PROCID`, `$(hostname)`) stands in the value as a mark, one character of a private
-range, and `Script.expansions` holds what each mark stands for. So a value is a plain string, and
-the text of `bash -c "…"` can be read again: what a mark stands for was expanded outside.
+Each word is expanded like bash would, as far as that is possible statically: quotes are removed,
+variables assigned in the text are replaced by their values and split unless quoted. An expansion
+known only at run time (`$SLURM_PROCID`, `$(hostname)`) becomes a mark: one private-use character,
+described in `Script.expansions`. Values are therefore plain strings, and the text of `bash -c "…"`
+can be parsed again: its marks are expansions of the outer shell.
 
-bash's grammar is read as far as scripts of jobs use it: quotes, here-documents, substitutions,
-arrays, functions, conditions, loops. Text that is no well-formed shell is read as far as it goes.
+The parser knows the parts of bash's grammar common in job scripts: quotes, here-documents,
+substitutions, arrays, functions, conditions, loops. It accepts malformed text.
 """
 
 import ast
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 _DEEPEST = 40
-"""Deepest nesting of substitutions that is read; no person writes ten."""
+"""Deepest nesting of substitutions to parse; scripts written by hand stay below ten."""
 _LONGEST_VALUE = 8_192
-"""Longest value of a variable; a text that doubles one again and again comes to a stop."""
+"""Length limit of a variable's value; stops values that keep doubling."""
 _MOST_EXPANDED = 1 << 20
-"""Characters that variables may put into a text; from there on they stand as marks."""
+"""Limit of characters that variables may insert; later ones become marks."""
 
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:&>>|&>|<<<|<<-|<<|>>|>\||>&|<&|<>|[<>](?!\())")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|()\n]")
@@ -37,12 +37,12 @@ _BETWEEN = frozenset({"then", "else", "elif", "do", "!", "time", "coproc"})
 _ENDS = {"fi": "if", "done": "", "esac": "case", "}": "{"}
 _DECLARE = frozenset({"export", "declare", "typeset", "local", "readonly"})
 _CONDITIONAL = frozenset({"if", "while", "until", "for", "select", "case", "function", "("})
-"""Constructs behind which it is open what was set within."""
+"""Constructs whose assignments may not have happened afterwards."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """Value that the running shell alone knows: a variable or a command substitution."""
+    """A value known only at run time: a variable or a command substitution."""
 
     source: str
     """Source text: `$SLURM_PROCID`, `$(hostname)`."""
@@ -55,12 +55,12 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a command, as the command gets it."""
+    """A word as its command receives it."""
 
     text: str
     line: int
     source: str
-    """Source text, quotes and all; the words of one unquoted variable share theirs."""
+    """Source text with quotes; words split from one unquoted variable share it."""
     quoted: bool = False
     start: int = 0
     """Offset of its first character in the text."""
@@ -68,13 +68,13 @@ class Word:
 
 @dataclass(frozen=True)
 class Assignment:
-    """`NAME=value` before a command, alone, or behind export."""
+    """`NAME=value`, also before a command or after export."""
 
     name: str
     text: str
     line: int
     source: str
-    """Source text of the value alone."""
+    """Source text of the value."""
     exported: bool = False
 
 
@@ -86,7 +86,7 @@ class Redirect:
     target: str
     line: int
     body: str | None = None
-    """Text of a here-document, what bash expands in it as marks."""
+    """Text of a here-document, with marks for run-time expansions."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class Command:
     line: int
     last_line: int
     source: str
-    """Source text, from its first character to its last."""
+    """Full source text."""
     inside: tuple[str, ...] = ()
-    """Constructs around it, from outside in: `if`, `for`, `while`, `case`, `function`, `(`, `{`."""
+    """Enclosing constructs, outermost first: `if`, `for`, `while`, `case`, `function`, `(`, `{`."""
     background: bool = False
     piped: bool = False
-    """True where its output goes to another command."""
+    """True if its output is piped to another command."""
     start: int = 0
     """Offset of its first character in the text."""
 
@@ -115,26 +115,26 @@ class Command:
 
 @dataclass
 class Script:
-    """Shell text that was read."""
+    """Parsed shell text."""
 
     commands: list[Command] = field(default_factory=list)
     expansions: list[Expansion] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    """Variables that the text sets, as they stand at its end."""
+    """Variables set by the text, with their values at its end."""
     exported: set[str] = field(default_factory=set)
     comments: set[int] = field(default_factory=set)
-    """Lines that have a comment."""
+    """Lines with a comment."""
     closed: set[int] = field(default_factory=set)
-    """Lines with which a command or a construct ends, in no other one."""
+    """Lines that end a command or construct outside all others."""
     spent: list[int] = field(default_factory=lambda: [0])
-    """Characters that variables have put into the text; one number, which substitutions share."""
+    """Characters inserted by variables: one number, shared with substitutions."""
 
     def direct(self, text: str) -> tuple[Expansion, ...]:
-        """Return what the running shell puts into a value, each in its place."""
+        """Return the run-time expansions in a value, in order."""
         return tuple(self.expansions[ord(mark) - _FIRST_MARK] for mark in _MARKS.findall(text))
 
     def expanded(self, text: str) -> tuple[Expansion, ...]:
-        """Return what the running shell puts into a value, substitutions within included."""
+        """Return the run-time expansions in a value, including those in substitutions."""
         found: dict[str, Expansion] = {}
         waiting = _MARKS.findall(text)
         while waiting:
@@ -145,8 +145,8 @@ class Script:
                     waiting += _MARKS.findall("".join(values(command)))
         return tuple(found.values())
 
-    def shown(self, text: str) -> str:
-        """Return a value with its marks as they were typed."""
+    def with_sources(self, text: str) -> str:
+        """Return a value with each mark replaced by its source text."""
         return _MARKS.sub(lambda mark: self.expansions[ord(mark[0]) - _FIRST_MARK].source, text)
 
 
@@ -160,13 +160,13 @@ def values(command: Command) -> Iterable[str]:
 
 
 def typed(words: Sequence[Word]) -> str:
-    """Return words as they are typed, each once, on one line."""
+    """Return the source text of words on one line, each text once."""
     sources = {word.start: word.source for word in words}
     return " ".join(on_one_line(source) for source in sources.values())
 
 
-def said(command: Command) -> str:
-    """Return the first line of a command as it is typed, without values that may be secret."""
+def display_line(command: Command) -> str:
+    """Return the first line of a command's source, without values that may be secret."""
     words = typed(command.words).split("\n")[0]
     if command.texts and command.texts[0] not in _DECLARE:
         return words
@@ -174,19 +174,19 @@ def said(command: Command) -> str:
 
 
 def on_one_line(source: str) -> str:
-    """Return a typed text with its continued lines joined."""
+    """Return a source text with continuation lines joined."""
     return re.sub(r"\s*\\\n\s*", " ", source).strip()
 
 
 def is_known(text: str) -> bool:
-    """Return whether the text alone tells a value."""
+    """Return whether a value is known statically."""
     return not _MARKS.search(text)
 
 
 def read(text: str, *, first_line: int = 1, outer: Script | None = None) -> Script:
-    """Read shell text.
+    """Parse shell text.
 
-    outer: the script whose value the text is; its marks keep their meaning.
+    outer: the script of which the text is a value; its marks keep their meaning.
     """
     script = Script()
     if outer:
@@ -200,13 +200,13 @@ def read(text: str, *, first_line: int = 1, outer: Script | None = None) -> Scri
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a word: its value, or its values where bash splits it."""
+    """A part of a word: its value, or its values if bash splits it."""
 
     text: str = ""
     quoted: bool = False
     splits: bool = False
     fields: tuple[str, ...] | None = None
-    """Elements of an array, each a word of its own."""
+    """Elements of an array, each a separate word."""
 
 
 class _Reader:
@@ -222,12 +222,12 @@ class _Reader:
         self.at = 0
         self.arrays: dict[str, tuple[str, ...]] = {}
         self.inside: list[str] = []
-        self.goes_on = ""
-        """Operator such as && behind which this command stands."""
+        self.preceding = ""
+        """Operator before this command, such as &&."""
         self.optional: set[int] = set()
-        """Depths of the braces that stand behind such an operator."""
+        """Depths of braces after && or ||."""
         self.unsettled: list[tuple[float, str, int]] = []
-        """Variables set under a condition: the depth that ends it, name and line."""
+        """Variables set conditionally: depth at which the condition ends, name and line."""
         self.line_starts = line_starts or [0, *(end.end() for end in re.finditer("\n", text))]
         self.here_documents: list[tuple[int, str, bool, bool]] = []
         self.bodies: dict[int, str] = {}
@@ -239,9 +239,9 @@ class _Reader:
     # Commands
 
     def read(self, end: str = "") -> None:
-        """Read commands up to the end, or to a closing parenthesis that is not opened here."""
+        """Read commands up to the end or to an unmatched closing parenthesis."""
         depth = len(self.inside)
-        pattern = False  # within a case, where a pattern stands
+        pattern = False  # at a pattern of a case
         while True:
             self.blanks()
             if self.at >= len(self.text):
@@ -252,7 +252,7 @@ class _Reader:
                 self.at = between.end()
                 if between[0] == "\n":
                     self.here_bodies()
-                    if not self.inside and not self.goes_on:
+                    if not self.inside and not self.preceding:
                         self.script.closed.add(self.line(self.at - 1))
                 elif between[0] == "(":
                     if self.text.startswith("(", self.at):
@@ -264,9 +264,9 @@ class _Reader:
                 elif between[0].startswith(";;") and "case" in self.inside:
                     pattern = True
                 if between[0] in ("&&", "||", "|", "|&"):
-                    self.goes_on = between[0]
-                elif between[0] != "\n" or not self.goes_on:
-                    self.goes_on = ""
+                    self.preceding = between[0]
+                elif between[0] != "\n" or not self.preceding:
+                    self.preceding = ""
                     self.settle()
                 continue
             if pattern:
@@ -280,12 +280,12 @@ class _Reader:
                 pattern = True
             elif not keyword:
                 self.simple()
-                self.goes_on = ""
+                self.preceding = ""
         self.here_bodies()
         del self.inside[depth:]
 
     def pop(self, opened: str) -> None:
-        """Leave the innermost construct of that kind; an empty name leaves a loop."""
+        """Leave the innermost construct of a kind; an empty name leaves a loop."""
         for index in range(len(self.inside) - 1, -1, -1):
             kind = self.inside[index]
             if kind == opened or (not opened and kind in ("for", "while", "until", "select")):
@@ -296,7 +296,7 @@ class _Reader:
         self.settle()
 
     def settle(self) -> None:
-        """Forget what was set under a condition that ends here: it may be so or not."""
+        """Replace variables set under a condition that ends here by marks."""
         self.optional = {depth for depth in self.optional if depth <= len(self.inside)}
         while self.unsettled and self.unsettled[-1][0] > len(self.inside):
             _, name, line = self.unsettled.pop()
@@ -304,13 +304,13 @@ class _Reader:
             self.arrays.pop(name, None)
 
     def keyword(self) -> str:
-        """Read a word of the shell's own, if one stands here; returns it."""
+        """Read a reserved word of the shell, if there is one here; return it."""
         match = re.compile(r"[A-Za-z_!{}][\w.:-]*").match(self.text, self.at)
         if not match:
             return ""
-        word, behind = match[0], match.end()
-        ends_here = behind >= len(self.text) or self.text[behind] in " \t\n;&|()<>"
-        function = re.compile(r"[ \t]*\([ \t]*\)\s*").match(self.text, behind)
+        word, end = match[0], match.end()
+        ends_here = end >= len(self.text) or self.text[end] in " \t\n;&|()<>"
+        function = re.compile(r"[ \t]*\([ \t]*\)\s*").match(self.text, end)
         if function and word not in _COMPOUND | _BETWEEN and word not in _ENDS:
             self.inside.append("function")
             self.at = function.end()
@@ -318,31 +318,31 @@ class _Reader:
         if not ends_here:
             return ""
         if word == "function":
-            named = re.compile(r"[ \t]+\S+?[ \t]*(\([ \t]*\))?\s*(?=\{)").match(self.text, behind)
-            self.at = named.end() if named else behind
+            named = re.compile(r"[ \t]+\S+?[ \t]*(\([ \t]*\))?\s*(?=\{)").match(self.text, end)
+            self.at = named.end() if named else end
             self.inside.append("function")
         elif word in _COMPOUND:
-            self.at = behind
+            self.at = end
             self.inside.append(word)
             if word in ("for", "select"):
                 self.loop()
         elif word in _BETWEEN:
-            self.at = behind
+            self.at = end
         elif word in _ENDS:
-            self.at = behind
+            self.at = end
             self.pop(_ENDS[word])
         elif word == "{":
-            self.at = behind
+            self.at = end
             self.inside.append("{")
-            if self.goes_on in ("&&", "||"):
+            if self.preceding in ("&&", "||"):
                 self.optional.add(len(self.inside))
-            self.goes_on = ""
+            self.preceding = ""
         else:
             return ""
         return word
 
     def loop(self) -> None:
-        """Read `NAME in words` or `((…))`; what the loop sets is not known."""
+        """Read `NAME in words` or `((…))`; the loop variable becomes a mark."""
         self.blanks()
         if self.text.startswith("((", self.at):
             self.at += 1
@@ -358,7 +358,7 @@ class _Reader:
                 self.simple(declares=False)
 
     def pattern(self) -> None:
-        """Pass over the patterns of a case, up to their parenthesis."""
+        """Skip the patterns of a case up to their parenthesis."""
         while self.at < len(self.text) and self.text[self.at] not in ")\n":
             if self.text[self.at] in "\"'":
                 self.pieces_of_quote()
@@ -371,9 +371,9 @@ class _Reader:
         self.at = end + 2 if end >= 0 else len(self.text)
 
     def word_here(self, word: str) -> bool:
-        behind = self.at + len(word)
+        end = self.at + len(word)
         return self.text.startswith(word, self.at) and (
-            behind >= len(self.text) or self.text[behind] in " \t\n;&|)"
+            end >= len(self.text) or self.text[end] in " \t\n;&|)"
         )
 
     def line_end_of(self, word: str) -> int:
@@ -411,7 +411,7 @@ class _Reader:
                 self.assign(assigned, assignments, exported=declaring and _exports(words))
                 continue
             made = self.word()
-            if self.at == begin:  # what nothing reads
+            if self.at == begin:  # unreadable character
                 self.at += 1
                 continue
             words += made
@@ -426,11 +426,11 @@ class _Reader:
             self.script.variables.update(
                 {each.name: before[each.name] for each in assignments if each.name in before}
             )
-            for each in assignments:  # of this command alone: `A=1 srun …`
+            for each in assignments:  # only for this command: `A=1 srun …`
                 if each.name not in before:
                     self.script.variables.pop(each.name, None)
         if declares and (words or assignments or redirects):
-            self.keep(command, bodies)
+            self.add(command, bodies)
 
     def command(
         self,
@@ -439,7 +439,7 @@ class _Reader:
         assignments: Sequence[Assignment],
         redirects: Sequence[Redirect],
     ) -> Command:
-        """Return the command that was read from `start` up to here."""
+        """Return the command from `start` up to here."""
         ending = match[0] if (match := _OPERATOR.match(self.text, self.at)) else ""
         return Command(
             words=tuple(words),
@@ -454,16 +454,16 @@ class _Reader:
             start=start,
         )
 
-    def keep(self, command: Command, bodies: list[int | None]) -> None:
+    def add(self, command: Command, bodies: list[int | None]) -> None:
         if any(number is not None for number in bodies):
             self.waiting.append((command, bodies))
         self.script.commands.append(command)
         if command.words and command.words[0].text not in _DECLARE:
-            self.set_by(command)
+            self.forget_set_by(command)
         self.script.exported.update(each.name for each in command.assignments if each.exported)
 
-    def set_by(self, command: Command) -> None:
-        """Forget what `read` and the like set."""
+    def forget_set_by(self, command: Command) -> None:
+        """Forget the variables that `read` or a similar builtin sets."""
         if command.texts[0] in ("read", "mapfile", "readarray", "unset", "getopts"):
             for word in command.words[1:]:
                 if not word.text.startswith("-"):
@@ -473,7 +473,7 @@ class _Reader:
     def assign(
         self, match: re.Match[str], assignments: list[Assignment], *, exported: bool
     ) -> None:
-        """Read the value of an assignment, and set the variable."""
+        """Read the value of an assignment and set the variable."""
         begin, name = self.at, match["name"]
         self.at = match.end()
         if self.text.startswith("(", self.at):
@@ -485,7 +485,7 @@ class _Reader:
             text = "".join(piece.text for piece in self.pieces())
             if match["op"] == "+=":
                 before_it = self.script.variables.get(name)
-                if before_it is None:  # the environment may have it
+                if before_it is None:  # perhaps set in the environment
                     before_it = self.mark(Expansion(f"${name}", self.line(begin), name))
                 text = before_it + text
             self.arrays.pop(name, None)
@@ -499,17 +499,17 @@ class _Reader:
             for at, kind in enumerate(self.inside, 1)
             if kind in _CONDITIONAL or at in self.optional
         ]
-        if before_text != text and self.goes_on in ("&&", "||"):
+        if before_text != text and self.preceding in ("&&", "||"):
             self.unsettled.append((len(self.inside) + 0.5, name, line))
         elif before_text is None and kinds:
             self.unsettled.append((kinds[-1], name, line))
         elif before_text != text and kinds:
-            text = self.mark(Expansion(f"${name}", line, name))  # either of the two
+            text = self.mark(Expansion(f"${name}", line, name))  # old or new value
             self.arrays.pop(name, None)
         self.script.variables[name] = text
 
     def array(self) -> tuple[str, ...]:
-        """Read `(word word)` of an array."""
+        """Read an array's `(word word)`."""
         self.at += 1
         fields: list[str] = []
         while self.at < len(self.text) and self.text[self.at] != ")":
@@ -545,7 +545,7 @@ class _Reader:
         bodies.append(number)
 
     def here_bodies(self) -> None:
-        """Read the here-documents that the line before has opened."""
+        """Read the here-documents that the previous line opened."""
         for number, delimiter, is_quoted, tabs in self.here_documents:
             begin, end = self.at, len(self.text)
             at = begin
@@ -579,7 +579,7 @@ class _Reader:
     # Words
 
     def blanks(self) -> None:
-        """Pass over blanks, continued lines and a comment."""
+        """Skip blanks, continued lines and a comment."""
         while self.at < len(self.text):
             if self.text[self.at] in " \t":
                 self.at += 1
@@ -593,7 +593,7 @@ class _Reader:
                 break
 
     def word(self) -> list[Word]:
-        """Read a word: one, or as many as bash makes of it."""
+        """Read a word; return the words that bash splits it into."""
         begin = self.at
         pieces = self.pieces()
         source, line = self.text[begin : self.at], self.line(begin)
@@ -646,7 +646,7 @@ class _Reader:
         return self.text.startswith(("<(", ">("), self.at)
 
     def pieces_of_quote(self) -> list[_Piece]:
-        """Read a text in quotes."""
+        """Read a quoted text."""
         if self.text.startswith("$'", self.at):
             match = re.compile(r"\$'((?:[^'\\]|\\.)*)'?", re.DOTALL).match(self.text, self.at)
             assert match is not None
@@ -668,11 +668,11 @@ class _Reader:
     def piece_in_double_quotes(self, ends: str = '"') -> _Piece:
         character = self.text[self.at]
         if character == "\\":
-            behind = self.text[self.at + 1 : self.at + 2]
+            escaped = self.text[self.at + 1 : self.at + 2]
             self.at += 2
-            if behind == "\n":
+            if escaped == "\n":
                 return _Piece(quoted=True)
-            return _Piece(behind if behind in '$`"\\' else "\\" + behind, quoted=True)
+            return _Piece(escaped if escaped in '$`"\\' else "\\" + escaped, quoted=True)
         if character in "$`":
             return self.expansion(quoted=True)
         begin = self.at
@@ -682,7 +682,7 @@ class _Reader:
         return _Piece(self.text[begin : self.at], quoted=True)
 
     def expand_text(self, text: str, line: int) -> str:
-        """Expand a text that bash reads as if it stood in double quotes, with its quotes."""
+        """Expand a text that bash treats as double-quoted; its own quotes stay."""
         if self.depth >= _DEEPEST:
             return text
         inner = _Reader(text, self.script, line, self.depth + 1)
@@ -693,7 +693,7 @@ class _Reader:
         return "".join(piece.text for piece in parts)
 
     def expansion(self, *, quoted: bool) -> _Piece:
-        """Read `$NAME`, `${…}`, `$(…)`, `$((…))`, a text in backquotes or `<(…)`."""
+        """Read `$NAME`, `${…}`, `$(…)`, `$((…))`, backquoted text or `<(…)`."""
         begin, line = self.at, self.line(self.at)
         text = self.text
         if text.startswith("$((", begin):
@@ -726,12 +726,12 @@ class _Reader:
         return _Piece(value, quoted, splits=not quoted)
 
     def may_expand(self, value: str) -> bool:
-        """Return whether a variable's value may still be put into the text."""
+        """Return whether a variable's value is within the expansion limit; count it."""
         self.script.spent[0] += len(value)
         return self.script.spent[0] < _MOST_EXPANDED
 
     def braces(self, quoted: bool) -> _Piece:
-        """Read `${NAME}`, and what may stand behind the name."""
+        """Read `${NAME}` with its optional index and operator."""
         begin, line = self.at, self.line(self.at)
         self.at += 2
         prefix = ""
@@ -747,26 +747,26 @@ class _Reader:
             end = len(self.text) if end < 0 else end
             index = self.text[self.at + 1 : end]
             self.at = end + 1
-        behind = re.compile(r":?[-=+?]|[^}]").match(self.text, self.at)
+        operation = re.compile(r":?[-=+?]|[^}]").match(self.text, self.at)
         inside = self.argument()
-        fields = None if prefix or behind else self.arrays.get(name)
+        fields = None if prefix or operation else self.arrays.get(name)
         if fields is not None and self.may_expand("".join(fields)):
             if index in ("@", "*"):
                 return _Piece("", quoted, fields=fields)
             if (index or "0").isdecimal() and len(index) < 9 and int(index or 0) < len(fields):
                 return _Piece(fields[int(index or 0)], quoted, splits=not quoted)
         known = name in self.script.variables and not index and not prefix
-        if behind and behind[0][-1] in "-=" and known:
+        if operation and operation[0][-1] in "-=" and known:
             value = self.script.variables[name]
-            if not value and behind[0].startswith(":"):
+            if not value and operation[0].startswith(":"):
                 value = self.expand_text(inside, line)
             return _Piece(value, quoted, splits=not quoted)
-        if known and not behind:
+        if known and not operation:
             return self.variable(name, begin, line, quoted)
         return _Piece(self.mark(Expansion(self.text[begin : self.at], line, name)), quoted)
 
     def argument(self) -> str:
-        """Pass over the rest of `${NAME…}`; returns what stands behind the operator."""
+        """Skip the rest of `${NAME…}`; return the operator's argument."""
         start = self.at
         match = re.compile(r":?[-=+?]").match(self.text, start)
         begin = match.end() if match else start
@@ -792,7 +792,7 @@ class _Reader:
         return text
 
     def arithmetic(self, quoted: bool) -> _Piece:
-        """Read `$((…))`; its value where the text tells every number of it."""
+        """Read `$((…))`; return its value if all its numbers are known."""
         begin, line = self.at, self.line(self.at)
         depth, at = 0, begin + 1
         while at < len(self.text):
@@ -805,7 +805,7 @@ class _Reader:
         if self.depth < _DEEPEST and len(inside) < 1000:
             text = self.expand_text(inside, line)
             text = _NAME.sub(lambda name: self.script.variables.get(name[0], name[0]), text)
-            value = calculated(text)
+            value = evaluate(text)
             if value is not None:
                 return _Piece(str(value), quoted)
             if not is_known(text):
@@ -818,7 +818,7 @@ class _Reader:
         return _Piece(self.mark(expansion), quoted)
 
     def substitution(self) -> tuple[Command, ...]:
-        """Read the commands of `$(…)` up to its parenthesis."""
+        """Read the commands of `$(…)` up to the closing parenthesis."""
         script, deeper = self._sub_script(), self.depth + 1
         inner = _Reader(self.text, script, self.first_line, deeper, self.line_starts)
         inner.at, inner.arrays = self.at, dict(self.arrays)
@@ -855,17 +855,17 @@ class _Reader:
         return chr(number)
 
 
-def calculated(text: str) -> int | None:
-    """Return the value of a sum of bash's, where it has plain numbers alone."""
+def evaluate(text: str) -> int | None:
+    """Return the value of a bash arithmetic expression of plain numbers, or None."""
     if not re.fullmatch(r"[\d+*/%() -]{1,200}", text, re.ASCII):
         return None
     try:
-        return _calculated(ast.parse(text.strip(), mode="eval").body)
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-_SUMS: dict[type, Callable[[int, int], int]] = {
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -874,11 +874,11 @@ _SUMS: dict[type, Callable[[int, int], int]] = {
 }
 
 
-def _calculated(node: ast.expr) -> int:
+def _evaluate(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp):
-        return _SUMS[type(node.op)](_calculated(node.left), _calculated(node.right))
+        return _OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     raise ValueError(node)
 
 

@@ -1,8 +1,8 @@
-"""Turns an sbatch file into the `clusterddp submit` line that does the same.
+"""Translates an sbatch file to the equivalent `clusterddp submit` line.
 
-Directives become options, modules, set-up lines and the environment likewise; the launcher becomes
-Slurm's tasks. What clusterddp does itself (the rendezvous, ranks, logs) goes. Whatever is left out
-or differs is a note. The file is only read.
+Directives, modules, setup lines and the environment become options; the launcher becomes Slurm
+tasks. Lines that clusterddp replaces (rendezvous, ranks, logs) are dropped. A note reports every
+other omission and difference. The file is only read.
 """
 
 import itertools
@@ -19,33 +19,40 @@ from clusterddp.request.options import REPLACED
 from clusterddp.request.spec import DIRECTIVES
 from clusterddp.scripts import job_script, sbatch_file, shell
 from clusterddp.scripts.job_script import DERIVED, MPI, TRAINS, JobScript
-from clusterddp.scripts.sbatch_file import SAYS, Directive, Option, SbatchFile, Statement, one_line
-from clusterddp.scripts.shell import Assignment, Command, Word, is_known, said
+from clusterddp.scripts.sbatch_file import (
+    PRINTS,
+    Directive,
+    Option,
+    SbatchFile,
+    Statement,
+    one_line,
+)
+from clusterddp.scripts.shell import Assignment, Command, Word, display_line, is_known
 from clusterddp.slurm import forms
 
 _COLUMNS = 90
-_ON_LINES_OF_THEIR_OWN = ("--env", "--setup", "--teardown")
+_ON_SEPARATE_LINES = ("--env", "--setup", "--teardown")
 _LOGS = frozenset({"output", "error", "open-mode", "input"})
-_WHERE_LOGS_LIE = "logs lie in the run's folder: logs/rank-R.log"
-_UNKNOWN = "not carried over: only the batch shell knows it"
-_ARGUMENT = "an argument of the script, or of a function, has no value here: write it out"
+_LOG_PLACE = "not carried over: logs are in the run's directory, logs/rank-R.log"
+_UNKNOWN = "not carried over: only the batch shell knows its value"
+_ARGUMENT = "an argument of the script or of a function has no value here: write the value"
 _OF_ARGUMENT = re.compile(r"(?<!\\)\$(?:\{?[1-9]|[#@*]|\{[#@*]\})")
 _OF_SBATCH = frozenset({"parsable", "quiet", "verbose", "get-user-env", "test-only"})
-"""Options of sbatch that say nothing of the job."""
+"""Options of sbatch that do not concern the job."""
 _OPTIONS_OF_STEP = (
     "nodes ntasks ntasks-per-node cpus-per-task label unbuffered kill-on-bad-exit wait quiet jobid "
     "nodelist relative exclusive exact overlap no-container-mount-home"
 )
 _OF_STEP = frozenset(_OPTIONS_OF_STEP.split())
-"""Options of srun that the script's own srun has, or has no use for."""
+"""Options of srun that the run's own srun sets or does not need."""
 _SIGNAL = re.compile(
     r"(?P<batch>[BR]*:)?(?:SIG)?(?P<name>\w+)(?:@(?P<seconds>\d+))?", re.IGNORECASE
 )
 _BYTES = re.compile(r"(\d+[KMGT])i?B", re.IGNORECASE)
-"""Size as sbatch takes it too, of which the first letter counts."""
+"""Size such as 4GB or 4GiB; sbatch only uses the first letter of the unit."""
 _SIGNALS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 _OF_MODULES = re.compile(r"PATH$|HOME$|ROOT$|DIR$|PREFIX$|FLAGS$|MODULE", re.IGNORECASE)
-"""Variables that modules set, too: which of the two comes last matters."""
+"""Variables that modules set, too, so the order matters."""
 _LOADS = frozenset({"load", "add"})
 _VERBS_OF_ML = (
     "purge unload del rm use unuse list avail av spider swap sw switch show reset restore r save s "
@@ -53,7 +60,7 @@ _VERBS_OF_ML = (
 )
 _NO_MODULES = frozenset(_VERBS_OF_ML.split())
 _CANNOT_FAIL = re.compile(r"(?:export|echo|set|ulimit)\s|[A-Za-z_]\w*=[^$`]*$")
-"""Set-up lines that hardly ever fail."""
+"""Setup lines that hardly ever fail."""
 _TESTS = frozenset({"[", "[[", "test"})
 _ENDS = frozenset({"wait", "exit", "return"})
 _OPTIONS_OF_TORCHRUN = (
@@ -72,58 +79,58 @@ _VARIABLES_OF_ACCELERATE = {
     "dynamo-backend": "ACCELERATE_DYNAMO_BACKEND",
     "gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
-"""Options that `accelerate launch` hands to its processes as a variable."""
+"""Options that `accelerate launch` passes to its processes as variables."""
 
 
 _IN_QUOTES = re.compile(r"\$'(?:[^'\\]|\\.)*'|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.", re.DOTALL)
 _EXPANDS = re.compile(r"^~|[*?]|\[[^]]*\]|\{[^{}]*(?:,|\.\.)[^{}]*\}")
-"""Text that bash makes files, a home or several words of, outside of quotes."""
+"""Unquoted text that bash expands to files, a home directory or several words."""
 _SETS_ALL = re.compile(r"\s([-+])(?:\w*a|o\s+allexport)")
 _DEFAULT = re.compile(r"\$\{\w+:?[-=]")
 _NAMED = re.compile(r"\s*(?:function\s+([\w.:-]+)|([\w.:-]+)\s*\(\s*\))")
 _IS_ARRAY = re.compile(r"\[[@*]\]\}")
 _LONGEST = 8_000
-"""Longest word that is sure to have been read whole."""
+"""Length up to which a word is certain to be complete."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something that was not carried over, or that differs."""
+    """An omission or a difference."""
 
     line: int
-    """Line of the file; 0 where it is about several."""
+    """Line of the file; 0 if it concerns several."""
     source: str
-    """Source text there; empty where it is about the whole."""
+    """Source text there; empty if it concerns the whole file."""
     why: str
 
 
 @dataclass
 class SubmitLine:
-    """Words of a `clusterddp submit` line, and what they do not say."""
+    """Words of a `clusterddp submit` line, with notes."""
 
     options: list[tuple[str, ...]] = field(default_factory=list)
     command: tuple[str, ...] = ()
     folder: str = ""
-    """Folder from which to submit; empty for the one where sbatch would be typed."""
+    """Directory to submit from; empty for the current one."""
     notes: list[Note] = field(default_factory=list)
 
     @property
     def argv(self) -> list[str]:
-        """Return the words behind `clusterddp`."""
+        """Return the words after `clusterddp`."""
         return ["submit", *(word for each in self.options for word in each), "--", *self.command]
 
     @property
     def shell(self) -> str:
-        """Return the line for a shell, over several lines where it is long."""
+        """Return the line for a shell, with continuation lines if it is long."""
         parts = [_typed(option) for option in self.options]
-        own = [part for part in parts if part.startswith(_ON_LINES_OF_THEIR_OWN)]
+        separate = [part for part in parts if part.startswith(_ON_SEPARATE_LINES)]
         rows = ["clusterddp submit"]
         for part in parts:
-            if part not in own:
+            if part not in separate:
                 if len(rows[-1]) + len(part) > _COLUMNS:
                     rows.append("   ")
                 rows[-1] += f" {part}"
-        rows += [f"    {part}" for part in own]
+        rows += [f"    {part}" for part in separate]
         command = f"-- {_typed(self.command)}"
         if len(rows) == 1 and len(rows[0]) + len(command) < _COLUMNS:
             rows[0] += f" {command}"
@@ -134,7 +141,7 @@ class SubmitLine:
         return f"cd {_typed([folder])} &&\n{line}" if folder else line
 
     def add(self, name: str, value: str | None = None) -> None:
-        """Add an option, by its name without dashes."""
+        """Add an option; its name has no dashes."""
         if value is None:
             self.options.append((f"--{name}",))
         elif value.startswith("-"):
@@ -143,36 +150,37 @@ class SubmitLine:
             self.options.append((f"--{name}", value))
 
     def note(self, line: int, source: str, why: str) -> None:
-        """Add a note, once."""
+        """Add a note unless it exists."""
         note = Note(line, " ".join(source.split()), why)
         if note not in self.notes:
             self.notes.append(note)
 
 
 def translate(file: SbatchFile) -> SubmitLine:
-    """Return the line; raises RequestError where the file starts nothing that could be a task."""
-    return _Translation(file).made()
+    """Return the line. Raises RequestError if the file starts no training."""
+    return _Translation(file).run()
 
 
 class _Translation:
     def __init__(self, file: SbatchFile) -> None:
         self.line = SubmitLine()
-        self.file = file = self.with_those_below(file)
+        self.file = file = self.with_late_directives(file)
         self.job = JobScript(file)
         self.training = self.job.training
         self.where = self.training.command.line
         self.statements = list(sbatch_file.statements(file))
-        own = [s for s in self.statements if s.first <= self.where <= s.last]
-        named = _NAMED.match(own[0].source) if "function" in self.training.command.inside else None
+        around = [s for s in self.statements if s.first <= self.where <= s.last]
+        in_function = "function" in self.training.command.inside
+        named = _NAMED.match(around[0].source) if in_function else None
         of_function = (named[1] or named[2],) if named else ()
         self.calls = [c for c in file.script.commands if of_function == c.texts[:1] != ()]
-        """Calls of the function in which the command that trains stands."""
+        """Calls of the function that contains the training command."""
         self.set_all = [
             (command.line, found[1] == "-")
             for command in file.script.commands
             if command.texts[:1] == ("set",) and (found := _SETS_ALL.search(command.source))
         ]
-        """Lines from which on all variables are exported, or no longer."""
+        """Lines that turn the export of all variables on or off."""
         self.begins = self.calls[0].line if self.calls else self.where
         self.environment: dict[str, str | None] = {}
         assignments = [each for command in file.script.commands for each in command.assignments]
@@ -180,7 +188,8 @@ class _Translation:
         self.read_by_tasks: list[str] = []
         """Variables of the batch shell that the tasks' command reads."""
 
-    def made(self) -> SubmitLine:
+    def run(self) -> SubmitLine:
+        """Translate the whole file."""
         line = self.line
         for name, value in self.job.layout(line.note).options:
             line.add(name, value)
@@ -188,51 +197,51 @@ class _Translation:
         self.step()
         self.launcher()
         line.command = self.command()
-        self.around()
+        self.surroundings()
         line.notes.sort(key=lambda note: note.line)
         return line
 
-    def shown(self, text: str) -> str:
-        return self.file.script.shown(text)
+    def with_sources(self, text: str) -> str:
+        return self.file.script.with_sources(text)
 
     # Directives
 
-    def with_those_below(self, file: SbatchFile) -> SbatchFile:
-        """Return the file as if sbatch read the directives below the first command, and say so.
+    def with_late_directives(self, file: SbatchFile) -> SbatchFile:
+        """Return the file with the directives after its first command in force, and note them.
 
-        Where one above, which it does read, has the same name, that one stays in force.
+        A directive before the first command keeps precedence over later ones of its name.
         """
-        above = {each.name for each in file.directives if each.is_read}
-        meant = [d if d.name in above else replace(d, is_read=True) for d in file.directives]
-        below = [old for old, new in zip(file.directives, meant, strict=True) if old != new]
-        if below:
-            first, *others = dict.fromkeys(each.line for each in below)
-            lines = f", nor line{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        early = {each.name for each in file.directives if each.is_read}
+        meant = [d if d.name in early else replace(d, is_read=True) for d in file.directives]
+        late = [old for old, new in zip(file.directives, meant, strict=True) if old != new]
+        if late:
+            first, *others = dict.fromkeys(each.line for each in late)
+            lines = f" (nor line{'s' * (len(others) > 1)} {', '.join(map(str, others))})"
             why = (
-                f"sbatch would not have read it{lines if others else ''}: it stops at the first "
-                "command. Here it is asked for, as it was meant"
+                f"sbatch ignores this{lines if others else ''}, because it follows the first "
+                "command. Carried over, because it was meant to be in force"
             )
-            self.line.note(first, below[0].text, why)
+            self.line.note(first, late[0].text, why)
         return replace(file, directives=meant)
 
     def directives(self) -> None:
-        """Turn each directive that stands for itself into an option."""
+        """Turn each directive outside the layout into an option."""
         read_lines = {directive.line for directive in self.file.directives if directive.is_read}
         for number, text in enumerate(self.file.lines, 1):
             if re.match(r"#SBATCH\s+(?:het|pack)job\b", text):
                 self.line.note(number, text, f"not carried over: use {REPLACED['het-group']}")
-            behind = text.removeprefix("#SBATCH")
-            words = list(sbatch_file.arguments(behind)) if number in read_lines else []
+            rest = text.removeprefix("#SBATCH")
+            words = list(sbatch_file.arguments(rest)) if number in read_lines else []
             if (at := sbatch_file.options(words, "sbatch", number)[1]) < len(words):
-                why = f"sbatch takes no {words[at]!r} there; it, and what follows, is left out"
+                why = f"not carried over from {words[at]!r} on: sbatch expects an option there"
                 self.line.note(number, text, why)
         for directive in self.file.directives:
             if not directive.is_read:
-                why = "not carried over, as sbatch does not read it below the first command"
+                why = "not carried over: sbatch ignores directives after the first command"
                 self.line.note(directive.line, directive.text, why)
             elif self.file.directive(directive.name) is not directive:
-                continue  # a later one of the same name is in force
-            elif directive.name == "mail-type":  # Slurm adds them up
+                continue  # a later one overrides it
+            elif directive.name == "mail-type":  # Slurm combines them
                 events = [d.value or "" for d in self.file.directives if d.name == "mail-type"]
                 self.directive(replace(directive, value=",".join(events)))
             elif directive.name not in job_script.DIRECTIVES_OF_LAYOUT:
@@ -241,7 +250,7 @@ class _Translation:
     def directive(self, directive: Directive) -> None:
         line, name, value = self.line, directive.name, directive.value
         if name in _LOGS:
-            line.note(directive.line, directive.text, _WHERE_LOGS_LIE)
+            line.note(directive.line, directive.text, _LOG_PLACE)
         elif name == "chdir":
             line.folder = "" if value in (None, ".", "./") else str(value)
         elif name == "export":
@@ -264,7 +273,7 @@ class _Translation:
             line.add("sbatch", name if value is None else f"{name}={value}")
 
     def option(self, directive: Directive, value: str | None) -> None:
-        """Carry a directive over that submit has as an option, where it takes the value."""
+        """Carry over a directive that is an option of submit, if submit accepts the value."""
         row = DIRECTIVES[directive.name]
         try:
             if row.form and row.type is str:
@@ -275,45 +284,45 @@ class _Translation:
             self.line.add(row.name, value)
 
     def export(self, option: Option) -> None:
-        """Carry `--export=ALL,NAME=VALUE` of sbatch or srun over, a variable each."""
+        """Carry over `--export=ALL,NAME=VALUE` of sbatch or srun, variable by variable."""
         names = [name for name in (option.value or "").split(",") if name]
         if "ALL" not in names and isinstance(option, Directive):
             self.line.add("export", "NONE")
         elif "ALL" not in names:
-            why = "not carried over: the tasks get all variables, not these alone"
+            why = "not carried over: the tasks get all variables, not only these"
             only = ",".join(name.partition("=")[0] for name in names)
             self.line.note(option.line, f"--export={only}", why)
         for name in names:
             if name not in ("ALL", "NONE", "NIL"):
                 variable, equals, value = name.partition("=")
-                if equals or isinstance(option, Directive):  # a step has the others in any case
+                if equals or isinstance(option, Directive):  # a step has the others anyway
                     self.variable(variable, value if equals else None, option.line, variable)
 
     # The step and its launcher
 
     def step(self) -> None:
-        """Carry over those of srun's options that matter to the tasks."""
+        """Carry over the srun options that matter to the tasks."""
         line, step, file = self.line, self.training.step, self.file
         of_gpus = job_script.DIRECTIVES_OF_GPUS
         asks_for_gpus = file.value(*of_gpus) is not None
         for each in self.training.command.assignments:
-            self.ahead(each.name, each.text, each.source, self.where)
+            self.prefixed(each.name, each.text, each.source, self.where)
         if step is None:
             return
         for option in step.options:
-            name, value, source = option.name, option.value, self.shown(option.source)
+            name, value, source = option.name, option.value, self.with_sources(option.source)
             is_jobs_own = name in of_gpus and (value == file.value(name) or not asks_for_gpus)
             if name in _OF_STEP or is_jobs_own:
                 continue
             if name in _LOGS:
-                line.note(option.line, source, _WHERE_LOGS_LIE)
+                line.note(option.line, source, _LOG_PLACE)
             elif name == "export":
                 self.export(option)
             elif name == "container-mounts":
                 for mount in filter(is_known, mounts := (value or "").split(",")):
                     line.add("container-mount", mount)
                 for mount in itertools.filterfalse(is_known, mounts):
-                    line.note(option.line, self.shown(mount), _UNKNOWN)
+                    line.note(option.line, self.with_sources(mount), _UNKNOWN)
             elif not is_known(value or ""):
                 line.note(option.line, source, _UNKNOWN)
             elif name == "container-image":
@@ -325,7 +334,7 @@ class _Translation:
                 line.add("srun-args", f"--{name}" if value is None else f"--{name}={value}")
 
     def launcher(self) -> None:
-        """Note the launcher's options that the tasks do without."""
+        """Note the launcher's options that have no equivalent."""
         launcher, line = self.training.launcher, self.line
         if launcher is None:
             return
@@ -337,7 +346,7 @@ class _Translation:
         options = list(launcher.options)
         for option, value in options:
             dashes = "--" if len(option) > 1 else "-"
-            source = f"{dashes}{option} {self.shown(value)}".strip()
+            source = f"{dashes}{option} {self.with_sources(value)}".strip()
             if name.startswith("accelerate") and option in _VARIABLES_OF_ACCELERATE:
                 self.variable(_VARIABLES_OF_ACCELERATE[option], value, self.where, source)
             elif option == "max-restarts" and re.fullmatch("[1-9][0-9]*", value):
@@ -347,19 +356,19 @@ class _Translation:
                 variable, equals, text = value.partition("=")
                 self.variable(variable, text if equals else None, self.where, source)
             elif option not in ours:
-                why = f"not carried over: an option of {name}, which is not started any more"
+                why = f"not carried over: the run starts without {name}"
                 line.note(self.where, source, why)
         is_deepspeed = name == "deepspeed" and "no-local-rank" not in dict(options)
         if launcher.adds_local_rank or is_deepspeed:
-            why = "it gave its program --local-rank: read LOCAL_RANK from the environment instead"
+            why = "passed --local-rank to its program: read LOCAL_RANK from the environment instead"
             line.note(self.where, name, why)
 
-    # What each task runs
+    # The tasks' command
 
     def command(self) -> tuple[str, ...]:
-        """Return COMMAND: what each rank runs, without the launcher."""
+        """Return COMMAND, the command of each rank without the launcher."""
         for each in self.training.environment:
-            self.ahead(each.name, each.text, each.source, self.where)
+            self.prefixed(each.name, each.text, each.source, self.where)
         self.note_surroundings()
         launcher, program = self.training.launcher, list(self.training.program)
         if self.training.text:
@@ -372,43 +381,43 @@ class _Translation:
             head = ("python",)
         if not last:
             self.line.add("allow-launcher")
-            why = "its program was not made out: each task starts it as it is"
+            why = "its program is unknown, so each task starts the launcher unchanged"
             self.line.note(self.where, launcher.name, why)
             return self.words(program)
         made = [Word(word, self.where, shlex.quote(word)) for word in head]
         return self.words([*program[:first], *made, *program[last:]])
 
     def text(self, launcher: NestedLauncher | None) -> tuple[str, ...]:
-        """Return the `bash -c` of several commands, without the launcher in it."""
+        """Return a `bash -c` of several commands, with the launcher removed."""
         text = self.training.text
         if launcher:
             nested = nested_launcher.find(("bash", "-c", text))
             text = nested.instead[-1] if nested and nested.instead else ""
-        shown = self.shown(text or self.training.text)
+        shown = self.with_sources(text or self.training.text)
         line = one_line(shown) if text else None
         if line is None:
-            why = "not carried over: put what the tasks run into a file, and submit bash FILE"
+            why = "not carried over: put the tasks' commands into a file and submit bash FILE"
             self.line.note(self.where, "bash -c", why)
         for expansion in self.file.script.direct(self.training.text):
             self.reads(expansion.source, self.where)
         for command in shell.read(self.training.text, outer=self.file.script).commands:
             for name in sorted(DERIVED.intersection(each.name for each in command.assignments)):
-                why = f"each task sets {name} over the value that clusterddp gives it: take it out"
-                self.line.note(self.where, said(command), why)
+                why = f"overwrites the {name} that clusterddp sets for each task: remove it"
+                self.line.note(self.where, display_line(command), why)
         return ("bash", "-c", line or shown)
 
     def words(self, program: Sequence[Word]) -> tuple[str, ...]:
-        """Return the words; where a shell makes more of some, a `bash -c` has each task do so."""
+        """Return the words, within a `bash -c` if a shell must expand some of them."""
         program = [word for word in program if not self.is_argument_of_script(word)]
         texts = [word.text for word in program]
         if len(texts) == 3 and re.fullmatch(r"-[a-z]*c", texts[1]):
             texts[2] = one_line(texts[2]) or texts[2]
-        elif any("\n" in text for text in texts):  # which no line of a script can carry
+        elif any("\n" in text for text in texts):  # must fit on one line of a script
             return self.expanded(program)
         return tuple(texts) if all(map(self.is_exact, program)) else self.expanded(program)
 
     def expanded(self, program: Sequence[Word]) -> tuple[str, ...]:
-        """Return the `bash -c` in which each task expands what the batch shell did."""
+        """Return a `bash -c` in which each task does the batch shell's expansions."""
         inexact = {(word.start, word.source) for word in program if not self.is_exact(word)}
         before_it = Counter((word.start, word.source) for word in self.training.program)
         cut = before_it - Counter((word.start, word.source) for word in program)
@@ -420,17 +429,17 @@ class _Translation:
                 parts.append(_typed([word.text]))
             elif place in cut or _IS_ARRAY.search(word.source):
                 parts.append(self.inlined(word))
-            elif place != before:  # the words of one variable share their place
-                source = self.shown(word.source).replace("\\\n", "")
+            elif place != before:  # words of the same variable share a place
+                source = self.with_sources(word.source).replace("\\\n", "")
                 parts.append(_IN_QUOTES.sub(_without_line_ends, source))
                 self.reads(parts[-1], word.line)
             before = place
         return ("bash", "-c", f"exec {' '.join(parts)}")
 
     def inlined(self, word: Word) -> str:
-        """Return one of a variable's words for a shell, where the variable itself is of no use.
+        """Return a word of a variable as shell text, for variables that cannot be exported.
 
-        Arrays cannot be exported, and of a variable that has the launcher in it a part remains.
+        These are arrays, and variables that contain the launcher and are only partly needed.
         """
         arrays = [statement.source for statement in self.statements if statement.is_array]
         bare = _IN_QUOTES.sub("", "\n".join(arrays))
@@ -447,63 +456,61 @@ class _Translation:
         return typed
 
     def is_argument_of_script(self, word: Word) -> bool:
-        """Return whether a word stands for the script's own arguments, and note it."""
+        """Return whether a word expands to the script's own arguments, and note it."""
         if word.source.strip('"') not in ("$@", "$*", "${@}", "${*}"):
             return False
-        why = "arguments of the script itself: type them behind the line"
+        why = "arguments of the script itself: append them to the line"
         self.line.note(word.line, word.source, why)
         return True
 
     def reads(self, source: str, line: int) -> None:
-        """Note which variables of the batch shell a text of the tasks reads, and what differs."""
+        """Record the batch shell's variables in a text of the tasks, and note differences."""
         setting = {n: each for each in self.statements for n in each.names_set | each.assigned}
         for name in sbatch_file.references(source):
             if re.search(rf"\b(?:for|select)\s+{name}\s", "\n".join(self.file.lines)):
-                why = f"not carried over: {name} is the loop's; give its value, one line for each"
+                why = f"not carried over: {name} is a loop variable; write one line per value"
                 self.line.note(line, source, why)
             elif name in setting and (setting[name].is_array or f"{{{name}[" in source):
-                why = f"not carried over: tasks see no array; export what they need of {name}"
+                why = f"not carried over: arrays cannot be exported; export parts of {name} instead"
                 self.line.note(line, source, why)
             elif name in setting and self.where in range(
                 setting[name].first, setting[name].last + 1
             ):
-                why = (
-                    f"not carried over: {name} is set beside the command that trains: write it out"
-                )
+                why = f"not carried over: the training's statement sets {name}; write its value"
                 self.line.note(line, source, why)
             elif name in setting and name not in self.file.script.exported:
                 self.read_by_tasks.append(name)
         if _reads_argument(source):
             self.line.note(line, source, _ARGUMENT)
         if "$(" in source or "`" in source:
-            why = "each task runs the substitution itself; the batch shell ran it once"
+            why = "now every task runs this substitution; the batch shell ran it once"
             self.line.note(line, source, why)
 
     def note_surroundings(self) -> None:
-        """Note what stands around the command that trains, and what its output went to."""
+        """Note redirections, loops and conditions around the training command."""
         command, line = self.training.command, self.line
-        source = said(command)
+        source = display_line(command)
         targets = []
         for each in command.redirects:
             if "<" in each.operator:
                 line.note(each.line, each.operator, "not carried over: put the input into a file")
             else:
-                targets.append(f"{each.operator}{self.shown(each.target)}")
+                targets.append(f"{each.operator}{self.with_sources(each.target)}")
         if command.piped or any(not re.match(r"\d*>&", target) for target in targets):
-            why = "the tasks' output goes to logs/rank-R.log in the run's folder, not there"
+            why = "not carried over: output goes to logs/rank-R.log in the run's directory"
             line.note(self.where, " ".join(targets) or f"{source} | …", why)
         kinds = [kind for kind in command.inside if kind not in ("(", "{")]
         if self.training.is_of_each_node:
-            why = "it was started in a loop; here one srun starts all tasks, once"
+            why = "was started in a loop; now one srun starts all tasks, once"
             line.note(self.where, source, why)
         elif kinds:
-            why = f"it stands in `{kinds[-1]}`; here it runs in any case, and once"
+            why = f"is inside `{kinds[-1]}`; now it always runs, and once"
             line.note(self.where, source, why)
 
-    # What stands around it
+    # The other statements
 
-    def around(self) -> None:
-        """Carry the other statements over: modules, environment, set-up lines, teardown lines."""
+    def surroundings(self) -> None:
+        """Carry over the other statements: modules, environment, setup and teardown lines."""
         modules: list[str] = []
         setup: list[str] = []
         teardown: list[str] = []
@@ -515,11 +522,12 @@ class _Translation:
             elif not setup and (names := _loaded(statement)):
                 modules += names
             else:
-                lines = self.exports(statement, behind_others=bool(modules or setup))
+                lines = self.exports(statement, after_others=bool(modules or setup))
                 setup += self.carried(statement, "--setup") if lines is None else lines
-            its_own = statement.names_set | statement.assigned
+            set_here = statement.names_set | statement.assigned
             if statement.first <= self.begins:
-                exports = [f"export {n}" for n in dict.fromkeys(self.read_by_tasks) if n in its_own]
+                read = dict.fromkeys(self.read_by_tasks)
+                exports = [f"export {name}" for name in read if name in set_here]
                 setup = [*(line for line in setup if line not in exports), *exports]
         variables = [
             name if value is None else f"{name}={value}" for name, value in self.environment.items()
@@ -531,26 +539,26 @@ class _Translation:
         self.note_lines(setup, teardown)
 
     def kept(self) -> list[Statement]:
-        """Return the other statements that the run still needs, in their order."""
+        """Return the other statements that the run still needs, in order."""
         others = [s for s in self.statements if not s.first <= self.where <= s.last]
-        self.note_beside([s for s in self.statements if s not in others])
-        others = [s for s in others if not self.does_ours_alone(s)]
+        self.note_same_statement([s for s in self.statements if s not in others])
+        others = [s for s in others if not self.is_replaced(s)]
         others = self.without_idle_functions(others)
         pieces = self.pieces_of_the_command(others)
         only_set = [s for s in others if s in pieces or (_only_sets(s) and not self.exports_all(s))]
-        says = [s for s in others if all(_says(command) for command in s.commands)]
-        wanted = [s for s in others if s not in only_set and s not in says]
+        prints = [s for s in others if all(_prints(command) for command in s.commands)]
+        wanted = [s for s in others if s not in only_set and s not in prints]
         reading = [s for s in wanted if not self.exports_literals(s)]
         lines = sbatch_file.needed(reading, self.read_by_tasks, only_set)
         kept = [*wanted, *(s for s in only_set if s.first in lines)]
         gone = {n for s in self.statements if s not in kept for n in s.names_set}
-        kept += [s for s in says if not s.names & gone]
+        kept += [s for s in prints if not s.names & gone]
         for statement in wanted:
             self.note_training(statement)
         return sorted(kept, key=lambda statement: statement.first)
 
     def without_idle_functions(self, others: Sequence[Statement]) -> list[Statement]:
-        """Return the statements without the functions that nothing calls, a trap apart."""
+        """Return the statements without the functions that at most a trap calls."""
         idle = {_function(s): s for s in others if _function(s)}
         text = "\n".join(s.source for s in others if not _function(s))
         text += f"\n{self.training.command.source}"
@@ -559,12 +567,12 @@ class _Translation:
         return [s for s in others if _function(s) not in idle]
 
     def exports_all(self, statement: Statement) -> bool:
-        """Return whether a statement stands behind `set -a`, which exports whatever is set."""
+        """Return whether a statement follows `set -a`, which exports every variable."""
         last = [exports for line, exports in self.set_all if line < statement.first][-1:]
         return last == [True]
 
     def pieces_of_the_command(self, others: Sequence[Statement]) -> list[Statement]:
-        """Return the statements that export a piece of the command itself, several words long."""
+        """Return the statements that export parts of the command with several words."""
         setting = {name: s for s in others for name in s.names_set}
         waiting, pieces = sbatch_file.references(self.training.command.source), []
         seen = set(waiting)
@@ -581,32 +589,32 @@ class _Translation:
         return pieces
 
     def carried(self, statement: Statement, option: str) -> list[str]:
-        """Return a statement as a line for --setup or --teardown, or note that it is none."""
+        """Return a statement as a line for --setup or --teardown, or note why it cannot be one."""
         for command in statement.commands:
             for each in command.assignments:
                 if _is_secret(each):
                     self.variable(each.name, each.text, command.line, each.name)
                     if len(statement.commands) > 1 or len(command.assignments) > 1:
-                        why = f"what stands beside it is not carried over: add {option} LINE for it"
+                        why = f"rest of its statement not carried over: add it with {option} LINE"
                         self.line.note(statement.first, each.name, why)
                     return []
         if statement.line is not None:
             return [statement.line]
         why = (
-            f"not carried over: lines {statement.first} to {statement.last} are no single line of "
-            f"shell. Put them into a file, and add {option} 'source ./FILE'"
+            f"not carried over: lines {statement.first} to {statement.last} do not fit on one line "
+            f"of shell. Put them into a file and add {option} 'source ./FILE'"
         )
         self.line.note(statement.first, statement.source.split("\n")[0], why)
         return []
 
-    def does_ours_alone(self, statement: Statement) -> bool:
-        """Return whether a statement does what clusterddp does, and nothing else but say so."""
+    def is_replaced(self, statement: Statement) -> bool:
+        """Return whether clusterddp replaces a whole statement, tests and prints included."""
         rest = [command for command in statement.commands if not self.is_ours(command)]
-        idle = all(command.texts and command.texts[0] in _TESTS | SAYS for command in rest)
+        idle = all(command.texts and command.texts[0] in _TESTS | PRINTS for command in rest)
         return idle and len(rest) < len(statement.commands)
 
     def is_ours(self, command: Command) -> bool:
-        """Return whether clusterddp does what a command does."""
+        """Return whether clusterddp replaces a command."""
         words, line = command.texts, self.line
         program = words[0] if words else "export"
         if program == "export":
@@ -622,8 +630,8 @@ class _Translation:
             return command.line >= self.begins
         if command in self.calls:
             if len(self.calls) > 1 or len(words) > 1:
-                why = "it called the function of the command that trains, which here runs once"
-                line.note(command.line, said(command), why)
+                why = "called the function with the training command, which now runs once"
+                line.note(command.line, display_line(command), why)
             return True
         if program == "shift" and not command.inside:
             return True
@@ -631,19 +639,19 @@ class _Translation:
             names = [each.name for each in self.file.script.expanded(words[1])]
             return words[1] in (".", "./") or names == ["SLURM_SUBMIT_DIR"]
         if program == "trap":
-            why = "the run's script passes signals on by itself: see --signal and --requeue"
+            why = "not carried over: clusterddp forwards signals; see --signal and --requeue"
             line.note(command.line, command.source.split("\n")[0], why)
             return True
         if words[:2] == ("scontrol", "requeue"):
-            why = "the run's script requeues by itself: see --requeue"
+            why = "not carried over: clusterddp requeues the job; see --requeue"
             line.note(command.line, command.source, why)
             return True
         return False
 
-    def exports(self, statement: Statement, *, behind_others: bool) -> list[str] | None:
-        """Carry `export NAME=value` over as --env, where it means the same ahead of all else.
+    def exports(self, statement: Statement, *, after_others: bool) -> list[str] | None:
+        """Carry over `export NAME=value` as --env if the order of the lines does not matter.
 
-        Returns the set-up lines that are left of it; None for any other statement.
+        Return the remaining exports as setup lines; None for any other statement.
         """
         command = statement.commands[0]
         is_one = len(statement.commands) == 1 and not statement.is_compound
@@ -653,7 +661,7 @@ class _Translation:
             return None
         lines = []
         for each in command.assignments:
-            by_modules = behind_others and _OF_MODULES.search(each.name)
+            by_modules = after_others and _OF_MODULES.search(each.name)
             if _is_secret(each) or (self.is_plain(each) and not by_modules):
                 self.variable(each.name, each.text, command.line, each.name)
             elif each.name not in DERIVED:
@@ -662,12 +670,12 @@ class _Translation:
         return lines if all(one_line(line) for line in lines) else None
 
     def is_plain(self, assignment: Assignment) -> bool:
-        """Return whether --env takes a value as it is."""
+        """Return whether --env can carry a value unchanged."""
         is_again = assignment.name in self.environment
         return self.is_literal(assignment) and assignment.text.isprintable() and not is_again
 
-    def ahead(self, name: str, value: str, source: str, line: int) -> None:
-        """Set a variable that stands ahead of a program."""
+    def prefixed(self, name: str, value: str, source: str, line: int) -> None:
+        """Carry over a variable that is set before a program."""
         typed = f"{name}={source}"
         if value.startswith("~"):
             why = f"not carried over: add --setup {shlex.quote(f'export {typed}')}"
@@ -676,7 +684,7 @@ class _Translation:
             self.variable(name, value, line, typed)
 
     def variable(self, name: str, value: str | None, line: int, source: str) -> None:
-        """Set a variable of the tasks; one whose name says that it is secret goes by name."""
+        """Carry over a variable of the tasks; a secret is passed by name, without its value."""
         if name in DERIVED:
             return
         if name.startswith(("SLURM_", "TORCHELASTIC_")) or not re.fullmatch(forms.VARIABLE, name):
@@ -684,32 +692,32 @@ class _Translation:
         elif name == "CUDA_VISIBLE_DEVICES" and any(
             each[0] == "--gpus-per-node" for each in self.line.options
         ):
-            self.line.note(line, source, "not carried over: Slurm hands the GPUs out")
+            self.line.note(line, source, "not carried over: Slurm assigns the GPUs")
         elif value is not None and re.search(forms.SECRET, name):
             self.environment[name] = None
-            why = f"its value stays out of the line: export {name}=… in your shell first"
+            why = f"looks secret, so the line omits its value: export {name}=… in your shell first"
             self.line.note(line, name, why)
         elif value is not None and not is_known(value):
-            self.line.note(line, self.shown(source), _UNKNOWN)
+            self.line.note(line, self.with_sources(source), _UNKNOWN)
         else:
             self.environment[name] = value
 
     # Words and values
 
     def is_exact(self, word: Word) -> bool:
-        """Return whether a word's text is what the program gets, with nothing left to a shell."""
+        """Return whether the program gets a word's text unchanged, without a shell."""
         bare = _IN_QUOTES.sub("", word.source)
         of_source = "$'" in word.source or _EXPANDS.search(bare)
         of_value = word.source.find("$") >= 0 and (
             word.text.startswith("~") or ("$" in bare and re.search(r"[*?[]", word.text))
         )
-        is_plain = is_known(word.text) and not self.tells_secret(word)
+        is_plain = is_known(word.text) and not self.contains_secret(word)
         return is_plain and not (of_source or of_value) and len(word.text) < _LONGEST
 
     def is_literal(self, assignment: Assignment) -> bool:
-        """Return whether the file alone tells a value; bash expands a tilde, which is not read."""
+        """Return whether a value is known from the file; tilde expansion is not."""
         expands_home = assignment.source.startswith("~") or ":~" in assignment.source
-        is_plain = is_known(assignment.text) and not self.tells_secret(assignment)
+        is_plain = is_known(assignment.text) and not self.contains_secret(assignment)
         return is_plain and not expands_home and "$'" not in assignment.source
 
     def exports_literals(self, statement: Statement) -> bool:
@@ -717,71 +725,72 @@ class _Translation:
         literal = all(self.is_literal(each) for command in exports for each in command.assignments)
         return len(exports) == len(statement.commands) and literal and not statement.is_compound
 
-    def tells_secret(self, each: Word | Assignment) -> bool:
-        """Return whether the value of a variable that is secret by its name is put in there."""
+    def contains_secret(self, each: Word | Assignment) -> bool:
+        """Return whether an expansion contains the value of a variable with a secret's name."""
         return "$" in each.source and any(value in each.text for value in self.secrets)
 
     # Notes
 
-    def note_beside(self, statements: Sequence[Statement]) -> None:
-        """Note the commands that stand in one statement with the command that trains."""
+    def note_same_statement(self, statements: Sequence[Statement]) -> None:
+        """Note the other commands in the training's statement."""
         before = self.training.command
         for command in (each for statement in statements for each in statement.commands):
             if command is self.training.command:
                 continue
-            is_behind = command.start > self.training.command.start
-            if is_behind and before.piped:
+            is_later = command.start > self.training.command.start
+            if is_later and before.piped:
                 before = command
                 continue
             program = command.texts[0] if command.texts else ""
             if program not in {"", ":", "true", *_TESTS} and not self.is_ours(command):
-                option = "--teardown" if is_behind else "--setup"
-                why = f"not carried over from beside the command that trains: add it by {option}"
+                option = "--teardown" if is_later else "--setup"
+                why = f"not carried over: part of the training's statement; add it with {option}"
                 if self.job.score(command) >= TRAINS:
-                    why = "a run has one step that trains: submit it apart"
-                self.line.note(command.line, said(command), why)
+                    why = "not carried over: a run has one training step; submit this separately"
+                self.line.note(command.line, display_line(command), why)
 
     def note_training(self, statement: Statement) -> None:
-        """Note a second training: a run has one."""
+        """Note a second training; a run has only one."""
         for command in statement.commands:
             if self.job.score(command) >= TRAINS:
                 option = "--setup" if command.line < self.where else "--teardown"
-                why = f"a run has one step that trains, so this became {option}: submit it apart"
-                self.line.note(command.line, said(command), why)
+                why = f"became {option}, because a run has one training: submit this separately"
+                self.line.note(command.line, display_line(command), why)
 
     def note_lines(self, setup: Sequence[str], teardown: Sequence[str]) -> None:
-        """Note where set-up lines and teardown lines differ from those of a batch script."""
+        """Note how setup and teardown lines differ from lines of a batch script."""
         for text in setup:
             if re.match(r"(?:cd|pushd)\s", text):
-                why = "the tasks then run there, not in the run's copy of your folder"
+                why = "the tasks then run there, not in the run's copy of your directory"
                 self.line.note(0, text, why)
         sets_errexit = any(_sets_errexit(c) for s in self.statements for c in s.commands)
         if not sets_errexit and any(not _CANNOT_FAIL.match(each) for each in setup):
             why = (
-                "a set-up line that fails ends the run, where the script went on: put --setup "
-                "'set +e' first if one may"
+                "a failing setup line ends the run, but did not end the script: if one may fail, "
+                "put --setup 'set +e' first"
             )
             self.line.note(0, "", why)
         for text in teardown:
             if "$?" in text:
                 why = (
-                    "$? is not the tasks' exit code there: submit it with --dependency afterok:JOB"
+                    "$? is not the tasks' exit code here: submit this as a job with --dependency "
+                    "afterok:JOB"
                 )
                 self.line.note(0, text, why)
         if any(not _CANNOT_FAIL.match(each) for each in teardown):
-            why = "a teardown line runs after every attempt, however its tasks end"
+            why = "teardown lines run after every attempt, even after a failure"
             self.line.note(0, "", why)
 
 
 def _typed(words: Iterable[str]) -> str:
-    """Return words for bash; what no terminal shows stands there byte by byte."""
+    """Return words quoted for bash; unprintable characters become byte escapes."""
     return " ".join(
         shlex.quote(word) if word.isprintable() else f"$'{_escaped(word)}'" for word in words
     )
 
 
 def _without_line_ends(quoted: re.Match[str]) -> str:
-    """Write the line ends of a quoted text as bash reads them on one line."""
+    """Escape the newlines of a quoted text so that it fits on one line."""
     text, quote = quoted[0], quoted[0][0]
     if quote == "$":
         return text.replace("\n", "\\n")
@@ -801,19 +810,19 @@ def _escaped(word: str) -> str:
 
 
 def _function(statement: Statement) -> str:
-    """Return the name of the function that a statement defines; empty for any other."""
+    """Return the name of the function that a statement defines, or an empty text."""
     named = _NAMED.match(statement.source)
     defines = all("function" in command.inside for command in statement.commands)
     return named[1] or named[2] if named and defines else ""
 
 
 def _reads_argument(text: str) -> bool:
-    """Return whether a text reads an argument of the script, outside of single quotes."""
+    """Return whether a text uses an argument of the script outside single quotes."""
     return _OF_ARGUMENT.search(re.sub(r"'[^']*'", "", text)) is not None
 
 
 def _is_secret(assignment: Assignment) -> bool:
-    """Return whether the file has the value of a variable that is secret by its name."""
+    """Return whether the file contains the value of a variable with a secret's name."""
     has_value = is_known(assignment.text) or _DEFAULT.search(assignment.source)
     return bool(re.search(forms.SECRET, assignment.name) and has_value)
 
@@ -823,15 +832,15 @@ def _is_word(word: str, text: str) -> bool:
 
 
 def _loaded(statement: Statement) -> list[str]:
-    """Return the modules that a statement loads, where it does nothing else."""
+    """Return the modules that a statement loads; none if it does anything else."""
     names: list[str] = []
     for command in statement.commands:
-        program, *behind = command.texts or ("",)
-        loads = bool(behind) and behind[0] in _LOADS
-        loads_shortly = program == "ml" and bool(behind) and behind[0] not in _NO_MODULES
+        program, *arguments = command.texts or ("",)
+        loads = bool(arguments) and arguments[0] in _LOADS
+        loads_shortly = program == "ml" and bool(arguments) and arguments[0] not in _NO_MODULES
         if statement.is_compound or command.redirects or not (loads or loads_shortly):
             return []
-        modules = behind[1:] if loads else behind
+        modules = arguments[1:] if loads else arguments
         if program not in ("module", "ml") or not all(map(_is_module, modules)):
             return []
         names += modules
@@ -843,14 +852,14 @@ def _is_module(name: str) -> bool:
 
 
 def _only_sets(statement: Statement) -> bool:
-    """Return whether a statement does nothing but set variables of the batch shell."""
+    """Return whether a statement only sets variables of the batch shell."""
     return bool(statement.assigned) and not any(
         each.exported for command in statement.commands for each in command.assignments
     )
 
 
-def _says(command: Command) -> bool:
-    return command.texts[:1] != () and command.texts[0] in SAYS
+def _prints(command: Command) -> bool:
+    return command.texts[:1] != () and command.texts[0] in PRINTS
 
 
 def _sets_errexit(command: Command) -> bool:

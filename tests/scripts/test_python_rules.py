@@ -356,7 +356,7 @@ def test_text_that_looks_like_a_mistake_is_none() -> None:
          "print('accuracy', right / len(loader.dataset))",
          "right = right.item()\nprint('accuracy', right / len(loader.dataset))"),
         ("def main():\n    if rank != 0:\n        return\n    dist.barrier()",
-         "dist.barrier()  # above the condition in line 12"),
+         "dist.barrier()  # move it above line 12, or make every rank exit early there"),
     ],
 )  # fmt: skip
 def test_the_line_to_write_keeps_what_stands_around_the_mistake(script: str, instead: str) -> None:
@@ -372,16 +372,31 @@ def test_on_the_cpu_no_device_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("test", "said"),
+    ("test", "reached", "fix"),
     [
-        ("if rank == 0:\n        dist.barrier()", "one rank alone comes here (line 12)."),
-        ("if rank != 0:\n        dist.barrier()", "some ranks alone come here (line 12)."),
-        ("if rank == 0:\n        return\n    dist.barrier()", "the others have left in line 12."),
+        ("if rank == 0:\n        dist.barrier()",
+         "only rank 0 reaches this call (guarded at line 12).",
+         "move it out of the condition at line 12"),
+        ("if rank in (-1, 0):\n        dist.barrier()",
+         "only one rank reaches this call (guarded at line 12).",
+         "move it out of the condition at line 12"),
+        ("if rank != 0:\n        dist.barrier()",
+         "only some ranks reach this call (guarded at line 12).",
+         "move it out of the condition at line 12"),
+        ("if rank != 0:\n        return\n    dist.barrier()",
+         "only rank 0 reaches this call: the others exit early at line 12.",
+         "move it above line 12, or make every rank exit early there"),
+        ('if os.environ["RANK"] == "1":\n        raise ValueError\n    dist.barrier()',
+         "some ranks exit early at line 12 and never reach it.",
+         "move it above line 12, or make every rank exit early there"),
     ],
-)
-def test_it_says_which_ranks_come_to_a_collective(test: str, said: str) -> None:
+)  # fmt: skip
+def test_it_says_which_ranks_reach_a_collective_and_how_all_can(
+    test: str, reached: str, fix: str
+) -> None:
     (found,) = check(f"def main():\n    {test}\n")
-    assert found.why.endswith(said)
+    assert found.why == f"barrier waits for every rank, but {reached}"
+    assert found.instead == f"dist.barrier()  # {fix}"
 
 
 def test_every_place_that_takes_the_global_rank_for_a_gpu_is_named_at_once() -> None:

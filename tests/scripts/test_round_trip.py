@@ -60,7 +60,10 @@ export MASTER_PORT=29500
 srun python train.py --epochs 90
 """,
         "python train.py --epochs 90",
-        said=[": a set-up line that fails", "10 #SBATCH --output=logs/%x-%j.out: logs lie"],
+        said=[
+            ": a failing setup line",
+            "10 #SBATCH --output=logs/%x-%j.out: not carried over: logs",
+        ],
     ),
     "torchrun over two nodes": Kind(
         """
@@ -83,7 +86,7 @@ srun torchrun \\
 """,
         "python /shared/multinode.py 50 10",
         changed={"ntasks-per-node": "4", "cpus-per-task": "8"},
-        said=["11 torchrun: its ranks are Slurm's tasks now, 4 on each node, of 8 CPUs each"],
+        said=["11 torchrun: its ranks are now Slurm's tasks, 4 per node, with 8 CPUs each"],
     ),
     "accelerate launch in variables": Kind(
         """
@@ -106,7 +109,7 @@ srun $CMD
 """,
         "bash -c 'exec python $HERE/example.py --output_dir $HERE/out'",
         changed={"ntasks-per-node": "4", "cpus-per-task": "40"},
-        said=["17 accelerate launch: its ranks are Slurm's tasks now"],
+        said=["17 accelerate launch: its ranks are now Slurm's tasks"],
     ),
     "array": Kind(
         """
@@ -128,7 +131,7 @@ srun python train.py --resume auto &
 wait
 """,
         "python train.py --resume auto",
-        said=["4 trap 'touch stop; wait' USR1: the run's script passes signals on by itself"],
+        said=["4 trap 'touch stop; wait' USR1: not carried over: clusterddp forwards signals"],
     ),
     "gpus-per-task": Kind(
         """
@@ -159,7 +162,7 @@ export NAME="it's a \\"run\\""
 srun --export=ALL python train.py --name "$NAME"
 """,
         shlex.join(("python", "train.py", "--name", 'it\'s a "run"')),
-        said=["5 API_KEY: its value stays out of the line"],
+        said=["5 API_KEY: looks secret, so the line omits its value"],
     ),
     "here-document": Kind(
         """
@@ -180,7 +183,7 @@ for lr in 0.1 0.01; do
 done
 """,
         "bash -c 'exec python train.py --lr $lr'",
-        said=["4 srun python train.py --lr $lr: it was started", "4 $lr: not carried over: lr is"],
+        said=["4 srun python train.py --lr $lr: was started", "4 $lr: not carried over: lr is"],
     ),
     "loop over nodes": Kind(
         """

@@ -172,7 +172,7 @@ WILL: dict[str, list[tuple[str, str]]] = {
         (
             "#SBATCH -N 1\n#SBATCH -n 4\n#SBATCH --gpus-per-task=1\n"
             "srun bash -c 'CUDA_VISIBLE_DEVICES=$SLURM_LOCALID python train.py'",
-            "no CUDA_VISIBLE_DEVICES",
+            "remove CUDA_VISIBLE_DEVICES",
         )
     ],
 }

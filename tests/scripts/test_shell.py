@@ -11,7 +11,7 @@ from tests import hostile
 
 def words(text: str) -> list[list[str]]:
     script = shell.read(text)
-    return [[script.shown(word) for word in command.texts] for command in script.commands]
+    return [[script.with_sources(word) for word in command.texts] for command in script.commands]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_commands_know_where_they_stand() -> None:
 def test_a_here_document_is_expanded_unless_its_word_is_quoted() -> None:
     script = shell.read("a <<E >f\n$X 'b'\nE\na <<'E'\n$X\nE\n")
     first, second = (command.redirects[0].body or "" for command in script.commands)
-    assert script.shown(first) == "$X 'b'\n"
+    assert script.with_sources(first) == "$X 'b'\n"
     assert [each.name for each in script.direct(first)] == ["X"]
     assert (second, shell.is_known(second)) == ("$X\n", True)
 
@@ -141,5 +141,5 @@ def test_text_that_is_no_shell_is_read_as_far_as_it_goes(text: str) -> None:
     assert isinstance(script, Script)
     for command in script.commands:
         for value in shell.values(command):
-            script.shown(value)
+            script.with_sources(value)
             script.expanded(value)

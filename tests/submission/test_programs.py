@@ -132,9 +132,7 @@ def test_a_training_for_one_device_is_warned_of_where_several_tasks_start_it(
         argv = ["submit", *options, "--run-name", name[:4], "--", sys.executable, name]
         got = workplace.invoke(*argv)
         assert got.code == 0, got.err
-        said = (
-            f"{name} is a training for one device: each of the 2 tasks trains the whole by itself"
-        )
+        said = f"{name} trains on one device: each of the 2 tasks trains the full model"
         assert (said in got.err) == (warned and name == "alone.py")
 
 

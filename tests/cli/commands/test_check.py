@@ -38,7 +38,7 @@ def test_a_finding_has_the_line_the_reason_and_the_line_to_write(tmp_path: Path)
     done = run_check(str(job))
     assert done.returncode == 1
     lines = done.stdout.decode().splitlines()
-    assert lines[0].startswith(f"{job}:4: may go wrong [log-overwritten]: a requeued job opens")
+    assert lines[0].startswith(f"{job}:4: may go wrong [log-overwritten]: a requeued job")
     assert lines[1:4] == [
         "  is:    #SBATCH --requeue",
         "  write: #SBATCH --requeue",
@@ -54,7 +54,7 @@ def test_a_finding_has_the_line_the_reason_and_the_line_to_write(tmp_path: Path)
 
 
 def test_a_training_for_one_device_is_named_as_such() -> None:
-    alone = "clusterddp: warning: examples/one_device.py is a training for one device"
+    alone = "clusterddp: warning: examples/one_device.py trains on one device"
     for files in (["one_device.py"], ["one_device.py", "own_dataset.py"]):
         done = run_check(*(f"examples/{file}" for file in files))
         assert (done.returncode, done.stdout) == (0, b"")
@@ -63,8 +63,8 @@ def test_a_training_for_one_device_is_named_as_such() -> None:
     done = run_check("--json", "-", stdin=script)
     assert (done.returncode, json.loads(done.stdout)) == (0, [])
     assert done.stderr.decode() == (
-        "clusterddp: warning: - is a training for one device: each of several tasks would train "
-        "the whole by itself. docs/from-one-device.md has what it lacks. [CD1226]\n"
+        "clusterddp: warning: - trains on one device: each of several tasks would train the full "
+        "model on the full data. To distribute it, see docs/from-one-device.md. [CD1226]\n"
     )
     done = run_check("examples/many_devices.py")
     assert (done.returncode, b"one device" in done.stderr) == (0, False)
@@ -92,7 +92,7 @@ def test_a_training_for_one_device_is_named_beside_the_job_whose_tasks_start_it(
     script.write_text(IN_A_CLASS)
     assert b"each of several tasks would train" in run_check(str(script)).stderr
     for step, said in {
-        "srun python train.py": b"each of the 4 tasks trains the whole by itself",
+        "srun python train.py": b"each of the 4 tasks trains the full model",
         "srun -n 1 python train.py": b"no finding in 2 files\n",
         "srun python other.py": b"no finding in 2 files\n",
     }.items():
@@ -130,10 +130,10 @@ def test_json_is_for_scripts(tmp_path: Path) -> None:
     [
         ("a.txt", b"hello\n", "neither an sbatch file"),
         ("a.sh", b"", "neither an sbatch file"),
-        ("a.py", b"def f(:\n", "line 1: no Python"),
+        ("a.py", b"def f(:\n", "line 1: not valid Python"),
         ("a.sh", b"#!/bin/bash\n\xff\n", "not UTF-8"),
         ("a.sh", b"#!/bin/bash\nsrun a\0\n", "NUL bytes"),
-        ("a.sh", b"#!/bin/bash\n" + b"#" * (1 << 20), "more than 1,048,576 bytes"),
+        ("a.sh", b"#!/bin/bash\n" + b"#" * (1 << 20), "larger than 1,048,576 bytes"),
     ],
 )
 def test_what_cannot_be_read_ends_with_2_and_says_why(

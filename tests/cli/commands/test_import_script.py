@@ -22,8 +22,8 @@ def test_the_line_stands_alone_on_stdout(workplace: Workplace) -> None:
     assert got.code == 0
     assert got.out == "clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py\n"
     assert got.err == (
-        "clusterddp: line 3: #SBATCH --output=logs/%j.out: logs lie in the run's folder: "
-        "logs/rank-R.log\n"
+        "clusterddp: line 3: #SBATCH --output=logs/%j.out: not carried over: logs are in the run's "
+        "directory, logs/rank-R.log\n"
     )
     assert workplace.calls == [] and not any(workplace.root.iterdir())
 
@@ -54,13 +54,13 @@ def test_line_ends_that_sbatch_refuses_are_named(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"#!/bin/bash\nhostname\n", "job.sbatch starts nothing that could be a task"),
+        (b"#!/bin/bash\nhostname\n", "job.sbatch starts no training"),
         (b"print(1)\n", "'job.sbatch' is neither an sbatch file"),
         (b"#!/usr/bin/env python\n", "'job.sbatch' is Python: give the sbatch file"),
         (b"#!/bin/bash\n\xff\xfe\n", "'job.sbatch' is not UTF-8 text"),
-        (b"#!/bin/bash\nsrun python a\0b\n", "'job.sbatch' has NUL bytes"),
+        (b"#!/bin/bash\nsrun python a\0b\n", "'job.sbatch' contains NUL bytes"),
         (b"", "'job.sbatch' is neither an sbatch file"),
-        (b"#!/bin/bash\n" + b"#" * (1 << 20), "has more than 1,048,576 bytes"),
+        (b"#!/bin/bash\n" + b"#" * (1 << 20), "is larger than 1,048,576 bytes"),
         (None, "cannot read 'job.sbatch': No such file or directory"),
     ],
 )
