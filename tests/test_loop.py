@@ -586,7 +586,7 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
 def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "own")
     loop = Loop(folder=run.path, model=nn.Linear(1, 1))
-    with pytest.raises(RequestError, match="own was started by hand: only of a run that"):
+    with pytest.raises(RequestError, match="own was started by hand, so the hosts of its ranks"):
         stacks.read(run, run_status(run, {}))
     loop.close()
 

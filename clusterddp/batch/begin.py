@@ -182,7 +182,7 @@ def _await_runs(job: JobStart, spec: JobSpec) -> None:
         return
     from clusterddp.status import chain  # few runs wait
 
-    if words := chain.wait_again(job.run, job.id, job.restart):
+    if words := chain.requeue_until_due(job.run, job.id, job.restart):
         job.withdraw_if_asked()
         raise BackInQueue(f"{words}: job {job.id} is back in the queue")
 

@@ -129,7 +129,7 @@ def control(
     with log.to(lambda line: print_to_job_log(f"clusterddp: {line}")):
         code = Controller(spec, run, script.absolute(), signals, output).run(code_changes, carry)
         if spec.notify:
-            notify.tell_at_end(run, spec)
+            notify.notify_at_end(run, spec)
         output.remove()
         return code
 

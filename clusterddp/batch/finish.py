@@ -256,7 +256,7 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
     log.info(f"job {successor} goes on in place of job {job.id}")
     from clusterddp.status import chain  # seldom needed
 
-    chain.rejoin(run)
+    chain.update_waiting_jobs(run)
     record_excluded(job, successor, attempt.number, choice)
     job.withdraw_if_asked(successor)
 

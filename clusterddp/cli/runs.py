@@ -69,14 +69,14 @@ def act_on_each(
     confirm: raises where a person does not mean the several runs of a sweep or a pattern.
     Returns the highest of the exit codes.
     """
-    from clusterddp.status.stop import act_together
+    from clusterddp.status.stop import apply_to_all
 
     runs, failed = select_each(root, names)
     known = statuses(runs)
     if confirm and len(runs) > 1 and any(means_several(root, name) for name in names):
         confirm(known)
     reached, results = [], []
-    for run, result in zip(runs, act_together(act, [*zip(runs, known, strict=True)]), strict=True):
+    for run, result in zip(runs, apply_to_all(act, [*zip(runs, known, strict=True)]), strict=True):
         if isinstance(result, errors.ClusterDDPError):
             failed.append(result)
             continue

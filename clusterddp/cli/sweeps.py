@@ -168,11 +168,11 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
     from clusterddp.run.history import History
-    from clusterddp.status.status import lost_turn
+    from clusterddp.status.status import was_cancelled_before_turn
 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
     for run in runs:
-        if lost_turn(History.read(run)):
+        if was_cancelled_before_turn(History.read(run)):
             log.info(f"{run.name}: cancelled ahead of its turn")
             code = max(code, errors.EXIT_FAILED)
             continue
@@ -180,7 +180,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
         log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
         sent = local.submit(spec, script, run)
         assert sent.stop
-        if lost_turn(History.read(run)):  # while it was submitted
+        if was_cancelled_before_turn(History.read(run)):  # while it was submitted
             sent.stop()
         ended = follow(run, lines=0, goes_on=False, to_stderr=as_json)
         sent.stop()
@@ -191,7 +191,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     else:
         from clusterddp.status import notify  # where all have run, a program may be told
 
-        notify.tell_sweep(sweep, "rehearsal")
+        notify.notify_sweep(sweep, "rehearsal")
     return code
 
 

@@ -56,7 +56,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
     if spec.after:
         from clusterddp.status import chain  # few runs wait
 
-        chain.check(chain.look(spec), has_queue=False)
+        chain.check(chain.check_awaited(spec), has_queue=False)
     if spec.resources.nodes > MOST_HOSTS:
         raise RequestError(
             f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts. [CD1305]"

@@ -21,7 +21,7 @@ def render(spec: JobSpec) -> str:
 
     wanted: dict[str, str | None] = {
         "job-name": f"{spec.job_name or spec.run_name}-notify",
-        "comment": notify.comment_of(spec),
+        "comment": notify.job_comment(spec),
         "output": "/dev/null",
         "nodes": "1",
         "ntasks": "1",

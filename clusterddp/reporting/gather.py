@@ -24,7 +24,7 @@ from clusterddp.run.history import History
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RunState
-from clusterddp.status.status import RunStatus, first_known, latest_report
+from clusterddp.status.status import RunStatus, coalesce, latest_report
 
 _LARGEST_SIDE = 512
 _MOST_CONFUSIONS = 20
@@ -188,12 +188,12 @@ def _figures(
         model=report.model or (train.model if train else ""),
         dataset=report.dataset or (train.dataset if train else ""),
         strategy=report.strategy or (train.strategy if train else ""),
-        accuracy=first_known(report.accuracy, tested.accuracy),
-        loss=first_known(report.loss, tested.loss),
-        steps=first_known(report.steps, last.step if points else None),
-        epochs=first_known(report.epochs, last.epoch),
-        train_seconds=first_known(report.train_seconds, last.seconds),
-        images_per_second=first_known(report.images_per_second, trained.images_per_second),
+        accuracy=coalesce(report.accuracy, tested.accuracy),
+        loss=coalesce(report.loss, tested.loss),
+        steps=coalesce(report.steps, last.step if points else None),
+        epochs=coalesce(report.epochs, last.epoch),
+        train_seconds=coalesce(report.train_seconds, last.seconds),
+        images_per_second=coalesce(report.images_per_second, trained.images_per_second),
         world_size=settled.world_size or status.world_size,
         num_nodes=report.num_nodes or status.nodes,
         hosts=tuple(dict.fromkeys(settled.hosts)) or tuple(status.hosts),

@@ -1,9 +1,9 @@
-"""Chains: runs that wait for other runs or sweeps, whichever jobs these take.
+"""Chains: runs that wait for other runs or sweeps, however many jobs those need.
 
-Slurm holds a job back until the present jobs of the awaited runs are over, with whatever exit code
-(`afterany`): a run's records say more than a job's end does. The start that follows looks at these
-runs, and begins, waits again, or ends. Who makes a new job for a run has the jobs behind it wait
-for that one (`rejoin`), which spares them a start in vain.
+Slurm holds a job until the current jobs of the awaited runs end, with any exit code (`afterany`):
+a run's records are more precise than a job's end. The job then checks these runs, and begins,
+requeues itself, or ends. Whatever creates a new job for a run also updates the dependencies of the
+jobs that wait for it (`update_waiting_jobs`), which avoids a useless start.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.sweeps import most_telling, summary
 
 _MOST_FOLLOWED = 1000
-"""Runs and sweeps whose own waits are looked at for a circle."""
+"""Largest number of runs and sweeps searched for a circular wait."""
 
 
-class Due(Enum):
-    """Relation of the state of an awaited run, or sweep, to the end that it is to come to."""
+class Readiness(Enum):
+    """Readiness of an awaited run or sweep: has it reached the requested end?"""
 
     MET = "met"
     WAITS = "waits"
     """The run is queued or running."""
     HELD = "held"
-    """The run goes on only once a person submits it again."""
+    """The run needs a manual resubmission."""
     NEVER = "never"
-    """The run has ended otherwise."""
+    """The run has reached another end."""
     UNKNOWN = "unknown"
 
 
 class NotDue(StartRefused):
-    """Start that is to begin nothing, as an awaited run has not ended as was asked for."""
+    """Raised if a job must not start, because an awaited run did not reach the requested end."""
 
     code = "CD1106"
 
@@ -60,36 +60,36 @@ class NotDue(StartRefused):
 
 @dataclass(frozen=True)
 class Awaited:
-    """Run, or sweep, that another one waits for, as it is now."""
+    """Current state of a run or sweep that another run waits for."""
 
     run: RunDir
-    """Its directory, a `SweepDir` of a sweep."""
+    """Its directory: a `SweepDir` for a sweep."""
     condition: str
-    """End that it is to come to, a word of `CONDITIONS`."""
-    due: Due
+    """Requested end, one of `CONDITIONS`."""
+    readiness: Readiness
     state: str
     detail: str = ""
-    """Reason for the state; of a sweep how many of its points are in which state."""
+    """Reason for the state; for a sweep, the number of points in each state."""
     jobs: tuple[str, ...] = ()
-    """Names by which Slurm takes the jobs to wait for; none where there are none."""
+    """Slurm ids of the jobs to wait for."""
 
     @classmethod
     def of(cls, run: RunDir, condition: str, known: Sequence[RunStatus]) -> "Awaited":
-        """Return what is awaited. known: status of the run, or of each point of the sweep."""
+        """Build it from `known`: the status of the run, or of each point of the sweep."""
         is_sweep = isinstance(run, SweepDir)
         waits = [
             status.array_element or status.job_id
             for status in known
-            if judge(condition, status) is Due.WAITS and status.launcher != "local"
+            if judge(condition, status) is Readiness.WAITS and status.launcher != "local"
         ]
-        if is_sweep:  # an array's id stands for all of its elements
+        if is_sweep:  # an array's id covers all of its elements
             waits = [job.partition("_")[0] for job in waits]
             states = [status.state for status in known]
             state, detail = most_telling(states), summary(states)
         else:
             [status] = known
             state, detail = status.state, status.detail
-            # Of one that was cancelled it may be its own wait: too far from here.
+            # Of a cancelled run it may be about the run's own wait: irrelevant here.
             if state in (RunState.RUNNING, RunState.CANCELLED):
                 detail = ""
         jobs = tuple(dict.fromkeys(filter(None, waits)))
@@ -97,48 +97,50 @@ class Awaited:
 
     @property
     def text(self) -> str:
-        """Return what was asked for, as it is typed: `a` or `a:any`."""
+        """Value of --after, as it is typed: `a` or `a:any`."""
         return self.run.name if self.condition == OK else f"{self.run.name}:{self.condition}"
 
     @property
     def words(self) -> str:
-        """Return the run and its state: `a (failed: exit code 3)`."""
+        """Name and state of the run: `a (failed: exit code 3)`."""
         return f"{self.run.name} ({self.state}{': ' if self.detail else ''}{self.detail})"
 
 
-def judge_all(condition: str, known: Sequence[RunStatus]) -> Due:
-    """Judge a sweep by its points, once none is queued or running: all are to be done, or to have
-    ended in any way, or one at least to have failed. A run is judged as a sweep of one.
+def judge_all(condition: str, known: Sequence[RunStatus]) -> Readiness:
+    """Judge a sweep by its points, as soon as none is queued or running.
+
+    ok and any: every point must meet the condition; failed: at least one point. A run counts as a
+    sweep of one.
     """
     judged = {judge(condition, status) for status in known}
-    ends = (Due.NEVER, Due.HELD, Due.MET)
-    order = (Due.WAITS, Due.UNKNOWN, *(ends[::-1] if condition == FAILED else ends))
-    return next((due for due in order if due in judged), Due.HELD)
+    ends = (Readiness.NEVER, Readiness.HELD, Readiness.MET)
+    order = (Readiness.WAITS, Readiness.UNKNOWN, *(ends[::-1] if condition == FAILED else ends))
+    return next((each for each in order if each in judged), Readiness.HELD)
 
 
-def judge(condition: str, status: RunStatus) -> Due:
-    """Judge whether an awaited run has come to the end that was asked for."""
+def judge(condition: str, status: RunStatus) -> Readiness:
+    """Judge whether an awaited run has reached the requested end."""
     state = status.state
     if state in ACTIVE:
-        return Due.WAITS
+        return Readiness.WAITS
     if state == RunState.UNKNOWN and not status.is_forgotten:
-        return Due.UNKNOWN
+        return Readiness.UNKNOWN
     if state == RunState.CREATED:
-        return Due.HELD
+        return Readiness.HELD
     if condition == ANY:
-        return Due.MET
+        return Readiness.MET
     if state == RunState.STOPPED:
-        return Due.HELD
-    # Where nobody recorded its end, it was killed.
+        return Readiness.HELD
+    # Without a recorded end, it was killed.
     ended_well = state == RunState.DONE
     has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
-    return Due.MET if (ended_well if condition == OK else has_failed) else Due.NEVER
+    return Readiness.MET if (ended_well if condition == OK else has_failed) else Readiness.NEVER
 
 
 def find(runs_dir: Path, text: str) -> tuple[str, str]:
-    """Find what `RUN[:CONDITION]` means; returns its directory and the end that it is to come to.
+    """Resolve `RUN[:CONDITION]` to the directory of a run or sweep, and the condition.
 
-    A sweep is named as a run is. Raises RequestError where there is neither.
+    Raises RequestError if there is neither a run nor a sweep with this name.
     """
     name, _, condition = text.rpartition(":")
     if condition not in CONDITIONS:
@@ -147,10 +149,10 @@ def find(runs_dir: Path, text: str) -> tuple[str, str]:
     return os.path.abspath(found.path), condition
 
 
-def look(spec: JobSpec) -> list[Awaited]:
-    """Look at what a request waits for; asks Slurm once, and only where it must.
+def check_awaited(spec: JobSpec) -> list[Awaited]:
+    """Check the runs that a request waits for; query Slurm at most once.
 
-    Raises RequestError where the request of a sweep cannot be read.
+    Raises RequestError if the request of a sweep cannot be read.
     """
     runs = [_at(path) for path, _ in spec.after]
     each = [_runs_of(run) for run in runs]
@@ -161,50 +163,51 @@ def look(spec: JobSpec) -> list[Awaited]:
         if run.path.is_dir():
             awaited.append(Awaited.of(run, condition, of_run))
         else:
-            awaited.append(Awaited(run, condition, Due.NEVER, "gone", f"no {run.path}"))
+            awaited.append(Awaited(run, condition, Readiness.NEVER, "gone", f"no {run.path}"))
     return awaited
 
 
 def describe(awaited: Sequence[Awaited]) -> str:
-    """Return what a submission waits for, in words; empty where it begins as any other."""
-    waits = [each for each in awaited if each.due is not Due.MET]
+    """Describe what a submission waits for; empty if it waits for nothing."""
+    waits = [each for each in awaited if each.readiness is not Readiness.MET]
     jobs = " and ".join(job for each in waits for job in each.jobs)
     words = f"waits for {', '.join(each.words for each in waits)}" if waits else ""
-    return f"{words}, by now job {jobs}" if jobs else words
+    return f"{words}, currently job {jobs}" if jobs else words
 
 
 def check(
     awaited: Sequence[Awaited], spec: JobSpec | None = None, *, has_queue: bool = True
 ) -> None:
-    """Refuse a submission that would never begin; raises RequestError.
+    """Raise RequestError for a submission that would never begin.
 
-    spec: request of a run, or a sweep, that can be awaited itself, as it is there already.
-    has_queue: False for a rehearsal, which nothing holds back.
+    spec: request of an existing run or sweep, which may itself be awaited.
+    has_queue: False for a rehearsal, which cannot wait in a queue.
     """
     for each in awaited:
         asked, again = f"--after {each.text}: {each.words}", each.run.resume_command
-        if each.due is Due.NEVER:
+        if each.readiness is Readiness.NEVER:
             raise RequestError(
-                f"{asked} has ended otherwise. Submit it again with '{again}', wait for any end "
-                f"of it with --after {each.run.name}:{ANY}, or do not wait with --after "
-                "''. [CD1105]"
+                f"{asked} has not ended as requested. Submit it again with '{again}', wait for "
+                f"any end with --after {each.run.name}:{ANY}, or do not wait with "
+                "--after ''. [CD1105]"
             )
-        if each.due is Due.HELD:
+        if each.readiness is Readiness.HELD:
             raise RequestError(
-                f"{asked} does not go on by itself. Submit it first, with '{again}'. [CD1105]"
+                f"{asked} needs a manual resubmission. Submit it first: '{again}'. [CD1105]"
             )
-        if each.due is Due.UNKNOWN:
+        if each.readiness is Readiness.UNKNOWN:
             raise RequestError(
-                f"{asked} cannot be waited for. Try again where Slurm answers. [CD0401]"
+                f"{asked}: its state is unknown. Try again on a machine where Slurm "
+                "answers. [CD0401]"
             )
-        if each.due is Due.WAITS and not has_queue:
+        if each.readiness is Readiness.WAITS and not has_queue:
             raise RequestError(
                 f"{asked} has not ended, and --launcher local has no queue to wait in. Wait for it "
                 f"with 'clusterddp logs -f {each.run.cli_name}'. [CD1105]"
             )
-        if each.due is Due.WAITS and not each.jobs:
+        if each.readiness is Readiness.WAITS and not each.jobs:
             raise RequestError(
-                f"{asked} has no job in Slurm that another one could wait for. [CD1105]"
+                f"{asked} has no Slurm job to wait for. Wait until it has ended. [CD1105]"
             )
     if spec and (names := _circle(spec, awaited)):
         waits = ", ".join(f"{one} waits for {other}" for one, other in itertools.pairwise(names))
@@ -215,15 +218,15 @@ def check(
 
 
 def _circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
-    """Find a way from an awaited run back to the one that is to wait; returns the names on it.
+    """Find a circular wait that starts at an awaited run; return the names on it.
 
-    It leads over what each run in the queue waits for, and ends where records cannot be read.
+    Follows the waits of each queued run, and stops at records that cannot be read.
     """
     own = {spec.run_dir, *(f"{spec.run_dir}-{index}" for index in range(len(spec.sweep)))}
     own = {os.path.realpath(path) for path in (own | {spec.shared_dir}) - {""}}
-    ways = [[each.run] for each in awaited if each.due is Due.WAITS]
+    ways = [[each.run] for each in awaited if each.readiness is Readiness.WAITS]
     seen = set()
-    for way in itertools.islice(ways, _MOST_FOLLOWED):  # which grows meanwhile
+    for way in itertools.islice(ways, _MOST_FOLLOWED):  # the list grows during the loop
         with contextlib.suppress(ClusterDDPError, OSError):
             for path in _waits_for(way[-1]):
                 if os.path.realpath(path) in own:
@@ -235,7 +238,7 @@ def _circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
 
 
 def _waits_for(run: RunDir) -> set[str]:
-    """Return the directories that a run waits for, or points of a sweep, unless it has begun."""
+    """Return the directories that a run, or a sweep's points, still wait for."""
     paths = set()
     for each in _runs_of(run):
         spec = each.read_spec()
@@ -250,15 +253,15 @@ def _waits_for(run: RunDir) -> set[str]:
 
 
 def dependency(awaited: Sequence[Awaited], others: Sequence[str] = ()) -> str:
-    """Return sbatch's --dependency on the runs' present jobs, and on others; empty without any."""
+    """Return sbatch's --dependency on the runs' current jobs and on others; empty if none."""
     jobs = [f"afterany:{job}" for each in awaited for job in each.jobs]
     return ",".join(dict.fromkeys([*filter(None, others), *jobs]))
 
 
 def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) -> None:
-    """Record that jobs wait, in their runs, and in those that they wait for. Raises OSError.
+    """Record a wait in the waiting runs and in the awaited runs. Raises OSError.
 
-    run: the run that waits, or the sweep. jobs: the run's job, or those of the sweep's points.
+    run: the waiting run or sweep. jobs: the job of the run, or of each point of the sweep.
     """
     for waiting, job_id in jobs.items():
         _record_wait(waiting, job_id, awaited, sync=len(jobs) == 1)
@@ -271,19 +274,18 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
         except OSError as error:
             held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
             log.warning(
-                f"{each.run.name} cannot note that {run.name} waits for it ({error.strerror}); a "
-                f"start of {run.name} looks at it all the same. Should Slurm hold it until "
-                f"{each.run.name} is submitted again, let it look then: scontrol release "
-                f"{held} [CD0504]"
+                f"cannot record in {each.run.name} that {run.name} waits for it "
+                f"({error.strerror}). {run.name} still checks it at its start. If Slurm holds "
+                f"{run.name} after you resubmit {each.run.name}: scontrol release {held} [CD0504]"
             )
 
 
-def wait_again(run: RunDir, job_id: str, restart: int) -> str:
-    """Put a job back into the queue that Slurm has started too early; returns why.
+def requeue_until_due(run: RunDir, job_id: str, restart: int) -> str:
+    """Requeue a job that Slurm started before its awaited runs ended; return the reason.
 
-    No attempt is begun. Returns nothing where the awaited runs have come to their ends, or an
-    attempt has begun since a person submitted the run. restart: SLURM_RESTART_COUNT. Raises NotDue
-    where the run can never begin, or cannot wait.
+    Returns an empty string, and does nothing, if the awaited runs have reached the requested ends,
+    or if an attempt has begun since the latest manual submission. restart: SLURM_RESTART_COUNT.
+    Raises NotDue if the run can never begin, or cannot wait.
     """
     spec, history = run.load_spec(), events.read(run.events)
     is_over = is_rehearsal(os.environ) or causes_by_attempt(history)
@@ -293,13 +295,13 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
     is_withdrawn = any(withdrawal_cause(history, each) for each in (job_id, name))
     if not spec.after or is_over or is_withdrawn:
         return ""
-    awaited = _look_patiently(spec)
+    awaited = _check_until_known(spec)
     for each in awaited:
-        if each.due in (Due.NEVER, Due.UNKNOWN):
-            raise NotDue(f"not started, as it waits for {each.text}: {each.words}")
-    waits = [each for each in awaited if each.due is not Due.MET]
+        if each.readiness in (Readiness.NEVER, Readiness.UNKNOWN):
+            raise NotDue(f"not started, because it waits for {each.text}: {each.words}")
+    waits = [each for each in awaited if each.readiness is not Readiness.MET]
     if not waits:
-        log.info(f"it has waited for {', '.join(each.words for each in awaited)}")
+        log.info(f"awaited runs have ended: {', '.join(each.words for each in awaited)}")
         return ""
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
         raise NotDue("the job was cancelled while it waited [CD1203]", Cause.CANCELLED)
@@ -313,44 +315,46 @@ def wait_again(run: RunDir, job_id: str, restart: int) -> str:
         raise NotDue(why, Cause.FAILED, code=error.code) from None
     _record_wait(run, name, awaited, trouble=trouble)
     if trouble or not dependency(waits):
-        _let_go_where_due(run, name, spec)
+        _release_if_due(run, name, spec)
     return f"waits for {', '.join(each.words for each in waits)}{trouble}"
 
 
-def _let_go_where_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
-    """Look once more for a job that is held now: `rejoin` has passed it over while it was not."""
+def _release_if_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
+    """Check again for a job that is held now: `update_waiting_jobs` may have just missed it."""
     try:
-        awaited = look(spec)
+        awaited = check_awaited(spec)
         jobs = dependency(awaited)
-        if not jobs and any(each.due in (Due.WAITS, Due.HELD) for each in awaited):
+        if not jobs and any(
+            each.readiness in (Readiness.WAITS, Readiness.HELD) for each in awaited
+        ):
             return
         if jobs:
             slurm.depend(job_id, jobs)
         slurm.release(job_id)
     except ClusterDDPError as error:
-        log.info(f"it looks no more for what it waits for{_left_held(job_id, error)}")
+        log.info(f"the awaited runs cannot be checked{_left_held(job_id, error)}")
         return
-    log.info("an awaited run has gone on meanwhile, so it is held no more")
+    log.info("an awaited run was submitted in the meantime: the job is released")
     _record_wait(run, job_id, awaited)
 
 
-def rejoin(run: RunDir) -> None:
-    """Have the jobs that wait for a run or a sweep, or for that of a point, wait for its new job.
+def update_waiting_jobs(run: RunDir) -> None:
+    """Make the jobs that wait for a run, or for its sweep, depend on its new job.
 
-    Where that fails it is logged: their start looks at the run. A held job is to be released first.
+    Failures are logged: the waiting jobs check the run at their start, a held job once released.
     """
     whole = run.sweep
     awaited = [run, *([whole] if whole else [])]
     for path in dict.fromkeys(path for each in awaited for path in _awaited_by(each)):
         waiting = _at(path)
         try:
-            _rejoin(awaited, waiting)
+            _update_waiting(awaited, waiting)
         except (ClusterDDPError, OSError) as error:
-            log.info(f"{waiting.name} looks for the new job of {run.name} once it starts: {error}")
+            log.info(f"{waiting.name} will check {run.name} at its start, not before: {error}")
 
 
-def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
-    """Have the jobs of a run or a sweep wait for the awaited ones as these are now.
+def _update_waiting(renewed: Sequence[RunDir], waiting: RunDir) -> None:
+    """Update the dependencies of the jobs of a waiting run or sweep.
 
     renewed: the run that has a new job, and its sweep.
     """
@@ -367,19 +371,19 @@ def _rejoin(renewed: Sequence[RunDir], waiting: RunDir) -> None:
     if not queued:
         return
     try:
-        jobs = _depend_anew(spec, queued)
+        jobs = _replace_dependency(spec, queued)
     except ClusterDDPError as error:
         if held := slurm.in_arrays([name for name, is_held in queued.values() if is_held]):
             trouble = _left_held(",".join(held), error)
-            log.info(f"{waiting.name} is not told of the new job of {renewed[0].name}{trouble}")
+            log.info(f"{waiting.name} does not wait for the new job of {renewed[0].name}{trouble}")
             return
         raise
     log.info(f"{waiting.name} (job {' and '.join(jobs)}) waits for it")
 
 
-def _depend_anew(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]) -> list[str]:
-    """Have jobs, as `_waiting_jobs` finds them, wait for what `spec` says; returns their names."""
-    awaited = look(spec)
+def _replace_dependency(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]) -> list[str]:
+    """Set the dependencies of queued jobs (from `_waiting_jobs`) by `spec`; return their names."""
+    awaited = check_awaited(spec)
     awaited_runs = [run for each in awaited for run in _runs_of(each.run)]
     former = {f"afterany:{job_id}" for run in awaited_runs for job_id in job_ids(run)}
     first = next(iter(queued.values()))[0]
@@ -395,11 +399,11 @@ def _depend_anew(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]) -> li
 
 
 def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[str, bool]], bool]:
-    """Find the jobs in the queue of a run, or of a sweep's points, that wait as `spec` says.
+    """Find the queued jobs of a run, or of a sweep's points, that wait as `spec` says.
 
-    Returns each with its name and whether it is held, and whether a run has ended without
-    beginning. Those that are starting look by themselves. Slurm tells which is held, as a job is
-    held ahead of the record of it; a job completes until the script that had it held has ended.
+    Returns each job's name and whether it is held, and whether a run has ended without starting.
+    Jobs that are starting check for themselves. Slurm's state decides whether a job is held: the
+    record follows later, and the job may still be completing after its script held it.
     """
     found: dict[str, tuple[RunDir, bool]] = {}
     has_ended = False
@@ -408,7 +412,7 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
         submission = latest_submission(history)
         own = run.read_spec() if isinstance(waiting, SweepDir) else spec
         if submission is None or own is None or own.after != spec.after:
-            continue  # a point that was submitted again with others to wait for is its own case
+            continue  # a point that was resubmitted with another --after
         if submission.end and submission.end.cause == Cause.NOT_DUE:
             has_ended = True
         if submission.end or submission.is_local or causes_by_attempt(history):
@@ -426,7 +430,7 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
 
 
 def _at(path: str) -> RunDir:
-    """Return the run, or the sweep, of a directory."""
+    """Return the run or the sweep in a directory."""
     sweep = SweepDir(Path(path))
     return sweep if sweep.is_sweep else RunDir(Path(path))
 
@@ -436,23 +440,23 @@ def _runs_of(run: RunDir) -> list[RunDir]:
     return run.elements if isinstance(run, SweepDir) else [run]
 
 
-def _look_patiently(spec: JobSpec) -> list[Awaited]:
-    """Look at the awaited runs, again and again while Slurm does not say how they are doing."""
+def _check_until_known(spec: JobSpec) -> list[Awaited]:
+    """Check the awaited runs, repeatedly while Slurm does not answer."""
     awaited: list[Awaited] = []
     for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
-        awaited = look(spec)
-        unknown = [each.words for each in awaited if each.due is Due.UNKNOWN]
+        awaited = check_awaited(spec)
+        unknown = [each.words for each in awaited if each.readiness is Readiness.UNKNOWN]
         if not unknown:
             break
         if not is_last:
-            log.info(f"{', '.join(unknown)}; asking again")
+            log.info(f"{', '.join(unknown)}; retrying")
     return awaited
 
 
 def _left_held(job_id: str, error: Exception) -> str:
-    """Return what to say of a job that Slurm holds, and that nobody lets go by itself."""
+    """Return the end of a message about a job that must be released manually."""
     release = f"scontrol release {shlex.quote(job_id)}"
-    return f"; Slurm holds it ({error}) until '{release}', after which it looks again"
+    return f"; Slurm holds it ({error}). To have it check again: '{release}'"
 
 
 def _record_wait(
@@ -460,9 +464,9 @@ def _record_wait(
 ) -> None:
     """Record what a job waits for.
 
-    sync: False for one of many, as `events.note` says. trouble: reason for which it is held.
+    sync: False for one of many jobs (see `events.note`). trouble: why it is held.
     """
-    waits = [each for each in awaited if each.due is not Due.MET]
+    waits = [each for each in awaited if each.readiness is not Readiness.MET]
     if waits:
         event = events.Waits(
             job_id=job_id,
@@ -474,5 +478,5 @@ def _record_wait(
 
 
 def _awaited_by(run: RunDir) -> list[str]:
-    """Return the directories of the runs that wait for this one, or did."""
+    """Return the directories of the runs that wait, or waited, for this one."""
     return list(dict.fromkeys(each.by for each in History.read(run).every(events.AwaitedBy)))

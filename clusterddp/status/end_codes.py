@@ -1,6 +1,6 @@
-"""Codes of ends: of an attempt's verdict, of what holds the next attempt back, of a job's state.
+"""Error codes of ends: for an attempt's result, for a run that never starts, for a job's state.
 
-`clusterddp explain CODE` says what each means.
+`clusterddp explain CODE` explains each code.
 """
 
 import re
@@ -24,7 +24,7 @@ OF_CAUSE: dict[str, str] = {
     Cause.PREFLIGHT: "CD1301",
     Cause.NOT_DUE: "CD1106",
 }
-"""Codes of the causes but of a failure, which has several, and of a run that is done."""
+"""Codes by cause, except failures (several codes) and done (no code)."""
 OF_STATE = {
     State.FAILED: "CD1218",
     State.TIMEOUT: "CD1205",
@@ -34,18 +34,18 @@ OF_STATE = {
     State.DEADLINE: "CD1205",
     State.BOOT_FAIL: "CD1202",
 }
-"""Codes of a job of which Slurm alone says that it failed."""
+"""Codes of a job whose failure only Slurm reports."""
 OF_RUN = {RunState.CANCELLED: "CD1203", RunState.STOPPED: "CD1208", RunState.UNKNOWN: "CD0509"}
-"""Codes of a run that has recorded no end, by its state."""
+"""Codes of a run without a recorded end, by its state."""
 NO_SAVING = "CD1220"
-"""A command died of the signal that asks it to save."""
+"""Code of a command that was killed by the signal that asks it to save."""
 TOLD = "CD1229"
-"""A command left with exit code 0 because a signal told it to."""
+"""Code of a command that exited with 0 because of a signal."""
 HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
 NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
 NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
-# Our own words of a signal stand at the beginning, or behind those of what started the rank
-# (`outcome`); a person's exception can have the same anywhere.
+# Messages of clusterddp name a signal at the beginning or after the launcher (`outcome`); a user's
+# exception can contain the same text anywhere.
 _DIED = r"^(what had started it .* was )?"
 _OF_REASONS = (
     (
@@ -58,7 +58,7 @@ _OF_REASONS = (
         r"|MemoryError|(can't|Cannot) allocate memory",
         "CD1211",
     ),
-    # An exit code is a shell's word for the signal that ended what it had started.
+    # A shell reports the signal that ended its child as exit code 128 + N.
     (rf"{_DIED}killed by SIGBUS|^exit code 135$", "CD1216"),
     (rf"{_DIED}killed by SIG(SEGV|ABRT|ILL|FPE)", "CD1213"),
     (r"^exit code 137$", "CD1211"),
@@ -81,13 +81,13 @@ _OF_REASONS = (
     (rf"^exit code \d+|{_DIED}killed by SIG", EXIT_CODE),
     (r"^left no record of its end$", UNEXPLAINED),
 )
-"""Codes by a failed rank's reason, the first that fits."""
+"""Codes by a failed rank's reason; the first match counts."""
 
 
 def of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
-    """Return the code of the rank that failed first: its own error's, or one by its words.
+    """Return the code of the rank that failed first: of its error, or by the text of its reason.
 
-    outcomes: the ranks' records, as far as there are any. hardware: what the verdict blames.
+    outcomes: the ranks' records, if any. hardware: the hardware fault that was found, if any.
     """
     outcome = next((each for each in outcomes if each.rank == failure.rank), None)
     error = outcome.error if outcome else None

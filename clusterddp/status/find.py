@@ -1,4 +1,4 @@
-"""Finds runs and sweeps: by name, job id, directory or pattern, in an output root or elsewhere."""
+"""Lookup of runs and sweeps by name, job id, directory or pattern."""
 
 import contextlib
 import difflib
@@ -16,21 +16,21 @@ from clusterddp.run.run_dir import RunDir, SweepDir, directories, elsewhere, fin
 
 _PATTERN = frozenset("*?[")
 DEFAULT_ROOT = "jobs"
-"""Usual output root, below the current folder."""
+"""Default runs directory, below the current directory."""
 
 
 def find_run(root: Path, text: str | None) -> RunDir:
-    """Find the run of a name, job id or directory; the latest when `text` is None.
+    """Find a run by name, job id or directory; the latest run if `text` is None.
 
-    One that is not below the root is looked for in the person's other output roots. Raises
-    RequestError when there is none, or a job id that belongs to several.
+    If it is not below `root`, the user's other runs directories are searched. Raises RequestError
+    if there is no such run, or if a job id belongs to several runs.
     """
     runs = find_runs(root)
     if text is None:
         if not runs:
             raise RequestError(
-                f"there is no run below {root}. Start one with 'clusterddp submit', or name the "
-                "folder that holds your runs with --runs-dir. [CD0501]"
+                f"there is no run below {root}. Start one with 'clusterddp submit', or give the "
+                "directory of your runs with --runs-dir. [CD0501]"
             )
         return runs[-1]
     for run in runs:
@@ -40,8 +40,8 @@ def find_run(root: Path, text: str | None) -> RunDir:
         return RunDir(Path(text))
     if SweepDir(root / text).is_sweep:
         raise RequestError(
-            f"{text} is a sweep, and this is about one run: name a point of it, such as "
-            f"{text}-0. [CD0502]"
+            f"{text} is a sweep, but this command needs one run. Name one of its points, such "
+            f"as {text}-0. [CD0502]"
         )
     holders = [run for run in runs if text in job_ids(run)]
     if len(holders) == 1:
@@ -58,32 +58,32 @@ def find_run(root: Path, text: str | None) -> RunDir:
     if others:
         paths = ", ".join(str(run.path) for run in others)
         raise RequestError(
-            f"there is no run {text!r} below {root}, and elsewhere are several: {paths}. Name one "
-            "by its directory. [CD0502]"
+            f"there is no run {text!r} below {root}, but there are several elsewhere: {paths}. "
+            "Give the directory of one of them. [CD0502]"
         )
     hint = _hint(runs, text)
     if text and _is_run(text):
-        hint = f" The run in the folder of that name is {'./' + text!r}."
+        hint = f" For the run in the directory of that name, type {'./' + text!r}."
     raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
 
 
 def is_run_of(root: Path, text: str) -> bool:
-    """Return whether a text is the name or a job id of a run below this output root."""
+    """Return whether a text is the name or a job id of a run below this runs directory."""
     return _is_run(str(root / text)) or any(text in job_ids(run) for run in find_runs(root))
 
 
 def _is_run(text: str) -> bool:
-    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- also of a name that is too long
+    return os.path.isfile(Path(text, "spec.json"))  # noqa: PTH113 -- False for a name that is too long
 
 
 def job_ids(run: RunDir) -> set[str]:
-    """Return a run's job ids: of its submissions, or of the job whose shell started its ranks.
+    """Return the ids of a run's jobs: of its submissions, or of manually started ranks.
 
-    Of an array's element they are its own, 12, its name, 11_1, and the array's, 11.
+    For an array task: its own id (12), its name (11_1) and the array's id (11).
     """
     recorded = events.read(run.events)
     if not recorded:
-        with contextlib.suppress(OSError):  # a run that cannot be read hides no other
+        with contextlib.suppress(OSError):  # an unreadable run must not hide others
             record = (attempt := latest(run)) and attempt.read_record()
             recorded = [events.Event(job_id=record.job_id)] if record else []
     elements = [event.array_element for event in recorded if event.array_element]
@@ -92,18 +92,18 @@ def job_ids(run: RunDir) -> set[str]:
 
 
 def find_sweeps(runs_dir: Path) -> list[SweepDir]:
-    """List the sweeps below an output root that this user can read, the latest last.
+    """List the readable sweeps below a runs directory, latest last.
 
-    Raises RequestError where it cannot be read.
+    Raises RequestError if the directory cannot be read.
     """
     return directories(SweepDir, runs_dir)
 
 
 def find_sweep(runs_dir: Path, text: str) -> SweepDir | None:
-    """Find the sweep of a name, directory or array's job id; None where there is none.
+    """Find a sweep by name, directory or job id of its array; None if there is none.
 
-    One that is not below the root is looked for in the person's other output roots. Raises
-    RequestError where the output root cannot be read.
+    If it is not below `runs_dir`, the user's other runs directories are searched. Raises
+    RequestError if the directory cannot be read.
     """
     for path in (runs_dir / text, Path(text)):
         if (path.parent == runs_dir or "/" in text) and SweepDir(path).is_sweep:
@@ -120,10 +120,10 @@ def find_sweep(runs_dir: Path, text: str) -> SweepDir | None:
 
 
 def select(root: Path, text: str) -> list[RunDir]:
-    """Return the runs that a text means: one, the points of a sweep, or those that a pattern fits.
+    """Return the runs that a text names: one run, a sweep's points, or the matches of a pattern.
 
-    A sweep is named as a run is; the id of one of its arrays means the points of that. Raises
-    RequestError where there is none.
+    The id of a sweep's array selects the points in this array. Raises RequestError if there are no
+    such runs.
     """
     sweep = find_sweep(root, text)
     if sweep and text.isdecimal() and sweep.name != text:
@@ -135,17 +135,17 @@ def select(root: Path, text: str) -> list[RunDir]:
         return [find_run(root, text)]
     found = [run for run in find_runs(root) if fnmatch.fnmatchcase(run.name, text)]
     if not found:
-        raise RequestError(f"no run below {root} has a name that fits {text!r}. [CD0501]")
+        raise RequestError(f"no run below {root} matches {text!r}. [CD0501]")
     return found
 
 
 def means_several(root: Path, text: str) -> bool:
-    """Return whether a text may mean several runs: a sweep, or a pattern."""
+    """Return whether a text may name several runs: a sweep or a pattern."""
     return is_pattern(text) or find_sweep(root, text) is not None
 
 
 def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[ClusterDDPError]]:
-    """Return the runs that the texts mean, each once, and the errors for the other texts."""
+    """Return the runs that the texts name, without duplicates, and the errors."""
     runs: dict[Path, RunDir] = {}
     wrong: list[ClusterDDPError] = []
     for text in texts:
@@ -157,9 +157,9 @@ def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[Cl
 
 
 def grouped(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
-    """Return the runs of an output root with each sweep in the place of its points.
+    """Return the runs below a runs directory, with each sweep instead of its points.
 
-    One whose request is damaged hides none of them.
+    The points of a sweep with a damaged request are returned themselves.
     """
     sweeps = [sweep for sweep in find_sweeps(root) if sweep.read_spec()]
     points = {run.path for sweep in sweeps for run in sweep.elements}
@@ -168,18 +168,18 @@ def grouped(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def latest_sweep(root: Path) -> SweepDir | None:
-    """Return the sweep of which the latest run is a point; None where that is a run of its own."""
+    """Return the sweep of the latest run; None if this run is not a point of a sweep."""
     runs = find_runs(root)
     return runs[-1].sweep if runs else None
 
 
 def arrays_of(sweep: SweepDir) -> list[str]:
-    """Return the job arrays that were submitted for a sweep, the latest last."""
+    """Return the job arrays that were submitted for a sweep, latest last."""
     return [each.job_id for each in History.read(sweep).every(events.Submitted) if each.job_id]
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether a text means several runs, as `lr-*` does."""
+    """Return whether a text is a pattern, such as `lr-*`."""
     return not _PATTERN.isdisjoint(text)
 
 
@@ -190,4 +190,4 @@ def _hint(runs: Sequence[RunDir], text: str) -> str:
         return f" Did you mean {', '.join(near)}?"
     if names:
         return f" The latest are {', '.join(names[-3:])}; 'clusterddp jobs' lists them all."
-    return " There are no runs there; --runs-dir names the folder that holds them."
+    return " There are no runs there. Give the directory of your runs with --runs-dir."

@@ -1,10 +1,10 @@
-"""Tells a program of the person's, once, that a run or a sweep has ended for good: JSON.
+"""Notification (--notify): run the user's program once, with JSON, when a run or sweep has ended.
 
-The batch controller tells it. A small job that waits for the run's (`launchers.notice_job`) does
-where the controller cannot: a job that was cancelled before it started, or killed, or whose first
-node is lost. Whoever makes the mark first, a file for each submission of a person's, is the one.
-A sweep's end is told by such a job alone, behind the arrays of its points.
-The program's words are arguments, never a shell's; its end changes nothing of the job's.
+The batch controller runs it. If it cannot (the job was cancelled before it started, was killed, or
+has lost its first node), a small dependent job does (`launchers.notice_job`). A marker file per
+manual submission ensures that only one of them runs the program. For a sweep, only the dependent
+job runs it, after the arrays of all points.
+The program gets its arguments without a shell, and its exit code does not affect the job.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ from clusterddp.status.sweeps import SweepStatus, has_failed, sweep_status
 
 _MOST_OUTPUT_BYTES = 1 << 20
 _OURS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
-"""Signals to which the batch controller, and Python, are deaf: the program shall not be."""
+"""Signals that the batch controller or Python ignores; the program gets default actions."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """notified-NNNN.json: who has told the program, and how that went."""
+    """notified-NNNN.json: what ran the program, and with which result."""
 
     by: str = ""
     """`script`, `dependent job`, or `rehearsal` of a sweep that ran on one machine."""
@@ -47,33 +47,33 @@ class Notice:
     """Job in which the program ran."""
     time: float | None = None
     state: str = ""
-    """State of the run that was told."""
+    """Reported state of the run."""
     exit_code: int | None = None
     """Exit code of the program, 128 + N for signal N; None until it has ended."""
     problem: str = ""
-    """Reason for which it could not run, or was ended."""
+    """Reason why it could not run, or was ended."""
 
 
-def tell_at_end(run: RunDir, spec: JobSpec) -> None:
-    """Tell the program where the run's own records say that it has ended for good.
+def notify_at_end(run: RunDir, spec: JobSpec) -> None:
+    """Run the program if the run's records show that it has ended.
 
-    For the batch controller, behind its verdict. Raises nothing: whatever fails is logged.
+    For the batch controller, after it has recorded the end. Raises nothing: errors are logged.
     """
     try:
         status = run_status(run, {})
-        if spec.notify and status.has_ended and tell(run, spec, status, "script"):
+        if spec.notify and status.has_ended and send(run, spec, status, "script"):
             _withdraw_job(run)
-    except Exception as error:  # a fault of ours must not change the job's exit code
+    except Exception as error:  # an internal error must not change the job's exit code
         log.info(f"--notify: {type(error).__name__}: {error}")
 
 
-def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -> bool:
-    """Run the program, unless somebody has already; returns whether it was run now.
+def send(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -> bool:
+    """Run the program unless it has already run; return whether this call ran it.
 
-    Raises OSError where the mark cannot be made, for nobody knows then whether it was told, and
-    where nothing can be started: the mark is taken back then.
+    Raises OSError if the marker cannot be created (the program may have run already), or if no
+    process can be started (the marker is then removed).
     """
-    mark = mark_of(run)
+    mark = marker(run)
     now = round(time.time(), 3)
     notice = Notice(by, os.environ.get("SLURM_JOB_ID", ""), now, status.state)
     if not files.create(mark):
@@ -91,13 +91,14 @@ def tell(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
     with contextlib.suppress(OSError):
         files.write_record(mark, replace(notice, exit_code=code, problem=problem))
     how = problem or f"exit code {code}"
-    log.info(f"told {spec.notify[0]} that {run.name} is {status.state}: {how} ({run.notify_log})")
+    ran = f"ran {spec.notify[0]} for {run.name} ({status.state})"
+    log.info(f"--notify: {ran}: {how}; output in {run.notify_log}")
     return True
 
 
 @contextlib.contextmanager
 def _log_of(run: RunDir, title: str) -> Iterator[int]:
-    """Open the log of what the program prints; what a full disk does not take is lost."""
+    """Open the log of the program's output; on a full disk the output is lost."""
     try:
         run.logs.mkdir(mode=0o700, exist_ok=True)
         output = os.open(run.notify_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -108,68 +109,69 @@ def _log_of(run: RunDir, title: str) -> Iterator[int]:
     try:
         yield output
     finally:
-        with contextlib.suppress(OSError):  # of NFS, which says here that the disk is full
+        with contextlib.suppress(OSError):  # NFS reports a full disk here
             os.close(output)
 
 
 def queue(run: RunDir, spec: JobSpec, job_id: str) -> None:
-    """Queue the job that tells the end of the run, behind its job. Raises OSError, ClusterDDPError.
+    """Queue the notification job after the run's job. Raises OSError, ClusterDDPError.
 
-    job_id: as Slurm's commands take it, 89_0 of an array's element; several with colons.
+    job_id: a job or an array task (89_0); several are separated by colons.
     """
     script = run.notice_script.read_text("utf-8")
     own = slurm.sbatch(
-        script, os.environ, comment=comment_of(spec), dependency=f"afterany:{job_id}"
+        script, os.environ, comment=job_comment(spec), dependency=f"afterany:{job_id}"
     )
     events.add(run.events, events.NoticeQueued(job_id=job_id, notice_job=own))
 
 
-def comment_of(spec: JobSpec) -> str:
-    """Return the comment of that job, by which it is found should sbatch give no answer."""
+def job_comment(spec: JobSpec) -> str:
+    """Return the comment of the notification job, which identifies it if sbatch does not answer."""
     return spec.comment and f"{submission_comment(spec.run_name)} notify"
 
 
-def tell_as_job(run: RunDir) -> None:
-    """Tell the program the end of a run whose job has ended; where it goes on, wait for its next.
+def notify_from_job(run: RunDir) -> None:
+    """Run the program from the notification job; if the run continues, queue the next such job.
 
-    For the job that `queue` has queued. A sweep's end is that of its last point. Raises OSError,
-    ClusterDDPError.
+    A sweep ends with its last point. Raises OSError, ClusterDDPError.
     """
     spec, own = run.load_spec(), os.environ.get("SLURM_JOB_ID", "")
     queued = History.read(run).every(events.NoticeQueued)
     waited_for = next((event.job_id for event in queued if event.notice_job == own), "")
     began = time.monotonic()
-    for _ in patience.looks(every=patience.NOTICE_PAUSE):  # Slurm tells nobody when it has settled
-        if mark_of(run).exists():
+    for _ in patience.looks(
+        every=patience.NOTICE_PAUSE
+    ):  # Slurm gives no event for the final state
+        if marker(run).exists():
             return
         status, settles, jobs = _look(run)
         is_late = time.monotonic() - began > settles
         if not jobs and is_late:
-            tell(run, spec, status, "dependent job")
+            send(run, spec, status, "dependent job")
             return
         if jobs and (jobs != waited_for or is_late):
             queue(run, spec, jobs)
             return
 
 
-def tell_sweep(sweep: SweepDir, by: str) -> None:
-    """Tell the program that a sweep has ended, whose points have run here; logs what fails."""
+def notify_sweep(sweep: SweepDir, by: str) -> None:
+    """Run the program for a rehearsed sweep that has ended; errors are logged."""
     try:
         spec = sweep.load_spec()
         if not spec.notify:
             return
         status, settles, _ = _look(sweep)
         if settles < 0:
-            tell(sweep, spec, status, by)
+            send(sweep, spec, status, by)
     except (ClusterDDPError, OSError) as error:
         log.warning(f"--notify: {error} [CD1108]")
 
 
 def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
-    """Return the status of a run or a sweep, how long it may be wrong, and the jobs it goes on in.
+    """Return the status of a run or sweep, its settling time in seconds, and its active jobs.
 
-    Below zero is the time, in seconds, of one that has ended. The jobs are as `queue` takes them,
-    arrays as wholes.
+    The settling time is how long the status may still be wrong: negative after a recorded end. The
+    jobs are in the format of `queue`, with whole arrays.
     """
     runs = run.elements if isinstance(run, SweepDir) else [run]
     known = statuses(runs)
@@ -188,7 +190,7 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
 
 
 def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) -> None:
-    """Record in the runs what Slurm alone knows: it forgets a cancelled job within minutes."""
+    """Record cancellations that only Slurm knows: it forgets a cancelled job within minutes."""
     for run, status in zip(runs, known, strict=True):
         forgotten = {status.job_id: JobState(State.UNKNOWN)}
         if (
@@ -201,38 +203,38 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
                 log.warning(f"{run.path} cannot be written: {error.strerror} [CD0504]")
 
 
-def is_awaited(run: RunDir) -> bool:
-    """Return whether a job waits to tell the end of a run or a sweep, which nobody has told."""
+def has_pending_job(run: RunDir) -> bool:
+    """Return whether a notification job is queued for a run or sweep, and has not run yet."""
     spec = run.read_spec()
-    if not (spec and spec.notify) or mark_of(run).exists():
+    if not (spec and spec.notify) or marker(run).exists():
         return False
     return bool(History.read(run).every(events.NoticeQueued))
 
 
-def mark_of(run: RunDir) -> Path:
-    """Return the mark for the latest submission of a person's: each has an end of its own."""
+def marker(run: RunDir) -> Path:
+    """Return the marker file of the latest manual submission."""
     history = History.read(run)
     sent = sum(not event.in_place_of for event in history.every(events.Submitted))
     again = len(history.every(events.Resubmitted))
-    # `resubmit` stands before the submission proper; of an array's element it stands alone.
+    # `resubmit` precedes a submission event, except for an array task, which has no such event.
     return run.path / f"notified-{max(sent, again + 1):04d}.json"
 
 
 def _withdraw_job(run: RunDir) -> None:
-    """Take the job that waits to tell the program out of the queue: it has been told."""
+    """Cancel the notification job: the program has run."""
     queued = History.read(run).every(events.NoticeQueued)
     if queued:
         slurm.cancel(queued[-1].notice_job)
 
 
 def _folder(run: RunDir) -> Path:
-    """Return the folder of the submission, or what is left to start in."""
+    """Return the directory of the submission, or the run's directory if that is gone."""
     folder = Path(History.read(run).folder or run.path)
     return folder if folder.is_dir() else run.path
 
 
 def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int | None, str]:
-    """Run the program for so long at most; returns its exit code, and what went wrong."""
+    """Run the program with a timeout; return its exit code, and the problem if any."""
     environ: Mapping[str, str] = {**os.environ, **dict(spec.environment)}
     parent = os.getpid()
 
@@ -245,7 +247,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
     source, target = os.pipe()
     with (
         os.fdopen(target, "wb") as stdout,
-        tempfile.TemporaryFile() as stdin,  # a pipe would wait for a program that reads nothing
+        tempfile.TemporaryFile() as stdin,  # a pipe would block if the program reads nothing
         subreaper() as end_all,
     ):
         stdin.write(verdict)
@@ -266,27 +268,27 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
             os.close(source)
             return None, f"{spec.notify[0]} does not start: {words}"
         stdout.close()
-        # A copy: who has left the group can hold the pipe, and the log is closed behind this.
+        # A copy: processes outside the group can keep the pipe open after the log is closed.
         copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
         copying.start()
-        problem = f"ended, as it had not come to an end within {patience.NOTIFIED_PROGRAM:g} s"
+        problem = f"ended after the timeout of {patience.NOTIFIED_PROGRAM:g} s"
         try:
             if _ends(program, patience.NOTIFIED_PROGRAM):
                 problem = ""
             else:
                 _signal(program, signal.SIGTERM)
                 _ends(program, patience.NOTIFIED_PROGRAM_LEAVES)
-        finally:  # a Ctrl-C in a rehearsal, too
-            _signal(program, signal.SIGKILL)  # and what it has left behind
+        finally:  # also after a Ctrl-C in a rehearsal
+            _signal(program, signal.SIGKILL)  # its remaining children
             code = program.wait()
-            if problem:  # in sessions of its own, too
+            if problem:  # also in other sessions
                 end_all(patience.NOTIFIED_PROGRAM_LEAVES)
     copying.join(patience.NOTIFIED_PROGRAM_LEAVES)
     return code if code >= 0 else 128 - code, problem
 
 
 def _ends(program: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for its end without reaping it, by which its number stays that of its group alone."""
+    """Wait for its end without reaping it, so that its process group id is not reused."""
 
     def has_ended() -> bool:
         try:
@@ -304,7 +306,7 @@ def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy what the program prints, the first megabyte of it, until nobody holds the pipe."""
+    """Copy the first megabyte of the program's output until the pipe is closed."""
     taken = 0
     with contextlib.suppress(OSError), os.fdopen(source, "rb"), os.fdopen(target, "wb"):
         while text := os.read(source, 1 << 16):

@@ -1,7 +1,7 @@
-"""Stacks of a run's ranks, read on each of its hosts, and equal ones told once.
+"""Stacks of a run's ranks, read on each of its hosts and grouped by equal stacks.
 
-A rank's own record names its process. On Slurm a step beside the job's own (srun --overlap) looks
-at each host; a rehearsal's ranks are all here. The ranks themselves are asked nothing.
+A rank's record names its process. On Slurm an additional job step (srun --overlap) reads the stacks
+on each host; the ranks of a rehearsal are all on this host. The ranks need not respond.
 """
 
 import base64
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from clusterddp.status.status import RunStatus
 
 ANSWER_SECONDS = 60.0
-"""Time for the hosts of a job to answer."""
+"""Timeout for the answers of a job's hosts."""
 _ANSWER = "clusterddp-stacks"
-_CHUNK = 512  # srun passes lines of up to 1,024 bytes on in one piece
+_CHUNK = 512  # srun forwards lines of up to 1,024 bytes in one piece
 _AT_ONCE = 8
 _MOST_WORDS = 80
 _LIBRARIES = ("site-packages/", "dist-packages/")
@@ -46,7 +46,7 @@ _DATALOADER = "torch/utils/data/dataloader.py"
 
 @dataclass(frozen=True)
 class RankStacks:
-    """Programs of one rank, or in `note` why nothing is known of them."""
+    """Programs of one rank; if there are none, `note` says why."""
 
     rank: int
     host: str
@@ -55,27 +55,25 @@ class RankStacks:
 
     @property
     def is_known(self) -> bool:
-        """Return whether all its programs have shown a stack."""
+        """True if the stacks of all its programs were read."""
         return bool(self.programs) and all(program.threads for program in self.programs)
 
 
 def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[RankStacks]:
-    """Read the stacks of a running run's ranks now; those that are named with all that they run.
+    """Read the current stacks of a running run's ranks; for named ranks, of all their processes.
 
-    Raises RequestError where it does not run or has no such rank, and what `gather` does.
+    Raises RequestError if the run is not running or has no such rank; see also `gather`.
     """
     if status.state not in (RunState.RUNNING, RunState.UNKNOWN):
         detail = f" ({status.detail})" if status.detail else ""
         hint = f"'clusterddp logs {run.cli_name}' shows what its ranks printed."
         if status.state in (RunState.CREATED, RunState.QUEUED):
-            hint = "Look again once it runs."
-        raise RequestError(
-            f"{run.name} does not run: it is {status.state}{detail}. {hint} [CD0507]"
-        )
+            hint = "Try again when it is running."
+        raise RequestError(f"{run.name} is not running but {status.state}{detail}. {hint} [CD0507]")
     if latest_submission(events.read(run.events)) is None and not _outcomes(run, ()):
         raise RequestError(
-            f"{run.name} was started by hand: only of a run that 'clusterddp submit' has started "
-            "is it known where its ranks are. [CD0507]"
+            f"{run.name} was started by hand, so the hosts of its ranks are unknown. Stacks need "
+            "a run started with 'clusterddp submit'. [CD0507]"
         )
     size = status.world_size or 0
     for rank in ranks:
@@ -89,15 +87,15 @@ def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[Ra
 def gather(
     run: RunDir, ranks: Sequence[int] = (), *, workers: bool = False, world_size: int = 0
 ) -> list[RankStacks]:
-    """Read the stacks of a run's ranks now, of all or of those that are named.
+    """Read the current stacks of a run's ranks: all ranks, or the named ones.
 
-    workers: those of the processes that ranks have started, too. world_size: how many ranks there
-    are, where that is known. Raises RequestError where the run is another user's or another
-    machine's, SlurmError where no host of its job answers.
+    workers: include the processes that the ranks have started. world_size: 0 if unknown. Raises
+    RequestError for a run of another user or on another machine, SlurmError if no host of its job
+    answers.
     """
     if run.path.stat().st_uid != os.geteuid():
         raise RequestError(
-            f"{run.path} is another user's: only its owner may look at its ranks. [CD0507]"
+            f"{run.path} belongs to another user: only its owner can read its stacks. [CD0507]"
         )
     outcomes = _outcomes(run, ranks)
     recorded = {outcome.rank for outcome in outcomes}
@@ -108,7 +106,7 @@ def gather(
         if outcome.ended is not None:
             note = f"has ended: {outcome.reason}"
         elif outcome.ticks is None:
-            note = "its record is of an older clusterddp and does not tell its process"
+            note = "its record was written by an older clusterddp and does not name its process"
         else:
             at_work.append(outcome)
             continue
@@ -117,15 +115,15 @@ def gather(
     if submission and submission.is_local:
         if submission.is_alive is None:
             host = submission.host or "another machine"
-            raise RequestError(f"{run.name} runs on {host}, not here: look there. [CD0507]")
-        rank_stacks += _look(at_work, workers=workers)
+            raise RequestError(f"{run.name} runs on {host}: run this command there. [CD0507]")
+        rank_stacks += _read(at_work, workers=workers)
     elif at_work and at_work[0].job_id:
         rank_stacks += _ask_hosts(run, at_work, ranks, workers=workers)
     else:
         rank_stacks += here(run, ranks, workers=workers)
         known = {each.rank for each in rank_stacks}
         rank_stacks += [
-            RankStacks(outcome.rank, outcome.host, note=f"is on {outcome.host}: look there")
+            RankStacks(outcome.rank, outcome.host, note=f"runs on {outcome.host}: try there")
             for outcome in at_work
             if outcome.rank not in known
         ]
@@ -133,14 +131,14 @@ def gather(
 
 
 def here(run: RunDir, ranks: Sequence[int] = (), *, workers: bool = False) -> list[RankStacks]:
-    """Read the stacks of those ranks that are at work on this host."""
+    """Read the stacks of the ranks that run on this host."""
     names = {os.environ.get("SLURMD_NODENAME"), os.uname().nodename}
     outcomes = (outcome for outcome in _outcomes(run, ranks) if outcome.host in names)
-    return _look([o for o in outcomes if o.ended is None and o.ticks], workers=workers)
+    return _read([o for o in outcomes if o.ended is None and o.ticks], workers=workers)
 
 
 def as_lines(rank_stacks: Sequence[RankStacks], host: str) -> Iterator[str]:
-    """Give an answer the form in which srun passes it on, among the lines of other hosts."""
+    """Encode an answer as lines that srun can interleave with those of other hosts."""
     content = json.dumps([asdict(each) for each in rank_stacks]).encode()
     text = base64.b64encode(zlib.compress(content)).decode()
     for start in range(0, len(text), _CHUNK):
@@ -148,7 +146,7 @@ def as_lines(rank_stacks: Sequence[RankStacks], host: str) -> Iterator[str]:
 
 
 def from_lines(text: str) -> list[RankStacks]:
-    """Read the hosts' answers; one that is torn, or none, is left out."""
+    """Decode the hosts' answers; skip incomplete ones."""
     parts: dict[str, list[str]] = {}
     for words in map(str.split, text.splitlines()):
         if len(words) == 3 and words[0] == _ANSWER:
@@ -169,25 +167,25 @@ def _outcomes(run: RunDir, ranks: Sequence[int]) -> list[Outcome]:
     return [outcome for outcome in outcomes if not ranks or outcome.rank in ranks]
 
 
-def _look(outcomes: Sequence[Outcome], *, workers: bool) -> list[RankStacks]:
-    def look(outcome: Outcome) -> RankStacks:
+def _read(outcomes: Sequence[Outcome], *, workers: bool) -> list[RankStacks]:
+    def read_one(outcome: Outcome) -> RankStacks:
         programs = stacks.read_stacks(outcome.pid, outcome.ticks or 0, workers=workers)
-        note = "" if programs else "its process has gone"
+        note = "" if programs else "its process has ended"
         return RankStacks(outcome.rank, outcome.host, tuple(programs), note)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(look, outcomes))
+        return list(pool.map(read_one, outcomes))
 
 
 def _ask_hosts(
     run: RunDir, outcomes: Sequence[Outcome], ranks: Sequence[int], *, workers: bool
 ) -> list[RankStacks]:
-    """Have a step beside the job's own look at each host."""
+    """Read the stacks on each host with an additional job step."""
     hosts = list(dict.fromkeys(outcome.host for outcome in outcomes))
     python = next((outcome.python for outcome in outcomes if outcome.python), "")
     spec = run.read_spec()
     if spec and (spec.container_image or spec.wrapper or not python):
-        python = spec.controller_python  # the tasks' own may be an image's
+        python = spec.controller_python  # the tasks' interpreter may exist only in an image
     path = run.path.absolute()
     argv = [
         *("srun", f"--jobid={outcomes[0].job_id}", "--overlap", f"--nodelist={','.join(hosts)}"),
@@ -210,8 +208,8 @@ def _ask_hosts(
         )
     except OSError as error:
         raise SlurmError(
-            f"srun does not start ({error.strerror}), and it reads the stacks on the job's hosts. "
-            "Look from a machine of the cluster. [CD0402]"
+            f"srun does not start ({error.strerror}); it is needed to read stacks on the job's "
+            "hosts. Run this command on a machine of the cluster. [CD0402]"
         ) from None
     with srun:
         answer, words = _communicate(srun)
@@ -219,8 +217,8 @@ def _ask_hosts(
     if not rank_stacks:
         raise SlurmError(
             f"no host of job {outcomes[0].job_id} has answered srun --overlap: "
-            f"{line(words.strip()) or f'exit code {srun.returncode}'}. With --rank R the host of "
-            "one rank alone is asked."
+            f"{line(words.strip()) or f'exit code {srun.returncode}'}. To ask only the host of "
+            "rank R: --rank R."
         )
     answered = {each.rank for each in rank_stacks}
     return rank_stacks + [
@@ -231,7 +229,7 @@ def _ask_hosts(
 
 
 def _communicate(srun: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Take what srun prints, until it has ended or the time is over."""
+    """Read srun's output until it ends; end it after a timeout."""
     for seconds, end in ((ANSWER_SECONDS, srun.terminate), (10.0, srun.kill)):
         try:
             return srun.communicate(timeout=seconds)
@@ -242,13 +240,13 @@ def _communicate(srun: "subprocess.Popen[str]") -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Program of a rank, or what is said in its place."""
+    """Program of a rank, or a note instead."""
 
     rank: int
     host: str
     program: Program
     of_several: bool = False
-    """True where it is not all that the rank runs."""
+    """True if the rank runs several programs."""
 
     @property
     def key(self) -> object:
@@ -261,10 +259,9 @@ class _Entry:
 
 
 def format_stacks(rank_stacks: Sequence[RankStacks], *, whole: bool = False) -> str:
-    """Describe stacks for a person: equal ones once, the most frequent first.
+    """Return stacks as text: equal main threads once, the most frequent first.
 
-    whole: those of each program and of all its threads, one after another. The stack of a main
-    thread is that of its rank otherwise.
+    whole: all threads of each program, one after another.
     """
     if whole:
         return clean("\n".join(text for entry in _entries(rank_stacks) for text in _threads(entry)))
@@ -283,9 +280,9 @@ def format_stacks(rank_stacks: Sequence[RankStacks], *, whole: bool = False) -> 
 
 
 def places(rank_stacks: Sequence[RankStacks]) -> list[tuple[str, list[int]]]:
-    """Return each place that was read, `all_reduce (…)`, with its ranks, the most frequent first.
+    """Return each place, `all_reduce (…)`, with its ranks, the most frequent first.
 
-    It is the same for stacks that differ in the standard library, or further out, alone.
+    Stacks that differ only in the standard library, or in outer calls, have the same place.
     """
     ranks: dict[str, list[int]] = {}
     for entry in _entries(rank_stacks):
@@ -310,7 +307,7 @@ def _entries(rank_stacks: Sequence[RankStacks]) -> Iterator[_Entry]:
 
 
 def _who(group: Sequence[_Entry], total: int) -> str:
-    """Write `rank 17 on gpu03`, or `61 of 64 (ranks 0-16, 18-61)`."""
+    """Return `rank 17 on gpu03`, or `61 of 64 (ranks 0-16, 18-61)`."""
     if len(group) == 1:
         return group[0].name
     every = f"all {total}" if len(group) == total else f"{len(group)} of {total}"
@@ -328,7 +325,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _place(frames: Sequence[Frame]) -> str:
-    """Name the call in which a thread is, past the standard library's, and who has called it."""
+    """Return the innermost call outside the standard library, and its caller in the user's code."""
     if not frames:
         return "no Python function"
     shown = [frame for frame in frames if not _is_standard(frame)] or [frames[0]]
@@ -343,7 +340,7 @@ def _is_library(frame: Frame) -> bool:
 
 
 def _is_standard(frame: Frame) -> bool:
-    """Return whether it is of Python itself: `/usr/lib/python3.11/queue.py`, `<frozen runpy>`."""
+    """Return whether it is in the standard library: `/usr/lib/python3.11/queue.py`."""
     folders = Path(frame.file).parts
     in_library = any(f.startswith("python3") for f in folders) and "lib" in folders
     return frame.file.startswith("<frozen") or (in_library and not _is_library(frame))
@@ -358,7 +355,7 @@ def _short(frame: Frame) -> str:
 
 
 def _traceback(frames: Sequence[Frame]) -> list[str]:
-    """Write calls as Python does, which leaves those of its import system out, too."""
+    """Return calls in Python's traceback format, without the import system, as Python does."""
     shown = [frame for frame in reversed(frames) if not frame.file.startswith("<frozen importlib")]
     return [f'  File "{f.file}", line {f.line}, in {f.function}' for f in shown or frames]
 
@@ -376,12 +373,12 @@ def _threads(entry: _Entry) -> Iterator[str]:
 
 
 def _shortened(words: str) -> str:
-    """Give a command line that may hold a whole program as one line."""
+    """Return a command line, which may contain a whole program, as one short line."""
     text = line(words)
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}…"
 
 
 def heading(name: str, rank_stacks: Sequence[RankStacks]) -> str:
-    """Say of what run and of how many ranks the stacks are."""
+    """Return the heading: name of the run, number of ranks and hosts."""
     hosts: Mapping[str, None] = dict.fromkeys(each.host for each in rank_stacks if each.host)
     return f"{name}: {count(len(rank_stacks), 'rank')} on {count(len(hosts), 'host')}"

@@ -1,7 +1,7 @@
-"""State of a run, and why: from its own events first, from what Slurm says of its job second.
+"""State of a run and its reason, from the run's own events first and from Slurm second.
 
-`judge` is pure, so that it works without accounting and after Slurm has forgotten the job. The
-events are taken together to the run's latest submission.
+`judge` is pure: it works without accounting, and after Slurm has forgotten the job. The events are
+first reduced to the run's latest submission.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from clusterddp.slurm.states import HELD, JobState, State
 
 
 class RunState(str, Enum):
-    """State of a run, in the word that is printed and recorded."""
+    """State of a run, as it is printed and recorded."""
 
     CREATED = "created"
-    """Its directory is there, and nothing was submitted."""
+    """Its directory exists, but nothing was submitted."""
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
     STOPPED = "stopped"
-    """Resumable from its last checkpoint, but not by itself."""
+    """Resumable from its last checkpoint with a manual resubmission."""
     UNKNOWN = "unknown"
-    """Its job has recorded no end, and Slurm cannot say or no longer knows it."""
+    """No end is recorded, and Slurm does not answer or no longer knows the job."""
 
     __str__ = str.__str__
 
@@ -55,9 +55,9 @@ ACTIVE = frozenset({QUEUED, RUNNING})
 ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 
 SETTLE_SECONDS = 60.0
-"""Time for which a job that was put back into the queue may still show how it ended."""
+"""Time for which Slurm may still show a requeued job's previous end."""
 
-# Why a run is resumed: a word of `history`, in a sentence.
+# Reason for a restart: a cause of `history`, as it appears in a sentence.
 _AFTER: dict[str, str] = {
     Cause.TIME_LIMIT: "the time limit",
     Cause.SIGNAL: "a signal",
@@ -66,46 +66,46 @@ _AFTER: dict[str, str] = {
     Cause.FAILED: "a failure",
     Cause.REQUEUED: "a requeue by Slurm",
 }
-# Slurm ends an attempt for these, whether it has saved or not.
+# For these causes Slurm ends an attempt whether or not it has saved.
 _SLURMS_CAUSES = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_LOST)
 _WHY_FAILED = {
     State.FAILED: "the job failed",
     State.TIMEOUT: "the job reached its time limit",
-    State.PREEMPTED: "the job was preempted and is not queued again",
+    State.PREEMPTED: "the job was preempted and not requeued",
     State.NODE_FAIL: "a node of the job failed",
     State.OUT_OF_MEMORY: "the job ran out of memory",
     State.DEADLINE: "the job's deadline passed",
     State.BOOT_FAIL: "a node of the job did not boot",
 }
 _REQUEUED_FOR = (State.NODE_FAIL, State.PREEMPTED, State.BOOT_FAIL)
-# Slurm's reasons for which a job as it was asked for cannot start: the others pass by waiting.
+# Slurm's reasons that need an explanation: for the others, waiting helps.
 _WHY_PENDING = {
-    "PartitionNodeLimit": "PartitionNodeLimit: it asks for more nodes than the partition has",
-    "PartitionTimeLimit": "PartitionTimeLimit: it asks for more time than the partition gives",
-    "PartitionConfig": "PartitionConfig: the partition cannot give what it asks for",
+    "PartitionNodeLimit": "PartitionNodeLimit: the job requests more nodes than the partition has",
+    "PartitionTimeLimit": "PartitionTimeLimit: --time exceeds the partition's limit",
+    "PartitionConfig": "PartitionConfig: the partition cannot satisfy the request",
     "PartitionDown": "PartitionDown: the partition is down",
-    "BadConstraints": "BadConstraints: no node has what it asks for",
-    "DependencyNeverSatisfied": "DependencyNeverSatisfied: what it waits for has failed",
-    "JobHeldUser": "JobHeldUser: held; 'scontrol release' lets it go",
+    "BadConstraints": "BadConstraints: no node satisfies the request",
+    "DependencyNeverSatisfied": "DependencyNeverSatisfied: a job that it waits for has failed",
+    "JobHeldUser": "JobHeldUser: held; release it with 'scontrol release JOB'",
     "JobHeldAdmin": "JobHeldAdmin: held by an administrator",
-    "ReqNodeNotAvail": "ReqNodeNotAvail: a node it asks for is not available",
+    "ReqNodeNotAvail": "ReqNodeNotAvail: a requested node is not available",
 }
 NEVER_STARTS = {
     *("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "BadConstraints"),
     "DependencyNeverSatisfied",
 }
-"""Reasons for which a job waits until somebody changes it, its dependency or the cluster."""
+"""Reasons of a job that waits until the job, its dependency or the cluster is changed."""
 NOT_LAUNCHED = "JobLaunchFailure"
-"""Reason of a job whose script has not run at all: what Slurm gives as its exit code is none."""
+"""Reason of a job whose script never ran: Slurm's exit code for it is meaningless."""
 BEGIN_TIME = "BeginTime"
-"""Reason of a job that may not start yet: what Slurm shows as its start is the earliest one."""
+"""Reason of a job that may not start yet: the start that Slurm shows is the earliest possible."""
 HELD_BACK = {"", "Dependency", BEGIN_TIME, HELD}
-"""Reasons for which a job waits that is to wait for other runs; a requeued one has BeginTime."""
+"""Reasons of a job that waits for other runs (BeginTime after a requeue)."""
 NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD, BEGIN_TIME}
-"""Reasons for which the start that Slurm shows is no estimate, or one that means nothing."""
-_NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not asked")
+"""Reasons for which Slurm's expected start is not a useful estimate."""
+_NOT_ASKED = JobState(State.UNKNOWN, problem="Slurm was not queried")
 
-# Words for a list of reasons; of an attempt that left no end, nobody knows more.
+# Phrases for a list of reasons; "" is an attempt without a recorded end.
 _REASONS: dict[str, str] = {Cause.REQUEUED: "requeued by Slurm", "": "node lost or killed"}
 
 
@@ -119,29 +119,29 @@ class Submission:
     """Process that controls a local run, on `host`."""
     host: str | None = None
     submitted: float | None = None
-    """Time at which a person submitted the run, in seconds since the epoch."""
+    """Time of the latest manual submission, in seconds since the epoch."""
     start: Started = field(default_factory=Started)
     """Latest start: a requeued job starts several times."""
     end: Ended | None = None
     """End since then."""
     cancelled: bool = False
-    """True where `clusterddp cancel` asked for its end, or Slurm was seen to have cancelled it."""
+    """True after `clusterddp cancel`, or if Slurm was seen to have cancelled it."""
     attempt: int | None = None
-    """Number of the run's latest; None where the scripts number none."""
+    """Number of the run's latest attempt; None if attempts are not numbered."""
     restarts: int = 0
-    """Starts after the first since a person last submitted the run."""
+    """Starts after the first one since the latest manual submission."""
     reasons: tuple[str, ...] = ()
-    """Reason for each of them, in a few words."""
-    put_back: str = ""
-    """Reason for which it was put back into the queue, until it has started again."""
-    put_back_time: float | None = None
+    """Short reason for each restart."""
+    requeue_reason: str = ""
+    """Reason for a requeue, until the job has started again."""
+    requeue_time: float | None = None
     requeue_error: str = ""
-    """Reason for which it could not be put back."""
+    """Reason for a failed requeue."""
     stop_asked: bool = False
-    """True where `clusterddp stop` asked the latest attempt to save and leave."""
+    """True if `clusterddp stop` asked the latest attempt to save a checkpoint and exit."""
     stop_asked_time: float | None = None
     resumes: bool = True
-    """False of a COMMAND without a Loop: nobody knows whether its next start begins anew."""
+    """False for a COMMAND without a Loop: its next start may begin from scratch."""
 
     @property
     def is_local(self) -> bool:
@@ -149,7 +149,7 @@ class Submission:
 
     @property
     def is_alive(self) -> bool | None:
-        """True while the process that controls a local run is there; None for another machine's."""
+        """True while the controlling process of a local run runs; None on another machine."""
         return process_alive(self.pid, self.host, self.submitted)
 
     @property
@@ -159,10 +159,10 @@ class Submission:
 
 
 def latest_submission(history: Sequence[Event]) -> Submission | None:
-    """Find the latest submission in a run's events; None when nothing was submitted.
+    """Return the latest submission in a run's events; None if nothing was submitted.
 
-    Of a run that was resumed in another job it is that job, with the time at which a person
-    submitted the first. A script that was given to sbatch by hand has `started` as its first event.
+    For a run that was resumed in a new job, this is the new job with the time of the manual
+    submission. A script that the user gave to sbatch has `started` as its first event.
     """
     job_id = launcher = ""
     position = -1
@@ -179,8 +179,8 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
         return None
     submission = Submission(job_id, launcher)
     for index, event in enumerate(history):
-        # A job can start before the submitting side has written its own line, so its id decides;
-        # the tasks of a local run may know it by another number, so there the order does.
+        # A job can start before its submission is recorded, so the job id decides. Tasks of a local
+        # run may record another id, so there the order decides.
         if event.job_id == job_id or (launcher == "local" and index > position):
             submission = _after(submission, event)
     causes = causes_by_attempt(history)
@@ -199,10 +199,10 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
 
 
 def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
-    """List the job ids of which Slurm has something to say that the run's own records do not.
+    """Return the job ids whose state must be queried from Slurm.
 
-    An end with exit code 0 is final. Another may be followed by a requeue, or be a cancellation
-    that somebody else asked for.
+    A recorded end with exit code 0 is final. Another end may be followed by a requeue, or may be a
+    cancellation by another user.
     """
     in_slurm = [each for each in submissions if each and not each.is_local]
     return [
@@ -213,20 +213,20 @@ def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
 
 
 def reason(cause: str) -> str:
-    """Say why an attempt followed another one, in a few words, from how that one ended."""
+    """Return a short reason for a restart, from the cause of the previous attempt's end."""
     return _REASONS.get(cause, cause)
 
 
 def _after(before: Submission, event: Event) -> Submission:
-    """Take in one of its events."""
+    """Return the submission updated with one event."""
     if isinstance(event, Submitted):
         after = replace(before, submitted=event.time, pid=event.pid, host=event.host)
         if event.in_place_of and before.start.time is None:
-            after = replace(after, put_back=event.why or "?", put_back_time=event.time)
+            after = replace(after, requeue_reason=event.why or "?", requeue_time=event.time)
         return after
     if isinstance(event, Started):
         before = replace(before, start=event, end=None, stop_asked=False)
-        return replace(before, put_back="", put_back_time=None, requeue_error="")
+        return replace(before, requeue_reason="", requeue_time=None, requeue_error="")
     if isinstance(event, StopAsked | StopFailed):
         return replace(before, stop_asked=isinstance(event, StopAsked), stop_asked_time=event.time)
     if isinstance(event, CancelAsked | CancelFailed):
@@ -236,19 +236,19 @@ def _after(before: Submission, event: Event) -> Submission:
     if isinstance(event, Ended):
         after = replace(before, end=event)
         if event.cause == Cause.REQUEUED:
-            after = replace(after, put_back=event.cause, put_back_time=event.time)
+            after = replace(after, requeue_reason=event.cause, requeue_time=event.time)
         return after
     if isinstance(event, ResumedInJob):
         return replace(before, end=None)  # the next attempt begins
     if isinstance(event, Requeued):
-        return replace(before, put_back=event.why or "?", put_back_time=event.time)
+        return replace(before, requeue_reason=event.why or "?", requeue_time=event.time)
     if isinstance(event, RequeueFailed):
         return replace(before, requeue_error=event.error or "?")
     return before
 
 
 def _is_late(event: Event, submission: Submission) -> bool:
-    """Return whether it tells of an attempt before the latest one."""
+    """Return whether an event belongs to an attempt before the latest one."""
     if event.attempt is not None and submission.start.attempt is not None:
         return event.attempt != submission.start.attempt
     return isinstance(event, Ended) and event.restart < submission.restart
@@ -261,30 +261,30 @@ def judge(
     alive: bool | None,
     now: float,
 ) -> tuple[RunState, str]:
-    """Judge the state of a run and the reason for it, with the trouble its end had with the disk.
+    """Determine the state of a run and the reason for it, including disk errors at its end.
 
     report: None without one.
-    job: what Slurm says; None when it was not asked.
-    alive: whether the process of a local run is there; None when that cannot be seen from here.
+    job: Slurm's answer; None if Slurm was not queried.
+    alive: whether the process of a local run is running; None if that is unknown here.
     now: seconds since the epoch.
     """
     if submission is None and report:
         return DONE, "its ranks were started by hand"
     if submission is None:
-        return CREATED, "nothing was submitted, as far as the run's records tell"
+        return CREATED, "no submission is recorded"
     job = job or _NOT_ASKED
     if submission.end:
         state, detail = _judge_ended(submission, submission.end, job, alive, now)
         return state, "; ".join(filter(None, (detail, submission.end.write_error)))
     started = submission.start.time
-    if submission.put_back and not submission.cancelled:
-        return _judge_put_back(submission, job, now)
+    if submission.requeue_reason and not submission.cancelled:
+        return _judge_requeued(submission, job, now)
     if submission.is_local:
         return _judge_local(submission, alive)
     if job.state is State.UNKNOWN:
         return _judge_forgotten(submission, report, job)
     if job.state is State.PENDING:
-        again = "put back into the queue by Slurm" if started else ""
+        again = "requeued by Slurm" if started else ""
         return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
     if job.state is State.OTHER:
         state = RUNNING if started else QUEUED
@@ -293,7 +293,7 @@ def judge(
         shown = "" if job.state is State.RUNNING else job.state.value
         return RUNNING, ", ".join(filter(None, (shown, _asked(submission))))
     if job.state is State.DONE:
-        return DONE, "Slurm says COMPLETED; the run itself recorded no end"
+        return DONE, "Slurm reports COMPLETED; the run itself recorded no end"
     if job.state is State.CANCELLED:
         return CANCELLED, "" if started else "before it started"
     why = _WHY_FAILED[job.state]
@@ -309,18 +309,18 @@ def _judge_ended(
     if cause == Cause.DONE or (not cause and end.exit_code == 0):
         return DONE, ""
     if submission.cancelled:
-        return CANCELLED, "before it started again" if submission.put_back else ""
-    if submission.put_back:
-        return _judge_put_back(submission, job, now)
+        return CANCELLED, "before it started again" if submission.requeue_reason else ""
+    if submission.requeue_reason:
+        return _judge_requeued(submission, job, now)
     held = ""
     if job.state is State.PENDING and job.reason == HELD and why:
-        held = f"; Slurm holds job {submission.job_id}: 'scancel {submission.job_id}' drops it"
+        held = f"; Slurm holds it: remove it with 'scancel {submission.job_id}'"
     elif job.state is State.PENDING:
         return QUEUED, ": ".join(filter(None, ("requeued", _why_pending(job))))
     at = "" if end.step is None else f" at step {end.step}"
     how = end.how or (f"exit code {end.exit_code}" if cause == Cause.FAILED else cause)
     if submission.requeue_error:
-        return STOPPED, f"{how}{at}; it could not be started again: {submission.requeue_error}"
+        return STOPPED, f"{how}{at}; requeue failed: {submission.requeue_error}"
     if cause == Cause.CANCELLED:
         return CANCELLED, f"by {end.how or 'scancel'}"
     if cause == Cause.NOT_DUE:
@@ -342,55 +342,52 @@ def _judge_ended(
     return STOPPED, text
 
 
-def _judge_put_back(submission: Submission, job: JobState, now: float) -> tuple[RunState, str]:
-    """Judge a job that was put back into the queue, or submitted in another one's place."""
+def _judge_requeued(submission: Submission, job: JobState, now: float) -> tuple[RunState, str]:
+    """Judge a job that was requeued, or that replaces an earlier job."""
     verb = "resumes" if submission.resumes else "starts again"
-    cause, end = submission.put_back, submission.end
+    cause, end = submission.requeue_reason, submission.end
     if cause == Cause.SIGNAL and end and end.how == OWN_CLOCK:
         cause = Cause.TIME_LIMIT
     again = f"{verb} after {_AFTER.get(cause, cause)}"
     if job.problem:
-        return UNKNOWN, f"it {again}, and Slurm could not be asked: {job.problem}"
+        return UNKNOWN, f"{again}; Slurm cannot be queried: {job.problem}"
     if job.state is State.UNKNOWN:
         job_id = submission.job_id
-        return UNKNOWN, f"it was put back into the queue, but Slurm no longer knows job {job_id}"
+        return UNKNOWN, f"requeued, but Slurm no longer knows job {job_id}"
     if job.state is State.CANCELLED:
         return CANCELLED, "by scancel, before it started again"
     if job.state is State.RUNNING:
-        return RUNNING, "it is starting"
-    since = submission.put_back_time or 0.0
-    # The end of a later start than the one that it recorded. Slurm may requeue for some ends again.
+        return RUNNING, "starting"
+    since = submission.requeue_time or 0.0
+    # Slurm shows the end of a later start than the recorded one, unless it may requeue it again.
     has_restarted = (job.restarts or 0) > submission.restart and job.state not in _REQUEUED_FOR
     if job.state.is_final and (has_restarted or now - since > SETTLE_SECONDS):
-        what = _WHY_FAILED.get(job.state, f"Slurm says {job.state.value}")
-        where = f"slurm-{submission.job_id}.out in the folder of the submission may say more"
-        return (
-            FAILED,
-            f"it was put back into the queue, and recorded no start since: {what}; {where}",
-        )
+        what = _WHY_FAILED.get(job.state, f"Slurm reports {job.state.value}")
+        where = f"see slurm-{submission.job_id}.out in the directory of the submission"
+        return FAILED, f"requeued, but no start is recorded since: {what}; {where}"
     return QUEUED, ": ".join(filter(None, (again, _why_pending(job))))
 
 
 def _judge_undecided(
     submission: Submission, cause: str, end: str, job: JobState, alive: bool | None
 ) -> tuple[RunState, str]:
-    """Judge a job whose end is recorded, and that it is to resume, but not that it was put back."""
+    """Judge a job with a recorded end that is to resume, but without a recorded requeue."""
     after = f"after {_AFTER.get(cause, cause)}"
     if submission.is_local and alive:
-        return RUNNING, "its script is ending"
+        return RUNNING, "its batch script is finishing"
     state = FAILED if cause == Cause.FAILED else STOPPED
     if submission.is_local:
-        return state, f"{end}; a rehearsal is not put back into a queue"
+        return state, f"{end}; a rehearsal is not requeued"
     again = f"{'resume' if submission.resumes else 'start again'} {after}"
     if job.problem:
-        return UNKNOWN, f"it is to {again}, and Slurm could not be asked: {job.problem}"
+        return UNKNOWN, f"about to {again}; Slurm cannot be queried: {job.problem}"
     if job.state is not State.UNKNOWN and not job.state.is_final:
         return RUNNING, f"about to {again}"
-    return state, f"{end}; its script ended before it had put the job back"
+    return state, f"{end}; its batch script ended before it requeued the job"
 
 
 def _judge_code(code: int | None, job: JobState) -> tuple[RunState, str]:
-    """Judge from the exit code alone, as of a script that came to no verdict of its own."""
+    """Judge from the exit code only, for a script that recorded no cause."""
     if job.state is State.CANCELLED:
         return CANCELLED, "by scancel"
     if job.state in _WHY_FAILED and job.state is not State.FAILED:
@@ -398,7 +395,7 @@ def _judge_code(code: int | None, job: JobState) -> tuple[RunState, str]:
     if code is None:
         return FAILED, "the run recorded its end without an exit code"
     if code == EXIT_PAUSED:
-        return STOPPED, "it was asked to stop, and has left"
+        return STOPPED, "stopped on request"
     if code == EXIT_INTERRUPTED:
         return STOPPED, "interrupted (Ctrl-C, or q in a debugger)"
     if code == 143:
@@ -415,27 +412,27 @@ def _judge_local(submission: Submission, alive: bool | None) -> tuple[RunState, 
         return RUNNING, _asked(submission)
     if alive is None:
         where = f"on {submission.host}" if submission.host else "without a process id"
-        return UNKNOWN, f"it was started {where}, which cannot be seen from here"
+        return UNKNOWN, f"it was started {where} and cannot be checked from here"
     if submission.cancelled:
         return CANCELLED, ""
-    gone = f"its process {submission.pid} is gone and recorded no end"
-    return FAILED, f"{gone}: it was killed, or the machine restarted"
+    gone = f"process {submission.pid} ended without a record"
+    return FAILED, f"{gone}: killed, or the machine restarted"
 
 
 def _judge_forgotten(
     submission: Submission, report: Report | None, job: JobState
 ) -> tuple[RunState, str]:
-    finished = "; its report.json is there, so the training itself finished" if report else ""
+    finished = "; report.json exists, so the training finished" if report else ""
     if submission.cancelled and not submission.start.time:
         return CANCELLED, "before it started"  # whether Slurm answers or not
     if job.problem:
-        return UNKNOWN, f"Slurm could not be asked: {job.problem}{finished}"
+        return UNKNOWN, f"Slurm cannot be queried: {job.problem}{finished}"
     if submission.cancelled:
         return CANCELLED, ""
-    lost = "Slurm no longer knows the job, and "
+    lost = "Slurm no longer knows the job, and no "
     if submission.start.time:
-        return UNKNOWN, f"{lost}it recorded no end: killed, or its node was lost{finished}"
-    return UNKNOWN, f"{lost}it never recorded a start: cancelled, or failed before its first line"
+        return UNKNOWN, f"{lost}end is recorded: killed, or its node was lost{finished}"
+    return UNKNOWN, f"{lost}start is recorded: cancelled, or failed before its first line"
 
 
 def _why_pending(job: JobState) -> str:
@@ -447,8 +444,8 @@ def _why_pending(job: JobState) -> str:
 
 
 def _other(job: JobState) -> str:
-    return f"Slurm says {job.word}, a state that clusterddp does not know"
+    return f"Slurm reports {job.word}, a state that clusterddp does not know"
 
 
 def _asked(submission: Submission) -> str:
-    return "asked to save and leave" if submission.stop_asked else ""
+    return "asked to save a checkpoint and exit" if submission.stop_asked else ""

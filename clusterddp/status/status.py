@@ -1,7 +1,4 @@
-"""Status of a run: found by name, job id or directory, and put together from its parts.
-
-Its parts are the latest submission and the state (`state`), and what the training has left.
-"""
+"""Status of a run: its latest submission, its state (`state`), and the records of its training."""
 
 from __future__ import annotations
 
@@ -54,80 +51,80 @@ T = TypeVar("T")
 
 _METRICS_BYTES = 65536
 _LEAVES_WITHIN_SECONDS = 60.0
-"""Time after `clusterddp stop` from which on a run that has not left needs somebody to look."""
+"""Time after `clusterddp stop` after which a run that still trains needs attention."""
 _NOT_PRINTED = ("failed_rank", "is_forgotten")
 _LOST_SECONDS = 60.0
-"""Time beyond SlurmdTimeout after which a silent batch controller is taken for lost."""
+"""Time beyond SlurmdTimeout after which a silent batch controller counts as lost."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Status of a run; None where nothing is known."""
+    """Status of a run; unknown values are None."""
 
     name: str
-    """Name of the run, of its directory too."""
+    """Name of the run and of its directory."""
     state: RunState
     """created, queued, running, done, failed, cancelled, stopped or unknown."""
     detail: str = ""
     """Reason for the state: what it waits for, how it failed."""
     job_id: str = ""
-    """Slurm's id of the latest job; of a rehearsal the number of its process; empty without one."""
+    """Slurm id of the latest job, or process id of a rehearsal; empty without one."""
     array_element: str = ""
-    """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
+    """Slurm id of the array task, such as 89_0, if the job is one."""
     launcher: str = ""
-    """`sbatch`, `submitit` or `local`; empty where nothing was submitted."""
+    """`sbatch`, `submitit` or `local`; empty if nothing was submitted."""
     nodes: int | None = None
-    """Nodes that were asked for, without spare ones."""
+    """Requested nodes, without spare nodes."""
     spare_nodes: int | None = None
-    """Nodes beside these that Slurm is asked for."""
+    """Requested spare nodes, in addition to `nodes`."""
     tasks_per_node: int | None = None
     """Ranks on each node."""
     world_size: int | None = None
-    """Number of ranks that were asked for."""
+    """Number of requested ranks."""
     layout: str = ""
     """`2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
     hosts: list[str] = field(default_factory=list)
     """Hosts of the latest start."""
     preflight: str = ""
-    """Line on the checks of its nodes ahead of the latest attempt's tasks; empty without them."""
+    """Result of the node checks before the latest attempt, as a line; empty without checks."""
     attempt: int | None = None
     """Number of the latest attempt, over all jobs of the run."""
     restarts: int = 0
-    """Starts after the first since a person last submitted the run."""
+    """Starts after the first one since the latest manual submission."""
     restart_reasons: list[str] = field(default_factory=list)
-    """Reason for each of these starts, as far as it is known."""
+    """Reason for each of these restarts, if known."""
     goes_on_after: str = ""
-    """Reason for which it waits to start again, if it does."""
+    """Reason for a pending restart; empty without one."""
     waits_for: list[str] = field(default_factory=list)
-    """Runs that it waits for in the queue, `a` or `b:any`; empty once it may begin."""
+    """Runs that it waits for in the queue, `a` or `b:any`; empty as soon as it may begin."""
     checkpoint_step: int | None = None
-    """Step of the newest checkpoint, by its name: 'clusterddp checkpoints' verifies them."""
+    """Step of the newest checkpoint, from its name: 'clusterddp checkpoints' verifies them."""
     checkpoint_time: float | None = None
     """Time at which that checkpoint was written."""
     step: int | None = None
-    """Steps that are done, over all attempts."""
+    """Completed steps, over all attempts."""
     steps_planned: int | None = None
-    """Step at which the training will be done; None where nobody knows, as of a COMMAND."""
+    """Total number of steps; None if unknown, as for a COMMAND."""
     percent_done: float | None = None
-    """Share of these steps that is done, from 0 to 100."""
+    """Share of completed steps, from 0 to 100."""
     seconds_left: float | None = None
-    """Seconds until then while it runs, by the pace of late."""
+    """Estimated seconds to the last step while it runs, from the recent pace."""
     expected_start: float | None = None
     """Slurm's estimate of its start while it is queued, in seconds since the epoch."""
     epoch: int | None = None
     """Epoch of the latest step, from 1."""
     loss: float | None = None
-    """Loss of the training, the latest in metrics.jsonl."""
+    """Latest training loss in metrics.jsonl."""
     accuracy: float | None = None
-    """Accuracy on the test set: from the report if there is one, else the latest evaluation."""
+    """Accuracy on the test set: from the report if there is one, else from the last evaluation."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Bad nodes that the run's next start leaves out, and why; without those cleared since."""
+    """Bad nodes that the next start excludes, with reasons; without those cleared since."""
     warnings: list[str] = field(default_factory=list)
-    """Warnings of the training, and what is to be known of the latest end."""
+    """Warnings of the training, and a remark on the latest end."""
     created_time: float | None = None
     """Time at which its request was written."""
     submitted_time: float | None = None
-    """Time at which a person last submitted it."""
+    """Time of the latest manual submission."""
     started_time: float | None = None
     """Time of the latest start."""
     ended_time: float | None = None
@@ -135,24 +132,23 @@ class RunStatus:
     elapsed_seconds: float | None = None
     """Seconds from the latest start to the end, or to now; None while it waits in the queue."""
     exit_code: int | None = None
-    """Exit code of its latest attempt's job; None until it has ended, and where nothing has run, as
-    of one cancelled in the queue."""
+    """Exit code of its latest attempt's job; None until it has ended, or if nothing has run."""
     code: str = ""
-    """Code of its end, or of why it never starts, for `clusterddp explain`."""
+    """Code of its end, or of the reason why it never starts, for `clusterddp explain`."""
     first_failure: str = ""
-    """Rank that failed first, its host, its error and its log, in words; empty where none did."""
+    """Rank that failed first, with host, error and log, as text; empty without a failed rank."""
     cleaned: str = ""
-    """What `clusterddp clean` has removed since it was last submitted, and when."""
+    """Files that `clusterddp clean` removed since the last submission, with dates."""
     directory: str = ""
-    """Directory of the run, as --runs-dir leads to it."""
+    """Directory of the run, as a path below --runs-dir."""
     works_in: str = ""
-    """Folder in which the tasks run a person's code, where its relative output lies."""
+    """Directory in which the tasks run the user's code and write relative output."""
     next_command: str = ""
-    """Command to type next; empty where there is nothing to do."""
+    """Command to type next; empty if there is nothing to do."""
     failed_rank: int | None = None
-    """Rank of `first_failure`; not printed, like the next one."""
+    """Rank of `first_failure`; not printed."""
     is_forgotten: bool = False
-    """True where nobody recorded an end of its job, and Slurm no longer knows it."""
+    """True if no end is recorded and Slurm no longer knows its job; not printed."""
 
     def as_dict(self) -> dict[str, object]:
         """Return what `clusterddp status --json` prints."""
@@ -162,7 +158,7 @@ class RunStatus:
     def why(self, *, in_short: bool = False) -> str:
         """Return the reason for the state with its code, `rank 3 failed first: … [CD1209]`.
 
-        in_short: of a reason of several lines the first alone.
+        in_short: only the first line of the reason.
         """
         why = self.first_failure or self.detail
         return coded(why.partition("\n")[0] if in_short else why, self.code).strip()
@@ -175,47 +171,47 @@ class RunStatus:
 def run_status(
     run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
 ) -> RunStatus:
-    """Put the status together; `slurm_states`: what `slurm.client` answers for `jobs_to_ask`."""
+    """Build the status of a run; `slurm_states`: Slurm's answers for `jobs_to_ask`."""
     now = time.time() if now is None else now
-    history = History.read(run)  # not earlier: a run can record its end while Slurm is asked
+    history = History.read(run)  # not earlier: a run can record its end during the query
     submission = latest_submission(history.events)
     state, detail, job, report = _judge(history, submission, slurm_states, now)
     waits = _waits(history, submission, job) if submission and state == RunState.QUEUED else None
-    by_hand = None if submission else _started_by_hand(run)
-    if by_hand:
-        state, detail = _judge_by_hand(by_hand, report)
+    manual_run = None if submission else _latest_manual_run(run)
+    if manual_run:
+        state, detail = _judge_manual_run(manual_run, report)
     is_stuck = state == RunState.RUNNING and _ignores_stop(submission, job, now)
     figures, lines = report or Report(), _last_lines(run.metrics)
-    latest = _summed_up(lines)
+    latest = _merge_lines(lines)
     done = progress(_latest_attempt(run), lines)
     checkpoint = newest_checkpoint(run.checkpoints)
-    failure = _failure(run, state, submission, by_hand)
-    known = submission or _by_hand(by_hand)
+    failure = _failure(run, state, submission, manual_run)
+    known = submission or _manual_submission(manual_run)
     return RunStatus(
         name=run.name,
         state=state,
-        detail=_explained(run, state, detail, waits, is_stuck=is_stuck),
+        detail=_full_detail(run, state, detail, waits, is_stuck=is_stuck),
         job_id=known.job_id,
         array_element=known.start.array_element or (job.element if job else ""),
         launcher=known.launcher,
-        **_asked_for(history.spec),
+        **_request_fields(history.spec),
         hosts=hosts_of(known.start.nodelist),
         preflight=_preflight(run, known.attempt),
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
-        goes_on_after=reason(known.put_back) if known.put_back else "",
+        goes_on_after=reason(known.requeue_reason) if known.requeue_reason else "",
         waits_for=list(waits.runs) if waits else [],
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
-        step=first_known(figures.steps, done.step),
-        steps_planned=first_known(figures.steps, done.planned),
+        step=coalesce(figures.steps, done.step),
+        steps_planned=coalesce(figures.steps, done.planned),
         percent_done=100.0 if figures.steps else done.percent,
         seconds_left=done.seconds_left if state == RunState.RUNNING else None,
         expected_start=_expected_start(state, job, waits),
-        epoch=first_known(figures.epochs, latest.epoch),
+        epoch=coalesce(figures.epochs, latest.epoch),
         loss=latest.loss,
-        accuracy=first_known(figures.accuracy, latest.accuracy),
+        accuracy=coalesce(figures.accuracy, latest.accuracy),
         left_out=_left_out(history, state, known.job_id),
         warnings=[*filter(None, (*figures.warnings, known.end.remark if known.end else ""))],
         **_times(run, known, state, now),
@@ -224,7 +220,7 @@ def run_status(
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history.events),
         directory=str(run.path),
-        works_in=_works_in(history),
+        works_in=_working_directory(history),
         next_command=_next_command(
             run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck
         ),
@@ -239,48 +235,48 @@ def _judge(
     slurm_states: Mapping[str, JobState],
     now: float,
 ) -> tuple[RunState, str, JobState | None, Report | None]:
-    """Return a run's state and the reason for it, and what they were judged from."""
+    """Return a run's state, the reason for it, Slurm's answer and the report."""
     run = history.run
     job = slurm_states.get(submission.job_id) if submission else None
-    if job and is_another_runs(run, job):
+    if job and belongs_to_other_run(run, job):
         job = JobState(State.UNKNOWN)
     alive = submission.is_alive if submission and submission.is_local else None
     report = latest_report(run, submission.attempt if submission else None)
     may_start = submission and (
-        submission.put_back or (submission.end and submission.end.exit_code)
+        submission.requeue_reason or (submission.end and submission.end.exit_code)
     )
     if submission and may_start and not _resumes(history):
         submission = dataclasses.replace(submission, resumes=False)
     state, detail = judge(submission, report, job, alive, now)
     if state == RunState.RUNNING and submission and job and job.state is State.RUNNING:
-        state, detail = _lost(run, submission, now) or (state, detail)
-    if state == RunState.CREATED and run.array_index:  # by the script itself
+        state, detail = _judge_lost(run, submission, now) or (state, detail)
+    if state == RunState.CREATED and run.array_index:  # its own script creates it
         detail = "its script has recorded nothing yet"
     elif state == RunState.CREATED and _is_rehearsed(history.spec):
-        detail = "its turn in the rehearsal, which runs one point after the other, has not come"
-        if lost_turn(history.again()):
-            state, detail = RunState.CANCELLED, "ahead of its turn in the rehearsal"
+        detail = "waits for its turn: a rehearsal runs one point after the other"
+        if was_cancelled_before_turn(history.again()):
+            state, detail = RunState.CANCELLED, "before its turn in the rehearsal"
     return state, detail, job, report
 
 
-def _explained(
+def _full_detail(
     run: RunDir, state: RunState, detail: str, waits: events.Waits | None, *, is_stuck: bool
 ) -> str:
-    """Add to the reason for a state what the run's other records say of it."""
+    """Complete the reason for a state from the run's other records."""
     if waits:
         return f"waits for {waits.why if waits.held else ', '.join(waits.runs)}"
     if is_stuck:
         detail += (
-            f" more than a minute ago, and still at work: 'clusterddp stacks {run.cli_name}' "
-            f"shows where its ranks are, 'clusterddp cancel {run.cli_name}' ends it now"
+            " more than a minute ago, but still running. See where its ranks are with 'clusterddp "
+            f"stacks {run.cli_name}', or end it now with 'clusterddp cancel {run.cli_name}'"
         )
     if state == RunState.RUNNING and (at := _latest_attempt(run)):
-        return ", ".join(filter(None, (detail, _hang(at))))
+        return ", ".join(filter(None, (detail, _describe_hang(at))))
     return detail
 
 
-def _asked_for(spec: JobSpec | None) -> dict[str, Any]:
-    """Return the fields on what was asked for."""
+def _request_fields(spec: JobSpec | None) -> dict[str, Any]:
+    """Return the fields that describe the request."""
     if spec is None:
         return {}
     asked = spec.resources
@@ -292,18 +288,18 @@ def _asked_for(spec: JobSpec | None) -> dict[str, Any]:
 
 
 def _needs_cancel(state: RunState, job: JobState | None) -> bool:
-    """Return whether the job never starts, or runs without its script: a person has to end it."""
+    """Return whether the user must cancel the job: it never starts, or has lost its script."""
     if job is None:
         return False
     never_starts = state == RunState.QUEUED and job.reason in NEVER_STARTS
     return never_starts or (state == RunState.UNKNOWN and job.state is State.RUNNING)
 
 
-def _lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, str] | None:
-    """Return the state of a run whose batch controller was lost, and the reason; None of others.
+def _judge_lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, str] | None:
+    """Return state and reason for a run whose batch controller is lost; None for other runs.
 
-    Slurm shows a job as running whose script was lost with all of its host's processes, where its
-    slurmd was back at once.
+    Slurm still shows such a job as running if its host restarted quickly and slurmd was back before
+    SlurmdTimeout.
     """
     if submission.is_local or submission.attempt is None:
         return None
@@ -315,14 +311,14 @@ def _lost(run: RunDir, submission: Submission, now: float) -> tuple[RunState, st
     if silent < _LOST_SECONDS or silent < slurmd_timeout() + _LOST_SECONDS:
         return None
     return RunState.UNKNOWN, (
-        f"lost: its batch script has shown no life for {formatting.duration(silent)}, though Slurm "
-        f"says that job {submission.job_id} runs. End that with "
+        f"lost: no heartbeat of its batch script for {formatting.duration(silent)}, although Slurm "
+        f"shows job {submission.job_id} as running. End the job with "
         f"'clusterddp cancel {run.cli_name}', then resume with '{run.resume_command}'"
     )
 
 
-def _hang(attempt: Attempt) -> str:
-    """Say that an attempt's ranks have printed nothing for long, or which of them hang."""
+def _describe_hang(attempt: Attempt) -> str:
+    """Describe a hang: which ranks hang, or since when no rank has printed anything."""
     hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
     silent = files.read(Silence, attempt.silent)
     if hung.ranks:
@@ -337,7 +333,7 @@ def _hang(attempt: Attempt) -> str:
 
 
 def _ignores_stop(submission: Submission | None, job: JobState | None, now: float) -> bool:
-    """Return whether the ranks have been at work for long since a person asked them to leave."""
+    """Return whether the ranks still run long after the user asked them to stop."""
     if submission is None or submission.end or not submission.stop_asked:
         return False
     if job and job.state is State.SUSPENDED:
@@ -346,7 +342,7 @@ def _ignores_stop(submission: Submission | None, job: JobState | None, now: floa
 
 
 def _resumes(history: History) -> bool:
-    """Return whether the run's next start resumes, as far as is known: of a COMMAND with a Loop."""
+    """Return whether the next start resumes, as far as is known; for a COMMAND: with a Loop."""
     attempt = _latest_attempt(history.run)
     return attempt is None or steps_gained(attempt, history.spec) is not None
 
@@ -355,8 +351,8 @@ def _is_rehearsed(spec: JobSpec | None) -> bool:
     return bool(spec and spec.point and spec.launcher == "local")
 
 
-def lost_turn(history: History) -> bool:
-    """Return whether a point was cancelled since a person submitted it to a rehearsal."""
+def was_cancelled_before_turn(history: History) -> bool:
+    """Return whether a rehearsal's point was cancelled since its latest submission."""
     cancelled = False
     for event in history.events:
         if isinstance(event, events.CancelAsked | events.Resubmitted):
@@ -365,7 +361,7 @@ def lost_turn(history: History) -> bool:
 
 
 def _cleaned(history: Sequence[events.Event]) -> str:
-    """Say what `clusterddp clean` has removed since a job of the run was last queued or started."""
+    """Describe what `clusterddp clean` has removed since the latest submission or start."""
     words: list[str] = []
     for event in history:
         if isinstance(event, events.Cleaned):
@@ -377,7 +373,7 @@ def _cleaned(history: Sequence[events.Event]) -> str:
 
 
 def _waits(history: History, submission: Submission, job: JobState | None) -> events.Waits | None:
-    """Find what the job waits for, unless Slurm holds it back for another reason by now."""
+    """Find what the job waits for; None if Slurm now gives another reason."""
     if submission.start.time or (job and job.reason not in HELD_BACK):
         return None
     waits = history.every(events.Waits)
@@ -387,7 +383,7 @@ def _waits(history: History, submission: Submission, job: JobState | None) -> ev
 def _expected_start(
     state: RunState, job: JobState | None, waits: events.Waits | None
 ) -> float | None:
-    """Return Slurm's estimate; none for what is held or waits for another run."""
+    """Return Slurm's estimate; None for a job that is held or waits for another run."""
     return (
         job.start
         if state == RunState.QUEUED and job and not (waits or job.reason in NO_START)
@@ -396,7 +392,7 @@ def _expected_start(
 
 
 def _left_out(history: History, state: RunState, job_id: str) -> Mapping[str, str]:
-    """Return the bad nodes that the job leaves out, or a new job in the place of one that ended."""
+    """Return the bad nodes that the job excludes, or, after its end, that a new job would."""
     if state == RunState.DONE:
         return {}
     try:
@@ -412,13 +408,13 @@ def _left_out(history: History, state: RunState, job_id: str) -> Mapping[str, st
     return {host: why for host, why in recorded.items() if bad is None or host in bad}
 
 
-def _works_in(history: History) -> str:
-    """Return the folder in which a person's code starts; empty where there is none, or unknown."""
+def _working_directory(history: History) -> str:
+    """Return the directory in which the user's code starts; empty if there is none or unknown."""
     run, spec = history.run, history.spec
     if spec is None or not spec.uses_own_code:
         return ""
     if spec.container_workdir:
-        return f"{spec.container_workdir} of the container"
+        return f"{spec.container_workdir} in the container"
     return str(run.code_folder.absolute()) if run.code.is_dir() else history.folder
 
 
@@ -427,7 +423,7 @@ def _last_lines(path: Path) -> list[MetricsLine]:
     return [line for values in tail if (line := files.load(MetricsLine, values)) is not None]
 
 
-def _summed_up(lines: Sequence[MetricsLine]) -> MetricsLine:
+def _merge_lines(lines: Sequence[MetricsLine]) -> MetricsLine:
     latest = MetricsLine()
     for line in lines:
         if line.step >= 0:
@@ -446,7 +442,7 @@ def _latest_attempt(run: RunDir) -> Attempt | None:
 
 
 def latest_report(run: RunDir, attempt: int | None) -> Report | None:
-    """Read report.json, unless it is of an attempt before that, the latest one."""
+    """Read report.json, unless it belongs to an attempt before `attempt`."""
     report = files.read(Report, run.report)
     if report is None or report.attempt is None or attempt is None:
         return report
@@ -461,44 +457,44 @@ def _preflight(run: RunDir, attempt: int | None) -> str:
 
 
 def _failure(
-    run: RunDir, state: RunState, submission: Submission | None, by_hand: Attempt | None
+    run: RunDir, state: RunState, submission: Submission | None, manual_run: Attempt | None
 ) -> Failure | None:
-    """Find the rank that failed first in a run that has failed.
+    """Return the rank that failed first in a failed run.
 
-    Ranks of a cancelled run were told to end: whichever did so first is no culprit.
+    None for a cancelled run: its ranks were told to end.
     """
     if state != RunState.FAILED:
         return None
     if submission is None:
-        return _failure_by_hand(by_hand) if by_hand else None
+        return _manual_run_failure(manual_run) if manual_run else None
     if submission.end and (submission.end.first_failure or submission.end.cause):
         return submission.end.first_failure
-    attempt = latest(run)  # the script came to no verdict
+    attempt = latest(run)  # the script recorded no result
     return first_failure(read_outcomes(attempt.outcomes if attempt else run.outcomes))
 
 
 def _is_forgotten(submission: Submission | None, job: JobState | None) -> bool:
-    if submission is None or submission.is_local or submission.put_back:
+    if submission is None or submission.is_local or submission.requeue_reason:
         return False
     unknown = job is not None and job.state is State.UNKNOWN and not job.problem
     return unknown and submission.end is None
 
 
-def _started_by_hand(run: RunDir) -> Attempt | None:
-    """Find the latest attempt of a run that nothing submitted: `srun clusterddp train`, say."""
+def _latest_manual_run(run: RunDir) -> Attempt | None:
+    """Return the latest attempt of a run that was not submitted (`srun clusterddp train`)."""
     attempt = _latest_attempt(run)
     return attempt if attempt and attempt.read_record() else None
 
 
-def _by_hand(attempt: Attempt | None) -> Submission:
-    """Return what stands in for a submission: the job in which ranks met, if any, and when."""
+def _manual_submission(attempt: Attempt | None) -> Submission:
+    """Return a substitute for a submission: the job of manually started ranks, and the time."""
     record = (attempt and attempt.read_record()) or AttemptRecord()
     number = attempt.number if attempt else None
     return Submission(record.job_id, "", start=Started(time=record.began), attempt=number)
 
 
-def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[RunState, str]:
-    """Judge from the attempt's own records alone: much else may go on in the job."""
+def _judge_manual_run(attempt: Attempt, report: Report | None) -> tuple[RunState, str]:
+    """Judge from the attempt's own records only: its job may run other programs."""
     how = "its ranks were started by hand"
     final_record = attempt.read_final_record()
     if final_record:
@@ -506,22 +502,22 @@ def _judge_by_hand(attempt: Attempt, report: Report | None) -> tuple[RunState, s
             return RunState.DONE, how
         return (
             RunState.STOPPED,
-            f"{how}, and have saved at step {final_record.step} ({final_record.reason})",
+            f"{how} and saved at step {final_record.step} ({final_record.reason})",
         )
-    if _failure_by_hand(attempt):
+    if _manual_run_failure(attempt):
         return RunState.FAILED, how
     with contextlib.suppress(OSError):
         if attempt.is_alive():
             return RunState.RUNNING, how
     if report:
         return RunState.DONE, how
-    return RunState.UNKNOWN, f"{how}, show no sign of life and recorded no end"
+    return RunState.UNKNOWN, f"{how}; they send no heartbeat and recorded no end"
 
 
-def _failure_by_hand(attempt: Attempt) -> Failure | None:
-    """Find the rank that failed first since the ranks met; one that was interrupted has not.
+def _manual_run_failure(attempt: Attempt) -> Failure | None:
+    """Return the rank that failed first since the rendezvous; an interrupt is not a failure.
 
-    Without a script the tasks know no number of their start, and record their ends in the run.
+    Without a script the tasks have no attempt number, and record their ends in the run directory.
     """
     record = attempt.read_record()
     began = (record.began if record else None) or 0.0
@@ -534,21 +530,21 @@ def _failure_by_hand(attempt: Attempt) -> Failure | None:
     )
 
 
-def is_another_runs(run: RunDir, job: JobState) -> bool:
+def belongs_to_other_run(run: RunDir, job: JobState) -> bool:
     """Return whether another run submitted the job.
 
-    A restarted slurmctld that has lost its latest jobs gives their numbers out a second time.
+    A restarted slurmctld that has lost its latest jobs assigns their ids again.
     """
     comments = {submission_comment(run.name)}
     name, _, index = run.name.rpartition("-")
     if job.element and job.element.endswith(f"_{index}"):
-        # Each element is a run, RUN-INDEX; the comment is RUN's.
+        # Each array task is a run, RUN-INDEX; the comment names RUN.
         comments.add(submission_comment(name))
     return job.comment.startswith(submission_comment("")) and job.comment not in comments
 
 
 def _times(run: RunDir, submission: Submission, state: RunState, now: float) -> dict[str, Any]:
-    """Return the fields on times; no seconds have elapsed in the queue."""
+    """Return the fields with times; time in the queue does not count as elapsed."""
     started, end = submission.start.time, submission.end
     times: dict[str, float | None] = {"submitted_time": submission.submitted}
     with contextlib.suppress(OSError):
@@ -564,15 +560,15 @@ def _times(run: RunDir, submission: Submission, state: RunState, now: float) -> 
 def _code(
     state: RunState, submission: Submission, failure: Failure | None, job: JobState | None
 ) -> str:
-    """Return the code of a run's end, or of why it never starts; empty where neither is known."""
+    """Return the code of a run's end, or of the reason why it never starts; empty if unknown."""
     if state == RunState.QUEUED:
         return end_codes.NEVER_STARTS if job and job.reason in NEVER_STARTS else ""
-    if state == RunState.UNKNOWN:  # whatever the last attempt came to
+    if state == RunState.UNKNOWN:  # regardless of the last attempt's end
         return end_codes.OF_RUN[state]
     if state not in ENDED or state == RunState.DONE:
         return ""
-    # Of a job that is back in the queue, what the attempt before came to is another thing.
-    end = None if submission.put_back else submission.end
+    # A requeued job's code is not that of its previous attempt.
+    end = None if submission.requeue_reason else submission.end
     if state == RunState.CANCELLED and not (end and end.cause == Cause.NOT_DUE):
         return end_codes.OF_RUN[state]
     if state == RunState.STOPPED and submission.requeue_error:
@@ -594,7 +590,7 @@ def _exit_code(state: RunState, submission: Submission | None, job: JobState | N
         return None
     if submission.end and submission.end.exit_code is not None:
         return submission.end.exit_code
-    # Slurm's 0 of what never ran is no code, and neither is its 0:53 of what it could not start.
+    # Slurm's 0 for a job that never ran, and its 0:53 for a failed launch, are not exit codes.
     is_none = state == RunState.CANCELLED or (job is not None and job.reason == NOT_LAUNCHED)
     has_run = submission.start.time or not is_none
     return job.exit_code if job and has_run else None
@@ -610,14 +606,14 @@ def _next_command(
     *,
     is_stuck: bool,
 ) -> str:
-    """Return the command to type next; is_stuck: the ranks have not left as they were asked to."""
+    """Return the command to type next; is_stuck: the ranks ignore a request to stop."""
     if state == RunState.CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.cli_name}"
-        if run.sweep:  # whose script starts all points
+        if run.sweep:  # the sweep's script would start all points
             return run.resume_command
         return f"sbatch {shlex.quote(str(run.script))}"
-    if submission is None:  # its ranks printed to a terminal, and nothing can be sent again
+    if submission is None:  # its ranks printed to a terminal, and it cannot be resubmitted
         return f"clusterddp report {run.cli_name}" if state == RunState.DONE else ""
     if is_stuck:
         return f"clusterddp stacks {run.cli_name}"
@@ -631,20 +627,20 @@ def _next_command(
     ):
         return f"scontrol show job {submission.job_id}"
     again = run.resume_command
-    # One that was cancelled before it started has nothing to read; here it was in no queue.
+    # A run that was cancelled before it started has no logs; a local one was in no queue.
     logs = run.rank_log(0), run.job_log
     is_silent = not any(path.exists() for path in logs)
     if state == RunState.CANCELLED:
         was_due = not (submission.end and submission.end.cause == Cause.NOT_DUE)
-        if submission.put_back or has_checkpoint or not was_due:
+        if submission.requeue_reason or has_checkpoint or not was_due:
             return again
         if is_silent:
             return "" if submission.is_local else again
-    if state == RunState.STOPPED or (submission.put_back and state == RunState.FAILED):
+    if state == RunState.STOPPED or (submission.requeue_reason and state == RunState.FAILED):
         return again
     if state in ACTIVE or (state == RunState.UNKNOWN and job and job.problem):
         return f"clusterddp logs -f {run.cli_name}"
-    # Without a verdict of the script on its attempt there is little to read.
+    # Without a result recorded by the script the logs say little.
     end = submission.end or Ended()
     judged = end.cause and end.why in ("", NO_RESTART)
     has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
@@ -655,31 +651,31 @@ def _next_command(
     if has_failed:
         return f"clusterddp logs --job {run.cli_name}"
     if state == RunState.DONE and submission.is_local and is_silent:
-        return f"clusterddp report {run.cli_name}"  # a terminal has what it printed
+        return f"clusterddp report {run.cli_name}"  # it printed to a terminal
     return f"clusterddp logs {run.cli_name}"
 
 
-def first_known(*values: T | None) -> T | None:
+def coalesce(*values: T | None) -> T | None:
     """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -> list[RunStatus]:
-    """Return how the runs are doing; asks Slurm once for all of them, and only where it must.
+    """Return the statuses of runs; query Slurm at most once for all of them.
 
-    known: answers of an earlier look, which this one adds to: squeue alone is asked again for them.
+    known: final answers of earlier calls, updated by this one: only squeue is asked again for them.
     """
     return statuses_and_states(runs, (), known)[0]
 
 
 def states_of(points: Sequence[RunDir]) -> list[RunState]:
-    """Return the states of runs that were submitted, and no more: quick for the many of a sweep."""
+    """Return only the states of submitted runs: fast for the many points of a sweep."""
     return statuses_and_states((), points)[1]
 
 
 def judge_all(points: Sequence[RunDir]) -> list[tuple[RunState, Report | None]]:
-    """Return states as `states_of` does, each with the report of the run's latest attempt."""
-    looked, jobs, now = _looked(points)
+    """Return the state of each run, as `states_of`, with the report of its latest attempt."""
+    looked, jobs, now = _query_all(points)
     judged = (_judge(*each, jobs, now) for each in looked)
     return [(state, report) for state, _, _, report in judged]
 
@@ -687,8 +683,8 @@ def judge_all(points: Sequence[RunDir]) -> list[tuple[RunState, Report | None]]:
 def statuses_and_states(
     runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
 ) -> tuple[list[RunStatus], list[RunState]]:
-    """Return the statuses of runs and the states of points, as the two above do in one look."""
-    looked, jobs, now = _looked((*runs, *points), known)
+    """Return the statuses of runs and the states of points, with a single query."""
+    looked, jobs, now = _query_all((*runs, *points), known)
     if known is not None:
         settled = (State.UNKNOWN, *(state for state in State if state.is_final))
         known |= {j: job for j, job in jobs.items() if job.state in settled and not job.problem}
@@ -696,43 +692,42 @@ def statuses_and_states(
     return [run_status(run, jobs, now) for run in runs], states
 
 
-def _looked(
+def _query_all(
     runs: Sequence[RunDir], known: dict[str, JobState] | None = None
 ) -> tuple[list[tuple[History, Submission | None]], Mapping[str, JobState], float]:
-    """Read the runs' events, and ask Slurm for the jobs of which these do not tell enough."""
+    """Read the runs' events, and query Slurm for the jobs whose state they do not settle."""
     read = [History.read(run) for run in runs]
     looked = [(history, latest_submission(history.events)) for history in read]
     return looked, query(jobs_to_ask([each for _, each in looked]), known=known), time.time()
 
 
-_LINES_OF_LATE = 20
-"""Lines of metrics of the attempt by which its pace is measured, evaluations between them too."""
+_PACE_LINES = 20
+"""Number of latest metrics lines from which the pace is computed; evaluations count as time."""
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """Progress of an attempt; None where nothing is known."""
+    """Progress of an attempt; unknown values are None."""
 
     step: int | None = None
-    """Steps that are done."""
+    """Completed steps."""
     planned: int | None = None
-    """Step at which the training will be done."""
+    """Total number of steps."""
     seconds_left: float | None = None
-    """Seconds until then, at the pace of late."""
+    """Estimated seconds to the last step, from the recent pace."""
 
     @property
     def percent(self) -> float | None:
-        """Return the share of its steps that is done, from 0 to 100."""
+        """Share of completed steps, from 0 to 100."""
         if self.step is None or not self.planned:
             return None
         return round(min(100 * self.step / self.planned, 100.0), 1)
 
 
 def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> _Progress:
-    """Return how far an attempt has come, by rank 0's sign of life and its lines of metrics.
+    """Return the progress of an attempt, from rank 0's heartbeat and the metrics lines.
 
-    lines: the latest, in the order in which they were written; those of earlier attempts, which
-    stand there too, have no part in the pace.
+    lines: the latest lines of metrics.jsonl, oldest first; earlier attempts do not affect the pace.
     """
     latest = max((line.step for line in lines), default=-1)
     if attempt is None:
@@ -752,11 +747,11 @@ def progress(attempt: Attempt | None, lines: Sequence[MetricsLine]) -> _Progress
 
 
 def _pace(lines: Sequence[MetricsLine], record: AttemptRecord) -> float | None:
-    """Return the seconds that a step takes of late, all that lies between the steps included."""
+    """Return the recent seconds per step, including everything between steps."""
     began = record.began or 0.0
     own = [line for line in lines if line.step >= 0 and (line.time or 0.0) >= began]
     if len(own) < 2:
         return None
-    first, last = own[-_LINES_OF_LATE:][0], own[-1]
+    first, last = own[-_PACE_LINES:][0], own[-1]
     steps, seconds = last.step - first.step, (last.time or 0.0) - (first.time or 0.0)
     return seconds / steps if steps > 0 and seconds > 0 else None

@@ -1,4 +1,4 @@
-"""Stops runs, which save and leave and can be resumed, and cancels them, which ends them now."""
+"""Stop runs (save a checkpoint, exit, resumable) and cancel runs (end them now)."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from clusterddp.status.status import RunStatus, run_status, statuses
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
 Send = Callable[[str], None]
-"""Gives a job to scancel, by its id."""
+"""Function that passes a job id to scancel."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Stop:
     name: str
     job_id: str
     asked: bool
-    """True where the run was asked now to save and leave."""
+    """True if this call asked the run to save a checkpoint and exit."""
     cancelled: bool
-    """True where it was taken out of the queue instead, as nothing trained."""
+    """True if it was removed from the queue instead."""
     message: str
     next_command: str = ""
 
@@ -46,18 +46,18 @@ class Cancellation:
     name: str
     job_id: str
     cancelled: bool
-    """True where its end was asked for now."""
+    """True if this call requested its end."""
     message: str
 
 
 def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
-    """Ask a run to save and leave; the record comes first, so that no other attempt follows.
+    """Ask a run to save a checkpoint and exit; cancel it if it still waits in the queue.
 
-    send: takes a waiting job out of Slurm's queue.
+    send: removes a waiting job from Slurm's queue.
 
-    A run that waits in the queue is cancelled. Raises SlurmError with scancel's words, or
-    RequestError when its directory cannot be written or it has not started yet; the record is then
-    taken back.
+    The request is recorded first, so that no further attempt starts; on an error it is withdrawn.
+    Raises SlurmError with scancel's message, or RequestError if the run's directory cannot be
+    written or the run is still starting.
     """
     history = History.read(run)
     if awaits_turn(history):
@@ -70,7 +70,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             given_up.message,
             run.resume_command,
         )
-    submission = latest_submission(history.again().events)  # its turn may have come meanwhile
+    submission = latest_submission(history.again().events)  # it may have started since
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
     if attempt:  # its ranks were started by hand
         try:
@@ -79,10 +79,10 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             raise RequestError(
                 f"{run.name}: {attempt.path} cannot be written: {error.strerror}. [CD0504]"
             ) from None
-        message = f"{run.name}: asked attempt {attempt.number} to save and leave"
+        message = f"{run.name}: asked attempt {attempt.number} to save a checkpoint and exit"
         return Stop(run.name, status.job_id, True, False, message)
     if submission is None or status.state == RunState.CREATED:
-        message = f"{run.name} was never submitted: there is nothing to stop"
+        message = f"{run.name} was never submitted: nothing to stop"
         return Stop(run.name, "", False, False, message)
     again = run.resume_command
     if status.state in ENDED:
@@ -90,10 +90,10 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
         return Stop(run.name, submission.job_id, False, False, message)
     if status.state == RunState.QUEUED:
         result = cancel(run, status, send)
-        where = "waits in the queue, where nothing trains"
+        where = "had not started"
         if submission.is_local:
-            where = "is still starting, and has nothing to save"
-        message = f"{run.name} {where}: cancelled it"
+            where = "was still starting and had nothing to save"
+        message = f"{run.name} {where}: cancelled"
         return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
         events.add(run.events, events.StopAsked(job_id=submission.job_id, attempt=status.attempt))
@@ -105,19 +105,19 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     except OSError as error:
         raise RequestError(
             f"{run.name}: its directory {run.path} cannot be written: {error.strerror}. Use "
-            f"'clusterddp cancel {run.cli_name}', or make room there. [CD0504]"
+            f"'clusterddp cancel {run.cli_name}', or free disk space there. [CD0504]"
         ) from None
     doubt = f" ({status.detail})" if status.state == RunState.UNKNOWN else ""
     return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
 
 
-def act_together(
+def apply_to_all(
     act: Callable[[RunDir, RunStatus, Send], _Result], runs: Sequence[tuple[RunDir, RunStatus]]
 ) -> list[_Result | ClusterDDPError]:
-    """Stop or cancel several runs; returns the results, or the errors in their place.
+    """Stop or cancel several runs; return a result or an error for each.
 
-    The elements of an array are given to scancel together, those that wait ahead of all others: one
-    by one, the end of one would start the next.
+    The tasks of an array are passed to scancel together, pending ones first: cancelled one by one,
+    the end of each would start the next.
     """
     results: dict[Path, _Result | ClusterDDPError] = {}
     waiting = [each for each in runs if each[1].state == RunState.QUEUED and _element(each[1])]
@@ -142,7 +142,7 @@ def act_together(
 
 
 def _element(status: RunStatus) -> str:
-    """Return the name of the array's element that the run's job is; empty for any other job."""
+    """Return the id of the run's array task; empty if its job is not an array task."""
     return status.array_element or (status.job_id if "_" in status.job_id else "")
 
 
@@ -151,7 +151,7 @@ def _note(jobs: dict[str, RunDir], run: RunDir, job: str) -> None:
 
 
 def _take_back(run: RunDir) -> None:
-    """Record that a cancellation has not reached the run's job."""
+    """Record that a cancellation has failed."""
     with contextlib.suppress(OSError):
         submission = latest_submission(events.read(run.events))
         if submission:
@@ -159,20 +159,19 @@ def _take_back(run: RunDir) -> None:
 
 
 def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancellation:
-    """Ask for the end of a run, and record that first, so that its end is not taken for a failure.
+    """End a run; record the request first, so that the end does not count as a failure.
 
-    send: gives a job to scancel. A disk on which nothing can be recorded keeps no run from being
-    ended; a warning is logged.
-    Raises SlurmError with scancel's words, or RequestError for a run of another machine; the record
-    is then taken back.
+    send: passes the job to scancel. If the request cannot be recorded, a warning is logged and the
+    run is still ended. Raises SlurmError with scancel's message, or RequestError for a run on
+    another machine; the record is then withdrawn.
     """
     history = History.read(run)
     if awaits_turn(history):
-        return _give_turn_up(run, send)
-    submission = latest_submission(history.again().events)  # its turn may have come meanwhile
+        return _cancel_before_turn(run, send)
+    submission = latest_submission(history.again().events)  # it may have started since
     if submission is None and status.state == RunState.RUNNING:
         message = (
-            f"{run.name}: its ranks were started by hand: end them where they were started, or use "
+            f"{run.name}: its ranks were started by hand. End them where they were started, or use "
             f"'clusterddp stop {run.cli_name}'"
         )
         return Cancellation(run.name, status.job_id, False, message)
@@ -180,7 +179,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
         message = f"{run.name} has already ended: {status.state}"
         return Cancellation(run.name, submission.job_id if submission else "", False, message)
     if submission is None or status.state == RunState.CREATED:
-        message = f"{run.name} was never submitted: there is nothing to cancel"
+        message = f"{run.name} was never submitted: nothing to cancel"
         return Cancellation(run.name, "", False, message)
     if status.is_forgotten:
         message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
@@ -188,15 +187,15 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     if submission.is_local and submission.is_alive is None:
         where = submission.host or "another machine"
         raise RequestError(
-            f"{run.name} runs on {where}, not here; cancel it there with "
+            f"{run.name} runs on {where}. Cancel it there: "
             f"'clusterddp cancel {run.cli_name}'. [CD0507]"
         )
     try:
         events.add(run.events, events.CancelAsked(job_id=submission.job_id))
     except OSError as error:
         log.warning(
-            f"{run.path} cannot be written ({error.strerror}): 'status' can take the end "
-            "of this run for a failure [CD0504]"
+            f"{run.path} cannot be written ({error.strerror}): 'status' may report this "
+            "run as failed [CD0504]"
         )
     job = status.array_element or submission.job_id
     name = formatting.job(job, submission.launcher)
@@ -218,7 +217,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
 
 
 def awaits_turn(history: History) -> bool:
-    """Return whether a point waits for a rehearsal of its sweep, which runs them in turn."""
+    """Return whether a point waits for its turn in a rehearsal of its sweep."""
     run, sent = history.run, history.every(events.Submitted)
     name, _, index = run.name.rpartition("-")
     if not (name and index.isdecimal()) or any(event.launcher != "local" for event in sent[-1:]):
@@ -232,52 +231,49 @@ def awaits_turn(history: History) -> bool:
     return not has_begun and process_alive(last.pid, last.host, last.time) is not False
 
 
-def _give_turn_up(run: RunDir, send: Send) -> Cancellation:
-    """Cancel a point that waits for its turn; raises RequestError where that cannot be recorded."""
+def _cancel_before_turn(run: RunDir, send: Send) -> Cancellation:
+    """Cancel a point that waits for its turn; raises RequestError if this cannot be recorded."""
     try:
         events.add(run.events, events.CancelAsked())
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
-    if not awaits_turn(History.read(run)):  # it has begun meanwhile
+    if not awaits_turn(History.read(run)):  # it has started since
         return cancel(run, run_status(run, {}), send)
-    return Cancellation(run.name, "", True, f"{run.name}: it waits for its turn, and loses it")
+    return Cancellation(run.name, "", True, f"{run.name}: cancelled before its turn")
 
 
 def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
-    """Reach the attempt that is at work; returns a clause on the way that was taken.
+    """Ask the current attempt to stop; return a description of how it was asked.
 
-    The attempt is looked for after the record was written: one that begins now sees the record,
-    one that has begun gets the mark.
+    Called after the request was recorded: a later attempt sees the record, the current one gets the
+    stop file.
     """
     attempt = latest(run)
     at_work = attempt is not None and not attempt.end.exists()
     if attempt and at_work:
         attempt.ask_to_stop("stop")
     command = run.load_spec().command
-    has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the mark
+    has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the stop file
     if command and not submission.is_local:
         job = status.array_element or submission.job_id
         try:
             slurm.signal_script(job)
         except SlurmError:
-            # Of a job that ends at once scancel can fail, seconds after its signal has arrived.
+            # If the job ends at once, scancel can fail although the signal has arrived.
             now = statuses([run])[0]
             if not now.has_ended:
                 raise
             if now.state != RunState.STOPPED:
-                return f"it has ended meanwhile: {now.state}; it is not started again"
-        dies = "" if has_loop else "; without a handler for it the command dies of it, as failed"
-        return (
-            f"sent SIGUSR1 to its command through the script of job {job}{dies}; it is not started "
-            "again"
-        )
+                return f"it has just ended: {now.state}; it will not restart"
+        dies = "" if has_loop else " (without a handler for it, the command fails)"
+        return f"sent SIGUSR1 to its command through job {job}{dies}; it will not restart"
     if command and not has_loop:
-        return "its command cannot be asked to save; it is not started again when it has ended"
+        return "its command cannot be asked to save. It runs to its end and will not restart"
     if attempt and at_work:
-        return f"asked attempt {attempt.number} to save and leave"
+        return f"asked attempt {attempt.number} to save a checkpoint and exit"
     if run.script.exists():  # a batch script sees the record; `debug` has none
-        return "no attempt trains right now, and none starts any more"
+        return "no attempt is running, and none will start"
     raise RequestError(
-        f"{run.name} is still starting, and has nothing to save yet. Ask again in a few seconds, "
+        f"{run.name} is still starting and has nothing to save yet. Try again in a few seconds, "
         f"or use 'clusterddp cancel {run.cli_name}'. [CD0507]"
     )

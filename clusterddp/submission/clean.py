@@ -280,7 +280,7 @@ def _bundles(run: RunDir, *, keep_current: bool) -> Iterator[Item]:
 
     The one in use stays where `keep_current` says so, or where a job is to tell the end by it.
     """
-    keep_current = keep_current or notify.is_awaited(run)
+    keep_current = keep_current or notify.has_pending_job(run)
     current = os.readlink(run.bundle) if run.bundle.is_symlink() else ""  # noqa: PTH115
     bytecode = _names_in(run, run.path / "__pycache__")
     for name in sorted(path.name for path in run.path.iterdir()):

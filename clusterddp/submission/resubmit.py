@@ -292,7 +292,7 @@ def _check_start(before: JobSpec, plan: Resubmission, own_code: Path | None, ter
     if has_queue:
         bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
     if spec.after:  # ahead of the records
-        chain.check(chain.look(spec), spec, has_queue=has_queue)
+        chain.check(chain.check_awaited(spec), spec, has_queue=has_queue)
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
@@ -529,7 +529,7 @@ def _submit(
             number = latest.number if latest else None
             events.add(each.events, events.Resubmitted(changes=changes, from_scratch=number))
         submission = send(after, plan.script, run, runs)
-    chain.rejoin(run)
+    chain.update_waiting_jobs(run)
     return submission
 
 

@@ -104,7 +104,7 @@ def send(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDir] = ()) -
     rehearsal runs them later, and has no job id yet.
     """
     if runs and spec.launcher == "local":
-        chain.check(chain.look(spec), has_queue=False)  # of which each point looks again
+        chain.check(chain.check_awaited(spec), has_queue=False)  # of which each point looks again
         here, host = str(Path.cwd()), os.uname().nodename
         indices = tuple(map(_index_of, runs))
         sent = events.Submitted(
@@ -124,7 +124,7 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
     """Decide what sbatch gets beside the script, send both, and record the job in each run."""
     from clusterddp.launchers import sbatch  # and jinja2
 
-    awaited = chain.look(spec) if spec.after else []
+    awaited = chain.check_awaited(spec) if spec.after else []
     chain.check(awaited, spec)
     choice = bad_nodes.choose_for_submission(spec)
     exclude: list[str] = []
@@ -180,7 +180,7 @@ def options_beside(spec: JobSpec, script: str, indices: Iterable[int] = ()) -> l
         return []
     if spec.point and is_array(script):
         indices = [spec.index]
-    awaited = chain.look(spec) if spec.after else []
+    awaited = chain.check_awaited(spec) if spec.after else []
     return sbatch_options(spec.comment, **_beside(spec, indices, awaited))
 
 

@@ -26,7 +26,7 @@ from clusterddp.slurm.client import Ending
 from clusterddp.slurm.forms import expand_nodelist
 
 
-def put_back(attempt: Attempt, env: DistEnv) -> None:
+def requeue_if_lost(attempt: Attempt, env: DistEnv) -> None:
     """Put the job back into the queue if the attempt's batch controller is lost, and it may resume.
 
     For a task that has failed. Returns within seconds where the controller lives, as it nearly

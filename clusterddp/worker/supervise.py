@@ -103,7 +103,7 @@ def supervise(
         if code not in (0, EXIT_PAUSED) and own:
             from clusterddp.worker import lost_script  # seldom needed
 
-            lost_script.put_back(own, env)
+            lost_script.requeue_if_lost(own, env)
     if code == EXIT_PAUSED and not task.forwards:
         return 0
     return code if code >= 0 else 128 - code

@@ -674,7 +674,7 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     logs = [tmp_path / f"jobs/a-{index}/logs/rank-0.log" for index in range(4)]
     wait_for(lambda: logs[0].exists() and logs[0].read_text() == "at 0\n", "the first point")
     stopped = typed("stop", "--wait", "a-3")
-    assert "a-3: it waits for its turn, and loses it" in stopped.stdout, stopped.stderr
+    assert "a-3: cancelled before its turn" in stopped.stdout, stopped.stderr
     cancelled = typed("cancel", "-y", "a")
     assert cancelled.returncode == 0, cancelled.stderr
     _, words = rehearsal.communicate(timeout=240)

@@ -141,12 +141,12 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
     assert cluster.wait_job(told(cluster, tmp_path, "e")["job_id"]) == "FAILED"
     status = told(cluster, tmp_path, "b")
     assert (status["state"], status["exit_code"]) == ("cancelled", 1)
-    assert status["detail"].startswith("not started, as it waits for a: a (failed"), status
+    assert status["detail"].startswith("not started, because it waits for a: a (failed"), status
     assert status["next_command"] == "clusterddp resubmit b"
     assert not (tmp_path / "b.seen").exists()
     assert list(waiting.attempts.glob("*")) == []
     ended = told(cluster, tmp_path, "e")["detail"]
-    assert ended == "not started, as it waits for b: b (cancelled)"
+    assert ended == "not started, because it waits for b: b (cancelled)"
 
     refused = typed(cluster, tmp_path, "resubmit", "b")
     assert refused.returncode == 2

@@ -93,7 +93,7 @@ class Struck:
 
     def stop_a_command(self) -> None:
         done = self.cluster.run([*CLUSTERDDP, "stop", self.run.name], cwd=self.folder, check=True)
-        assert "without a handler for it the command dies of it" in done.stdout
+        assert "without a handler for it, the command fails" in done.stdout
 
     def _signal(self, name: str) -> None:
         self.cluster.run(["scancel", f"--signal={name}", self.job_id], check=True)

@@ -83,7 +83,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
 
     stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    assert "asked attempt 1 to save and leave" in stopped.stdout
+    assert "asked attempt 1 to save a checkpoint and exit" in stopped.stdout
     status = told(cluster, tmp_path, "life")
     assert (status["state"], status["next_command"]) == ("stopped", "clusterddp resubmit life")
     assert HELD_AT <= status["checkpoint_step"] < STEPS
@@ -204,7 +204,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
         status = told(cluster, tmp_path, "waits")
         assert (status["state"], status["goes_on_after"]) == ("queued", "signal"), status
         stopped = typed(cluster, tmp_path, "stop", "waits")
-        assert "waits in the queue, where nothing trains: cancelled it" in stopped.stdout
+        assert "had not started: cancelled" in stopped.stdout
         assert cluster.wait_job(job_id) == "CANCELLED"
     finally:
         cluster.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)

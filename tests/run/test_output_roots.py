@@ -76,7 +76,7 @@ def test_several_of_a_name_are_listed(workplace: Workplace, another: Path) -> No
     note_root(third.path.parent)
     shown = workplace.invoke("status", "one")
     assert shown.code == 2
-    assert f"elsewhere are several: {third.path}, {workplace.root}/one. Name one" in shown.err
+    assert f"several elsewhere: {third.path}, {workplace.root}/one. Give the" in shown.err
 
 
 def test_what_is_not_there_is_said_as_ever(workplace: Workplace, another: Path) -> None:

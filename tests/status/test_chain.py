@@ -15,7 +15,7 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.slurm.states import HELD, JobState, State
 from clusterddp.status import chain
-from clusterddp.status.chain import Awaited, Due
+from clusterddp.status.chain import Awaited, Readiness
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, run_status
 
@@ -43,7 +43,7 @@ def test_each_state_meets_a_condition_or_not(state: str) -> None:
     assert {*DUE} - {"forgotten"} == {*RunState}
     gone = {"is_forgotten": True} if state == "forgotten" else {}
     shown = "unknown" if gone else state
-    judged = [awaited("a", shown, how, **gone).due.value for how in ("ok", "any", "failed")]
+    judged = [awaited("a", shown, how, **gone).readiness.value for how in ("ok", "any", "failed")]
     assert tuple(judged) == DUE[state]
 
 
@@ -93,10 +93,10 @@ def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
 @pytest.mark.parametrize(
     ("seen", "words"),
     [
-        (awaited("a", "failed", detail="exit code 3"), "a (failed: exit code 3) has ended otherwi"),
-        (awaited("a", "stopped"), "Submit it first, with 'clusterddp resubmit a'"),
-        (awaited("a", "unknown"), "cannot be waited for"),
-        (awaited("a", "running", launcher="local"), "has no job in Slurm"),
+        (awaited("a", "failed", detail="exit code 3"), "a (failed: exit code 3) has not ended"),
+        (awaited("a", "stopped"), "Submit it first: 'clusterddp resubmit a'"),
+        (awaited("a", "unknown"), "its state is unknown"),
+        (awaited("a", "running", launcher="local"), "has no Slurm job to wait for"),
     ],
 )
 def test_what_can_never_begin_is_refused(seen: Awaited, words: str) -> None:
@@ -178,10 +178,10 @@ def test_a_held_job_that_cannot_be_told_of_a_new_one_is_named_with_the_remedy(
     for job, words in (
         (JobState(State.PENDING, HELD), "Slurm holds it (Circular job dependency)"),
         (JobState(State.UNKNOWN, problem="no answer"), "'scontrol release 5'"),
-        (JobState(State.PENDING, "Dependency"), "b looks for the new job of a once it starts"),
+        (JobState(State.PENDING, "Dependency"), "b will check a at its start, not before"),
     ):
         monkeypatch.setattr(chain.slurm, "query", lambda ids, job=job: dict.fromkeys(ids, job))
-        chain.rejoin(a)
+        chain.update_waiting_jobs(a)
         assert words in capsys.readouterr().err
     assert changes == []
 
@@ -194,8 +194,8 @@ def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
 
 @pytest.mark.parametrize("condition", ["ok", "any", "failed"])
 def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition: str) -> None:
-    [seen] = chain.look(request(tmp_path, after=((str(tmp_path / "jobs/a"), condition),)))
-    assert (seen.due, seen.words) == (Due.NEVER, f"a (gone: no {tmp_path}/jobs/a)")
+    [seen] = chain.check_awaited(request(tmp_path, after=((str(tmp_path / "jobs/a"), condition),)))
+    assert (seen.readiness, seen.words) == (Readiness.NEVER, f"a (gone: no {tmp_path}/jobs/a)")
 
 
 def request(folder: Path, **more: Any) -> JobSpec:
@@ -261,7 +261,7 @@ def waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run = RunDir(Path(spec.run_dir))
     run.make(run.logs)
     run.spec.write_text(spec.to_json())
-    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "running")])
+    monkeypatch.setattr(chain, "check_awaited", lambda _: [awaited("a", "running")])
     monkeypatch.setattr(chain.slurm, "ending", lambda *_: chain.slurm.Ending.NONE)
     return run
 
@@ -274,7 +274,7 @@ def test_a_job_that_cannot_go_back_ends_with_the_reason(
 
     monkeypatch.setattr(chain.slurm, "put_back", refuse)
     with pytest.raises(chain.NotDue, match=r"cannot wait again for a \(running\): not on") as seen:
-        chain.wait_again(waiting, "5", 0)
+        chain.requeue_until_due(waiting, "5", 0)
     assert (seen.value.cause, seen.value.code) == ("failed", "CD0406")
     assert events.read(waiting.events) == []
 
@@ -286,7 +286,7 @@ def test_a_job_that_slurm_holds_in_the_queue_has_not_ended(
         raise chain.slurm.LeftHeld("Job dependency problem")
 
     monkeypatch.setattr(chain.slurm, "put_back", leave_held)
-    words = chain.wait_again(waiting, "5", 0)
+    words = chain.requeue_until_due(waiting, "5", 0)
     [event] = events.read(waiting.events)
     assert isinstance(event, events.Waits)
     assert event.held
@@ -318,8 +318,10 @@ def test_a_job_is_let_go_where_the_awaited_run_has_gone_on_while_it_was_being_he
     waiting: RunDir, changes: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, then: str,
     let_go: list[tuple[str, ...]],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", then if changes else "stopped")])
-    assert chain.wait_again(waiting, "5", 0) == "waits for a (stopped)"
+    monkeypatch.setattr(
+        chain, "check_awaited", lambda _: [awaited("a", then if changes else "stopped")]
+    )
+    assert chain.requeue_until_due(waiting, "5", 0) == "waits for a (stopped)"
     assert changes == [("put_back", "5", ""), *let_go]
 
 
@@ -330,10 +332,15 @@ def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
     def refuse(*_: str) -> None:
         raise SlurmError("no answer")
 
-    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "queued" if changes else "stopped")])
+    monkeypatch.setattr(
+        chain, "check_awaited", lambda _: [awaited("a", "queued" if changes else "stopped")]
+    )
     monkeypatch.setattr(chain.slurm, "depend", refuse)
-    chain.wait_again(waiting, "5", 0)
-    assert "Slurm holds it (no answer) until 'scontrol release 5'" in capsys.readouterr().err
+    chain.requeue_until_due(waiting, "5", 0)
+    assert (
+        "Slurm holds it (no answer). To have it check again: 'scontrol release 5'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.COMPLETING])
@@ -349,7 +356,7 @@ def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_
     a = RunDir(waiting.path.with_name("a"))
     a.make()
     events.add(a.events, events.AwaitedBy(by=str(waiting.path)))
-    chain.rejoin(a)
+    chain.update_waiting_jobs(a)
     depends = [("depend", "5", "afterany:12")] if held or state is State.PENDING else []
     assert changes == [*depends, *([("release", "5")] if held else [])]
 
@@ -359,7 +366,7 @@ def test_a_job_that_was_cancelled_meanwhile_is_not_put_back(
 ) -> None:
     monkeypatch.setattr(chain.slurm, "ending", lambda *_: chain.slurm.Ending.CANCELLED)
     with pytest.raises(chain.NotDue) as seen:
-        chain.wait_again(waiting, "5", 0)
+        chain.requeue_until_due(waiting, "5", 0)
     assert seen.value.cause == "cancelled"
 
 
@@ -367,13 +374,15 @@ def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [[awaited("a", "unknown")], [awaited("a", "done")]]
-    monkeypatch.setattr(chain, "look", lambda _: answers.pop(0))
+    monkeypatch.setattr(chain, "check_awaited", lambda _: answers.pop(0))
     monkeypatch.setattr(patience, "SLURM_AWAY_PAUSE", 0)
-    assert chain.wait_again(waiting, "5", 0) == ""
-    monkeypatch.setattr(chain, "look", lambda _: [awaited("a", "unknown", detail="no answer")])
+    assert chain.requeue_until_due(waiting, "5", 0) == ""
+    monkeypatch.setattr(
+        chain, "check_awaited", lambda _: [awaited("a", "unknown", detail="no answer")]
+    )
     monkeypatch.setattr(patience, "SLURM_AWAY", 0)
-    with pytest.raises(chain.NotDue, match=r"as it waits for a: a \(unknown: no answer\)"):
-        chain.wait_again(waiting, "5", 0)
+    with pytest.raises(chain.NotDue, match=r"because it waits for a: a \(unknown: no answer\)"):
+        chain.requeue_until_due(waiting, "5", 0)
 
 
 def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
@@ -382,13 +391,13 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
     put_back: list[tuple[str, ...]] = []
     monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
     events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
-    assert chain.wait_again(waiting, "5", 0) == "waits for a (running)"
+    assert chain.requeue_until_due(waiting, "5", 0) == "waits for a (running)"
     assert put_back == [("5", "afterany:12")]
     for reason, shown in (("Dependency", ["a"]), ("BeginTime", ["a"]), ("Resources", [])):
         status = run_status(waiting, {"5": JobState(State.PENDING, reason)})
         assert (status.state, status.waits_for) == ("queued", shown)
     events.add(waiting.events, events.Started(job_id="5", attempt=1))
-    assert chain.wait_again(waiting, "5", 1) == ""
+    assert chain.requeue_until_due(waiting, "5", 1) == ""
 
 
 def test_a_point_waits_again_by_its_name_until_it_begins(
@@ -399,9 +408,9 @@ def test_a_point_waits_again_by_its_name_until_it_begins(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     events.add(waiting.events, events.Submitted(job_id="7_3", launcher="sbatch"))
-    assert chain.wait_again(waiting, "9", 0) == "waits for a (running)"
+    assert chain.requeue_until_due(waiting, "9", 0) == "waits for a (running)"
     assert put_back == [("7_3", "afterany:12")]
     status = run_status(waiting, {"7_3": JobState(State.PENDING, "Dependency")})
     assert (status.state, status.waits_for) == ("queued", ["a"])
     events.add(waiting.events, events.CancelAsked(job_id="7_3"))
-    assert chain.wait_again(waiting, "9", 1) == ""  # which says so later on
+    assert chain.requeue_until_due(waiting, "9", 1) == ""  # which says so later on

@@ -57,7 +57,7 @@ def test_whoever_is_first_tells_and_the_words_arrive_as_they_are(workplace: Work
     status = run_status(run, {})
     was_run: list[bool] = []
     threads = [
-        threading.Thread(target=lambda: was_run.append(notify.tell(run, spec, status, "script")))
+        threading.Thread(target=lambda: was_run.append(notify.send(run, spec, status, "script")))
         for _ in range(4)
     ]
     for thread in threads:
@@ -86,7 +86,7 @@ def test_each_submission_of_a_persons_has_an_end_of_its_own(workplace: Workplace
         ("e", [started("1"), {"event": "resubmit", "changes": []}], 2),
     ):
         run = workplace.run(name, *history)
-        assert notify.mark_of(run).name == f"notified-{number:04d}.json", name
+        assert notify.marker(run).name == f"notified-{number:04d}.json", name
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_script_tells_an_end_for_good_alone(
     workplace: Workplace, name: str, history: list[dict[str, object]], is_told: bool
 ) -> None:
     run = workplace.run(name, *history)
-    notify.tell_at_end(run, asking(run, "true"))
+    notify.notify_at_end(run, asking(run, "true"))
     assert bool(list(run.path.glob("notified-*.json"))) is is_told
 
 
@@ -122,7 +122,7 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
             "hangs",
             python(deaf, child, "time.sleep(600)"),
             (137, 143),
-            "ended, as it had not come to an",
+            "ended after the timeout of",
         ),
         ("gone", ("/nowhere/tell",), None, "/nowhere/tell does not start: No such file"),
         ("loud", python("print('x' * (3 << 20))"), 0, ""),
@@ -133,11 +133,11 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
         monkeypatch.setattr(patience, "NOTIFIED_PROGRAM_LEAVES", 0.5 if hangs else PATIENCE)
         lines: list[str] = []
         with log.to(lines.append):
-            notify.tell_at_end(run, asking(run, *words))
+            notify.notify_at_end(run, asking(run, *words))
         mark = noted(run)
         assert mark["exit_code"] in (code if isinstance(code, tuple) else (code,)), (name, mark)
         assert str(mark["problem"]).startswith(problem), (name, mark)
-        assert any(f"that {name} is done" in line for line in lines)
+        assert any(f" for {name} (done): " in line for line in lines)
         printed = run.notify_log.read_text()
         assert len(printed) < (1 << 20) + 200
     assert "words" in RunDir(workplace.root / "fails").notify_log.read_text()
@@ -155,7 +155,7 @@ def test_its_group_is_killed_while_its_number_is_its_own(
 
     monkeypatch.setattr(os, "killpg", noted_kill)
     run = workplace.run("one", *DONE)
-    notify.tell_at_end(run, asking(run, sys.executable, "-c", "raise SystemExit(3)"))
+    notify.notify_at_end(run, asking(run, sys.executable, "-c", "raise SystemExit(3)"))
     assert (killed, noted(run)["exit_code"]) == ([True], 3)
 
 
@@ -169,7 +169,7 @@ def test_what_has_left_its_group_prints_to_no_file_but_the_log(
         f"/usr/bin/setsid /bin/sh -c '{late}; echo late' & until [ -e {folder}/up ]; do :; done"
     )
     run = workplace.run("one", *DONE)
-    notify.tell_at_end(run, asking(run, "/bin/sh", "-c", leaves))
+    notify.notify_at_end(run, asking(run, "/bin/sh", "-c", leaves))
     others = [(folder / f"other-{number}").open("w+b") for number in range(9)]
     try:
         (folder / "go").touch()
@@ -207,7 +207,7 @@ def test_what_it_has_started_ends_with_it_in_sessions_of_their_own_too(
     spec = asking(run, "/bin/sh", "-c", " ".join([*ways, "sleep 600"]))
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            notify.tell_at_end(run, spec)
+            notify.notify_at_end(run, spec)
         assert all(has_gone(int((folder / name).read_text())) for name in names)
         assert other.poll() is None  # no other child of ours
     finally:
@@ -226,10 +226,10 @@ def test_a_fault_of_ours_is_logged_and_no_more(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(notify, "tell", fail)
+    monkeypatch.setattr(notify, "send", fail)
     lines: list[str] = []
     with log.to(lines.append):
-        notify.tell_at_end(run, asking(run, "true"))
+        notify.notify_at_end(run, asking(run, "true"))
     assert lines == ["--notify: ZeroDivisionError: a bug"]
 
 
@@ -245,17 +245,17 @@ def test_the_job_waits_for_the_next_one_where_the_run_goes_on(
     run.notice_script.write_text(notice_job.render(run.load_spec()))
     workplace.command("squeue", "echo '2 2|PENDING|Priority|'")
     workplace.command("sbatch", "cat >/dev/null; echo 10")
-    notify.tell_as_job(run)
+    notify.notify_from_job(run)
     assert [line for line in workplace.calls if line.startswith("sbatch")] == [
         "sbatch --parsable --dependency=afterany:2"
     ]
     assert not list(run.path.glob("notified-*.json"))
     workplace.command("squeue", "echo '2 2|CANCELLED|None|'")
     workplace.command("scontrol", "exit 1")
-    notify.tell_as_job(run)
+    notify.notify_from_job(run)
     assert (noted(run)["state"], noted(run)["by"]) == ("cancelled", "dependent job")
     before = len(workplace.calls)
-    notify.tell_as_job(run)  # it has been told
+    notify.notify_from_job(run)  # it has been told
     assert len(workplace.calls) == before
 
 
@@ -276,14 +276,14 @@ def test_a_job_that_scancel_has_ended_is_cancelled_after_slurm_has_forgotten_it(
     workplace.command("squeue", "echo '1 1|CANCELLED|None|'")
     shown = "JobState=CANCELLED Reason=None Dependency=(null) Requeue=0 Reboot=0 ExitCode=0:0"
     workplace.command("scontrol", f"echo 'JobId=1 {shown} RunTime=00:00:00'")
-    notify.tell_as_job(run)
+    notify.notify_from_job(run)
     assert noted(run)["state"] == "cancelled"
     code = json.loads((workplace.folder / "told").read_text())["exit_code"]
     assert code == {"queued": None, "requeued": 75, "killed": 0}[name]
     assert json.loads(workplace.invoke("status", name, "--json").out)["exit_code"] == code
     [mark] = run.path.glob("notified-*.json")
     mark.unlink()
-    notify.tell_as_job(run)
+    notify.notify_from_job(run)
     assert kinds(run).count("cancelled") == 1  # however often it looks
     workplace.command("squeue", "echo 'slurm_load_jobs error: Invalid job id' >&2; exit 1")
     workplace.command("sacct", "exit 1")
@@ -300,7 +300,7 @@ def test_a_full_disk_keeps_nobody_from_being_told(workplace: Workplace, folder: 
         run.logs.write_text("in the way")
     else:
         run.notify_log.symlink_to("/dev/full")
-    notify.tell_at_end(run, asking(run, "/usr/bin/touch", str(workplace.folder / "told")))
+    notify.notify_at_end(run, asking(run, "/usr/bin/touch", str(workplace.folder / "told")))
     assert (workplace.folder / "told").exists()
     assert noted(run)["exit_code"] == 0
 
@@ -316,9 +316,9 @@ def test_where_nothing_can_be_started_the_next_one_tells(
 
     with monkeypatch.context() as failing:
         failing.setattr(notify.tempfile, "TemporaryFile", fail)
-        notify.tell_at_end(run, spec)
+        notify.notify_at_end(run, spec)
     assert not list(run.path.glob("notified-*.json"))
-    notify.tell_at_end(run, spec)
+    notify.notify_at_end(run, spec)
     assert (workplace.folder / "told").exists()
 
 
@@ -342,7 +342,7 @@ def test_a_slurm_that_does_not_answer_is_no_end(
         f"if [ -e {asked} ]; then echo '{line}' >>{run.events}; fi; : >{asked}\n"
         "echo 'Unable to contact slurm controller' >&2; exit 1",
     )
-    notify.tell_as_job(run)
+    notify.notify_from_job(run)
     assert noted(run)["state"] == "done"
 
 

@@ -173,11 +173,11 @@ def test_ranks_that_are_not_at_work_say_why(run: RunDir) -> None:
     record(run, 4, host="elsewhere")
     notes = {each.rank: each.note for each in gather(run, world_size=6)}
     assert notes == {
-        0: "its process has gone",
+        0: "its process has ended",
         1: "has ended: exit code 3",
         2: "has ended: exit code 0 before the others were done",
-        3: "its record is of an older clusterddp and does not tell its process",
-        4: "is on elsewhere: look there",
+        3: "its record was written by an older clusterddp and does not name its process",
+        4: "runs on elsewhere: try there",
         5: "has no record yet",
     }
 
@@ -188,7 +188,7 @@ def test_a_rank_of_a_rehearsal_that_has_ended_is_told_once(run: RunDir) -> None:
     record(run, 0, ticks=1, job_id="7")
     record(run, 1, ended=2.0, exit_code=3, job_id="7")
     assert gather(run) == [
-        RankStacks(0, host, note="its process has gone"),
+        RankStacks(0, host, note="its process has ended"),
         RankStacks(1, host, note="has ended: exit code 3"),
     ]
 
@@ -203,7 +203,7 @@ def test_another_users_run_is_refused(run: RunDir) -> None:
     if os.geteuid():
         pytest.skip("another user's folder takes root")
     os.chown(run.path, NOBODY, NOBODY)
-    with pytest.raises(RequestError, match="another user's"):
+    with pytest.raises(RequestError, match="belongs to another user"):
         gather(run)
 
 

@@ -382,7 +382,7 @@ def test_ranks_that_were_started_by_hand_in_a_job_show_it(run: RunDir) -> None:
     os.utime(attempt.alive, (1, 1))
     status = run_status(run, {})
     assert (status.state, status.next_command) == ("unknown", "")
-    assert "no sign of life" in status.detail
+    assert "send no heartbeat" in status.detail
     task = {"rank": 0, "local_rank": 0, "node_rank": 0, "host": "h1", "pid": 5}
     job = {"job_id": "78", "restart": 0, "step_id": "0"}
     began = attempt.read_record().began

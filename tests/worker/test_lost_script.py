@@ -55,14 +55,14 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return jobs
 
 
-def put_back(attempt: Attempt) -> None:
-    lost_script.put_back(attempt, DistEnv.from_environ({}))
+def requeue_if_lost(attempt: Attempt) -> None:
+    lost_script.requeue_if_lost(attempt, DistEnv.from_environ({}))
 
 
 def test_a_job_whose_controller_shows_no_life_is_put_back(
     attempt: Attempt, requeued: list[str]
 ) -> None:
-    put_back(attempt)
+    requeue_if_lost(attempt)
     assert requeued == ["7"]
     [event] = read_events(attempt.run)
     assert (event["event"], event["why"]) == ("requeued", "the batch script is lost with h01")
@@ -72,7 +72,7 @@ def test_whoever_has_put_it_back_first_was_enough(
     attempt: Attempt, requeued: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_script.slurm, "ending", lambda *_: Ending.REQUEUED)
-    put_back(attempt)
+    requeue_if_lost(attempt)
     assert requeued == []
 
 
@@ -87,7 +87,7 @@ def test_a_controller_that_shows_its_life_judges_the_attempt(
 
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
     monkeypatch.setattr(patience, "time", clock)
-    put_back(attempt)
+    requeue_if_lost(attempt)
     assert requeued == []
 
 
@@ -96,7 +96,7 @@ def test_rank_0_that_failed_on_the_scripts_host_shows_that_it_lives(
     host: str, jobs: list[str], attempt: Attempt, requeued: list[str]
 ) -> None:
     outcome(attempt, 0, host, RAISED)
-    put_back(attempt)
+    requeue_if_lost(attempt)
     assert requeued == jobs
 
 
@@ -110,5 +110,5 @@ def test_otherwise_it_stays(
         monkeypatch.setenv("SLURMD_NODENAME", "h01")
     else:
         attempt.controller.unlink()
-    put_back(attempt)
+    requeue_if_lost(attempt)
     assert requeued == []

@@ -6,7 +6,7 @@ import click
 
 from clusterddp import log
 from clusterddp.run.run_dir import RunDir, SweepDir
-from clusterddp.status.notify import tell_as_job
+from clusterddp.status.notify import notify_from_job
 
 
 @click.command(hidden=True)
@@ -15,4 +15,4 @@ def command(run_dir: Path) -> None:
     """Tell the program of --notify how a run or a sweep has ended, unless that was done."""
     sweep = SweepDir(run_dir)
     with log.to(lambda line: click.echo(f"clusterddp: {line}")):
-        tell_as_job(sweep if sweep.is_sweep else RunDir(run_dir))
+        notify_from_job(sweep if sweep.is_sweep else RunDir(run_dir))

@@ -196,5 +196,5 @@ def _warn(held: Given, spec: JobSpec, script: str) -> None:
     if spec.after:
         from clusterddp.status import chain
 
-        if words := chain.describe(chain.look(spec)):
+        if words := chain.describe(chain.check_awaited(spec)):
             click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)

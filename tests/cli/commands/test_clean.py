@@ -173,7 +173,7 @@ def test_the_clusterddp_stays_that_is_to_tell_the_end(workplace: Workplace) -> N
     with_clusterddp(run)
     assert workplace.invoke("clean", "one", "--yes").code == 0
     assert (run.path / BUNDLE).exists()
-    notify.mark_of(run).touch()
+    notify.marker(run).touch()
     assert workplace.invoke("clean", "one", "--yes").code == 0
     assert not (run.path / BUNDLE).exists()
 

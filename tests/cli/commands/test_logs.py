@@ -284,7 +284,7 @@ def test_follow_tells_why_a_run_was_requeued(
         "running on h01 h02",
         "queued as job 7: resumes after the time limit: BeginTime",
         "running on h01 h02, attempt 2",
-        "queued as job 7: put back into the queue by Slurm: BeginTime",
+        "queued as job 7: requeued by Slurm: BeginTime",
         "running on h03, attempt 3",
     ):
         assert line in said, said
@@ -333,7 +333,7 @@ def test_follow_ends_with_a_run_that_is_stopped(
     )  # fmt: skip
     assert follow(run) == 75
     said = told(capfd.readouterr().err)
-    assert said[1].startswith("running on h01 h02: asked to save and leave")
+    assert said[1].startswith("running on h01 h02: asked to save a checkpoint and exit")
     assert said[-2:] == [
         "stopped: by 'clusterddp stop' at step 40 [CD1204]",
         "  clusterddp resubmit one",

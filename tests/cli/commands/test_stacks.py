@@ -178,7 +178,7 @@ def test_a_run_that_does_not_run_has_no_stacks(workplace: Workplace) -> None:
     workplace.run("one", submitted("12"), started("12"), ended("12", 0, cause="done"))
     told = workplace.invoke("stacks", "one")
     assert told.code == 2
-    assert "one does not run: it is done" in told.err
+    assert "one is not running but done" in told.err
     assert "clusterddp logs one" in told.err
 
 
@@ -187,8 +187,8 @@ def test_a_run_that_waits_has_no_stacks_yet(workplace: Workplace) -> None:
     workplace.run("one", submitted("12"))
     told = workplace.invoke("stacks", "one")
     assert told.code == 2
-    assert "one does not run: it is queued" in told.err
-    assert "Look again once it runs" in told.err
+    assert "one is not running but queued" in told.err
+    assert "Try again when it is running" in told.err
     assert "clusterddp logs" not in told.err
 
 
@@ -210,4 +210,4 @@ def test_a_run_of_another_machine_is_looked_at_there(workplace: Workplace) -> No
     workplace.run("one", local, started("12"))
     told = workplace.invoke("stacks", "one")
     assert told.code == 2
-    assert "one runs on elsewhere, not here" in told.err
+    assert "one runs on elsewhere: run this command there" in told.err

@@ -73,7 +73,7 @@ def test_where_relative_output_lies_is_said_for_code_of_ones_own(workplace: Work
     assert f"works in    {run.code}; relative output lies there\n" in said
     inside = dataclasses.replace(spec, container_image="docker://x", container_workdir="/w")
     run.spec.write_text(inside.to_json())
-    assert "works in    /w of the container; relative output" in workplace.invoke("status").out
+    assert "works in    /w in the container; relative output" in workplace.invoke("status").out
 
 
 def attempts(run: RunDir, *ends: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def test_where_slurm_does_not_answer_no_second_start_is_proposed(workplace: Work
     attempt(run, 1, 40)
     workplace.command("squeue", "echo 'error: Unable to contact slurm controller' >&2; exit 1")
     got = workplace.invoke("status", "alive")
-    assert "state       unknown: Slurm could not be asked" in got.out
+    assert "state       unknown: Slurm cannot be queried" in got.out
     assert "next        clusterddp logs -f alive\n" in got.out
 
 
@@ -221,7 +221,7 @@ def test_a_run_that_cannot_be_looked_into_hides_no_other(workplace: Workplace) -
         ("9999", "no run '9999'"),
         ("", "no run ''"),
         ("..", "no run '..'"),
-        ("here", "The run in the folder of that name is './here'"),
+        ("here", "For the run in the directory of that name, type './here'"),
     ],
 )
 def test_an_unknown_run_is_met_with_the_nearest_names(
@@ -313,10 +313,10 @@ def test_a_run_whose_batch_script_is_lost_is_not_running(
 ) -> None:
     got = json.loads(workplace.invoke("status", "a", "--json").out)
     assert (got["state"], got["code"]) == ("unknown", "CD0509")
-    assert got["detail"].startswith("lost: its batch script has shown no life for 8m")
+    assert got["detail"].startswith("lost: no heartbeat of its batch script for 8m")
     assert got["next_command"] == "clusterddp cancel a"
     refused = workplace.invoke("resubmit", "a")
-    assert (refused.code, "End that with 'clusterddp cancel a'" in refused.err) == (2, True)
+    assert (refused.code, "End the job with 'clusterddp cancel a'" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize("seconds", ["600", "0"])

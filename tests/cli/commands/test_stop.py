@@ -51,12 +51,13 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     got = workplace.invoke("stop", "one")
     assert got.code == 0, got.err
     assert got.out == (
-        "one: asked attempt 1 to save and leave\n  resume with: clusterddp resubmit one\n"
+        "one: asked attempt 1 to save a checkpoint and exit\n"
+        "  resume with: clusterddp resubmit one\n"
     )
     assert Attempt(run, 1).asked_to_stop() == "stop"
     assert kinds(run)[-1] == "stop_asked"
     assert not [call for call in workplace.calls if "scancel" in call]
-    assert "asked to save and leave" in workplace.invoke("status", "one").out
+    assert "asked to save a checkpoint and exit" in workplace.invoke("status", "one").out
 
 
 def test_a_run_that_does_not_leave_says_what_to_do_after_a_minute(workplace: Workplace) -> None:
@@ -66,12 +67,11 @@ def test_a_run_that_does_not_leave_says_what_to_do_after_a_minute(workplace: Wor
     workplace.run("two", submitted("2"), started("2"), {**asked, "job_id": "2"}, age=20)
     workplace.command("squeue", "echo '1|RUNNING|None'; echo '2|RUNNING|None'")
     shown = workplace.invoke("status", "one").out
-    assert "running: asked to save and leave more than a minute ago, and still at work:" in shown
-    assert "'clusterddp stacks one' shows where its ranks are" in shown
-    assert "'clusterddp cancel one' ends it now" in shown
+    assert "exit more than a minute ago, but still running. See where" in shown
+    assert "with 'clusterddp stacks one', or end it now with 'clusterddp cancel one'" in shown
     assert "next        clusterddp stacks one\n" in shown
     shown = workplace.invoke("status", "two").out
-    assert "still at work" not in shown and "next        clusterddp logs -f two\n" in shown
+    assert "still running" not in shown and "next        clusterddp logs -f two\n" in shown
 
 
 def test_the_latest_attempt_is_asked(workplace: Workplace) -> None:
@@ -108,7 +108,7 @@ def test_between_two_attempts_the_record_is_enough(workplace: Workplace) -> None
     Attempt(run, 1).end.write_text('{"cause": "stopped", "reason": "signal"}')
     workplace.command("squeue", RUNS)
     got = workplace.invoke("stop", "one")
-    assert "no attempt trains right now, and none starts any more" in got.out
+    assert "no attempt is running, and none will start" in got.out
     assert kinds(run)[-1] == "stop_asked"
     assert Attempt(run, 1).asked_to_stop() is None
 
@@ -169,7 +169,7 @@ def test_a_command_without_a_loop_is_told_to_handle_the_signal(workplace: Workpl
     run = of_a_command(training(workplace))
     workplace.command("squeue", RUNS)
     workplace.command("scancel", "exit 0")
-    assert "without a handler for it the command dies of it" in workplace.invoke("stop", "one").out
+    assert "without a handler for it, the command fails" in workplace.invoke("stop", "one").out
     publish(Attempt(run, 1), AttemptRecord())
     assert "without a handler" not in workplace.invoke("stop", "one").out
 
@@ -179,10 +179,7 @@ def test_a_run_in_the_queue_is_cancelled_instead(workplace: Workplace) -> None:
     workplace.command("squeue", WAITS)
     workplace.command("scancel", "exit 0")
     got = workplace.invoke("stop", "one")
-    assert got.out == (
-        "one waits in the queue, where nothing trains: cancelled it\n"
-        "  resume with: clusterddp resubmit one\n"
-    )
+    assert got.out == ("one had not started: cancelled\n  resume with: clusterddp resubmit one\n")
     assert workplace.calls[-1] == "scancel 12"
     assert kinds(run)[-1] == "cancelled"
 
@@ -248,7 +245,7 @@ def test_the_mark_needs_no_slurm(workplace: Workplace) -> None:
     run = training(workplace)
     got = workplace.invoke("stop", "one")
     assert got.code == 0
-    assert "asked attempt 1 to save and leave (Slurm could not be asked" in got.out
+    assert "asked attempt 1 to save a checkpoint and exit (Slurm cannot be queried" in got.out
     assert Attempt(run, 1).asked_to_stop() == "stop"
 
 
@@ -315,7 +312,7 @@ def local(workplace: Workplace, **fields: Any) -> RunDir:
 def test_a_rehearsal_gets_the_mark_alone(workplace: Workplace) -> None:
     run = local(workplace)
     got = workplace.invoke("stop", "here")
-    assert "asked attempt 1 to save and leave" in got.out
+    assert "asked attempt 1 to save a checkpoint and exit" in got.out
     assert Attempt(run, 1).asked_to_stop() == "stop"
     assert workplace.calls == []
 
@@ -341,7 +338,7 @@ def test_the_loop_of_a_rehearsals_command_is_asked_by_the_mark(workplace: Workpl
     run = of_a_command(local(workplace))
     Attempt(run, 1).record.write_text("{}")
     got = workplace.invoke("stop", "here")
-    assert "asked attempt 1 to save and leave" in got.out
+    assert "asked attempt 1 to save a checkpoint and exit" in got.out
     assert Attempt(run, 1).asked_to_stop() == "stop"
 
 
@@ -407,10 +404,10 @@ def test_ranks_that_a_person_started_are_asked_to_leave_and_are_not_cancelled(
     assert not workplace.calls
     assert attempt.asked_to_stop() is None
     got = workplace.invoke("stop", "78")
-    assert (got.code, got.out) == (0, "one: asked attempt 1 to save and leave\n")
+    assert (got.code, got.out) == (0, "one: asked attempt 1 to save a checkpoint and exit\n")
     assert attempt.asked_to_stop() == "stop"
     end = {"cause": "stopped", "reason": "stop", "step": 7, "saved": 7}
     attempt.end.write_text(json.dumps(end))
     got = workplace.invoke("stop", "--wait", "78")
     assert got.code == 0
-    assert "one: stopped: its ranks were started by hand, and have saved at step 7" in got.err
+    assert "one: stopped: its ranks were started by hand and saved at step 7" in got.err

@@ -295,7 +295,7 @@ def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
         workplace.command("sbatch", f"echo 2{number}")
         done = workplace.invoke("submit", "--run-name", name, "--after", text, "--", "/bin/true")
         assert done.code == 0, done.err
-        assert f"{name} waits for s (queued: 10 queued), by now job 7" in done.err
+        assert f"{name} waits for s (queued: 10 queued), currently job 7" in done.err
         assert "sbatch --parsable --dependency=afterany:7" in workplace.calls
         [(path, _)] = RunDir(workplace.root / name).load_spec().after
         assert path == str(sweep.path)
@@ -307,7 +307,7 @@ def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
     workplace.command("sbatch", "echo 30")
     refused = workplace.invoke("submit", "--after", "s", "--", "/bin/true")
     assert refused.code == 2
-    assert "--after s: s (failed: 9 done, 1 failed) has ended otherwise" in refused.err
+    assert "--after s: s (failed: 9 done, 1 failed) has not ended as requested" in refused.err
     again = workplace.invoke("resubmit", "s-2")
     assert again.code == 0, again.err
     assert "b0 (job 20) waits for it" in again.err
@@ -340,7 +340,7 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
     awaited = RunDir(workplace.root / "a")
     record(awaited, ended("5", 75), {**submitted("8"), "in_place_of": "5"})
     workplace.command("squeue", f"{squeue}; echo '8 8|PENDING|None'")
-    chain.rejoin(awaited)
+    chain.update_waiting_jobs(awaited)
     sent = [call for call in workplace.calls if "Dependency=" in call]
     assert sent == ["scontrol update JobId=7_[0-9] Dependency=singleton,afterany:8"]
     kept = events.read(RunDir(workplace.root / "s-9").events)
@@ -372,12 +372,12 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     workplace.command("sbatch", "cat >/dev/null; echo 30")
     assert workplace.invoke("resubmit", "s-2").code == 0
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
-    notify.tell_as_job(sweep)
+    notify.notify_from_job(sweep)
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
     record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
     workplace.command("squeue", "")
     for _ in range(2):
-        notify.tell_as_job(sweep)
+        notify.notify_from_job(sweep)
     [told] = (workplace.folder / "told").read_text().splitlines()
     verdict = json.loads(told)
     assert (verdict["sweep"], verdict["state"]) == ("s", "failed")
@@ -390,7 +390,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     workplace.command("sbatch", "cat >/dev/null; echo 40")
     assert workplace.invoke("resubmit", "s").code == 0
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
-    assert notify.mark_of(sweep).name == "notified-0002.json"
+    assert notify.marker(sweep).name == "notified-0002.json"
 
 
 def test_what_points_share_is_removed_once_none_could_go_on(
@@ -558,7 +558,7 @@ def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace)
     run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
     told = json.loads(workplace.invoke("status", "--json", "s-0").out)
     assert told["state"] == "created"
-    assert told["detail"].startswith("its turn in the rehearsal")
+    assert told["detail"].startswith("waits for its turn: a rehearsal")
 
 
 def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: Workplace) -> None:
@@ -647,11 +647,11 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
          "are for one job; s means several"),
         (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
         (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
-        (["resubmit", "x-*"], "no run below jobs has a name that fits"),
+        (["resubmit", "x-*"], "no run below jobs matches"),
         (["logs", "-f", "s"], "-f follows one run, and s means 10"),
         (["status", "x" * 300], "there is no run 'xxx"),
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
-        (["checkpoints", "s"], "s is a sweep, and this is about one run"),
+        (["checkpoints", "s"], "s is a sweep, but this command needs one run"),
         (["submit", "--max-concurrent", "2"], "is for the points of a sweep"),
         (["submit", "--launcher", "local", "--max-concurrent", "2", "--sweep", "lr=1,2"],
          "--max-concurrent 2: has no part in --launcher local"),
@@ -677,7 +677,7 @@ def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
     file = workplace.folder / "base.toml"
     for argv, words in (
         (["submit", "--save", str(file), *TEN[3:]], "a file holds the request of one run"),
-        (["submit", "--from", sweep.name], "s is a sweep, and this is about one run"),
+        (["submit", "--from", sweep.name], "s is a sweep, but this command needs one run"),
     ):
         done = workplace.invoke(*argv)
         assert done.code == 2
