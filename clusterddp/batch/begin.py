@@ -1,4 +1,4 @@
-"""Begins an attempt of a run in a job that Slurm has started, or refuses it; records either."""
+"""Begin an attempt of a run in a job that Slurm has started, or refuse it, and record which."""
 
 import contextlib
 import itertools
@@ -31,34 +31,34 @@ from clusterddp.slurm.site import nodes
 from clusterddp.slurm.states import State
 
 _LOG_TAIL_BYTES = 1 << 20
-_MOST_CHANGES = 20
+_MAX_CHANGES = 20
 _MAX_UNSTARTED = 2
-"""Starts in a row that put the job back for the nodes that it was given; the next one does not."""
+"""Most starts in a row that requeue the job because of its nodes; the next one keeps them."""
 
 
 class BackInQueue(StartRefused):
-    """Slurm has given a bad node or too few, and the job is back in the queue for others."""
+    """Slurm gave a bad node or too few nodes, so the job was requeued."""
 
     exit_code = EXIT_DONE
     code = "CD1227"
 
 
 class RunIsDone(StartRefused):
-    """An earlier attempt of this job has finished the run, and Slurm has started the job again."""
+    """Slurm restarted a job whose run is done."""
 
     exit_code = EXIT_DONE
     code = "CD1228"
 
 
 class _Withdrawn(StartRefused):
-    """A person has stopped the run or cancelled the job while it waited to start again."""
+    """The user stopped the run or cancelled the job while it waited to start again."""
 
     exit_code = EXIT_PAUSED
     code = "CD1204"
 
     def __init__(self, cause: str) -> None:
         who = "'clusterddp cancel'" if cause == Cause.CANCELLED else "'clusterddp stop'"
-        super().__init__(f"not started again: {who} asked for it")
+        super().__init__(f"not restarted, because of {who}")
         self.cause = cause
 
 
@@ -70,13 +70,13 @@ def begin_attempt(
     spares: Sequence[str] = (),
     needed: int = 0,
 ) -> Attempt:
-    """Make the next attempt of the job's run.
+    """Begin the next attempt of the job's run.
 
-    seconds: for which it waits for an attempt that still trains. code_changes: lists what differs
-    from the submitted code, where the run uses no copy of it. spares: the job's nodes beside those
-    of the tasks. needed: nodes of a step.
-    Raises RunIsDone, BackInQueue where Slurm has given too few nodes, or a bad one that the next
-    start leaves out, and ClusterDDPError where the attempt is refused; all are recorded.
+    seconds: longest wait for an attempt that still trains. code_changes: returns the files that
+    differ from the submitted code, if the run has no copy of it. spares: nodes of the job without
+    tasks. needed: nodes of a step.
+    Raises RunIsDone; BackInQueue if Slurm gave too few nodes, or a bad one that the next start
+    excludes; and ClusterDDPError if the attempt is refused. All are recorded.
     """
     started = events.Started(
         restart=job.restart,
@@ -91,7 +91,7 @@ def begin_attempt(
         raise
     except Exception as error:
         expected = isinstance(error, ClusterDDPError)
-        bug = f"the attempt could not be made: {type(error).__name__}: "
+        bug = f"the attempt could not begin: {type(error).__name__}: "
         ended = events.Ended(
             restart=job.restart,
             exit_code=error.exit_code if isinstance(error, ClusterDDPError) else EXIT_FAILED,
@@ -104,19 +104,19 @@ def begin_attempt(
         raise
     job.record(replace(started, attempt=attempt.number))
     try:
-        _note_changed_code(job, attempt, code_changes(job.run)[:_MOST_CHANGES])
-    except (ClusterDDPError, OSError) as error:  # a remark, which must not end the attempt
+        _note_changed_code(job, attempt, code_changes(job.run)[:_MAX_CHANGES])
+    except (ClusterDDPError, OSError) as error:  # only a warning, not worth the attempt
         log.warning(f"the code cannot be compared: {error} [CD0313]")
     return attempt
 
 
 def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Attempt:
-    """Make the attempt. Raises ClusterDDPError, and what else ends this process."""
+    """Create the attempt. Any exception means that it is refused."""
     run = job.run
     try:
         history = History.read(run)
         _refuse_if_done(job, history)
-        spec = history.spec or run.load_spec()  # which says why it cannot be read
+        spec = history.spec or run.load_spec()  # its error says why the request cannot be read
         _await_runs(job, spec)
         too_few = _requeue_if_too_few_nodes(job, spec, history, needed)
         if not too_few:
@@ -128,7 +128,7 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
             history = _note_new_job(job, history)
         if len(causes_by_attempt(history.events)) > max_requeues:
             raise StartRefused(
-                f"not started again: {requeue_limit_reached(max_requeues)}. "
+                f"not restarted: {requeue_limit_reached(max_requeues)}. "
                 f"Resume with: {run.resume_command} [CD1222]"
             )
         attempts.wait_until_inactive(run, job.id, seconds)
@@ -136,31 +136,31 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
         attempt = attempts.begin(run)
         attempt.reserve_space()
         write_attempt_dividers(attempt, job.id)
-        # Checked again now that the attempt can be seen: a later stop leaves its mark in it.
+        # Check again now that the attempt exists: a later stop writes into its directory.
         _refuse_if_withdrawn(job, history.again())
         return attempt
     except OSError as error:
         raise StartRefused(
-            f"cannot make an attempt below {run.attempts}: {error.strerror}. Make room, or give "
-            "the folder back its write permission. [CD0504]"
+            f"cannot create an attempt in {run.attempts}: {error.strerror}. Free some disk space, "
+            "or restore write permission for the folder. [CD0504]"
         ) from None
 
 
 def _refuse_if_done(job: JobStart, history: History) -> None:
-    """Raise RunIsDone where an earlier attempt of this job has finished the run.
+    """Raise RunIsDone if an earlier attempt of this job finished the run.
 
-    Slurm starts a job once more whose node's daemon was lost with its script's last word, and one
-    that was preempted while it was ending (seen on 22.05 and 24.11).
+    Slurm restarts a job whose node was lost before its script reported the end, and a job that was
+    preempted while it was ending (seen on 22.05 and 24.11).
     """
     if not job.restart or not (history.done_by(job.id) or _record_unrecorded_end(job)):
         return
-    words = f"{job.run.name} is done, so this start of job {job.id} has nothing left to do"
+    words = f"{job.run.name} is already done, so this start of job {job.id} trains nothing"
     job.record(events.NotStarted(restart=job.restart, nodelist=job.nodelist, why=words))
     raise RunIsDone(words)
 
 
 def _record_unrecorded_end(job: JobStart) -> bool:
-    """Record the end of ranks that were done, and whose script was lost before it could say so."""
+    """Record the end of ranks that were done, if their script was lost before it recorded it."""
     latest = attempts.latest(job.run)
     if latest is None:
         return False
@@ -174,13 +174,13 @@ def _record_unrecorded_end(job: JobStart) -> bool:
 
 
 def _await_runs(job: JobStart, spec: JobSpec) -> None:
-    """Put a job back into the queue that is to wait for other runs still. Raises BackInQueue.
+    """Requeue the job if it must still wait for other runs. Raises BackInQueue.
 
-    Raises NotDue where the run is not to begin at all.
+    Raises NotDue if the run can no longer begin.
     """
     if not spec.after:
         return
-    from clusterddp.status import chain  # few runs wait
+    from clusterddp.status import chain  # rarely needed
 
     if words := chain.requeue_until_due(job.run, job.id, job.restart):
         job.withdraw_if_asked()
@@ -193,9 +193,9 @@ def _refuse_if_withdrawn(job: JobStart, history: History) -> None:
 
 
 def _note_new_job(job: JobStart, history: History) -> History:
-    """Record that a person has submitted an array's element once more; sbatch notes nothing."""
+    """Record that the user resubmitted an array task with sbatch, which records nothing."""
     if any(event.job_id == job.name for event in history.every(events.Submitted)):
-        return history  # whoever submitted it has recorded that
+        return history  # recorded at submission
     starts = [event.job_id for event in history.every(events.Started)]
     if not starts or job.id in starts:
         return history
@@ -204,9 +204,9 @@ def _note_new_job(job: JobStart, history: History) -> History:
 
 
 def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
-    """Wait while another job runs the latest attempt of a COMMAND, which shows no sign of life.
+    """Wait while another job runs the latest attempt of a COMMAND, which has no liveness file.
 
-    Slurm is asked, where nobody has recorded that attempt's end. Raises StartRefused after so many
+    Slurm is asked if the end of that attempt is not recorded. Raises StartRefused after so many
     seconds.
     """
     if is_rehearsal(os.environ):
@@ -223,12 +223,12 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
         of = f"attempt {start.attempt} of {job.run.name}"
         return f"{of} still runs as job {name} on {start.nodelist}"
 
-    refusal = f", and has for {seconds:g} s. Two jobs cannot write one run: cancel one of them."
+    refusal = f" after {seconds:g} s. Two jobs cannot write to one run: cancel one of them."
     attempts.wait_until_idle(at_work, seconds, refusal, every=patience.SLURM_AWAY_PAUSE)
 
 
 def _unended_start(history: History) -> events.Started | None:
-    """Return the start of the latest attempt, if it has recorded neither an end nor its ranks."""
+    """Return the start of the latest attempt if neither its end nor its ranks are recorded."""
     starts = [event for event in history.every(events.Started) if event.attempt is not None]
     if not starts or Attempt(history.run, starts[-1].attempt or 0).read_record():
         return None
@@ -240,16 +240,16 @@ def _note_changed_code(job: JobStart, attempt: Attempt, changed: Sequence[str]) 
         job.record(events.CodeChanged(attempt=attempt.number, changes=tuple(changed)))
         log.info(
             f"the code has changed since the run was submitted: {', '.join(changed)}; "
-            "this attempt uses it as it is now"
+            "this attempt uses the current files"
         )
 
 
 def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
-    """Put a job back into the queue that Slurm has started on a bad node. Raises BackInQueue.
+    """Requeue a job that was given a bad node. Raises BackInQueue; no attempt has begun then.
 
-    As where Slurm has requeued it by itself, or it waited when the node was blamed. No attempt is
-    begun. Where that is of no use the start goes on: a few times in a row, with requeue off, where
-    the request needs the node. Returns the history with what was blamed.
+    This happens if Slurm requeued the job itself, or the job was already waiting when the node was
+    marked bad. The start continues if a requeue is of no use: after a few in a row, with requeue
+    off, or if the request needs the node. Returns the history with all nodes marked bad so far.
     """
     if is_rehearsal(os.environ):
         return history
@@ -262,16 +262,16 @@ def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> His
             return history
         choice, hosts = choose_excluded(job, spec, history)
         given = [host for host in bad if host in choice.nodes]
-        words = f"Slurm has given {', '.join(given or bad)}, which is bad"
+        words = f"Slurm assigned {', '.join(given or bad)}, which is marked bad"
         if not given:
             for remark in choice.remarks:
                 log.info(remark)
             return history
         if not spec.requeue:
-            log.info(f"{requeue_is_off(words)}: it is used all the same")
+            log.info(f"{requeue_is_off(words)}: it is used anyway")
             return history
         if _count_unstarted(history) >= _MAX_UNSTARTED:
-            log.info(f"{words}, once more: it is used all the same")
+            log.info(f"{words}, for the third start in a row: it is used anyway")
             return history
         job.requeue()
     except (ClusterDDPError, OSError) as error:
@@ -282,21 +282,21 @@ def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> His
         slurm.exclude_nodes(job.name, hosts)
         record_excluded(job, job.id, None, choice)
     except SlurmError as error:
-        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
+        log.warning(f"bad nodes cannot be excluded: {error} [CD1303]")
     raise BackInQueue(f"{words}: job {job.id} is back in the queue")
 
 
 def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, needed: int) -> str:
-    """Put a job back into the queue that has fewer nodes than a step needs. Raises BackInQueue.
+    """Requeue a job that has fewer nodes than a step needs. Raises BackInQueue.
 
-    As a person can have it, and a release of Slurm whose requeue asks for the nodes that the job
-    had at its end. Returns what is to be said where that is of no use; empty with nodes enough.
+    The user can shrink a job, and some releases of Slurm requeue it with the nodes that it had at
+    its end. Returns an error message if a requeue is of no use; empty if the nodes are enough.
     """
     given = len(hosts_of(job.nodelist))
     if given >= needed or is_rehearsal(os.environ):
         return ""
     words = (
-        f"Slurm has given {formatting.count(given, 'node')}, and a step of the run needs {needed}"
+        f"Slurm assigned {formatting.count(given, 'node')}, and a step of the run needs {needed}"
     )
     if not spec.requeue:
         return requeue_is_off(words)
@@ -307,11 +307,11 @@ def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, ne
     try:
         job.requeue()
     except (ClusterDDPError, OSError) as error:
-        return f"{words}, and the job cannot go back into the queue: {error}"
+        return f"{words}, and the job cannot be requeued: {error}"
     _record_not_started(job, words)
     asked = spec.resources.nodes + spec.resources.spare_nodes
     try:
-        # As the job asked Slurm for them: torchrun's template starts one agent a node.
+        # SLURM_NTASKS_PER_NODE: the torchrun template starts one agent per node.
         each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
         tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
         slurm.ask_for_nodes(job.name, asked, tasks)
@@ -321,25 +321,25 @@ def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, ne
 
 
 def _record_not_started(job: JobStart, words: str) -> None:
-    """Record that a start has put its job back, of which a person may have thought better."""
+    """Record that this start requeued its job, unless the user withdrew the job meanwhile."""
     job.record(events.NotStarted(restart=job.restart, nodelist=job.nodelist, why=words))
     job.record(events.Requeued(why=words))
     job.withdraw_if_asked()
 
 
 def _count_unstarted(history: History) -> int:
-    """Count the latest starts in a row that began no attempt."""
+    """Count the latest starts in a row without an attempt."""
     starts = [e for e in history.events if isinstance(e, events.Started | events.NotStarted)]
     begun = [index for index, event in enumerate(starts) if isinstance(event, events.Started)]
     return len(starts) - 1 - max(begun, default=-1)
 
 
 def _mark_nodes_of_lost_script(history: History) -> bool:
-    """Blame the nodes of an attempt that nobody judged, if they are lost: its script was with them.
+    """Mark lost nodes of an attempt without a recorded end, whose script was lost with them.
 
-    srun has seen them fail, or they are down now. Returns whether some were. Raises OSError.
+    A node is lost if srun saw it fail or it is down now. Returns whether any were. Raises OSError.
     """
-    latest = max(history.starts, key=lambda start: start.number, default=None)
+    latest = max(history.past_attempts, key=lambda start: start.number, default=None)
     if latest is None or latest.cause:
         return False
     job_id = history.every(events.Started, latest.number)[-1].job_id
@@ -350,7 +350,7 @@ def _mark_nodes_of_lost_script(history: History) -> bool:
         lost |= {node.name for node in nodes(partition, os.environ) if node.is_lost}
     marked_bad = history.marked_bad(latest.number)
     new = [host for host in latest.nodes if host in lost and host not in marked_bad]
-    reason = f"lost during attempt {latest.number}, whose end nobody recorded"
+    reason = f"lost during attempt {latest.number}, whose end is not recorded"
     attempt = Attempt(history.run, latest.number)
     bad_nodes.mark_bad(attempt, job_id, dict.fromkeys(new, reason), bad_nodes.BY_LOSS)
     return bool(new)

@@ -1,9 +1,9 @@
-"""The batch process of a job, which a batch script becomes; the script's lines are its child.
+"""The batch controller of a job: the process that a batch script becomes with exec.
 
-It makes the run's directory and records, begins the attempt, checks the nodes, chooses the port
-and the nonce, has the script's lines set up, start the tasks and tear down, passes signals on, and
-gives the verdict, or the next attempt. Signals that came while Python started were blocked, and
-are pending: none is lost.
+It creates the run's directory and records, begins the attempt, checks the nodes and chooses the
+port and the nonce. The script's lines run as its child: setup, tasks, teardown. It forwards signals
+and records the result, or begins the next attempt. Signals that arrive while Python starts are
+blocked and stay pending, so none is lost.
 """
 
 import contextlib
@@ -65,14 +65,14 @@ from clusterddp.slurm.forms import (
 from clusterddp.status import notify
 
 EXIT_NO_RUN = 73
-"""EX_CANTCREAT of sysexits.h: the run's directory cannot be made, or was removed."""
+"""EX_CANTCREAT of sysexits.h: the run's directory cannot be created, or was removed."""
 SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
-"""Signals that are passed on. Slurm sends TERM to the step itself."""
-_LOOK_SECONDS = 0.05
-"""Time between two looks for what starts the tasks."""
+"""Signals that are forwarded. Slurm sends TERM to the step directly."""
+_POLL_SECONDS = 0.05
+"""Interval of the search for the process that starts the tasks."""
 _HELD = [signal.Signals[f"SIG{name}"] for name in SIGNALS]
 _NUMBERS = [*_HELD, signal.SIGCHLD]
-_SLURMS_FILE = re.compile(r"slurm-\d+(_\d+)?\.out")
+_SLURM_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
 """Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
 
@@ -95,33 +95,33 @@ def control(
     code_changes: Callable[[RunDir], Sequence[str]],
     carry: Callable[[RunDir], None],
 ) -> int:
-    """Be the process of a batch script, from an attempt's start to its verdict.
+    """Control a batch job from the start of an attempt to its result.
 
-    script: its file, which says what was asked, of which the run keeps a copy, and whose lines run
-    as a child of this process. The others are as of `Controller.run`. Returns the job's exit code;
-    raises NoRunDirectory, and RequestError where the script says nothing that can be read.
+    script: the batch script, which holds the request. The run keeps a copy, and its lines run as a
+    child of this process. Other arguments: see `Controller.run`. Returns the job's exit code.
+    Raises NoRunDirectory, and RequestError if the script's request cannot be read.
     """
     signals = Signals()
-    index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each element is a run, of one request
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")  # each array task is a run
     asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
     spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
     if spec.sweep:
         spec = _point(spec, index)
-    if spec.slurm_folder and not shutil.which("scontrol"):  # a module may bring them later on
+    if spec.slurm_folder and not shutil.which("scontrol"):  # a module may add it to PATH later
         path = f"{os.environ.get('PATH', os.defpath)}:{spec.slurm_folder}"
         change_environment({"PATH": path})
     run = RunDir(run_dir)
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0) and not run_dir.is_dir():
         raise NoRunDirectory(
-            f"{run_dir} is gone, so the run cannot resume. Submit it anew. [CD0512]"
+            f"{run_dir} is gone, so the run cannot resume. Submit it again. [CD0512]"
         )
     try:
         make_records(run, spec, script)
         job_log = run.job_log.open("ab")
     except OSError as error:
         raise NoRunDirectory(
-            f"cannot make the run directory {run_dir}: {error.strerror}. Make room there, or "
-            "choose another --runs-dir. [CD0504]"
+            f"cannot create the run directory {run_dir}: {error.strerror}. Free some disk space, "
+            "or choose another --runs-dir. [CD0504]"
         ) from None
     output = ScriptOutput(os.dup(2), job_log.fileno())
     for descriptor in (1, 2):
@@ -135,7 +135,7 @@ def control(
 
 
 def _point(spec: JobSpec, index: str | None) -> JobSpec:
-    """Return the request of the array's element; raises RequestError where the sweep has none."""
+    """Return the request of one array task. Raises RequestError if the sweep has no such index."""
     try:
         return spec.element(int(index or ""))
     except (ValueError, IndexError):
@@ -146,34 +146,34 @@ def _point(spec: JobSpec, index: str | None) -> JobSpec:
 
 
 class Signals:
-    """Signals to this process, which Python writes into a pipe; the end of a child is one, too."""
+    """Signals to this process, SIGCHLD included, read from a wakeup pipe."""
 
     def __init__(self) -> None:
-        """Take those that have come since the script began, which it has blocked."""
+        """Install the handlers. Signals since the script began are blocked, and arrive now."""
         self._reader, writer = os.pipe()
         for end in (self._reader, writer):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(writer)
         for number in _NUMBERS:
             signal.signal(number, lambda *_: None)
-        # Programs that this process starts inherit the mask: a signal that Slurm sends to all in
-        # the job does not end a scontrol that puts it back into the queue.
+        # Child processes inherit the mask: a signal that Slurm sends to the whole job does not
+        # kill the scontrol that requeues it.
         before = signal.pthread_sigmask(signal.SIG_SETMASK, _HELD)
         self.were_held = signal.SIGUSR1 in before
-        """False where earlier ones are lost, as `env` could not block them."""
+        """False if earlier signals are lost because `env` could not block them."""
         threading.Thread(target=self._receive, daemon=True).start()
 
     def _receive(self) -> None:
-        """Take them in a thread of its own, from which nothing is started."""
+        """Receive signals in a thread that starts no processes."""
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         threading.Event().wait()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until one comes, for so long at most."""
+        """Wait until a signal arrives, for at most so many seconds."""
         select.select([self._reader], [], [], seconds)
 
     def take(self) -> list[str]:
-        """Return the names of those that have come, as of SIGNALS."""
+        """Return the names of the signals that have arrived (see SIGNALS)."""
         try:
             numbers = os.read(self._reader, 4096)
         except BlockingIOError:
@@ -182,23 +182,24 @@ class Signals:
 
 
 class ScriptOutput:
-    """Slurm's file slurm-JOBID.out: of what is printed until the run has a log.
+    """Slurm's file slurm-JOBID.out, which holds what is printed before the run has a log.
 
-    What it holds goes to that log, and it is removed at the end; any other file is left alone.
+    Its content is appended to the job log, and the file is removed at the end. A file of any other
+    name is not touched.
     """
 
     def __init__(self, descriptor: int, job_log: int) -> None:
-        """Take the descriptors of standard error, as the script was given it, and of the log."""
+        """descriptor: the script's standard error. job_log: descriptor of the job log."""
         self._descriptor, self._job_log = descriptor, job_log
         self._taken = 0
         self._file: Path | None = None
         with contextlib.suppress(OSError):
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
-            if _SLURMS_FILE.fullmatch(path.name):
+            if _SLURM_OUTPUT.fullmatch(path.name):
                 self._file = path
 
     def take(self) -> None:
-        """Copy to the job's log what was printed since, as far as that takes it."""
+        """Append new script output to the job log."""
         if self._file:
             with contextlib.suppress(OSError), self._file.open("rb") as file:
                 file.seek(self._taken)
@@ -207,13 +208,13 @@ class ScriptOutput:
                     file.seek(self._taken)
 
     def print_line(self, line: str) -> None:
-        """Print a line where Slurm's users look first, as the run has no log any more."""
+        """Print a line to Slurm's file, because the run's log is gone."""
         with contextlib.suppress(OSError):
             os.write(self._descriptor, f"clusterddp: {line}\n".encode())
-        self._file = None  # and it stays
+        self._file = None  # so that it is kept
 
     def remove(self) -> None:
-        """Remove the file where the job's log has all of it."""
+        """Remove the file if the job log has all of it."""
         self.take()
         if self._file:
             with contextlib.suppress(OSError):
@@ -222,10 +223,10 @@ class ScriptOutput:
 
 
 def make_records(run: RunDir, spec: JobSpec, script: Path) -> None:
-    """Make the run's directory with its records, as far as they are not there. Raises OSError."""
+    """Create the run's directory and the records that do not exist yet. Raises OSError."""
     run.make(run.logs)
     with run.job_log.open("ab"):
-        pass  # it can be written
+        pass  # checks that it is writable
     if not run.script.exists():
         write_atomically(run.script, script.read_bytes())
     if not run.spec.exists():
@@ -233,7 +234,7 @@ def make_records(run: RunDir, spec: JobSpec, script: Path) -> None:
 
 
 class Controller:
-    """One attempt at work."""
+    """Controller of the attempts of one start of a job."""
 
     def __init__(
         self, spec: JobSpec, run: RunDir, script: Path, signals: Signals, output: ScriptOutput
@@ -244,33 +245,33 @@ class Controller:
         self._restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._attempt: Attempt | None = None
         self._allocation: spares.Allocation | None = None
-        """The job's nodes, where it has some to spare."""
+        """Nodes of the job, if it has spare ones."""
         if spec.resources.spare_nodes:
             nodelist = os.environ.get("SLURM_JOB_NODELIST", "")
             self._allocation = spares.Allocation(nodelist, spec.resources.nodes)
         self._nodes: list[str] = []
-        """Nodes of the step, where they are chosen."""
+        """Nodes of the step, if the controller chooses them."""
         self._starts = 0
-        """Attempts that have ended in this start of the job."""
-        self._noting_lost = threading.Lock()
+        """Number of attempts that have ended in this start of the job."""
+        self._recording_lost = threading.Lock()
         self._watches: list[threading.Thread] = []
         self._signals_seen = False
         self._unsent: list[str] = []
-        """Signals for srun, which may not listen yet."""
+        """Signals to send to srun once it has installed its handlers."""
         self._is_ending = False
-        """True where Slurm has begun to end the job while its nodes were checked."""
+        """True if Slurm began to end the job during the node checks."""
         self._is_stopped = False
-        """True where a person has interrupted the script, by INT or HUP."""
+        """True if the user interrupted the script with INT or HUP."""
 
     def run(
         self,
         code_changes: Callable[[RunDir], Sequence[str]],
         carry: Callable[[RunDir], None],
     ) -> int:
-        """Run one attempt from its number to its verdict; returns the job's exit code.
+        """Run attempts until one ends the job. Return the job's exit code.
 
-        code_changes: as `begin` takes it. carry: has the run keep this clusterddp, where it keeps
-        none. Exceptions of the attempt's refusal are logged.
+        code_changes: see `begin_attempt`. carry: copies clusterddp into the run, unless it has a
+        copy. Errors that prevent an attempt are logged.
         """
         code = self._begin(code_changes)
         over = threading.Event()
@@ -286,9 +287,9 @@ class Controller:
         code_changes: Callable[[RunDir], Sequence[str]],
         carry: Callable[[RunDir], None],
     ) -> int:
-        """Run what `_begin` has begun, with its exit code, to the verdict."""
+        """Run the attempt that `_begin` made (code: its exit code) until the job ends."""
         hosts = os.environ.get("SLURM_JOB_NODELIST", "")
-        # From this line on the log is of this start of the job.
+        # The log from this line on belongs to this start of the job.
         log.info(f"{self._run.name}, job {self._job_id} on {hosts}, {time.strftime('%c')}")
         self._output.take()
         log.info(f"this is clusterddp {version.described()}")
@@ -301,13 +302,13 @@ class Controller:
                     code = self._begin(code_changes)
                     if self._attempt:
                         code = self._start(self._attempt)
-            except Exception:  # a fault of ours costs the step, and not the verdict
+            except Exception:  # a bug here costs the step, but the result is still recorded
                 log.info(traceback.format_exc())
                 code = EXIT_FAILED
         return self._finish(self._attempt, code) if self._attempt else code
 
     def _renew_liveness(self, over: threading.Event) -> None:
-        """Renew the sign of life, for whoever asks whether this process was lost with its host."""
+        """Renew the controller's liveness file, which shows that its host is not lost."""
         while True:
             attempt = self._attempt
             if attempt:
@@ -317,9 +318,9 @@ class Controller:
                 return
 
     def _begin(self, code_changes: Callable[[RunDir], Sequence[str]]) -> int:
-        """Begin the next attempt; returns the job's exit code where it is refused, else 0.
+        """Begin the next attempt. Return 0, or the job's exit code if the attempt is refused.
 
-        What refuses it is logged.
+        The reason for a refusal is logged.
         """
         spec, nodelist = self._spec, os.environ.get("SLURM_JOB_NODELIST", "")
         idle: list[str] = []
@@ -343,14 +344,14 @@ class Controller:
         return 0
 
     def _start(self, attempt: Attempt) -> int:
-        """Check the nodes and run the script's lines; returns their exit code."""
+        """Check the nodes and run the script's lines. Return their exit code."""
         self._await_watches()
         nodes = self._nodes
-        if self._allocation:  # a spare that was blamed before would only take its time again
+        if self._allocation:  # a spare that is already marked bad is not worth another check
             bad = spares.bad(self._run)
             nodes = [n for n in self._allocation.left if n in self._nodes or n not in bad]
         if not nodes:
-            with contextlib.suppress(ClusterDDPError):  # a list that nobody can read is not checked
+            with contextlib.suppress(ClusterDDPError):  # an unreadable list is not checked
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
         if self._preflight(attempt, nodes):
             return EXIT_FAILED
@@ -358,25 +359,25 @@ class Controller:
         return EXIT_FAILED if self._full_preflight(attempt) else code
 
     def _resumes_in_job(self, code: int) -> bool:
-        """Choose the nodes of another attempt in this job, and record the end of this one.
+        """Record the end of this attempt and choose nodes for another one in this job.
 
-        code: srun's. Returns False, with no end recorded, where the attempt ends as any other: no
-        node was lost or blamed, too few good ones are left, or the job itself is to end.
+        code: srun's exit code. Returns False, with nothing recorded, if the attempt ends normally,
+        no node was lost or marked bad, too few good nodes are left, or the job is about to end.
         """
         attempt, allocation = self._attempt, self._allocation
         if not (attempt and allocation) or self._signals_seen:
             return False
         name = slurm_job_name(os.environ, self._job_id)
         if attempt.is_superseded or slurm.ending(name, self._restart) is not slurm.Ending.NONE:
-            return False  # the nodes are those of a later start, or about to be nobody's
-        with self._noting_lost:  # a watch that has seen a loss has recorded it
+            return False  # the nodes belong to a later start, or are about to be released
+        with self._recording_lost:  # waits for a watch that is recording a loss
             others = [node for node in self._others() if node not in allocation.lost]
-        self._note_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
+        self._record_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
 
         def choose() -> list[str]:
             nodes = allocation.choose(spares.bad(self._run))
             if not nodes:
-                log.info("too few good nodes are left in the job to go on in it")
+                log.info("too few good nodes are left to continue in this job")
             return nodes
 
         policy = Policy.of(self._spec)
@@ -386,12 +387,12 @@ class Controller:
         self._nodes, self._starts = list(nodes), self._starts + 1
         return True
 
-    def _note_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
-        """Record nodes as lost, and give them back; from any thread, not for a later start."""
+    def _record_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
+        """Record lost nodes and release them. Any thread may call it. No-op if superseded."""
         assert self._allocation
         if attempt.is_superseded:
             return
-        with self._noting_lost:
+        with self._recording_lost:
             fresh = {node: why for node, why in lost.items() if node not in self._allocation.lost}
             self._allocation.lost |= fresh.keys()
             if fresh:
@@ -399,32 +400,32 @@ class Controller:
                 spares.release_nodes(slurm_job_name(os.environ, self._job_id), self._allocation)
 
     def _others(self) -> list[str]:
-        """Return the nodes of the step but for this one, which does not lose itself."""
+        """Return the nodes of the step without this one, which cannot see its own loss."""
         return [node for node in self._nodes if node != os.environ.get("SLURMD_NODENAME")]
 
     def _idle(self) -> list[str]:
-        """Return the nodes of the job that have no tasks, but for this one and the lost."""
+        """Return the job's nodes that run no tasks, without this node and lost ones."""
         left = self._allocation.left if self._allocation else []
         own = os.environ.get("SLURMD_NODENAME")
         return [node for node in left if node not in self._nodes and node != own]
 
-    def _name_set_up(self, code: int) -> None:
-        """Log that the script's lines ahead of the step have failed, and which these are."""
+    def _log_failed_setup(self, code: int) -> None:
+        """Log that the script's setup failed, and the setup lines."""
         lines = [*(f"module load {name}" for name in self._spec.modules), *self._spec.setup]
-        which = "its line of set-up" if len(lines) == 1 else "one of its lines of set-up"
+        which = "its setup line" if len(lines) == 1 else "one of its setup lines"
         named = "; ".join(formatting.line(line) for line in lines)
         where = f"{which}: {named}" if lines else "see what it printed above"
-        log.info(f"the script ended with exit code {code} before it came to its step: {where}")
+        log.info(f"the script ended with exit code {code} before it reached its step: {where}")
 
     def _compare_version(self) -> None:
-        """Log where another version rendered the script, whose defaults may have been others."""
+        """Log if another version rendered the script, because its defaults may differ."""
         script = ""
         with contextlib.suppress(OSError):
             script = self._run.script.read_text("utf-8", "replace")
         rendered_by = version.of_script(script)
         if rendered_by not in ("", version.__version__):
             log.info(
-                f"its script is of clusterddp {rendered_by}; what that leaves out is as in this one"
+                f"the script is from clusterddp {rendered_by}; it runs with this version's defaults"
             )
 
     @property
@@ -435,7 +436,7 @@ class Controller:
         finish.go_to_submission_folder()
         if not self._run.path.is_dir():
             self._output.print_line(
-                f"{self._run.path} was removed while the run was at work: nothing is left to "
+                f"{self._run.path} was removed while the run was active, so there is nothing to "
                 "resume from"
             )
             return EXIT_NO_RUN
@@ -443,10 +444,10 @@ class Controller:
         return finish.finish(self._start_of_job, attempt, code, policy)
 
     def _preflight(self, attempt: Attempt, nodes: Sequence[str]) -> dict[str, str]:
-        """Check the nodes ahead of the tasks; returns those of the step that fail, and the reason.
+        """Check the nodes before the tasks start. Return the step's failed nodes with the reasons.
 
-        These are blamed, and idle spares that fail too. Where the checks cannot run, or the job is
-        being ended meanwhile, there are none.
+        They are marked bad, and so are idle spares that fail. Returns an empty dictionary if the
+        checks cannot run or the job is ending.
         """
         if self._spec.node_checks == NO_PREFLIGHT or not nodes or is_rehearsal(os.environ):
             return {}
@@ -457,25 +458,25 @@ class Controller:
         try:
             ports = preflight_ports(int(self._job_id), self._restart, self._starts)
             record = preflight.check(
-                attempt, nodes, program, names, gpus, _dying_with_this(), ports, self._hear_of_end
+                attempt, nodes, program, names, gpus, _child_setup(), ports, self._is_job_ending
             )
-        except Exception:  # a fault of ours costs the checks alone
+        except Exception:  # a bug here costs only the checks
             log.info(traceback.format_exc())
             return {}
-        if self._hear_of_end() or not record.failed:
+        if self._is_job_ending() or not record.failed:
             return {}
         known = spares.bad(self._run)
         of_step = {*(self._nodes or nodes)}
         idle = {host: why for host, why in record.failed.items() if host not in of_step}
         failed = {host: why for host, why in record.failed.items() if host in of_step}
-        self._blame(attempt, idle, is_remark=True)
+        self._mark_bad(attempt, idle, is_remark=True)
         if not failed:
             return {}
         why_used = self._why_used(failed, record, known)
         fresh = {host: why for host, why in failed.items() if not why_used or host not in known}
-        self._blame(attempt, fresh, is_remark=bool(why_used))
+        self._mark_bad(attempt, fresh, is_remark=bool(why_used))
         if why_used:
-            used = f"{why_used}, and used all the same: {', '.join(failed)}"
+            used = f"{why_used}, but used anyway: {', '.join(failed)}"
             log.info(used)
             preflight.note(attempt, used)
             return {}
@@ -484,9 +485,9 @@ class Controller:
     def _why_used(
         self, failed: Mapping[str, str], record: PreflightRecord, known: Collection[str]
     ) -> str:
-        """Say why the tasks start on nodes that have failed; empty where they do not."""
+        """Return why the tasks start on failed nodes; empty if they do not."""
         if {*failed} <= {*known}:
-            return "known as bad"  # Slurm has given them all the same: the request needs them
+            return "known as bad"  # Slurm chose them anyway, so the request needs them
         if self._allocation:
             return ""
         if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
@@ -495,23 +496,23 @@ class Controller:
             return "slow, with requeue off and no spare"
         return ""
 
-    def _hear_of_end(self) -> bool:
-        """Take the signals that have come; returns whether the job is ending."""
+    def _is_job_ending(self) -> bool:
+        """Handle the signals that have arrived. Return whether the job is ending."""
         signals = self._signals.take()
         self._is_ending = self._is_ending or "TERM" in signals
         self._handle(signals)
         return self._is_ending or self._is_stopped
 
     def _full_preflight(self, attempt: Attempt) -> bool:
-        """Blame the nodes for which the ranks have left before they trained; True with some."""
+        """Mark nodes bad that failed the ranks' own checks. Return True if there are any."""
         record = files.read(PreflightRecord, attempt.full_preflight)
         if not record or not record.failed:
             return False
         preflight.log_record(record)
-        self._blame(attempt, record.failed)
+        self._mark_bad(attempt, record.failed)
         return True
 
-    def _blame(
+    def _mark_bad(
         self, attempt: Attempt, failed: Mapping[str, str], *, is_remark: bool = False
     ) -> None:
         by = bad_nodes.BY_PREFLIGHT
@@ -521,19 +522,19 @@ class Controller:
             log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
 
     def _run_lines(self, attempt: Attempt) -> int:
-        """Run the script's lines, which start the tasks; returns their exit code."""
-        if not self._signals.were_held and self._is_due():
+        """Run the script's lines, which start the tasks. Return their exit code."""
+        if not self._signals.were_held and self._may_be_past_signal():
             self._handle(["USR1"])
-        self._hear_of_end()
+        self._is_job_ending()
         if self._is_ending:
             return 128 + signal.SIGTERM
         if self._is_stopped or (self._unsent and not self._spec.program.sees_marks):
-            return EXIT_PAUSED  # asked before there was anything to stop
+            return EXIT_PAUSED  # asked to stop before any task started
         lines = subprocess.Popen(
             [*_interpreter(self._script), str(self._script)],
             env=self._environment(attempt),
             stdin=subprocess.DEVNULL,
-            preexec_fn=_dying_with_this(),  # noqa: PLW1509 -- threads only wait then
+            preexec_fn=_child_setup(),  # noqa: PLW1509 -- threads only wait then
         )
         step = Step(lines.pid, attempt)
         try:
@@ -545,19 +546,19 @@ class Controller:
                 self._watch_output(attempt, step)
             code = self._await(lines, step)
         finally:
-            if lines.poll() is None:  # a fault of ours: no verdict stands beside living tasks
+            if lines.poll() is None:  # a bug here: no result may be recorded while tasks run
                 step.signal(signal.SIGTERM)
                 lines.wait()
         if step.process():  # started in the background
-            log.info("the script's lines have ended before its tasks, which end with them")
+            log.info("the script's lines ended before the tasks that they started; ending these")
             step.signal(signal.SIGTERM)
             return code or EXIT_FAILED
         if code and not step.has_begun:
-            self._name_set_up(code)
+            self._log_failed_setup(code)
         return code
 
-    def _is_due(self) -> bool:
-        """Return whether Slurm's signal ahead of the time limit may have come before Python."""
+    def _may_be_past_signal(self) -> bool:
+        """Return whether Slurm's time-limit signal may have arrived before Python started."""
         if not (self._spec.signal or "").startswith("B:") or is_rehearsal(os.environ):
             return False
         try:
@@ -567,18 +568,18 @@ class Controller:
         return left is not None and left <= self._spec.signal_lead
 
     def _environment(self, attempt: Attempt) -> dict[str, str]:
-        """Return the variables of the script's lines, and so of the tasks."""
+        """Return the environment of the script's lines and of the tasks."""
         environ = {
-            "PYTHONUNBUFFERED": "1",  # what a rank prints reaches its log line by line
+            "PYTHONUNBUFFERED": "1",  # output of a rank reaches its log line by line
             **os.environ,
             BATCH_VARIABLE: self._job_id,
-            # Lets the ranks of this attempt recognise each other: torch's store is open to all.
+            # Authenticates the ranks of this attempt to each other: torch's store is open to all.
             NONCE_VARIABLE: secrets.token_hex(16),
             ATTEMPT_VARIABLE: str(attempt.number),
-            **self._place_of_code(),
+            **self._code_variables(),
         }
-        # Ranks of a job from inside which this one was submitted are not ours, nor is its CPU
-        # binding; bash in POSIX mode would know less of what people write.
+        # If this job was submitted from inside another one, that job's ranks and CPU binding do
+        # not apply; in POSIX mode, bash lacks features that user lines rely on.
         others = {*RANK_VARIABLES, "POSIXLY_CORRECT"}
         for name in environ.copy():
             if name in others or name.startswith(("TORCHELASTIC_", "SLURM_CPU_BIND")):
@@ -592,22 +593,22 @@ class Controller:
             environ[NODES_VARIABLE] = ",".join(self._nodes)
         return environ
 
-    def _place_of_code(self) -> dict[str, str]:
-        """Return the variables by which a COMMAND's Python imports the copy of what it is of."""
-        nothing = {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # not another job's, which submitted it
+    def _code_variables(self) -> dict[str, str]:
+        """Return the variables that make a COMMAND's Python import the copied code."""
+        nothing = {CODE_VARIABLE: "", CODE_OF_VARIABLE: ""}  # overrides a submitting job's values
         folder = History.read(self._run).folder or os.environ.get("SLURM_SUBMIT_DIR", "")
         if not (self._run.code.is_dir() and folder):
             return nothing
         try:
             top = self._run.top_of_code(Path(folder))
-        except IndexError:  # given to sbatch by hand, from a folder that is no such
+        except IndexError:  # submitted with plain sbatch from a folder that is not deep enough
             return nothing
         return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
 
     def _await(self, lines: "subprocess.Popen[bytes]", step: Step) -> int:
         while (code := lines.poll()) is None:
             has_begun = step.has_begun or step.process() is not None
-            self._signals.wait(None if has_begun and not self._unsent else _LOOK_SECONDS)
+            self._signals.wait(None if has_begun and not self._unsent else _POLL_SECONDS)
             self._handle(self._signals.take())
             if self._unsent and step.process():
                 for name in self._unsent.copy():
@@ -618,7 +619,7 @@ class Controller:
         return code if code >= 0 else 128 - code
 
     def _handle(self, names: list[str]) -> None:
-        """Take signals: the ranks learn of them by a mark, a COMMAND by the signal itself."""
+        """Handle signals: the ranks see the stop file, a COMMAND gets the signal itself."""
         self._signals_seen = self._signals_seen or bool(names)
         for name in names:
             if name == "TERM":
@@ -629,13 +630,13 @@ class Controller:
                 if self._is_stopped:
                     continue
                 self._stop(f"SIG{name}")
-                name = "USR1"  # noqa: PLW2901 -- srun itself takes the other two
+                name = "USR1"  # noqa: PLW2901 -- srun handles the other two itself
             marked = self._attempt is not None and _mark(self._attempt.stop)
             if not (marked and self._spec.program.sees_marks):
                 self._unsent.append(name)
 
     def _stop(self, by: str) -> None:
-        """Record that a person ends the run by a signal to the script, as by 'clusterddp stop'."""
+        """Record that the user stops the run with a signal, as with 'clusterddp stop'."""
         self._is_stopped = True
         number = self._attempt.number if self._attempt else None
         with contextlib.suppress(OSError):
@@ -646,20 +647,20 @@ class Controller:
                 self._attempt.ask_to_stop("stop")
 
     def _watch_step(self, attempt: Attempt, step: Step) -> None:
-        """End the step where srun waits for a message that was lost, from a thread of its own."""
+        """Start a thread that ends the step when srun hangs on a lost task-exit message."""
         spec = self._spec
         job = slurm_job_name(os.environ, self._job_id)
         grace = patience.STEP_OF_AGENTS_ENDS if spec.max_restarts else patience.STEP_ENDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
     def _watch_nodes(self, attempt: Attempt, step: Step) -> None:
-        """End the step once it has lost a node, and note lost spares; from a thread of its own."""
+        """Start a thread that ends the step after the loss of a node, and records lost spares."""
         of_step = {*self._nodes}
         nodes = spares.NodeWatch(attempt, self._others(), self._idle())
 
         def watch() -> None:
             while lost := spares.await_loss(nodes, step.may_run):
-                self._note_lost(attempt, lost)
+                self._record_lost(attempt, lost)
                 if of_step.intersection(lost):
                     job = slurm_job_name(os.environ, self._job_id)
                     spares.end_step(attempt, job, lost, step.srun)
@@ -668,14 +669,14 @@ class Controller:
         self._watch(watch)
 
     def _watch_output(self, attempt: Attempt, step: Step) -> None:
-        """Print the ranks' stacks once they print nothing, from a thread of its own."""
+        """Start a thread that prints the ranks' stacks when they print nothing for long."""
         spec = self._spec
 
         def end() -> None:
             name = step_watch.step_name(attempt, slurm_job_name(os.environ, self._job_id))
             if is_rehearsal(os.environ) or not name:
                 step.signal(signal.SIGTERM)
-            else:  # its tasks have KillWait to end
+            else:  # its tasks have KillWait to exit
                 slurm.cancel(name)
 
         ending = end if spec.end_silent else None
@@ -684,30 +685,30 @@ class Controller:
         )
 
     def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
-        """Run a watch of the attempt in a thread of its own."""
+        """Run a watch of the attempt in its own thread."""
         self._watches.append(threading.Thread(target=watch, args=args, kwargs=more, daemon=True))
         self._watches[-1].start()
 
     def _await_watches(self) -> None:
-        """Wait for the threads of the attempt before, which end as it is superseded by now.
+        """Wait for the threads of the previous attempt, which end because it is superseded.
 
-        A process is forked with Python's code ahead of its program: no thread should hold a lock.
+        The next child runs Python code between fork and exec, so no thread should hold a lock.
         """
         deadline = time.monotonic() + _WATCHES_SECONDS
         while self._watches:
             self._watches.pop().join(max(0.0, deadline - time.monotonic()))
 
 
-def _dying_with_this() -> Callable[[], None]:
-    """Return what has a child begin without ignored signals, and end with this process.
+def _child_setup() -> Callable[[], None]:
+    """Return a function for a child: reset ignored signals, and die with this process.
 
-    Whoever started the script may ignore some as well, as a shell has what it starts by & do.
+    The script can inherit ignored signals, for example from a shell that started it with `&`.
     """
     parent = os.getpid()
     numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
     def begin() -> None:
-        for number in numbers:  # what is ignored from the start stays so in bash
+        for number in numbers:  # bash cannot trap a signal that is ignored at its start
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         die_with_parent(parent)
@@ -716,13 +717,13 @@ def _dying_with_this() -> Callable[[], None]:
 
 
 def _interpreter(script: Path) -> list[str]:
-    """Return the words of a script's first line, as the kernel reads them: one or two."""
+    """Return the interpreter of a script's #! line, split in two as the kernel does."""
     with script.open(errors="surrogateescape") as file:
         return file.readline().removeprefix("#!").strip().split(maxsplit=1) or ["/bin/bash"]
 
 
 def _mark(path: Path) -> bool:
-    """Make a file, or return False."""
+    """Create a file. Return False if it cannot be created."""
     try:
         if not path.exists():
             path.touch()
@@ -732,18 +733,17 @@ def _mark(path: Path) -> bool:
 
 
 def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:
-    """Return the ports on which the batch host and the probes may listen ahead of the tasks.
+    """Return the ports on which the batch host and the probes may listen before the tasks start.
 
-    Of those that a site opens for the ranks, but none that these may take.
+    They are in the range that a site opens for the ranks, but never used by ranks.
     """
     return [master_port(job_id, starts, restart, candidate) for candidate in _OF_PREFLIGHT]
 
 
 def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
-    """Choose the port on which rank 0 will listen: jobs that share a node get different ones.
+    """Choose the port for rank 0 from the job id; jobs that share a node get different ports.
 
-    starts: attempts that this start of the job has begun before.
-    From the job id, and moved on while somebody listens there.
+    A port that is in use is skipped. starts: attempts that this start of the job began earlier.
     """
     listening = listening_ports()
     ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]

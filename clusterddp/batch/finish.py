@@ -1,7 +1,7 @@
-"""Ends an attempt: prints and records the verdict, and starts the next attempt where one is due.
+"""End an attempt: print and record its result, and start the next attempt if one is due.
 
-The exit code with which the job is to end is the verdict's: srun's own hides the first failure
-behind the ranks that it ended for it.
+The job's exit code is the result's. srun's own code is that of ranks which it ended because of the
+first failure.
 """
 
 import contextlib
@@ -36,20 +36,20 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending, requeued_after_grace, sbatch
 
-_LONGEST_REASON = 300
+_MAX_REASON = 300
 _LAST_LINES = 10
 
 
 def finish(job: JobStart, attempt: Attempt, exit_code: int, policy: Policy) -> int:
-    """Judge how an attempt ended, record it, and start the next one where that is due.
+    """Determine how an attempt ended, record it, and start the next one if it is due.
 
     exit_code: srun's. Returns the job's exit code.
     """
-    history, result = _judge(job, attempt, exit_code, policy)
+    history, result = _determine_result(job, attempt, exit_code, policy)
     _conclude(job, attempt, result, history)
     if result.decision.go_on:
-        requeued = _start_again(job, attempt, result.decision.why)
-        # A job that is over must not say that the run is done: an afterok would believe it.
+        requeued = _restart(job, attempt, result.decision.why)
+        # The exit code must not say that the run is done: an afterok dependency would believe it.
         return 0 if requeued else result.exit_code
     if result.ended.cause == Cause.REQUEUED:
         if result.is_stop_asked:
@@ -58,7 +58,7 @@ def finish(job: JobStart, attempt: Attempt, exit_code: int, policy: Policy) -> i
             exclude_bad_nodes(job, attempt.number)
         log.info(result.decision.why)
         return 0
-    _leave(job, attempt, result, history)
+    _end_job(job, attempt, result, history)
     return result.exit_code
 
 
@@ -69,17 +69,17 @@ def resume_in_job(
     policy: Policy,
     choose: Callable[[], Sequence[str]],
 ) -> Sequence[str]:
-    """Print and record how an attempt ended whose successor begins at once, on nodes of this job.
+    """Close an attempt and choose nodes to restart within this job.
 
-    choose: returns these nodes, once the bad ones are known; none where too few are left. The
-    others are as of `finish`, but that no requeue has to be allowed. Returns the nodes. None, with
-    no end recorded, where no node was lost or blamed, no attempt is due, or the job itself is
+    choose: returns the nodes once the bad ones are recorded; none if too few are left. For the
+    other arguments see `finish`; a requeue need not be allowed. Returns the nodes. Returns none,
+    and records no end, if no node was lost or marked bad, no attempt is due, or the job itself is
     ending. Raises OSError.
     """
-    history, result = _judge(job, attempt, exit_code, replace(policy, requeue=True))
-    is_taken_back = job.withdrawal_cause(history)
+    history, result = _determine_result(job, attempt, exit_code, replace(policy, requeue=True))
+    is_withdrawn = job.withdrawal_cause(history)
     is_ending = slurm.ending(job.name, job.restart) is not Ending.NONE
-    if not result.decision.go_on or is_taken_back or is_ending:
+    if not result.decision.go_on or is_withdrawn or is_ending:
         return []
     _mark_bad_nodes(job, attempt, result, history)
     history = history.again()
@@ -89,25 +89,25 @@ def resume_in_job(
     _conclude(job, attempt, result, history)
     why, nodelist = result.decision.why, ",".join(chosen)
     job.record(events.ResumedInJob(attempt=attempt.number, why=why, nodelist=nodelist))
-    # The verdict on the next attempt reads srun's lines from here on.
-    log.info(f"{why}: {job.run.name}, job {job.id} on {nodelist}, goes on without the queue")
+    # The result of the next attempt is read from srun's lines after this one.
+    log.info(f"{why}: {job.run.name}, job {job.id} on {nodelist}, restarts within this job")
     return chosen
 
 
 def go_to_submission_folder() -> None:
-    """Enter the folder of the submission, from which shown paths and the next job start.
+    """Enter the folder of the submission, the base of printed paths and of the next job.
 
-    The script itself may be in the copy of the person's code.
+    The script may run in the copy of the user's code.
     """
     with contextlib.suppress(OSError):
         os.chdir(os.environ.get("SLURM_SUBMIT_DIR") or ".")
 
 
-def _judge(
+def _determine_result(
     job: JobStart, attempt: Attempt, exit_code: int, policy: Policy
 ) -> tuple[History, AttemptResult]:
     write_error = attempt.write_error()
-    attempt.release_space()  # to what is recorded from here on
+    attempt.release_space()  # for the records that follow
     history = History.read(job.run)
     return history, determine_result(
         Evidence(job, history, attempt, exit_code, write_error), policy
@@ -117,7 +117,7 @@ def _judge(
 def _conclude(job: JobStart, attempt: Attempt, result: AttemptResult, history: History) -> None:
     """Print and record how an attempt ended."""
     if result.ended.first_failure:
-        _show_last_words(attempt, result.ended.first_failure)
+        _print_log_end(attempt, result.ended.first_failure)
     for line in result.lines:
         log.info(line)
     job.record(result.ended)
@@ -125,35 +125,35 @@ def _conclude(job: JobStart, attempt: Attempt, result: AttemptResult, history: H
     _mark_bad_nodes(job, attempt, result, history)
 
 
-def _show_last_words(attempt: Attempt, failure: Failure) -> None:
-    """Print the end of the failing rank's log beside the verdict."""
+def _print_log_end(attempt: Attempt, failure: Failure) -> None:
+    """Print the end of the failing rank's log."""
     lines = read_attempt_log(attempt.run.path / failure.log, attempt.number).splitlines()
     if lines:
         print_to_job_log(f"--- last lines of {failure.log}:")
         print_to_job_log("\n".join(lines[-_LAST_LINES:]))
 
 
-def _leave(job: JobStart, attempt: Attempt, result: AttemptResult, history: History) -> None:
-    """Have the job end, with which the run ends too, and say what to type."""
+def _end_job(job: JobStart, attempt: Attempt, result: AttemptResult, history: History) -> None:
+    """Let the job, and with it the run, end, and print the command that resumes the run."""
     cause, decision = result.ended.cause, result.decision
-    # Of a failure Slurm itself decides whether it was the hardware's, and starts the job again.
+    # After a failure, Slurm decides whether hardware caused it, and then restarts the job.
     if cause not in (Cause.DONE, Cause.FAILED, Cause.SUPERSEDED):
-        _let_job_end(job, history, preempted=cause == Cause.PREEMPTED)
+        _disable_requeue(job, history, preempted=cause == Cause.PREEMPTED)
     if cause == Cause.CANCELLED:
         log.info(f"resume with: {job.run.resume_command}")
     elif cause not in (Cause.DONE, Cause.SUPERSEDED):
-        log.info(coded(f"the run does not resume by itself: {decision.why}", decision.code))
+        log.info(coded(f"the run will not restart automatically: {decision.why}", decision.code))
         if cause != Cause.FAILED or steps_gained(attempt, history.spec) is not None:
             log.info(f"resume with: {job.run.resume_command}")
     if result.exit_code and cause != Cause.CANCELLED and not is_rehearsal(os.environ):
         _warn_of_requeue_exit(job.run, result.exit_code)
 
 
-def _let_job_end(job: JobStart, history: History, *, preempted: bool) -> None:
-    """Have a job whose run does not go on end as any other does.
+def _disable_requeue(job: JobStart, history: History, *, preempted: bool) -> None:
+    """Disable requeue so that the job ends normally.
 
-    Slurm may requeue one that was preempted. With --requeue=expedite it holds a job for ever whose
-    script ends with a code other than 0 on healthy nodes (REQUEUE_HOLD, seen on 26.05).
+    Slurm may requeue a preempted job. With --requeue=expedite it holds a job indefinitely whose
+    script fails on healthy nodes (REQUEUE_HOLD, seen on 26.05).
     """
     if is_rehearsal(os.environ):
         return
@@ -166,7 +166,7 @@ def _let_job_end(job: JobStart, history: History, *, preempted: bool) -> None:
 
 
 def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
-    """Say so where this cluster requeues a job because of the code with which this one ends."""
+    """Warn if this cluster requeues a job because of this job's exit code."""
     for setting in slurm.requeue_exits():
         if slurm.lists_exit_code(setting, exit_code):
             log.warning(
@@ -175,15 +175,15 @@ def _warn_of_requeue_exit(run: RunDir, exit_code: int) -> None:
             )
 
 
-def _start_again(job: JobStart, attempt: Attempt, why: str) -> bool:
-    """Have the run started again; returns whether it has put this very job back into the queue.
+def _restart(job: JobStart, attempt: Attempt, why: str) -> bool:
+    """Restart the run. Return whether this job was requeued.
 
-    Otherwise the next job goes on in its place, or what is to be typed is said.
+    Otherwise a new job replaces it, or the command that resumes the run is printed.
     """
     if is_rehearsal(os.environ):
         log.info(
-            f"{why}: a cluster would put the job back into the queue now; this "
-            f"rehearsal has none. Resume with: {job.run.resume_command}"
+            f"{why}: a cluster would requeue the job now; this rehearsal has no queue. "
+            f"Resume with: {job.run.resume_command}"
         )
         return False
 
@@ -194,13 +194,13 @@ def _start_again(job: JobStart, attempt: Attempt, why: str) -> bool:
         exclude_bad_nodes(job, attempt.number)
 
     if why == Cause.PREEMPTED and requeued_after_grace(job.name):
-        requeued(f"Slurm puts job {job.id} back into the queue")
-        return False  # and it has not ended well, should Slurm not do it
+        requeued(f"Slurm requeues job {job.id}")
+        return False  # a failing exit code is right if Slurm does not requeue it after all
     try:
         retry_while_unreachable(attempt, lambda: job.requeue(why))
     except slurm.RequeueRefused as refused:
         log.info(
-            coded(f"requeue is refused here ({refused}); submitting the next job", refused.code)
+            coded(f"Slurm refuses to requeue the job ({refused}); submitting another", refused.code)
         )
         _submit_successor(job, attempt, why)
         return False
@@ -208,14 +208,14 @@ def _start_again(job: JobStart, attempt: Attempt, why: str) -> bool:
         log.info(coded(error))
         return False
     except SlurmError as error:
-        _give_up(job, attempt, why, error)
+        _record_requeue_failed(job, attempt, why, error)
         return False
     requeued(f"job {job.id} is back in the queue")
     return True
 
 
 def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
-    """Submit a job in place of this one, or say what is to be typed."""
+    """Submit a job that replaces this one, or print the command that resumes the run."""
     run = job.run
     try:
         spec = run.load_spec()
@@ -224,25 +224,25 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
                 "submitit's pickled task belongs to the job that it was made for [CD0305]"
             )
         script = run.script.read_text("utf-8")
-        # A point's script is that of all points, or one of its own, which is no array's.
+        # A sweep point runs the script of all points, or a copy that is not an array's.
         is_own = spec.point and not is_array(script)
         index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")
         try:
             choice, exclude = choose_excluded(job, spec, History.read(run))
         except (ClusterDDPError, OSError) as error:
-            choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is left out: {error}",)), []
+            choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is excluded: {error}",)), []
         successor = retry_while_unreachable(
             attempt,
             lambda: sbatch(script, os.environ, comment=spec.comment, exclude=exclude, array=index),
         )
-        if index:  # its own element of another array
+        if index:  # its own task of another array
             successor = f"{successor}_{index}"
         if successor in (job.id, job.name):
             raise SlurmError(
-                "sbatch gave no answer, and Slurm shows no other job of this run [CD0404]"
+                "sbatch returned no job id, and Slurm shows no other job of this run [CD0404]"
             )
     except (ClusterDDPError, OSError) as error:
-        _give_up(job, attempt, why, error)
+        _record_requeue_failed(job, attempt, why, error)
         return
     job.record(
         events.Submitted(
@@ -253,26 +253,26 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
             why=why,
         )
     )
-    log.info(f"job {successor} goes on in place of job {job.id}")
-    from clusterddp.status import chain  # seldom needed
+    log.info(f"job {successor} replaces job {job.id}")
+    from clusterddp.status import chain  # rarely needed
 
     chain.update_waiting_jobs(run)
     record_excluded(job, successor, attempt.number, choice)
     job.withdraw_if_asked(successor)
 
 
-def _give_up(job: JobStart, attempt: Attempt, why: str, error: Exception) -> None:
+def _record_requeue_failed(job: JobStart, attempt: Attempt, why: str, error: Exception) -> None:
     job.record(events.RequeueFailed(attempt=attempt.number, why=why, error=str(error)))
-    log.info(coded(f"this node cannot start the run again: {error}", "CD1225"))
+    log.info(coded(f"this node cannot restart the run: {error}", "CD1225"))
     log.info(f"resume with: {job.run.resume_command}")
 
 
 def _mark_bad_nodes(
     job: JobStart, attempt: Attempt, result: AttemptResult, history: History
 ) -> None:
-    """Blame nodes that were lost, that hardware names, where ranks crash again or are slow.
+    """Mark nodes bad: lost ones, those with failing hardware, repeated crashes or slow ranks.
 
-    One that was blamed in the attempt is not blamed twice.
+    A node is marked once per attempt.
     """
     if is_rehearsal(os.environ):
         return
@@ -280,7 +280,7 @@ def _mark_bad_nodes(
         already = history.marked_bad(attempt.number)
         marked_bad = bad_nodes.read_for(history) if result.lost_nodes else {}
         new = [
-            # A job's log can tell of an earlier attempt in the same job.
+            # The log of a job can report the loss for an earlier attempt in the same job.
             host
             for host in result.lost_nodes
             if host not in already and (host not in marked_bad or marked_bad[host].job_id != job.id)
@@ -289,14 +289,14 @@ def _mark_bad_nodes(
             lost = dict.fromkeys(new, f"lost during attempt {attempt.number}")
             bad_nodes.mark_bad(attempt, job.id, lost, bad_nodes.BY_LOSS)
         first = result.ended.first_failure
-        starts = history.starts_with(attempt.number, failure=first)
+        starts = history.past_attempts_with(attempt.number, failure=first)
         failure = first if first and first.host not in already else None
         if failure and result.hardware:
             named = {failure.host: f"rank {failure.rank} died: {result.hardware}"}
             bad_nodes.mark_bad(attempt, job.id, named, bad_nodes.BY_HARDWARE)
         elif failure and (host := bad_nodes.find_repeat_offender(starts)):
-            why = f"ranks crash there again that got further elsewhere: {failure.reason}"
-            again = {host: why.partition("\n")[0][:_LONGEST_REASON]}
+            why = f"ranks crashed there repeatedly but got further elsewhere: {failure.reason}"
+            again = {host: why.partition("\n")[0][:_MAX_REASON]}
             bad_nodes.mark_bad(attempt, job.id, again, bad_nodes.BY_REPETITION)
         is_latest = result.ended.cause != Cause.SUPERSEDED
         slow = bad_nodes.straggling(starts) if is_latest and starts[-1].slow else {}

@@ -1,4 +1,4 @@
-"""This start of a job: what it records, its way back into the queue or out, nodes it leaves out."""
+"""One start of a job: its records, its requeue or withdrawal, and the nodes that it excludes."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class JobStart:
-    """Start of a job by Slurm, for a run."""
+    """One start of a run's job by Slurm."""
 
     run: RunDir
     id: str
@@ -34,13 +34,13 @@ class JobStart:
 
     @property
     def name(self) -> str:
-        """Name by which Slurm's commands take the job: 89_0 of an array's element."""
+        """Name of the job for Slurm's commands: 89_0 for an array task."""
         return slurm_job_name(os.environ, self.id)
 
     def record(self, event: Event) -> None:
-        """Add an event, by default of this job.
+        """Append an event; its job defaults to this one.
 
-        A run directory that is gone or full costs the record, not the run.
+        If the run directory is gone or full, the record is lost but the run continues.
         """
         path = self.run.events
         try:
@@ -50,47 +50,47 @@ class JobStart:
             print_to_job_log(f"clusterddp: {line}", err=True)
 
     def withdrawal_cause(self, history: History) -> str:
-        """Return how a person has taken back this job, as `history.withdrawn` does.
+        """Return the cause of the user's withdrawal of this job (see `history.withdrawal_cause`).
 
-        Until an array's element has recorded a start, it is known by its name.
+        An array task is known by its name until it has recorded a start.
         """
         return withdrawal_cause(history.events, self.id) or withdrawal_cause(
             history.events, self.name
         )
 
     def withdraw_if_asked(self, successor: str = "") -> None:
-        """Withdraw the next job where a person has stopped or cancelled the run meanwhile.
+        """Withdraw the next job if the user has stopped or cancelled the run meanwhile.
 
-        successor: the job that goes on in place of this one; empty for this one itself.
+        successor: the job that replaces this one; empty for this job itself.
         """
         if self.withdrawal_cause(History.read(self.run)):
             self.withdraw(successor)
 
     def withdraw(self, successor: str = "") -> None:
-        """Take the next job out of the queue; one that stays there all the same starts nothing."""
+        """Cancel the next job. If the cancellation fails, the job starts but begins no attempt."""
         name = successor or self.name
         self.record(events.CancelAsked(job_id=name))
         try:
             slurm.cancel(name)
         except SlurmError as error:
             log.info(str(error))
-        log.info(f"job {successor or self.id} is cancelled: a person has taken it back")
+        log.info(f"job {successor or self.id} is cancelled: the user has stopped or cancelled it")
 
     def requeue(self, why: str = "") -> None:
-        """Requeue the job, unless a person cancelled it: Slurm would put that back as well."""
+        """Requeue the job, unless the user cancelled it: Slurm would requeue it even then."""
         word = slurm.ending(self.name, self.restart)
         if word is Ending.UNKNOWN:
-            raise SlurmError("Slurm does not say how the job is doing")
+            raise SlurmError("Slurm does not report the state of the job")
         if word is Ending.CANCELLED and why != Cause.PREEMPTED:
-            raise StartRefused("the job was cancelled, and is not put back into the queue [CD1203]")
+            raise StartRefused("the job was cancelled, so it is not requeued [CD1203]")
         slurm.requeue(self.name)
 
 
 def retry_while_unreachable(attempt: Attempt, ask: Callable[[], T]) -> T:
-    """Ask Slurm again and again while slurmctld is away.
+    """Repeat a request to Slurm while slurmctld does not respond.
 
-    Raises SlurmError at the end, and Superseded once the run goes on elsewhere: this job was given
-    up meanwhile, and its number is that of its successor.
+    Raises SlurmError after the last try, and Superseded once a later attempt runs: Slurm gave this
+    job up meanwhile, and its id belongs to its successor.
     """
     for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
         if attempt.is_superseded:
@@ -109,7 +109,7 @@ def retry_while_unreachable(attempt: Attempt, ask: Callable[[], T]) -> T:
 
 
 def exclude_bad_nodes(job: JobStart, number: int) -> None:
-    """Have a job in the queue leave out the bad nodes; where that fails it is logged.
+    """Exclude the bad nodes from the next start of a queued job; a failure is logged.
 
     number: of the attempt that has ended.
     """
@@ -121,7 +121,7 @@ def exclude_bad_nodes(job: JobStart, number: int) -> None:
         if set(hosts) != set(slurm.job_nodes(job.name).excluded):
             slurm.exclude_nodes(job.name, hosts)
     except (ClusterDDPError, OSError) as error:
-        log.warning(f"bad nodes cannot be left out: {error} [CD1303]")
+        log.warning(f"bad nodes cannot be excluded: {error} [CD1303]")
         return
     record_excluded(job, job.id, number, choice)
 
@@ -129,9 +129,9 @@ def exclude_bad_nodes(job: JobStart, number: int) -> None:
 def choose_excluded(
     job: JobStart, spec: JobSpec, history: History
 ) -> tuple[bad_nodes.Choice, list[str]]:
-    """Return the bad nodes that the next start can do without, and all that it leaves out.
+    """Return the bad nodes to exclude from the next start, and all nodes that the job excludes.
 
-    Raises SlurmError where Slurm does not say what the job leaves out so far.
+    Raises SlurmError if Slurm does not show what the job excludes so far.
     """
     known = bad_nodes.known_to(history)
     if not known:
@@ -153,7 +153,7 @@ def choose_excluded(
 def record_excluded(
     job: JobStart, job_id: str, number: int | None, choice: bad_nodes.Choice
 ) -> None:
-    """Log and record what a job leaves out, be it this one or its successor."""
+    """Log and record the nodes that a job excludes; job_id: this job or its successor."""
     for remark in choice.remarks:
         log.info(remark)
     if choice.nodes:

@@ -1,4 +1,4 @@
-"""Judges how an attempt ended, from its ranks' records, Slurm's word and srun's exit code."""
+"""Determine how an attempt ended, from its ranks' records, Slurm's job state and srun's code."""
 
 import os
 import re
@@ -42,42 +42,42 @@ from clusterddp.slurm import srun_lines
 from clusterddp.slurm.client import Ending, ending
 from clusterddp.status import end_codes
 
-_ASKED_AGAIN = f"command asked to be started again (exit code {EXIT_PAUSED})"
-# srun's lines stand at the log's end; a set-up can have written a great deal before them.
+_ASKED_RESTART = f"command asked for a restart (exit code {EXIT_PAUSED})"
+# srun's lines are at the end of the log, after all output of the setup.
 _LOG_TAIL_BYTES = 1 << 20
-# Lightning's own lines (2.6, loops/fit_loop.py and signal_connector.py): it has finished, or it has
-# got a signal, as in the second of two fits.
-_FINISHED_OR_TOLD = re.compile(
+# Lines of Lightning (2.6, loops/fit_loop.py and signal_connector.py): training has finished, or a
+# signal has arrived, perhaps in a second fit.
+_FINISHED_OR_SIGNALLED = re.compile(
     r"(?P<finished>`Trainer\.fit` stopped: `max_(?:epochs|steps|time)=.*` reached)"
     r"|Received SIGTERM: \d|Handling auto-requeue signal: \d"
 )
-_NOT_THERE = re.compile(
+_MISSING_FILES = re.compile(
     r"FileNotFoundError|NotADirectoryError|[Nn]o such file|not (?:be )?found|does ?n[o']t exist"
     r"|urlopen|[Dd]ownload|HTTPError|URLError"
 )
-"""Errors of a program that has not found its files, or has then tried to fetch them."""
-_BREAKS_OFF_SECONDS = 60.0
-"""Time after a suspension in which ranks that have waited for too long by then break off."""
+"""Errors of a program whose files are missing, or that then tried to download them."""
+_GIVE_UP_SECONDS = 60.0
+"""Time after a suspension in which ranks give up whose wait timed out because of it."""
 _OVER_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|[Oo]ut[ -]?[Oo]f[ -]?[Mm]emory")
 _NOT_DECIDED = Decision(False, "")
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """End of an attempt, and what follows."""
+    """End of an attempt and what follows."""
 
     ended: Ended
-    """Its record."""
+    """Event to record."""
     lines: tuple[str, ...]
-    """Lines for the job's log."""
+    """Lines for the job log."""
     decision: Decision = _NOT_DECIDED
     """Whether another attempt follows."""
     lost_nodes: tuple[str, ...] = ()
-    """Nodes that were lost."""
+    """Nodes that the attempt lost."""
     hardware: str = ""
-    """Hardware that the first failure names, of its node."""
+    """Hardware named by the first failure, if any."""
     is_stop_asked: bool = False
-    """True where a person asked the run to stop, even if too late for its ranks to see it."""
+    """True if the user asked the run to stop, even too late for its ranks to notice."""
 
     @property
     def exit_code(self) -> int:
@@ -86,9 +86,9 @@ class AttemptResult:
 
 
 def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
-    """Judge what ended an attempt, and what follows; name its trouble with the disk.
+    """Determine what ended an attempt, what follows, and whether its records could be written.
 
-    The ranks' records come first, Slurm's word second, srun's code last.
+    The ranks' records take precedence over Slurm's job state, and this over srun's exit code.
     """
     rules = (
         *(_done, _superseded, _node_lost, _cancelled, _stopped, _ended_by_slurm),
@@ -113,7 +113,7 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
     write_error = "" if ended.cause == Cause.DONE else evidence.write_error
     if write_error:
         lines.append(coded(write_error, "CD0504"))
-    starts = evidence.history.starts_with(
+    starts = evidence.history.past_attempts_with(
         number,
         cause=ended.cause,
         steps_gained=evidence.steps_gained,
@@ -131,7 +131,7 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
 
 
 def _hardware(evidence: "Evidence", ended: Ended) -> str:
-    """Name the hardware of which the rank died that failed first; empty where nothing does."""
+    """Return the hardware that the first failing rank names as its cause; empty without one."""
     failure = ended.first_failure
     if ended.cause != Cause.FAILED or failure is None or not failure.host:
         return ""
@@ -141,7 +141,7 @@ def _hardware(evidence: "Evidence", ended: Ended) -> str:
 
 
 def _code(evidence: "Evidence", ended: Ended, hardware: str) -> str:
-    """Return the code of an end: one given with it, its cause's, or its first failure's."""
+    """Return the error code of an end: the rule's own, the cause's or the first failure's."""
     if ended.code or ended.cause == Cause.DONE:
         return ended.code
     if ended.cause != Cause.FAILED or ended.first_failure is None:
@@ -150,7 +150,7 @@ def _code(evidence: "Evidence", ended: Ended, hardware: str) -> str:
 
 
 class Evidence:
-    """Records and logs of an attempt that has ended, and Slurm's word on its job."""
+    """Records and logs of an attempt that has ended, and Slurm's state of its job."""
 
     def __init__(
         self,
@@ -160,49 +160,49 @@ class Evidence:
         exit_code: int,
         write_error: str = "",
     ) -> None:
-        """exit_code: srun's. write_error: why nothing can be written in the attempt's directory."""
+        """exit_code: srun's. write_error: why the attempt's directory cannot be written."""
         self.job, self.run, self.history, self.attempt = job, job.run, history, attempt
         self.unwritable = bool(write_error)
         self.spec = spec = history.spec
         self.keeps_records = spec.program.keeps_records if spec else self.run.metrics.exists()
-        """True where ranks leave a last word in any case."""
+        """True if the ranks always leave a final record."""
         final_record = attempt.read_final_record()
         self.has_final_record = final_record is not None
-        """True where the ranks have recorded their common end."""
+        """True if the ranks have recorded their common end."""
         self.final_record = final_record or FinalRecord()
         self.write_error = self.final_record.write_error or write_error
-        """Error with which the last checkpoint or records could not be written."""
+        """Error that prevented the last checkpoint or records."""
         self.outcomes = read_outcomes(attempt.outcomes)
         any_failed = any(outcome.failed for outcome in self.outcomes)
         self.stop_signal = "" if any_failed else self._find_stop_signal()
-        """Signal at which all ranks of a command have left with exit code 0; empty otherwise."""
+        """Signal on which all ranks of a command exited with code 0; empty otherwise."""
         self.step_ended = bool(history.every(events.StepEnded, attempt.number))
-        """True where the step was ended in place of a message that was lost."""
-        # srun's code is that of the end which the records made necessary.
+        """True if the step was ended because an exit message was lost."""
+        # srun's code is then only a consequence of that.
         self.srun_code = 0 if self.step_ended else exit_code
         self.paused = self._has_paused(any_failed)
-        """True where the ranks have saved and left as asked, or were asked before any began."""
+        """True if the ranks saved and exited on request, or were asked before any started."""
         hang = ended_for(attempt.outcomes)
         self.hang = hang.reason if hang else ""
-        """Hang for which the job was ended; `failure` has its rank, where one is to blame."""
-        if hang:  # srun was told to end the tasks, whatever its code is
+        """Hang for which the job was ended. `failure` names the rank that hung, if known."""
+        if hang:  # srun was asked to end the tasks, so its code says nothing
             self.srun_code = EXIT_FAILED
             self.failure = next((failure_of(each) for each in self.outcomes if each.hung), None)
         else:
             self.failure = first_failure(self.outcomes, self.job_log)
         if self.srun_code == 0 and not any_failed:
-            self.failure = None  # srun's lines may be of another step, run by the set-up
+            self.failure = None  # srun's lines may belong to another step, started by the setup
         self.code = _job_code(self.srun_code, self.failure)
         seems_done = self.code == 0 and not self.paused and not self.unwritable
         if seems_done and not self.keeps_records and self.final_record.cause != Cause.DONE:
-            # Killed with its parent: srun exits with 0 when it was told to end itself (TERM).
+            # The rank was killed with its parent: srun exits with 0 when TERM ends it.
             killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
             self.failure = next(killed, None)
             self.code = EXIT_FAILED if self.failure else 0
 
     def _find_stop_signal(self) -> str:
         ended_well = [outcome for outcome in self.outcomes if outcome.exit_code == 0]
-        # A rank that was told nothing has come to its end, and so had the others.
+        # A rank that received no signal has finished, and so have the others.
         if self.keeps_records or not ended_well or not all(each.left_early for each in ended_well):
             return ""
         if self.final_record.cause == Cause.DONE or self._says_finished():
@@ -210,9 +210,9 @@ class Evidence:
         return next(each.received_signal.signal for each in ended_well if each.received_signal)
 
     def _says_finished(self) -> bool:
-        """Return whether a framework's last line says that it has finished; rank 0 prints it."""
+        """Return whether a framework's last line, from rank 0, says that training has finished."""
         log = read_attempt_log(self.run.rank_log(0), self.attempt.number)
-        last = max(_FINISHED_OR_TOLD.finditer(log), key=re.Match.start, default=None)
+        last = max(_FINISHED_OR_SIGNALLED.finditer(log), key=re.Match.start, default=None)
         return last is not None and last["finished"] is not None
 
     def _has_paused(self, any_failed: bool) -> bool:
@@ -224,112 +224,116 @@ class Evidence:
             return True
         if not self.unwritable or self.has_final_record or self.srun_code:
             return False
-        # Ranks without a record have left as asked, as srun reports no failure. A command's may as
-        # well be done, unless it was asked to stop.
+        # Ranks without a record have exited on request, because srun reports no failure. Ranks of
+        # a command may also be done, unless it was asked to stop.
         no_code = not any(outcome.exit_code is not None for outcome in self.outcomes)
         return no_code and (self.keeps_records or self.attempt.asked_to_stop() is not None)
 
     @property
     def has_left(self) -> bool:
-        """True where the ranks left by themselves."""
+        """True if the ranks exited on their own, not because they were killed."""
         return self.paused or self.has_final_record
 
     @property
     def asked_code(self) -> int:
-        """Exit code of ranks that left as asked, else 0.
+        """Exit code of ranks that exited on request, else 0.
 
-        srun's own is that of the tasks which Slurm has ended by force meanwhile.
+        srun's code may be that of tasks that Slurm killed later.
         """
         return EXIT_PAUSED if self.has_left else 0
 
     @cached_property
     def job_log(self) -> str:
-        """Job log since this job, or its latest restart, has started."""
+        """Part of the job log since the latest start of this job."""
         text = files.read_tail(self.run.job_log, _LOG_TAIL_BYTES).decode(errors="replace")
         return text.rpartition(f", job {self.job.id} on ")[2] if self.job.id else text
 
     @property
     def step_aborted(self) -> bool:
-        """True where srun was told of the step's end before it saw a task end, by its lines."""
+        """True if srun's lines show that the step was aborted before any task ended."""
         return srun_lines.was_aborted(self.job_log)
 
     @cached_property
     def interrupted_by(self) -> str:
-        """Signal to the batch script by which a person has stopped the attempt; else empty."""
+        """Signal to the batch script with which the user stopped the attempt; empty without one."""
         last = next(reversed(self.history.every(events.StopAsked)), events.StopAsked())
         return last.by if last.attempt == self.attempt.number else ""
 
     @cached_property
     def is_stop_asked(self) -> bool:
-        """True where a person asked the run to stop, even if too late for its ranks to see it."""
+        """True if the user asked the run to stop, even too late for its ranks to notice."""
         if self.attempt.asked_to_stop() == "stop":
             return True
         return withdrawal_cause(self.history.events, self.job.id) == Cause.STOPPED
 
     @cached_property
     def steps_gained(self) -> int | None:
-        """Steps that the attempt has brought onto the disk; None where nobody counts them."""
+        """Steps that the attempt added to the checkpoints; None if they are not counted."""
         return steps_gained(self.attempt, self.spec)
 
     @property
     def leaves_something(self) -> bool:
-        """True where the attempt has left something to resume from, as its records tell."""
+        """True if records show that the attempt left something to resume from."""
         return self.has_left or bool(self.steps_gained)
 
     @cached_property
     def lost_nodes(self) -> tuple[str, ...]:
-        """Nodes that were lost: by the controller's own watch, else those srun has seen fail."""
+        """Nodes that the controller's watch found lost, or else those that srun saw fail."""
         bad_marks = self.history.bad_marks(self.attempt.number, bad_nodes.BY_LOSS)
         lost = tuple(node for each in bad_marks for node in each.nodes)
         return lost or srun_lines.lost_nodes(self.job_log)
 
     @cached_property
-    def slurms_word(self) -> Ending:
-        """Reason for which the job ends, as recorded by its people or asked of slurmctld."""
+    def slurm_state(self) -> Ending:
+        """Reason why the job ends, from the run's events or from slurmctld."""
         of_job = [event for event in self.history.events if event.job_id == self.job.id]
         asked = [e for e in of_job if isinstance(e, events.CancelAsked | events.CancelFailed)]
         if asked and isinstance(asked[-1], events.CancelAsked):
-            return Ending.CANCELLED  # `clusterddp cancel` asked for it
+            return Ending.CANCELLED  # by `clusterddp cancel`
         if any(isinstance(event, events.TimeLimitReached) for event in of_job):
             return Ending.TIME_LIMIT  # recorded by a rehearsal
         if is_rehearsal(os.environ):
             return Ending.NONE
         word = ending(self.job.name, self.job.restart)
-        # slurmctld can show a job preempted by cancelling it as one that a person cancelled.
+        # slurmctld can report a job that was preempted by cancellation as cancelled by its user.
         preempted = word is Ending.CANCELLED and srun_lines.was_preempted(self.job_log)
         return Ending.PREEMPTED if preempted else word
 
     @cached_property
-    def was_saved(self) -> str:
-        """A clause on what the next attempt finds."""
+    def saved_clause(self) -> str:
+        """Clause that says what the next attempt resumes from."""
         if not self.keeps_records and not self.has_final_record:
-            # Only a command's exit code is known, not what it saves without a loop of ours.
-            asked = f"the {_ASKED_AGAIN}"
+            # Without a Loop, a command's checkpoints are unknown; only its exit code is known.
+            asked = f"the {_ASKED_RESTART}"
             if self.stop_signal:
-                asked = f"told to end by {self.stop_signal}, the command left with exit code 0"
-            return asked if self.paused else "the command has not said whether it saved"
+                asked = f"the command exited with code 0 on {self.stop_signal}"
+            return asked if self.paused else "it is not known whether the command saved"
         step, saved = self.final_record.step, self.final_record.saved
         at = f" at step {step}" if step is not None else ""
         if saved not in (-1, step):
-            last = f"their last checkpoint is of step {saved}"
+            last = f"their last checkpoint is from step {saved}"
             if saved is None:
                 last = "there is no checkpoint yet"
-            return f"the ranks have left{at}; {last}"
+            return f"the ranks exited{at}; {last}"
         if self.unwritable and not self.has_final_record:
-            return "the ranks have left and could not record how"
-        return f"the ranks have saved and left{at}" if self.has_left else "no rank saved at the end"
+            return "the ranks exited but could not record how"
+        if self.has_left:
+            return f"the ranks saved a checkpoint and exited{at}"
+        return "no rank saved a checkpoint at the end"
 
 
 def _done(evidence: Evidence) -> AttemptResult | None:
     if evidence.final_record.cause == Cause.DONE:
-        # A rank or srun that ended after the run's last word takes nothing from it.
+        # A rank or srun that fails after the final record does not change the result.
         code = evidence.code
         late = (f"the script then ended with exit code {code}",) if code else ()
-        return AttemptResult(Ended(cause=Cause.DONE, exit_code=0), (_achieved(evidence.run), *late))
+        return AttemptResult(
+            Ended(cause=Cause.DONE, exit_code=0), (_summarize_report(evidence.run), *late)
+        )
     left = evidence.paused or evidence.final_record.cause == Cause.STOPPED
     if evidence.code == 0 and not left and not evidence.keeps_records:
-        line = _achieved(evidence.run)
-        if not evidence.outcomes:  # `exit 0` ahead of the step, or a launch line of one's own
+        line = _summarize_report(evidence.run)
+        if not evidence.outcomes:  # `exit 0` before the step, or a custom launch line
             line = "done: exit code 0; no task has recorded its end"
         return AttemptResult(Ended(cause=Cause.DONE, exit_code=0), (line,))
     return None
@@ -347,10 +351,10 @@ def _superseded(evidence: Evidence) -> AttemptResult | None:
 def _node_lost(evidence: Evidence) -> AttemptResult | None:
     lost = evidence.lost_nodes
     silent = (Ending.CANCELLED, Ending.NONE, Ending.UNKNOWN)
-    if not lost or evidence.slurms_word not in silent:
+    if not lost or evidence.slurm_state not in silent:
         return None
     named = f"node {lost[0]} is" if len(lost) == 1 else f"nodes {', '.join(lost)} are"
-    # Which of the tasks that ended with it was seen first is chance, and so is their code.
+    # The order in which srun sees the node's tasks end is arbitrary, and so are their codes.
     gone = (o for o in evidence.outcomes if o.host in lost and o.ended is None)
     first = next(map(failure_of, gone), evidence.failure)
     return AttemptResult(
@@ -360,34 +364,34 @@ def _node_lost(evidence: Evidence) -> AttemptResult | None:
             first_failure=first,
             saved=evidence.leaves_something,
         ),
-        (f"{named} lost; {evidence.was_saved}",),
+        (f"{named} lost; {evidence.saved_clause}",),
     )
 
 
 def _cancelled(evidence: Evidence) -> AttemptResult | None:
-    if evidence.slurms_word is not Ending.CANCELLED:
+    if evidence.slurm_state is not Ending.CANCELLED:
         return None
     code = evidence.asked_code or evidence.code or EXIT_PAUSED
     return AttemptResult(
-        Ended(cause=Cause.CANCELLED, exit_code=code), (f"cancelled; {evidence.was_saved}",)
+        Ended(cause=Cause.CANCELLED, exit_code=code), (f"cancelled; {evidence.saved_clause}",)
     )
 
 
 def _stopped(evidence: Evidence) -> AttemptResult | None:
     asked = evidence.final_record.reason == "stop" or (
-        # A command leaves no record of who asked, nor do ranks that have not started.
+        # Commands, and ranks that have not started, leave no record of who asked.
         not (evidence.keeps_records and evidence.outcomes) and evidence.is_stop_asked
     )
     if not (evidence.has_left and asked):
         return None
     how = evidence.interrupted_by and f"{evidence.interrupted_by} to its batch script"
     by = how and f" by {how}"
-    line = f"stopped{by}; {evidence.was_saved}"
+    line = f"stopped{by}; {evidence.saved_clause}"
     return AttemptResult(Ended(cause=Cause.STOPPED, exit_code=EXIT_PAUSED, how=how), (line,))
 
 
 def _ended_by_slurm(evidence: Evidence) -> AttemptResult | None:
-    cause = evidence.slurms_word.value
+    cause = evidence.slurm_state.value
     if cause not in (Cause.REQUEUED, Cause.PREEMPTED, Cause.TIME_LIMIT):
         return None
     return AttemptResult(
@@ -396,49 +400,49 @@ def _ended_by_slurm(evidence: Evidence) -> AttemptResult | None:
             exit_code=evidence.asked_code or evidence.code or EXIT_FAILED,
             saved=evidence.leaves_something,
         ),
-        (f"{cause}; {evidence.was_saved}",),
+        (f"{cause}; {evidence.saved_clause}",),
     )
 
 
 def _preflight_failed(evidence: Evidence) -> AttemptResult | None:
-    """Judge an attempt whose nodes have failed the checks ahead of its tasks or its training."""
+    """Return the result if nodes failed the checks before the tasks or the training."""
     bad_marks = evidence.history.bad_marks(evidence.attempt.number, bad_nodes.BY_PREFLIGHT)
     if not bad_marks:
         return None
     named = "; ".join(f"{host}: {reason}" for host, reason in bad_marks[-1].nodes.items())
     done = "step was done" if evidence.outcomes else "task has started"
-    line = f"no {done}, for a node has failed its checks. {named}"
+    line = f"no {done}, because a node failed its checks. {named}"
     return AttemptResult(
         Ended(cause=Cause.PREFLIGHT, exit_code=EXIT_FAILED, saved=False, remark=named), (line,)
     )
 
 
 def _step_cancelled(evidence: Evidence) -> AttemptResult | None:
-    """Judge an attempt whose step somebody has ended, and not the job: its ranks are killed."""
+    """Return the result if the step, not the job, was cancelled: its ranks were killed."""
     code = evidence.failure.exit_code if evidence.failure else None
     is_killed = code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
     if not is_killed or evidence.has_left or evidence.hang or is_rehearsal(os.environ):
         return None
-    if evidence.slurms_word is not Ending.NONE or not evidence.step_aborted:
+    if evidence.slurm_state is not Ending.NONE or not evidence.step_aborted:
         return None
     if evidence.step_ended or _OVER_MEMORY.search(evidence.job_log):
         return None
     step = step_watch.step_name(evidence.attempt, evidence.job.id) or "its step"
-    how = f"scancel {step}, or a signal to its srun, which ended the step and not the job"
-    line = f"cancelled by {how}; {evidence.was_saved}"
+    how = f"scancel {step} or a signal to its srun, which ended the step but not the job"
+    line = f"cancelled by {how}; {evidence.saved_clause}"
     return AttemptResult(
         Ended(cause=Cause.CANCELLED, exit_code=evidence.code, saved=False, how=how), (line,)
     )
 
 
 def _killed(evidence: Evidence) -> AttemptResult | None:
-    """Judge an attempt one rank of which was killed, for which the others were ended."""
+    """Return the result if one rank was killed and the others were ended because of it."""
     if not evidence.srun_code or not evidence.has_left:
         return None
     killed = first_killed(evidence.outcomes, evidence.job_log)
     if not killed:
         return None
-    line = f"{killed.describe()}; {evidence.was_saved}"
+    line = f"{killed.describe()}; {evidence.saved_clause}"
     code = killed.exit_code or EXIT_FAILED
     return AttemptResult(Ended(cause=Cause.FAILED, exit_code=code, first_failure=killed), (line,))
 
@@ -448,31 +452,32 @@ def _signalled(evidence: Evidence) -> AttemptResult | None:
         return None
     if evidence.keeps_records or evidence.has_final_record:
         reason = evidence.final_record.reason or "a request to stop"
-        line = f"{reason}: {evidence.was_saved}"
-        # By the run's own clock, ahead of Slurm's word and without a signal.
+        line = f"{reason}: {evidence.saved_clause}"
+        # The run's own clock stops it before Slurm's signal.
         how = OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
         return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
-    how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_AGAIN}"
+    how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_RESTART}"
     if evidence.stop_signal:
-        how = f"{evidence.stop_signal}, at which the command left with exit code 0"
+        how = f"{evidence.stop_signal}, on which the command exited with code 0"
     code = end_codes.TOLD if evidence.stop_signal else ""
     return AttemptResult(
-        Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how, code=code), (evidence.was_saved,)
+        Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how, code=code),
+        (evidence.saved_clause,),
     )
 
 
 def _suspended(evidence: Evidence) -> AttemptResult | None:
-    """Judge ranks that lost each other as they went on: the time of a stop counts as waited."""
+    """Return the result if ranks timed out on each other because their job was suspended."""
     failed = [each for each in evidence.outcomes if each.failed]
     lost = [each for each in failed if each.peer_lost]
-    went_on = {each.rank: each.continued for each in evidence.outcomes if each.continued}
-    # Of a single rank that somebody stopped, the others have waited in earnest.
-    if len(went_on) < 2 or not all(each in lost or each.signal == "SIGTERM" for each in failed):
+    resumed = {each.rank: each.continued for each in evidence.outcomes if each.continued}
+    # If only one rank was stopped, the others really waited for it.
+    if len(resumed) < 2 or not all(each in lost or each.signal == "SIGTERM" for each in failed):
         return None
-    gone_on = max(went_on.values())
-    if not any((each.ended or 0.0) - gone_on < _BREAKS_OFF_SECONDS for each in lost):
+    last_resumed = max(resumed.values())
+    if not any((each.ended or 0.0) - last_resumed < _GIVE_UP_SECONDS for each in lost):
         return None
-    line = f"suspended for longer than the ranks wait for each other; {evidence.was_saved}"
+    line = f"suspended for longer than the ranks wait for each other; {evidence.saved_clause}"
     return AttemptResult(
         Ended(
             cause=Cause.SUSPENDED,
@@ -489,7 +494,7 @@ def _failed(evidence: Evidence) -> AttemptResult | None:
         return None
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.keeps_records and any(o.rank == failure.rank for o in evidence.outcomes):
-            why = "the command does not take that signal; nobody knows what it had saved before"
+            why = "the command does not handle that signal, and it is not known what it had saved"
             line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
             return AttemptResult(
                 Ended(
@@ -497,10 +502,10 @@ def _failed(evidence: Evidence) -> AttemptResult | None:
                 ),
                 (line,),
             )
-        line = f"rank {failure.rank} got its signal before it could take it for a request to stop"
+        line = f"rank {failure.rank} got a signal to stop before it had installed a handler"
         return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED), (line,))
-    if _is_aftershock(evidence, failure):
-        line = f"{failure.describe()}: Slurm ended a step of the lost node once more"
+    if _is_late_step_end(evidence, failure):
+        line = f"{failure.describe()}: Slurm ended this step late, in place of the lost node's"
         return AttemptResult(
             Ended(cause=Cause.NODE_LOST, exit_code=evidence.code, first_failure=failure), (line,)
         )
@@ -527,7 +532,7 @@ def _unexplained(evidence: Evidence) -> AttemptResult:
             Ended(cause=Cause.FAILED, exit_code=EXIT_FAILED, code=end_codes.UNEXPLAINED), (line,)
         )
     if evidence.outcomes:
-        line = f"ended with exit code {code}; no rank says why. See {run.job_log}."
+        line = f"ended with exit code {code}, and no rank recorded a reason. See {run.job_log}."
         return AttemptResult(
             Ended(cause=Cause.FAILED, exit_code=code, code=end_codes.UNEXPLAINED), (line,)
         )
@@ -537,11 +542,11 @@ def _unexplained(evidence: Evidence) -> AttemptResult:
     )
 
 
-def _is_aftershock(evidence: Evidence, failure: Failure) -> bool:
-    """Return whether Slurm has ended this attempt's step in place of the one before it.
+def _is_late_step_end(evidence: Evidence, failure: Failure) -> bool:
+    """Return whether Slurm ended this attempt's step instead of the previous attempt's.
 
-    Seen on 22.05: a node that is lost and soon back gets the end of its former step late, and the
-    new step has the same number.
+    Seen on 22.05: a lost node that soon returns gets the end of its former step late, when the new
+    step has the same number.
     """
     number = evidence.attempt.number
     causes = causes_by_attempt(evidence.history.events)
@@ -552,34 +557,34 @@ def _is_aftershock(evidence: Evidence, failure: Failure) -> bool:
 
 
 def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:
-    """Yield what a person should know beside the cause, and its code."""
-    if remark := _own_worlds(evidence.outcomes) or _never_met(evidence.outcomes):
+    """Yield remarks for the user about the end, each with its error code."""
+    if remark := _nested_worlds(evidence.outcomes) or _unmet_ranks(evidence.outcomes):
         yield remark, "CD1226"
     elif ended.code == "CD0905" and (remark := _launcher_inside(evidence)):
         yield remark, ended.code
     reason = ended.first_failure.reason if ended.first_failure else ""
     if ended.code == "CD1217" and (remark := _other_python(evidence, reason)):
         yield remark, ended.code
-    if ended.cause == Cause.FAILED and (remark := _left_paths(evidence, reason)):
+    if ended.cause == Cause.FAILED and (remark := _outside_paths(evidence, reason)):
         yield remark, "CD0320"
 
 
 def _launcher_inside(evidence: Evidence) -> str:
-    """Say that a launcher in each task wants the port that is in use; empty without one."""
-    from clusterddp.request import nested_launcher  # for this end alone
+    """Return a remark if the launcher in each task competes for one port; else empty."""
+    from clusterddp.request import nested_launcher  # rarely needed
 
     command = evidence.spec.command if evidence.spec else ()
     found = nested_launcher.find(command) or nested_launcher.in_script(command, Path.cwd())
     if found is None:
         return ""
     return (
-        f"each task starts {found.name}, which starts ranks of its own: those of several tasks "
-        f"want one port. Have each task start the program without {found.name}"
+        f"each task starts {found.name}, which starts its own ranks, and those of several tasks "
+        f"want the same port. Have each task start the program without {found.name}"
     )
 
 
 def _other_python(evidence: Evidence, reason: str) -> str:
-    """Say that COMMAND's Python is the first on the PATH, of no environment that is activated."""
+    """Return a remark if COMMAND's Python comes from the PATH, not from an active environment."""
     spec = evidence.spec
     missing = re.search(r"No module named '?([\w.]+)", reason)
     if spec is None or not spec.command or not missing or spec.container_image:
@@ -592,27 +597,27 @@ def _other_python(evidence: Evidence, reason: str) -> str:
         return ""
     named = spec.python if "/" in spec.python else "ENVIRONMENT/bin/python"
     return (
-        f"{program} is the first one on the PATH of the tasks, and has no {missing[1]}: activate "
-        "the environment that has it before you submit, or name its Python, as in "
+        f"{program} is the first one on the PATH of the tasks, and has no {missing[1]}. Activate "
+        "the environment that has it before you submit, or name its Python: "
         f"-- {shlex.join([named, *arguments])}"
     )
 
 
-def _left_paths(evidence: Evidence, reason: str) -> str:
-    """Name the relative paths that lead elsewhere from the copy of the code, after such an error.
+def _outside_paths(evidence: Evidence, reason: str) -> str:
+    """Return a remark on relative paths that lead outside the copy of the code; else empty.
 
-    Empty where the submission has found none, or the error has nothing to do with files.
+    Only for an error about missing files, and paths that the submission had found.
     """
-    record = files.read_json(evidence.run.code_record) if _NOT_THERE.search(reason) else None
+    record = files.read_json(evidence.run.code_record) if _MISSING_FILES.search(reason) else None
     leaving = record.get("leaving") if record else None
     if not (isinstance(leaving, list) and leaving):
         return ""
     named = formatting.join_limited([str(each) for each in leaving], 3, ", ")
-    return f"a relative path leads elsewhere from the copy of the code, in which it ran: {named}"
+    return f"a relative path leads outside the copy of the code in which the command ran: {named}"
 
 
-def _own_worlds(outcomes: Sequence[Outcome]) -> str:
-    """Say that the tasks' children formed worlds of their own; empty where fewer than two did."""
+def _nested_worlds(outcomes: Sequence[Outcome]) -> str:
+    """Return a remark if children of two or more tasks formed separate worlds; else empty."""
     worlds = [outcome.nested_world for outcome in outcomes if outcome.nested_world]
     if len(worlds) < 2:
         return ""
@@ -622,35 +627,35 @@ def _own_worlds(outcomes: Sequence[Outcome]) -> str:
     by = f", started by {' and '.join(names)}" if names else ""
     ranks = "1 rank" if of == "1" else f"{of} ranks"
     return (
-        f"the children of {len(worlds)} of {len(outcomes)} tasks formed worlds of their own{by}, "
-        f"of {ranks} each: every one of them trained by itself. If one training of all tasks was "
+        f"the children of {len(worlds)} of {len(outcomes)} tasks formed separate worlds{by}, "
+        f"of {ranks} each: each trained separately. If one training of all tasks was "
         f"meant, have each start the program {f'without {names[0]}' if names else 'itself'}"
     )
 
 
-def _never_met(outcomes: Sequence[Outcome]) -> str:
-    """Say that several ranks have ended well and none has met another; else empty."""
+def _unmet_ranks(outcomes: Sequence[Outcome]) -> str:
+    """Return a remark if several ranks ended well but never met; else empty."""
     if len(outcomes) < 2 or any(each.exit_code != 0 or each.received_signal for each in outcomes):
         return ""
     if not any(each.rank == 0 and each.met is False for each in outcomes):
         return ""
     return (
-        f"none of the {len(outcomes)} ranks has met another, as nobody listened on MASTER_PORT, "
-        "nor rank 0 on another port: each trained by itself. If one training of all was meant, "
-        "call torch.distributed.init_process_group() in each, or give its framework the number of "
-        "nodes and of ranks on each"
+        f"none of the {len(outcomes)} ranks met another: nothing listened on MASTER_PORT, and "
+        "rank 0 on no other port, so each trained separately. If one training of all was meant, "
+        "call torch.distributed.init_process_group() in each rank, or give its framework the "
+        "number of nodes and of ranks per node"
     )
 
 
 def _job_code(srun_code: int, failure: Failure | None) -> int:
-    """Return the first failing rank's code, rather than 143 of those that were ended for it."""
+    """Return the exit code of the first failing rank, not the 143 of ranks ended because of it."""
     if failure and failure.exit_code:
         return failure.exit_code
     return srun_code or (EXIT_FAILED if failure else 0)
 
 
-def _achieved(run: RunDir) -> str:
-    """Sum the report up in a line; a command leaves none."""
+def _summarize_report(run: RunDir) -> str:
+    """Return a one-line summary of the report; a command has none."""
     report = files.read(Report, run.report)
     if report is None:
         return "done: every task ended with exit code 0"
@@ -665,5 +670,5 @@ def _achieved(run: RunDir) -> str:
             f"{'rank' if report.world_size == 1 else 'ranks'} of {hosts} "
             f"{'host' if hosts == 1 else 'hosts'}; {run.report}"
         )
-    except TypeError:  # a figure that is not there
+    except TypeError:  # a missing figure
         return f"done; see {run.report}"

@@ -1,8 +1,8 @@
-"""Spare nodes of a job: which of its nodes a step runs on, and which of them are lost.
+"""Spare nodes of a job: the nodes that a step uses, and those that are lost.
 
-slurmctld takes a node for lost after SlurmdTimeout, 300 s by default. The ranks' own records tell
-within seconds: a rank has failed, or a node's small parent renews its record no more. Whether the
-node is lost is then asked of its slurmd, by a connection to its port.
+slurmctld marks a node DOWN after SlurmdTimeout, 300 s by default. The ranks' records show a loss
+within seconds: a rank has failed, or the process above a node's ranks no longer renews its record.
+A connection to the port of the node's slurmd then confirms the loss.
 """
 
 import os
@@ -29,40 +29,39 @@ from clusterddp.slurm import client as slurm
 from clusterddp.slurm.forms import expand_nodelist
 
 LIVENESS_TIMEOUT = 3 * RENEWAL_SECONDS
-"""Without a sign of life for so long, a node is asked for one."""
-_LOOKS = 2
-"""Looks in a row at which a lost node does not answer …"""
-_LOOKS_REFUSED = 6
-"""… and where its kernel answers: slurmd alone may be starting again."""
-_MOST_AT_ONCE = 32
+"""Time without a renewed record after which a node's slurmd is contacted."""
+_MAX_FAILED = 2
+"""Failed connections in a row after which a node is lost …"""
+_MAX_REFUSED = 6
+"""… and if its kernel refuses them: slurmd may only be restarting."""
+_MAX_CONNECTIONS = 32
 
 
 class Allocation:
-    """Nodes of a job that has some to spare."""
+    """Nodes of a job with spare nodes."""
 
     def __init__(self, nodelist: str, needed: int) -> None:
         """nodelist: SLURM_JOB_NODELIST. needed: nodes of a step. Raises RequestError."""
         self.nodes = expand_nodelist(nodelist)
         self.lost: set[str] = set()
-        """Nodes that were lost since the job started."""
+        """Nodes lost since the job started."""
         self._needed = needed
 
     @property
     def left(self) -> list[str]:
-        """Nodes that were not lost, in Slurm's order."""
+        """Nodes that are not lost, in Slurm's order."""
         return [node for node in self.nodes if node not in self.lost]
 
     def choose(self, bad: Collection[str]) -> list[str]:
-        """Choose the nodes of the next step, in Slurm's order; empty where too few are good."""
+        """Choose the nodes of the next step, in Slurm's order; empty if too few are good."""
         good = [node for node in self.left if node not in bad]
         return good[: self._needed] if len(good) >= self._needed else []
 
     def choose_first(self, bad: Mapping[str, BadNode]) -> list[str]:
-        """Choose the nodes of the job's first step: bad ones where Slurm gave too few others.
+        """Choose the nodes of the job's first step, with bad ones if there are too few others.
 
-        Fewer than a step needs where Slurm gave no more at all.
-
-        Those that were lost come last, as slurmctld may not know of it yet.
+        Nodes marked bad for their loss come last, because slurmctld may not know of it yet. Returns
+        fewer nodes than a step needs if Slurm gave no more.
         """
 
         def sort_key(node: str) -> int:
@@ -73,13 +72,13 @@ class Allocation:
 
 
 def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, str]:
-    """Wait until nodes of a job are lost; returns what was seen, by their names.
+    """Wait until nodes of a job are lost. Return what was observed, by node.
 
-    Empty once `at_work` returns nothing, and once the attempt is superseded: the step of its number
-    may be another one's by then.
+    Returns an empty dictionary once `at_work` returns false, or the attempt is superseded: the step
+    of its number may then belong to another attempt.
     """
     looks = patience.looks(every=patience.STEP_PAUSE)
-    next(looks)  # nobody is lost at once
+    next(looks)  # no node is lost at once
     for _ in looks:
         if not at_work() or nodes.attempt.is_superseded:
             return {}
@@ -89,25 +88,26 @@ def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, s
 
 
 class NodeWatch:
-    """Looks at the records of a step's ranks for nodes that show no life."""
+    """Watch of a step's rank records for nodes that no longer renew them."""
 
     def __init__(self, attempt: Attempt, nodes: Sequence[str], idle: Collection[str] = ()) -> None:
-        """idle: the job's further nodes, but for this one."""
+        """nodes, idle: the step's and the job's further nodes, both without this node."""
         self.attempt, self._nodes, self._idle = attempt, nodes, {*idle}
         self._others = {*nodes, *idle}
-        self._mute, self._mute_idle = _Mute(self._others), _Mute(self._others)
+        self._failed_step = _FailedConnections(self._others)
+        self._failed_idle = _FailedConnections(self._others)
         self._idle_due = 0.0
         self._signs: dict[str, tuple[float, float]] = {}
-        """Time of change of a node's records, and when that was seen first."""
+        """Latest change of a node's records, and when this process first saw it."""
 
     def look(self, now: float) -> dict[str, str]:
-        """Return the nodes that did not answer at this look and those before, and the reason.
+        """Return the nodes that failed to answer often enough in a row, with the reason.
 
-        now: seconds of a clock that nobody sets.
+        now: a monotonic clock, in seconds.
         """
         outcomes = read_outcomes(self.attempt.outcomes)
         failed = any(outcome.failed for outcome in outcomes)
-        explained = any(_failed_by_itself(outcome) for outcome in outcomes)
+        explained = any(_has_own_error(outcome) for outcome in outcomes)
         suspects = {}
         for node in self._nodes:
             of_node = [outcome for outcome in outcomes if outcome.host == node]
@@ -119,17 +119,17 @@ class NodeWatch:
             ended = bool(of_node) and all(outcome.ended is not None for outcome in of_node)
             if failed and not (ended and explained):
                 suspects[node] = (
-                    f"ranks have failed, and its own have {'' if ended else 'not '}ended"
+                    f"ranks have failed, and those of this node have {'' if ended else 'not '}ended"
                 )
             elif ended:
                 continue
             elif now - since > LIVENESS_TIMEOUT:
-                suspects[node] = f"it gave no sign of life for {LIVENESS_TIMEOUT:g} s"
-        lost = {node: _and_no_answer(suspects[node]) for node in self._mute.look(suspects)}
+                suspects[node] = f"its records have not changed for {LIVENESS_TIMEOUT:g} s"
+        lost = {node: _with_no_answer(suspects[node]) for node in self._failed_step.look(suspects)}
         if now >= self._idle_due:
             self._idle_due = now + patience.SPARES_IDLE_PAUSE
-            gone = self._mute_idle.look(self._idle)
-            lost |= dict.fromkeys(gone, _and_no_answer("it was an idle spare"))
+            gone = self._failed_idle.look(self._idle)
+            lost |= dict.fromkeys(gone, _with_no_answer("it was an idle spare"))
             self._idle.difference_update(gone)
             self._others.difference_update(gone)
         return lost
@@ -140,70 +140,70 @@ class NodeWatch:
         return 0.0
 
 
-class _Mute:
-    """Counts the looks in a row at which nodes did not answer."""
+class _FailedConnections:
+    """Counter of failed connections in a row, by node."""
 
     def __init__(self, others: AbstractSet[str]) -> None:
-        """others: the job's nodes but for this one."""
+        """others: the job's nodes without this one."""
         self._others = others
-        self.looks: dict[str, int] = {}
+        self.in_a_row: dict[str, int] = {}
 
     def look(self, suspects: Collection[str]) -> list[str]:
-        """Ask nodes, and return those that are lost.
+        """Contact nodes and return the lost ones.
 
-        None where no other node of several answers: it is then this host that may be cut off.
+        Returns none if no other node of several answers: this host may then be cut off.
         """
-        mute = unreachable_nodes(suspects) if suspects else {}
+        unreachable = unreachable_nodes(suspects) if suspects else {}
         rest = self._others - {*suspects}
-        if mute and len(self._others) > 1 and len(mute) == len(suspects):
-            mute = {} if {*unreachable_nodes(rest)} == rest else mute
-        self.looks = {node: self.looks.get(node, 0) + 1 for node in mute}
+        if unreachable and len(self._others) > 1 and len(unreachable) == len(suspects):
+            unreachable = {} if {*unreachable_nodes(rest)} == rest else unreachable
+        self.in_a_row = {node: self.in_a_row.get(node, 0) + 1 for node in unreachable}
         return [
             node
-            for node, refuses in mute.items()
-            if self.looks[node] >= (_LOOKS_REFUSED if refuses else _LOOKS)
+            for node, refuses in unreachable.items()
+            if self.in_a_row[node] >= (_MAX_REFUSED if refuses else _MAX_FAILED)
         ]
 
 
 def find_lost(
     attempt: Attempt, nodes: Sequence[str], exit_code: int, others: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the nodes that a step which has ended has lost, and what was seen of them.
+    """Return the nodes that an ended step has lost, and what was observed.
 
-    nodes: those of the step, but for this one. exit_code: srun's. others: the job's further nodes.
-    Where a rank has failed of an error of its own, only nodes are asked whose ranks left no record
-    of an end.
+    nodes: the step's nodes without this one. exit_code: srun's. others: the job's further nodes.
+    If a rank failed with an error of its own, only nodes with ranks without a recorded end are
+    contacted.
     """
     if exit_code in (0, EXIT_PAUSED) or attempt.read_final_record():
         return {}
     outcomes = read_outcomes(attempt.outcomes)
-    explained = any(_failed_by_itself(outcome) for outcome in outcomes)
+    explained = any(_has_own_error(outcome) for outcome in outcomes)
     ended = {each.host for each in outcomes} - {o.host for o in outcomes if o.ended is None}
     suspects = [node for node in nodes if not explained or node not in ended]
-    mute = _Mute({*nodes, *others})
+    unreachable = _FailedConnections({*nodes, *others})
     lost: list[str] = []
     for _ in patience.looks(every=patience.STEP_PAUSE):
-        lost = mute.look(suspects)
-        if len(lost) >= len(mute.looks):
+        lost = unreachable.look(suspects)
+        if len(lost) >= len(unreachable.in_a_row):
             break
-    return {node: _and_no_answer("its step has ended with a failure") for node in lost}
+    return {node: _with_no_answer("its step has ended with a failure") for node in lost}
 
 
-def _failed_by_itself(outcome: Outcome) -> bool:
+def _has_own_error(outcome: Outcome) -> bool:
     return outcome.failed and outcome.error is not None and not outcome.peer_lost
 
 
-def _and_no_answer(why: str) -> str:
+def _with_no_answer(why: str) -> str:
     return f"{why}, and its slurmd does not answer"
 
 
 def unreachable_nodes(nodes: Collection[str]) -> dict[str, bool]:
-    """Return the nodes whose slurmd takes no connection, and whether their kernel refuses it.
+    """Return the nodes whose slurmd accepts no connection, and whether their kernel refuses it.
 
-    None where slurmctld does not answer: it is then this host that may be cut off.
+    Returns none if slurmctld does not answer: this host may then be cut off.
     """
     addresses = slurm.node_addresses(list(nodes)) if nodes else {}
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
         refusals = pool.map(_refuses, addresses.values())
         return {
             node: refuses
@@ -213,12 +213,12 @@ def unreachable_nodes(nodes: Collection[str]) -> dict[str, bool]:
 
 
 def _refuses(address: tuple[str, int]) -> bool | None:
-    """Return whether a connection is refused; None where it is taken."""
+    """Return whether a connection is refused; None if it is accepted."""
     try:
         with socket.create_connection(address, patience.NODE_ANSWERS):
             return None
     except socket.gaierror:
-        return None  # nothing was asked
+        return None  # no node was contacted
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -228,10 +228,10 @@ def _refuses(address: tuple[str, int]) -> bool | None:
 def end_step(
     attempt: Attempt, job: str, lost: Collection[str], srun: Callable[[], int | None]
 ) -> None:
-    """End a step that has lost nodes, for which its srun would wait.
+    """End a step that has lost nodes; its srun would wait for them.
 
-    job: the id that Slurm's commands take. srun: returns its process, None once that has ended.
-    Nothing is ended where the attempt is superseded.
+    job: the id that Slurm's commands take. srun: returns its process, None once it has ended.
+    Does nothing if the attempt is superseded.
     """
     if attempt.is_superseded:
         return
@@ -241,7 +241,7 @@ def end_step(
         return srun() if any(outcome.ended is None for outcome in left) else None
 
     step = step_watch.step_name(attempt, job)
-    if not step and (pid := srun()):  # no task has recorded its start: srun alone knows of some
+    if not step and (pid := srun()):  # no start is recorded, but srun may have started tasks
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         step_watch.await_end(srun, patience.LEFT_RANKS_LEAVE)
@@ -260,7 +260,7 @@ def end_step(
 def mark_lost(
     attempt: Attempt, job_id: str, lost: Mapping[str, str], step: Collection[str]
 ) -> None:
-    """Record nodes as lost; a record that cannot be written costs the record alone.
+    """Record lost nodes. A record that cannot be written is skipped.
 
     step: nodes of the step, whose loss ends the attempt.
     """
@@ -273,12 +273,12 @@ def mark_lost(
 
 
 def release_nodes(job: str, allocation: Allocation) -> None:
-    """Give a job's lost nodes back, for which Slurm would requeue it after SlurmdTimeout.
+    """Release a job's lost nodes, or Slurm would requeue the job after SlurmdTimeout.
 
-    Not by --no-kill: a job that has lost its script's node would then run to its time limit, with
-    no script (seen on 22.05). A requeue asks for as many nodes as the job had at first there.
-    Slurm refuses a second change until its accounting has recorded the first, and for good without
-    accounting (seen on 22.05): it is asked again beside what comes next.
+    --no-kill is no alternative: a job that lost the node of its script would run without a script
+    until its time limit (seen on 22.05), and a requeue there asks for as many nodes as the job had
+    at first. Slurm refuses a second change until its accounting has recorded the first, and always
+    without accounting (seen on 22.05), so a thread retries.
     """
 
     def shrink() -> str:

@@ -1,12 +1,12 @@
-"""Watches a job's step for what nobody tells: a message that is lost, ranks that print no more.
+"""Watches of a job's step for a lost task-exit message and for ranks that print nothing.
 
-srun waits for one message from each task. A host that is off the network while its tasks end gives
-its message up after some seconds (seen on 22.05: 12 s), and srun then waits until the time limit.
-The tasks' own records say that they have ended, and the step is ended.
+srun waits for one message from each task. A host that is off the network while its tasks end drops
+its message after some seconds (seen on 22.05: 12 s), and srun then waits until the time limit. The
+tasks' own records show that they have ended, so the step is ended.
 
-Of a program of one's own nothing is known but what it prints. Once none of its ranks has printed
-anything for a while, the stacks of all go to the job's log, once an attempt, as a program may be
-silent for good reasons. The batch controller runs each of the two in a thread.
+A COMMAND is observed only through its output. Once none of its ranks has printed anything for a
+while, the stacks of all ranks go to the job log, once per attempt, because a program can have good
+reasons to print nothing. The batch controller runs each watch in a thread.
 """
 
 import os
@@ -36,7 +36,7 @@ from clusterddp.status.stacks import RankStacks
 
 
 class Step:
-    """Process among a batch script's lines that starts the tasks: srun, or what has their words."""
+    """Process, among the script's lines, that starts the tasks: srun, or a stand-in for it."""
 
     def __init__(self, lines: int, attempt: Attempt) -> None:
         """lines: the process that runs the script's lines."""
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether it was seen, or a task has recorded its start."""
+        """Return whether the process was seen or a task has recorded its start."""
         return self._process is not None or self._has_tasks
 
     @property
@@ -55,10 +55,10 @@ class Step:
         return any(self._attempt.outcomes.glob("rank-*.json"))
 
     def process(self) -> int | None:
-        """Return the process that passes signals on to the tasks; None before it and after it.
+        """Return the process that forwards signals to the tasks; None before and after its life.
 
-        Lines of the set-up may start an srun as well. The run's own has the words of the tasks;
-        where a wrapper hides these, it is the one that is there once a task has begun.
+        Setup lines can start an srun too. The step's srun has the words of the tasks on its command
+        line; if a wrapper hides them, it is the srun that runs once a task has started.
         """
         before = self._process
         if before and (now := _alive(before.pid)) and now.ticks == before.ticks:
@@ -77,19 +77,19 @@ class Step:
         return own[0].pid
 
     def srun(self) -> int | None:
-        """Return the process, where it is srun."""
+        """Return the process if it is srun."""
         pid = self.process()
         process = table.read_process(pid) if pid else None
         return pid if process and process.name == "srun" else None
 
     def may_run(self) -> bool:
-        """Return whether the script's lines have not ended."""
+        """Return whether the script's lines still run."""
         return _alive(self._lines) is not None
 
     def listens(self, number: int) -> bool:
-        """Return whether it takes a signal by itself, or has had its time to come to that.
+        """Return whether the process handles a signal, or has had time to install a handler.
 
-        One that would end it is not sent ahead of its tasks, which see the attempt's mark instead.
+        A signal that would kill srun is held back while the tasks can see the stop file instead.
         """
         pid = self.process()
         if not pid or table.handles_signal(pid, number):
@@ -98,7 +98,7 @@ class Step:
         return is_late and (self._has_tasks or not self._attempt.stop.exists())
 
     def signal(self, number: int) -> None:
-        """Signal it, if it is there."""
+        """Signal the process, if it runs."""
         if pid := self.process():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -112,14 +112,14 @@ def _alive(pid: int) -> table.Process | None:
 def watch(
     attempt: Attempt, job: str, ranks: int, srun: Callable[[], int | None], grace_seconds: float
 ) -> None:
-    """Return when srun has no message left to wait for and has ended, by itself or not.
+    """Wait until srun has ended, and end its step if it waits for a message that was lost.
 
-    job: the id that Slurm's commands take. ranks: how many ends are recorded once all have ended.
-    srun: returns its process, or None once that has ended.
+    job: the id that Slurm's commands take. ranks: number of recorded ends once all have ended.
+    srun: returns its process, or None once it has ended.
     """
     why = _await_the_end(attempt, ranks, grace_seconds)
     if srun() is None or attempt.is_superseded:
-        return  # an orphan's step has the number of another one by now
+        return  # an orphan: its step number may now belong to another step
     step = step_name(attempt, job)
     step_id = step.rpartition(".")[2]
     log.info(
@@ -135,37 +135,37 @@ def watch(
             slurm.cancel(step)
             await_end(srun, patience.STEP_CANCELLED)
     except SlurmError as error:
-        # The hosts have told slurmctld that the step is over: srun alone does not know.
+        # The hosts have reported the end of the step to slurmctld; only srun does not know.
         log.info(str(error))
     kill(srun)
 
 
 def await_end(srun: Callable[[], int | None], seconds: float) -> None:
-    """Wait until srun has ended, for so long at most; it may be no child of this process."""
+    """Wait until srun has ended, for at most so many seconds. It need not be a child process."""
     patience.wait_until(lambda: not srun(), seconds, every=patience.RECORDS_PAUSE)
 
 
 def kill(srun: Callable[[], int | None]) -> None:
-    """Kill an srun that has not ended with its step."""
+    """Kill an srun that did not end with its step."""
     if pid := srun():
-        log.info("killing srun, which does not end with its step")
+        log.info("killing srun, which did not end with its step")
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # not TERM, for which srun would end tasks first
+            os.kill(pid, signal.SIGKILL)  # not TERM, at which srun would first end tasks
 
 
 def step_name(attempt: Attempt, job: str) -> str:
-    """Name the attempt's step, as scancel takes it; empty where its tasks have not recorded it.
+    """Return the attempt's step id for scancel; empty if its tasks have not recorded it.
 
-    A job's id alone would cancel all of the job.
+    The job id without a step would cancel the whole job.
     """
     step_id = next((o.step_id for o in read_outcomes(attempt.outcomes) if o.step_id), "")
     return f"{job}.{step_id}" if step_id else ""
 
 
 def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
-    """Wait until srun should have ended; returns the reason.
+    """Wait until srun should have ended. Return the reason.
 
-    Each look reads the record of one rank that is still at work, however many there are.
+    Each poll reads the record of one active rank, whatever their number.
     """
     before: tuple[object, ...] = ()
     since = time.monotonic()
@@ -176,7 +176,7 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
             first_at_work += 1
         has_final_record, sign = attempt.end.exists(), 0.0
-        with suppress(OSError):  # a COMMAND gives none
+        with suppress(OSError):  # a COMMAND has no liveness file
             sign = last_renewal(attempt.alive)
         now = first_at_work, has_final_record, sign
         if now != before:
@@ -186,11 +186,11 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
             if quiet >= grace_seconds:
                 if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
                     return "every task's end is recorded"
-                first_at_work = 0  # an agent has started its ranks anew, or there are more of them
+                first_at_work = 0  # an agent has restarted its ranks, or added some
         elif has_final_record and quiet >= patience.STEP_FINAL_RECORD:
-            silent = f"{patience.STEP_FINAL_RECORD:g} s"
-            return f"the training has ended, without a sign of life for {silent}"
-    return "a later attempt has begun"  # in the same job, whose srun is another one
+            seconds = f"{patience.STEP_FINAL_RECORD:g} s"
+            return f"the training has ended, with no heartbeat for {seconds}"
+    return "a later attempt has begun"  # in the same job, with another srun
 
 
 def _has_ended(attempt: Attempt, rank: int) -> bool:
@@ -199,7 +199,7 @@ def _has_ended(attempt: Attempt, rank: int) -> bool:
 
 
 _LOOKS = 20
-"""Looks at the logs until they count as silent."""
+"""Polls of the logs per --hang-timeout."""
 
 
 def watch_output(
@@ -210,7 +210,7 @@ def watch_output(
 ) -> None:
     """Print the stacks of all ranks once they have printed nothing for so many seconds.
 
-    end: ends the tasks, where that is asked for; who is to blame is recorded before.
+    end: ends the tasks, if the request asks for it, once the hung ranks are recorded.
     """
     pause = min(patience.OUTPUT_PAUSE, seconds / _LOOKS)
     before, silent = printed_bytes(attempt.run), 0.0
@@ -219,20 +219,20 @@ def watch_output(
     while silent < seconds:
         next(looks)
         if attempt.is_superseded:
-            return  # by one in the same job
-        # Not by a clock: in a job that was suspended nobody could print.
+            return  # by an attempt in the same job
+        # Counted, not measured: ranks of a suspended job cannot print.
         silent += pause
         now = printed_bytes(attempt.run)
-        if now != before or not any_began(attempt.outcomes):  # none has begun
+        if now != before or not any_began(attempt.outcomes):
             before, silent = now, 0.0
-    log.info(f"no rank has printed anything for {duration(seconds)}. Where they are:")
+    log.info(f"no rank has printed anything for {duration(seconds)}. Stacks of the ranks:")
     rank_stacks: list[RankStacks] = []
     try:
         rank_stacks = stacks.gather(attempt.run, world_size=world_size)
         for line in stacks.format_stacks(rank_stacks).splitlines():
             log.info(line)
     except (ClusterDDPError, OSError) as error:
-        log.info(f"their stacks cannot be read: {error}")
+        log.info(f"the stacks cannot be read: {error}")
     ranks, where = _elsewhere(rank_stacks, world_size)
     with suppress(OSError):
         record = Silence(round(time.time() - seconds, 3), before, tuple(ranks), where)
@@ -240,8 +240,8 @@ def watch_output(
     if not end:
         log.info("the job goes on, and this is not printed again; --end-silent would end it")
         return
-    if printed_bytes(attempt.run) != before:  # a look takes its time
-        log.info("the ranks print again: the job goes on, and this is not printed again")
+    if printed_bytes(attempt.run) != before:  # reading the stacks takes time
+        log.info("the ranks print again: the job continues, and this is not printed again")
         return
     log.info("ending the job for it, as --end-silent asks")
     with suppress(OSError):
@@ -249,7 +249,7 @@ def watch_output(
     try:
         end()
     except ClusterDDPError as error:
-        log.info(f"the job cannot be ended, and goes on: {error}")
+        log.info(f"the job cannot be ended, and continues: {error}")
         with suppress(OSError):
             note_hung(attempt.outcomes, (), "")
 
@@ -257,9 +257,9 @@ def watch_output(
 def _record_hung_ranks(
     attempt: Attempt, rank_stacks: list[RankStacks], world_size: int, seconds: float
 ) -> None:
-    """Record which ranks are elsewhere than most, or none where that is not sure.
+    """Record the ranks that are at another place than most; none if that is not certain.
 
-    Where the watchdog of a loop has named some, these are.
+    Ranks that a loop's watchdog has named take precedence.
     """
     named = files.read(HungRanks, attempt.outcomes / HUNG)
     if named and named.ranks:
@@ -275,10 +275,10 @@ def _record_hung_ranks(
 
 
 def _elsewhere(rank_stacks: list[RankStacks], world_size: int) -> tuple[list[int], str]:
-    """Return the ranks that are elsewhere than most, and where both are; none where not sure.
+    """Return the ranks that are at another place than most, and both places; none if uncertain.
 
-    It is sure where each rank was read, and they are in two places, one of which has most of them.
-    The ranks of an agent of its own have other numbers than the tasks, whose ends are recorded.
+    It is certain if every rank was read and the ranks are at two places, one of them with a
+    majority. Ranks of a torchrun agent are excluded: their numbers differ from those of the tasks.
     """
     places = stacks.places(rank_stacks)
     read = [rank for _, some in places for rank in some]

@@ -183,7 +183,7 @@ class Task:
         if cancelled or client.ending(job_id, restart) is client.Ending.CANCELLED:
             return False
         gains = steps_gained(attempt, history.spec)
-        starts = history.starts_with(attempt.number, cause=Cause.SIGNAL, steps_gained=gains)
+        starts = history.past_attempts_with(attempt.number, cause=Cause.SIGNAL, steps_gained=gains)
         return decide(self.policy, Cause.SIGNAL, starts).go_on
 
 

@@ -1,11 +1,11 @@
-"""Attempts of a run: a numbered directory each, who trains there, and what they came to.
+"""Attempts of a run: one numbered directory each, with its records and checkpoints.
 
-A requeued job, the next job of a run and a person's own each make an attempt. It alone writes below
-its directory, so that a lost node's orphan cannot touch what its successor reads: a checkpoint that
-it still writes lies where nobody looks any more. The directory is made by mkdir, which is atomic on
-network file systems too; no lock outlives a node. A COMMAND's loop finds its attempt by a variable.
+A requeued job, the next job of a run and a resubmission each begin an attempt. Only the attempt
+writes in its directory, so the orphan of a lost node cannot touch what its successor reads, and its
+late checkpoints are ignored. mkdir creates the directory, which is atomic on network file systems
+too; no lock outlives a node. A COMMAND's loop finds its attempt by an environment variable.
 
-Every log of a run is appended to by all attempts: each begins with a line in those that are there,
+All attempts append to the same logs. Each first writes a divider line into the existing logs,
 before any of its tasks can write.
 """
 
@@ -45,20 +45,20 @@ from clusterddp.version import __version__, bundle_file
 _DIVIDER = re.compile(r"^--- attempt (\d{1,9}), job [^\n]* ---$", re.MULTILINE)
 _TAIL_BYTES = 1 << 20
 ALIVE_SECONDS = 2.0
-"""Between two signs of life of an attempt's rank 0, and of its batch controller."""
+"""Interval at which rank 0 and the batch controller renew their liveness files."""
 LIVENESS_TIMEOUT = 15.0
-"""Without a sign of life for so long, an attempt of another job is taken for dead."""
+"""Age of the liveness file from which an attempt of another job counts as dead."""
 _RESERVE_BYTES = 256 << 10
 
 
 class StartRefused(ClusterDDPError):
-    """This start of a run is one too many, or another one is still at work."""
+    """The run may not be started again, or another attempt of it is active."""
 
     code = "CD0516"
 
 
 class Superseded(ClusterDDPError):
-    """A later attempt of the run has begun, so this one may publish nothing more."""
+    """A later attempt of the run has begun, so this one may not publish anything."""
 
     code = "CD1201"
 
@@ -76,54 +76,54 @@ class Attempt:
         return self.run.attempts / f"{self.number:04d}"
 
     record = PathIn("attempt.json")
-    """Record of who trains, and from which checkpoint."""
+    """Record of rank 0, the job, and the checkpoint that the attempt started from."""
     outcomes = PathIn("outcomes")
     checkpoints = PathIn("checkpoints")
     metrics = PathIn("metrics.jsonl")
     stop = PathIn("stop")
-    """Mark of a request to stop: `{"reason": …}`."""
+    """Request to stop: `{"reason": …}`."""
     alive = PathIn("alive")
-    """Rank 0's sign of life: its time of change; in it the step, and the newest one saved."""
+    """Liveness file of rank 0: its modification time, with the current and the saved step in it."""
     controller = PathIn("controller")
-    """The batch controller's sign of life: its time of change."""
+    """Liveness file of the batch controller: its modification time."""
     end = PathIn("end.json")
-    """Record of how the ranks left together."""
+    """Final record of the ranks."""
     preflight = PathIn("preflight.json")
-    """Record of what the nodes measured ahead of the tasks."""
+    """Record of the node checks before the tasks."""
     full_preflight = PathIn("preflight-full.json")
-    """Record of what the ranks measured before they trained."""
+    """Record of the ranks' checks before the training."""
     preflight_log = PathIn("preflight.log")
-    """Output of these checks, which is of interest where they could not run."""
+    """Output of these checks, useful if they could not run."""
     reserve = PathIn("reserve")
-    """Room on the disk for the last records of the attempt, should the disk be full by then."""
+    """Space reserved for the attempt's last records, in case the disk fills up."""
     stragglers = PathIn("stragglers.json")
     """Record of the ranks that were slower than the others."""
     silent = PathIn("silent.json")
-    """Record of a silence of a COMMAND's ranks."""
+    """Record that a COMMAND's ranks printed nothing for long."""
     agents = PathIn("torchelastic")
-    """Folder of torchrun's agents, which nobody needs once they have ended."""
+    """Folder of torchrun's agents, removed once they have ended."""
 
     def error_file(self, rank: int) -> Path:
-        """File in which torch's `record` keeps the exception that ends a rank of a command."""
+        """Return the file in which torch's `record` keeps the exception of a command's rank."""
         return self.outcomes / f"error-{rank}.json"
 
     def nccl_trace(self, rank: int | str = "") -> Path:
-        """File of a rank's latest exchanges over NCCL, if they hung; without a rank, its prefix."""
+        """Return the file of a rank's last NCCL operations after a hang, or its prefix."""
         return self.path / f"nccl-trace-{rank}"
 
     def remove_leftovers(self) -> None:
-        """Remove what killed processes of the attempt have left; what cannot be removed stays.
+        """Remove what killed processes of the attempt left; errors are ignored.
 
-        Whatever is hidden in its folders is a file that somebody was writing. Only for an attempt
-        that has ended, or is superseded: an orphan of a lost node may see a save fail.
+        Hidden files in its folders are unfinished writes. Call it only for an attempt that has
+        ended or is superseded: a save of a lost node's orphan may fail because of it.
         """
         for folder in (self.path, self.outcomes, self.checkpoints, self.path / "profile"):
             if folder.is_symlink():
-                continue  # into a folder of a person's, who may hide things there
+                continue  # to a user's folder, which may have its own hidden files
             with contextlib.suppress(OSError):
                 for entry in list(os.scandir(folder)):
                     if not entry.name.startswith(".") or entry.name.startswith(".nfs"):
-                        continue  # a network file system's own are files that are still open
+                        continue  # .nfs*: files that are still open on a network file system
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry.path, ignore_errors=True)
                     else:
@@ -132,28 +132,28 @@ class Attempt:
         self.release_space()
 
     def reserve_space(self) -> None:
-        """Take the reserve. Raises OSError."""
+        """Write the reserve file. Raises OSError."""
         with self.reserve.open("wb") as file:
             _fill(file, _RESERVE_BYTES)
 
     def release_space(self) -> None:
-        """Give the reserve up, if there still is one."""
+        """Remove the reserve file, if it exists."""
         with contextlib.suppress(OSError):
             self.reserve.unlink()
 
     def write_final_record(self, path: Path, record: object) -> None:
-        """Write a record of how the attempt ends: on a full disk into its reserve.
+        """Write a final record, with the space of the reserve if the disk is full.
 
         Raises OSError.
         """
         try:
             files.write_record(path, record)
         except OSError:
-            self.release_space()  # as another rank may just have done
+            self.release_space()  # or another rank has just released it
             files.write_record(path, record)
 
     def write_error(self) -> str:
-        """Return why nothing can be written in the attempt's directory; empty where it can."""
+        """Return why nothing can be written in the attempt's directory; empty if it can."""
         try:
             with tempfile.TemporaryFile(dir=self.path) as file:
                 _fill(file, _RESERVE_BYTES // 4)
@@ -162,20 +162,20 @@ class Attempt:
         return ""
 
     def read_record(self) -> AttemptRecord | None:
-        """attempt.json; None while the ranks have not met."""
+        """Read attempt.json; None before the ranks have met."""
         return files.read(AttemptRecord, self.record)
 
     def read_final_record(self) -> FinalRecord | None:
-        """end.json; None while the ranks have not left together."""
+        """Read end.json; None before the ranks have exited together."""
         return files.read(FinalRecord, self.end)
 
     def read_liveness(self) -> Liveness:
-        """Read the step that rank 0 has come to, and the newest one that it has saved."""
+        """Read rank 0's progress: its step, and the newest step that it has saved."""
         return files.read(Liveness, self.alive) or Liveness()
 
     @property
     def is_of_newer_version(self) -> bool:
-        """Return whether a version has written its record that keeps another format."""
+        """Return whether its record has a newer format than this version reads."""
         record = self.read_record()
         return record is not None and record.format > ATTEMPT_FORMAT
 
@@ -185,14 +185,14 @@ class Attempt:
         return Attempt(self.run, self.number + 1).path.exists()
 
     def ask_to_stop(self, reason: str) -> None:
-        """Ask this attempt's ranks to save and leave. Raises OSError."""
+        """Ask the ranks to save a checkpoint and exit. Raises OSError."""
         files.write_record(self.stop, StopRequest(reason))
 
     def asked_to_stop(self) -> str | None:
-        """Return the reason for which it was asked to stop, if it was."""
+        """Return the reason of a request to stop; None without a request."""
         if not self.stop.exists():
             return None
-        # The batch script leaves an empty file: its one reason is Slurm's signal ahead of the end.
+        # The batch script leaves an empty file, always for Slurm's signal before the time limit.
         request = files.read(StopRequest, self.stop)
         return (request.reason if request else "") or "signal"
 
@@ -203,35 +203,35 @@ class Attempt:
         spent: Spent | None = None,
         planned: int | None = None,
     ) -> None:
-        """Renew the sign of life: how far the training is, what it has saved, and its time.
+        """Renew the liveness file with the training's progress, newest checkpoint and time use.
 
-        planned: step at which it will be done. Raises OSError.
+        planned: step at which the training will be done. Raises OSError.
 
-        By a rename, after which a network file system looks at this folder anew, and so at `stop`.
+        A rename makes a network file system look up this folder again, and with it `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
-        sign = dataclasses.asdict(Liveness(step, saved, spent, planned))
-        fresh.write_text(json.dumps(sign))  # nobody waits for the disk
+        content = dataclasses.asdict(Liveness(step, saved, spent, planned))
+        fresh.write_text(json.dumps(content))  # no fsync: it is soon outdated
         fresh.replace(self.alive)
 
     def expire_liveness(self) -> None:
-        """Age the sign of life, so that nobody waits for the next one."""
+        """Backdate the liveness file, so that no process waits for the attempt."""
         with contextlib.suppress(OSError):
             os.utime(self.alive, (0, 0))
 
     def is_alive(self) -> bool:
-        """Return whether rank 0 has given a sign of life lately, by the file system's own clock."""
+        """Return whether rank 0 renewed its liveness file lately, by the file system's clock."""
         return files.age(self.alive, self.run.attempts) < LIVENESS_TIMEOUT
 
 
 def _fill(file: IO[bytes], count: int) -> None:
-    file.write(os.urandom(count))  # a file system may pack zeros into nothing
+    file.write(os.urandom(count))  # random, because a file system may compress zeros away
     file.flush()
     os.fsync(file.fileno())
 
 
 def attempts(run: RunDir) -> list[Attempt]:
-    """List the attempts of a run, the latest last. Raises OSError where they cannot be seen."""
+    """List the attempts of a run in order. Raises OSError if they cannot be read."""
     try:
         names = [entry.name for entry in os.scandir(run.attempts)]
     except FileNotFoundError:
@@ -240,22 +240,22 @@ def attempts(run: RunDir) -> list[Attempt]:
 
 
 def latest(run: RunDir) -> Attempt | None:
-    """Return the attempt that began last, or None before the first."""
+    """Return the latest attempt, or None before the first."""
     known = attempts(run)
     return known[-1] if known else None
 
 
 def begin(run: RunDir) -> Attempt:
-    """Make the directory of the next attempt: this one's alone, whoever else tries.
+    """Create the directory of the next attempt. Concurrent callers get different ones.
 
-    What earlier ones have left half-written is removed. Raises OSError.
+    Unfinished files of earlier attempts are removed. Raises OSError.
     """
     run.make(run.attempts)
     previous = latest(run)
     if previous and previous.is_of_newer_version:
         raise StartRefused(
-            f"{previous.record} was written by a newer clusterddp than this one, "
-            f"{__version__}: update it to resume {run.name}. [CD0506]"
+            f"{previous.record} was written by a newer clusterddp than this one ({__version__}). "
+            f"Update clusterddp to resume {run.name}. [CD0506]"
         )
     for number in itertools.count(previous.number + 1 if previous else 1):
         made = Attempt(run, number)
@@ -272,7 +272,7 @@ def begin(run: RunDir) -> Attempt:
 def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
     """Wait until no other job trains this run. Raises StartRefused after so many seconds.
 
-    An earlier start of this very job is over, whatever its orphans still do: it is superseded.
+    An earlier start of this job counts as over even if it has orphans: it is superseded.
     """
     previous = latest(run)
 
@@ -284,8 +284,8 @@ def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
         return f"attempt {previous.number} of {run.name} is still trained by {who}"
 
     refusal = (
-        f": rank 0 has shown its life for all of {seconds:g} s. Two jobs cannot write one run: "
-        "cancel one of them, or give this one a --run-name of its own (a Loop: a folder)."
+        f": rank 0 was active for all of {seconds:g} s. Two jobs cannot write to one run: "
+        "cancel one of them, or give this one its own --run-name (a Loop: its own folder)."
     )
     wait_until_idle(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
 
@@ -293,9 +293,9 @@ def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
 def wait_until_idle(
     at_work: Callable[[], str], seconds: float, refusal: str, *, every: float
 ) -> None:
-    """Wait while somebody is at work, as `at_work` says. Raises StartRefused after so many seconds.
+    """Wait while `at_work` returns a description. Raises StartRefused after so many seconds.
 
-    refusal: is said then of who it is.
+    refusal: end of the error message, after that description.
     """
     is_announced = False
     for is_last in patience.looks(seconds, every=every):
@@ -313,7 +313,7 @@ def _is_at_work(attempt: Attempt, job_id: str) -> bool:
     record = attempt.read_record()
     if not record or (job_id and record.job_id == job_id) or attempt.end.exists():
         return False
-    # Its number alone: with a clock that has been set since, one at work would seem to be another.
+    # Only its process id is compared: a clock set since would change the start time.
     if process_alive(record.pid, record.host, None) is False:
         return False
     ended = any(
@@ -332,10 +332,10 @@ def record_start(
     hosts: Sequence[str],
     environ: Mapping[str, str],
 ) -> None:
-    """Record on rank 0 that the ranks have met, and from which checkpoint they start; publish it.
+    """Record on rank 0 that the ranks have met and which checkpoint they start from; publish it.
 
-    source: the checkpoint, None without one; step: its step. The metrics of earlier attempts are
-    carried over up to there, from a checkpoint of another run none. Raises as `publish` does.
+    source: the checkpoint, or None; step: its step. Metrics of earlier attempts up to that step are
+    carried over, unless the checkpoint is from another run. Raises the exceptions of `publish`.
     """
     run = attempt.run
     path, folder = source.resolve() if source else None, run.path.resolve()
@@ -343,7 +343,7 @@ def record_start(
     origin = path.relative_to(folder) if path and is_own else path
     copy_history(run.metrics, attempt.metrics, step if is_own else 0)
     attempt.end.unlink(missing_ok=True)
-    # What an attempt has gained counts from its first start.
+    # The steps that an attempt gains count from its first start.
     record = attempt.read_record() or AttemptRecord(
         step=step,
         saved=path.stat().st_mtime if path else None,
@@ -363,21 +363,21 @@ def record_start(
 
 
 def copy_history(source: Path, target: Path, step: int) -> None:
-    """Begin an attempt's metrics with the lines of earlier ones up to the step it starts from."""
+    """Start an attempt's metrics with the earlier lines up to the step that it starts from."""
     lines = files.read_json_lines(source) if step > 0 else ()
     kept = [line for line in lines if (files.number(line.get("step")) or 0) <= step]
     files.write_atomically(target, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def publish(attempt: Attempt, record: AttemptRecord) -> None:
-    """Write attempt.json, dated now, and let the run's own names lead to this attempt.
+    """Write attempt.json with the current time, and link the run's paths to this attempt.
 
-    Raises OSError, and Superseded when a later attempt has begun meanwhile.
+    Raises OSError, and Superseded if a later attempt has begun meanwhile.
     """
     if attempt.is_superseded:
         raise Superseded(
             f"attempt {attempt.number} of {attempt.run.name} is superseded: attempt "
-            f"{attempt.number + 1} of the run has begun. It trains on; this one ends."
+            f"{attempt.number + 1} of the run has begun and continues; this one ends."
         )
     attempt.renew_liveness(record.step or 0)
     dated = dataclasses.replace(record, number=attempt.number, began=round(time.time(), 3))
@@ -389,7 +389,7 @@ def publish(attempt: Attempt, record: AttemptRecord) -> None:
 
 
 def link(path: Path, target: str) -> None:
-    """Make a symbolic link, new or in place of an older one. Raises OSError."""
+    """Create or replace a symbolic link. Raises OSError."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.link")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
@@ -397,31 +397,31 @@ def link(path: Path, target: str) -> None:
 
 
 _OFF = "off"
-"""Value by which a person's own --env keeps all of this away; the other one is `JOB:PATH`."""
+"""Value with which --env disables the loop's search; the other value is `JOB:PATH`."""
 
 
 def expose_loop(environ: MutableMapping[str, str], attempt: Attempt) -> None:
-    """Let a COMMAND import the run's own clusterddp, behind what its PYTHONPATH names already."""
+    """Let a COMMAND import the run's own clusterddp, after the entries of its PYTHONPATH."""
     if environ.get(LOOP_VARIABLE) == _OFF:
         return
     environ[LOOP_VARIABLE] = f"{environ.get('SLURM_JOB_ID', '')}:{attempt.path}"
     own = bundle_file()
     if own:
         value = environ.get("PYTHONPATH")
-        parts = value.split(os.pathsep) if value else []  # an empty part is the current folder
-        environ["PYTHONPATH"] = os.pathsep.join([*filter(_is_a_persons, parts), own])
+        parts = value.split(os.pathsep) if value else []  # an empty part: the current folder
+        environ["PYTHONPATH"] = os.pathsep.join([*filter(_is_by_user, parts), own])
 
 
-def _is_a_persons(path: str) -> bool:
-    """Return whether a part of PYTHONPATH is anything but the file of a run that submitted this."""
+def _is_by_user(path: str) -> bool:
+    """Return whether a part of PYTHONPATH is not the bundle of a run that submitted this job."""
     name = Path(path).name
     return not (name.startswith("clusterddp-") and name.endswith(".pyz"))
 
 
 def attempt_here(environ: Mapping[str, str]) -> Attempt | None:
-    """Return the attempt of the run in which this process is; None outside of one.
+    """Return the attempt that this process belongs to; None outside a run.
 
-    A job that was submitted from within another has inherited that one's variable.
+    A job submitted from inside another one inherits that job's variable, which is ignored.
     """
     job, _, path = environ.get(LOOP_VARIABLE, "").partition(":")
     if not path or job != environ.get("SLURM_JOB_ID", ""):
@@ -430,7 +430,7 @@ def attempt_here(environ: Mapping[str, str]) -> Attempt | None:
 
 
 def attempt_at(path: Path) -> Attempt:
-    """Return the attempt of a directory."""
+    """Return the attempt with a given directory."""
     return Attempt(RunDir(path.parents[1]), int(path.name))
 
 
@@ -446,9 +446,9 @@ def printed_bytes(run: RunDir) -> int:
 
 
 def write_attempt_dividers(attempt: Attempt, job_id: str) -> None:
-    """Write the line that begins an attempt into the existing logs.
+    """Write the divider line of an attempt into the existing logs.
 
-    A log that cannot be written goes without: it must not cost the start.
+    A log that cannot be written is skipped, because the attempt matters more.
     """
     if attempt.number == 1:
         return
@@ -460,14 +460,14 @@ def write_attempt_dividers(attempt: Attempt, job_id: str) -> None:
 
 
 def write_restart_divider(number: int, job_id: str, restarts: int) -> None:
-    """Begin a task that its agent has started again within the job, in the log of the task."""
+    """Write a divider into a task's log when its agent restarts it within the job."""
     with contextlib.suppress(OSError):
         line = _divider(number, job_id, f"start {restarts + 1} in it")
         print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the task's own log
 
 
 def read_attempt_log(log: Path, number: int) -> str:
-    """Read one attempt's part of a log, its last megabyte at most; empty without such a log."""
+    """Read one attempt's part of a log, at most its last megabyte; empty without a log."""
     text = files.read_tail(log, _TAIL_BYTES).decode(errors="replace")
     begin, end = 0, len(text)
     for divider in _DIVIDER.finditer(text):
@@ -479,10 +479,10 @@ def read_attempt_log(log: Path, number: int) -> str:
 
 
 def print_to_job_log(line: str, *, err: bool = False) -> None:
-    """Print a line of the job's log, from a process of the batch script.
+    """Print a line to the job log, from a process of the batch script.
 
-    Where the disk takes no more, this line and those after it go to slurm-JOBID.out in the folder
-    of the submission, where Slurm's users look first; a line that fits nowhere is lost.
+    If the disk is full, this and later lines go to slurm-JOBID.out in the folder of the submission,
+    where users of Slurm look first. A line that cannot be written there either is lost.
     """
     stream = sys.stderr if err else sys.stdout
     data = f"{line}\n".encode(errors="backslashreplace")
@@ -492,12 +492,12 @@ def print_to_job_log(line: str, *, err: bool = False) -> None:
             while data:
                 data = data[os.write(stream.fileno(), data) :]
         except OSError as error:
-            _turn_to_submission_folder(stream.fileno(), error)
+            _redirect_to_submission_folder(stream.fileno(), error)
             os.write(stream.fileno(), data)
 
 
-def _turn_to_submission_folder(refused: int, error: OSError) -> None:
-    """Redirect the descriptor that was refused, and those of the same file, to that folder."""
+def _redirect_to_submission_folder(refused: int, error: OSError) -> None:
+    """Redirect the refused descriptor, and others of the same file, to a file in that folder."""
     job_id = os.environ.get("SLURM_JOB_ID")
     path = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".", f"slurm-{job_id}.out")
     same = [number for number in (1, 2) if os.path.sameopenfile(number, refused)]
@@ -505,7 +505,7 @@ def _turn_to_submission_folder(refused: int, error: OSError) -> None:
         if not job_id:
             raise FileNotFoundError
         other = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(other, f"clusterddp: the job's log takes no more: {error.strerror}\n".encode())
+        os.write(other, f"clusterddp: cannot write the job log: {error.strerror}\n".encode())
     except OSError:
         other = os.open(os.devnull, os.O_WRONLY)
     for number in same:

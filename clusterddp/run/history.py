@@ -1,8 +1,7 @@
-"""History of a run: its events, the attempts of which these and the records tell, what follows.
+"""History of a run: its events, its past attempts, and the decision on another attempt.
 
-It is read once and passed on. Whoever needs what has been written since reads it `again`. Whether
-another attempt follows the one that has ended is decided purely, from it and Slurm's word;
-`batch.finish` carries it out.
+A history is read once and passed on; `again` reads the events written since. The decision depends
+only on the history and Slurm's state. `batch.finish` carries it out.
 """
 
 from collections.abc import Sequence
@@ -24,16 +23,16 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """Attempt of a run, as its events and records tell."""
+    """Past attempt of a run, from its events and records."""
 
     number: int
     cause: str = ""
-    """Cause of its end; empty where nobody recorded it: killed together with its script."""
+    """Cause of its end; empty if not recorded, because its script was killed too."""
     steps_gained: int | None = None
-    """Steps by which its last checkpoint is beyond the one from which it started; None for a
-    command, whose steps nobody counts."""
+    """Steps from the checkpoint that it started from to its newest one; None for a command, whose
+    steps are not counted."""
     stopped_by_signal: bool = False
-    """True where its ranks left with exit code 0 because a signal told them to."""
+    """True if its ranks exited with code 0 because of a signal."""
     nodes: Sequence[str] = ()
     """Nodes of its tasks."""
     failure: Failure | None = None
@@ -41,17 +40,17 @@ class PastAttempt:
     first_step: int = 0
     """Step from which it started."""
     slow: Sequence[SlowRank] = ()
-    """Ranks that were named for being slow."""
+    """Ranks that were recorded as slow."""
 
     @property
     def reached(self) -> int | None:
-        """Step of its newest checkpoint; None where nobody counts steps."""
+        """Step of its newest checkpoint; None if steps are not counted."""
         return None if self.steps_gained is None else self.first_step + self.steps_gained
 
 
 @dataclass(frozen=True)
 class History:
-    """Events of a run so far, in their order."""
+    """Events of a run, in the order in which they were written."""
 
     run: RunDir
     events: Sequence[Event]
@@ -62,53 +61,53 @@ class History:
         return cls(run, events.read(run.events))
 
     def again(self) -> "History":
-        """Read what the run has been through by now. Raises OSError."""
+        """Read the events again. Raises OSError."""
         return History.read(self.run)
 
     @cached_property
     def spec(self) -> JobSpec | None:
-        """The run's request; None where its record is damaged."""
+        """Request of the run; None if its record is damaged."""
         return self.run.read_spec()
 
     @property
     def folder(self) -> str:
-        """Folder of the run's first submission; empty where none is recorded."""
+        """Folder of the run's first submission; empty if not recorded."""
         return next((each.folder for each in self.every(events.Submitted) if each.folder), "")
 
     def every(self, kind: type[E], attempt: int | None = None) -> list[E]:
-        """List the events of a kind, of one attempt where that is given."""
+        """List the events of a kind, optionally of one attempt."""
         found = [event for event in self.events if isinstance(event, kind)]
         return [event for event in found if attempt in (None, event.attempt)]
 
     def bad_marks(self, attempt: int, by: str = "") -> list[NodesMarkedBad]:
-        """List what was blamed in an attempt. by: a word of `bad_nodes`; empty for all."""
+        """List the events that marked nodes bad in an attempt. by: a `bad_nodes.BY_…`, or any."""
         marked_bad = self.every(NodesMarkedBad, attempt)
         return [event for event in marked_bad if by in ("", event.by)]
 
     def marked_bad(self, attempt: int) -> set[str]:
-        """Return the nodes that were blamed in an attempt, whatever for."""
+        """Return the nodes that were marked bad in an attempt."""
         return {node for event in self.bad_marks(attempt) for node in event.nodes}
 
     def done_by(self, job_id: str) -> bool:
-        """Return whether a start of this job has finished the run since it was last submitted."""
+        """Return whether this job finished the run since the run was last submitted."""
         causes = causes_by_attempt(self.events)
         ends = [event for event in self.every(Ended) if event.job_id == job_id]
         return any(causes.get(event.attempt or 0) == Cause.DONE for event in ends)
 
     @cached_property
-    def starts(self) -> list[PastAttempt]:
-        """Attempts since a person last submitted the run, the latest last."""
+    def past_attempts(self) -> list[PastAttempt]:
+        """Attempts since the user last submitted the run, in order."""
         return [
             self._past(number, cause) for number, cause in causes_by_attempt(self.events).items()
         ]
 
-    def starts_with(self, number: int, **end: Any) -> list[PastAttempt]:
-        """Return `starts` with the latest attempt at last, whose end nobody has recorded yet.
+    def past_attempts_with(self, number: int, **end: Any) -> list[PastAttempt]:
+        """Return `past_attempts` with the ending attempt last, whose end is not recorded yet.
 
         end: fields of PastAttempt.
         """
-        latest = next((s for s in self.starts if s.number == number), None)
-        earlier = [start for start in self.starts if start.number != number]
+        latest = next((s for s in self.past_attempts if s.number == number), None)
+        earlier = [start for start in self.past_attempts if start.number != number]
         return [*earlier, replace(latest or self._past(number, ""), **end)]
 
     def _past(self, number: int, cause: str) -> PastAttempt:
@@ -127,7 +126,7 @@ class History:
         )
 
     def summaries(self) -> list[AttemptSummary]:
-        """Sum up the attempts in which ranks met, the latest last. Raises OSError."""
+        """Summarize the attempts in which ranks met, in order. Raises OSError."""
         causes = {event.attempt: event.cause for event in self.every(Ended)}
         met = [(each, record) for each in attempts(self.run) if (record := each.read_record())]
         following: list[AttemptRecord | None] = [*(record for _, record in met[1:]), None]
@@ -163,12 +162,15 @@ def _summary(
 
 
 def steps_gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
-    """Steps that an attempt has brought onto the disk. spec: the run's request, if it is known."""
+    """Return the steps that an attempt added to the checkpoints; None if they are not counted.
+
+    spec: the run's request, if known.
+    """
     record = attempt.read_record()
     if not record:
         has_records = spec is None or spec.program.keeps_records or attempt.run.resolved.exists()
         return 0 if has_records else None
-    # The next attempt takes the files over, and says from which of them it started.
+    # The next attempt takes the files over and records the one that it started from.
     after = Attempt(attempt.run, attempt.number + 1).read_record()
     newest = newest_checkpoint(attempt.checkpoints)
     reached = max(newest[0] if newest else 0, (after.step or 0) if after else 0)
@@ -176,13 +178,13 @@ def steps_gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
 
 
 def causes_by_attempt(history: Sequence[Event]) -> dict[int, str]:
-    """Each attempt since a person last submitted the run, with the cause of its end."""
+    """Return the attempts since the user last submitted the run, with the causes of their ends."""
     causes: dict[int, str] = {}
     jobs: dict[int, str] = {}
     for event in history:
         number, job_id = event.attempt, event.job_id
-        if _is_a_persons(event):
-            # A job can start before the submitting side has written its own line.
+        if _is_by_user(event):
+            # A job can start before `submit` has recorded it.
             causes = {n: cause for n, cause in causes.items() if job_id and jobs[n] == job_id}
         elif isinstance(event, events.Started) and number is not None:
             causes[number], jobs[number] = "", job_id
@@ -192,17 +194,17 @@ def causes_by_attempt(history: Sequence[Event]) -> dict[int, str]:
 
 
 def withdrawal_cause(history: Sequence[Event], job_id: str) -> str:
-    """CANCELLED or STOPPED where a person has asked that this job start nothing more, else empty.
+    """Return CANCELLED or STOPPED if the user asked that this job start nothing more, else empty.
 
-    A stop that was asked for since the run last started counts for the jobs that the run knows
-    of, as it can come while one of them waits to start again; a job that a person has submitted
-    since, or gives to sbatch by hand, is another matter.
+    A stop since the run's last start applies to the jobs that the run knows of, because one of them
+    may be waiting to restart. It does not apply to jobs that the user has submitted since, or with
+    plain sbatch.
     """
     withdrawal, known = "", False
     for event in history:
         of_job = event.job_id == job_id
         known = known or of_job
-        if _is_a_persons(event) or (
+        if _is_by_user(event) or (
             isinstance(event, events.Started) and withdrawal == Cause.STOPPED
         ):
             withdrawal = ""
@@ -217,27 +219,27 @@ def withdrawal_cause(history: Sequence[Event], job_id: str) -> str:
     return withdrawal if known else ""
 
 
-def _is_a_persons(event: Event) -> bool:
-    """Return whether it is a submission of a person, with which the counting of starts begins anew.
+def _is_by_user(event: Event) -> bool:
+    """Return whether the user submitted the run, which resets the count of attempts.
 
-    `resubmit` stands before the submission proper, which the job's start can overtake.
+    `Resubmitted` precedes `Submitted`; the start of the job can come between them.
     """
     submitted = isinstance(event, events.Submitted) and not event.in_place_of
     return submitted or isinstance(event, events.Resubmitted)
 
 
-OWN_CLOCK = "its own clock, ahead of the time limit"
-"""What took place where the cause is SIGNAL and there was none."""
-STOP_ASKED = "'clusterddp stop' asked for it"
-NO_RESTART = "a failed run starts again only with --retries"
+OWN_CLOCK = "the run's own clock, before the time limit"
+"""Replaces the word `signal` for a stop without a signal."""
+STOP_ASKED = "stopped by 'clusterddp stop'"
+NO_RESTART = "a failed run restarts only with --retries"
 
-_FRUITLESS_STARTS = 2
-_TOLD_AGAIN = (
-    f"{_FRUITLESS_STARTS} starts in a row have left with exit code 0 at a signal, and nobody knows "
+_FRUITLESS_ATTEMPTS = 2
+_SIGNALLED_AGAIN = (
+    f"{_FRUITLESS_ATTEMPTS} attempts in a row exited with code 0 on a signal, and it is not known "
     "whether they saved"
 )
 
-_GOES_ON = (
+_RESTARTABLE = (
     Cause.SIGNAL,
     Cause.TIME_LIMIT,
     Cause.PREEMPTED,
@@ -245,7 +247,7 @@ _GOES_ON = (
     Cause.SUSPENDED,
     Cause.PREFLIGHT,
 )
-_NOT_COUNTED = (
+_WITHOUT_PROGRESS = (
     Cause.PREEMPTED,
     Cause.REQUEUED,
     Cause.NODE_LOST,
@@ -257,31 +259,31 @@ _NOT_COUNTED = (
 
 @dataclass(frozen=True)
 class Policy:
-    """Further starts that the request allows."""
+    """Further attempts that the request allows."""
 
     requeue: bool
     max_requeues: int
-    """Most starts after the first, whatever the cause."""
+    """Most attempts after the first, whatever the cause."""
     retries: int
-    """Most of these that may follow a crash."""
+    """Most of these that may follow a failure."""
     requeues_loops: bool = False
-    """True where nobody has decided on a COMMAND: one that has begun a Loop is requeued."""
+    """True if a COMMAND has no setting for it: the job is requeued once it has begun a Loop."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> "Policy":
-        """Return what a request allows."""
+        """Return the policy of a request."""
         undecided = spec.requeue is None
         return cls(bool(spec.requeue), spec.max_requeues, spec.retries, undecided)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision on another attempt, and the reason as a person reads it."""
+    """Decision on another attempt, with the reason for the user."""
 
     go_on: bool
     why: str
     code: str = ""
-    """Code of what holds the next attempt back, where it is more than the end itself."""
+    """Error code of what prevents the next attempt; empty if the end itself does."""
 
 
 def decide(
@@ -294,18 +296,18 @@ def decide(
 ) -> Decision:
     """Decide whether another attempt follows.
 
-    starts: those since a person last submitted the run, the one that has just ended last.
-    stop_asked: whether a person has asked the run to stop.
-    how: what took place, where the cause's own word would say another thing.
+    starts: the attempts since the user last submitted the run, the latest last.
+    stop_asked: whether the user has asked the run to stop.
+    how: description of the end, if the cause's word does not fit.
     """
     if cause in (Cause.DONE, Cause.CANCELLED, Cause.STOPPED, Cause.SUPERSEDED):
         return Decision(False, cause)
     if stop_asked:
         return Decision(False, STOP_ASKED)
     if cause == Cause.REQUEUED:
-        return Decision(False, "Slurm has put the job back into the queue")
+        return Decision(False, "Slurm requeued the job")
     has_loop = policy.requeues_loops and starts[-1].steps_gained is not None
-    if not (policy.requeue or has_loop) and (cause in _GOES_ON or policy.retries):
+    if not (policy.requeue or has_loop) and (cause in _RESTARTABLE or policy.retries):
         return Decision(False, requeue_is_off(how or cause), "CD1221")
     if cause == Cause.FAILED:
         crashes = sum(start.cause == Cause.FAILED for start in starts)
@@ -316,29 +318,29 @@ def decide(
             return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
     if len(starts) > policy.max_requeues:
         return Decision(False, requeue_limit_reached(policy.max_requeues), "CD1222")
-    last = starts[-_FRUITLESS_STARTS:]
-    # One that has requeued its job by itself, as Lightning at USR1, has saved before.
+    last = starts[-_FRUITLESS_ATTEMPTS:]
+    # An attempt that requeued its job itself, like Lightning on USR1, has saved before.
     signalled = [
         start for start in last if start.stopped_by_signal and start.cause != Cause.REQUEUED
     ]
-    if len(signalled) == _FRUITLESS_STARTS and all(
+    if len(signalled) == _FRUITLESS_ATTEMPTS and all(
         start.steps_gained is None for start in signalled
     ):
-        return Decision(False, _TOLD_AGAIN, "CD1229")
-    counted = [s for s in starts if s.cause and s.cause not in _NOT_COUNTED]
-    last = counted[-_FRUITLESS_STARTS:]
-    if len(last) == _FRUITLESS_STARTS and all(start.steps_gained == 0 for start in last):
-        why = f"{_FRUITLESS_STARTS} starts in a row have not gained a step"
+        return Decision(False, _SIGNALLED_AGAIN, "CD1229")
+    counted = [s for s in starts if s.cause and s.cause not in _WITHOUT_PROGRESS]
+    last = counted[-_FRUITLESS_ATTEMPTS:]
+    if len(last) == _FRUITLESS_ATTEMPTS and all(start.steps_gained == 0 for start in last):
+        why = f"{_FRUITLESS_ATTEMPTS} attempts in a row made no progress"
         return Decision(False, why, "CD1224")
     return Decision(True, cause)
 
 
 def requeue_is_off(how: str) -> str:
-    """Say why a run is not started again that may not be; how: what took place."""
+    """Return why a run without requeue does not restart. how: description of the end."""
     return f"{how}, and requeue is off"
 
 
 def requeue_limit_reached(max_requeues: int) -> str:
-    """Say why a run is not started once more."""
+    """Return why a run at its limit of requeues does not restart."""
     times = f"{max_requeues + 1} times" if max_requeues else "once"
     return f"it has been started {times} (--max-requeues {max_requeues})"

@@ -132,7 +132,7 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
         try:
             exclude = [*dict.fromkeys([*sbatch.excluded(script), *choice.nodes])]
         except RequestError as error:  # a file of names, say, which sbatch takes as well
-            warning(f"no bad node is left out: {error} [CD1303]")
+            warning(f"no bad node is excluded: {error} [CD1303]")
             choice = bad_nodes.Choice()
     if spec.point and is_array(script):  # the sweep's script, of which the run is a point
         runs = [run]

@@ -202,7 +202,7 @@ class _Checks:
         failed, remarks = judged.failed, judged.remarks
         if failed and {*failed} <= self._known_as_bad():
             named = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
-            remarks = (*remarks, f"known as bad, and used all the same: {named}")
+            remarks = (*remarks, f"known as bad, but used anyway: {named}")
             failed = {}
         took = round(time.monotonic() - self._began, 3)
         summary = preflight.summed_up((each.host for each in ranks), failed, took)

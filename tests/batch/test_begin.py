@@ -117,7 +117,7 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
         Attempt(run, 1).end.write_text(json.dumps({"cause": "done", "step": 60}))
     got = starts(workplace, run, restart=1)
     assert (got.code, got.out) == (0, "")
-    assert "one is done" in got.err and got.err.endswith(" [CD1228]\n")
+    assert "one is already done" in got.err and got.err.endswith(" [CD1228]\n")
     assert len(attempts.attempts(run)) == 1
     assert read_events(run)[-1]["event"] == "not_started"
     status = json.loads(workplace.invoke("status", "one", "--json").out)
@@ -137,7 +137,7 @@ def test_what_a_person_took_back_while_it_waited_does_not_start(
     got = starts(workplace, run, restart=1)
     assert (got.code, got.out) == (75, "")  # as of a run that was stopped while it trained
     command = "stop" if event == "stop_asked" else "cancel"
-    assert f"'clusterddp {command}' asked for it" in got.err
+    assert f"not restarted, because of 'clusterddp {command}'" in got.err
     assert len(attempts.attempts(run)) == 1
     ended = read_events(run)[-1]
     assert ended["exit_code"] == 75
@@ -161,7 +161,7 @@ def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
     monkeypatch.setattr(attempts, "begin", asked_just_before)
     got = starts(workplace, run)
     assert (got.code, got.out) == (75, "")
-    assert "'clusterddp stop' asked for it" in got.err
+    assert "not restarted, because of 'clusterddp stop'" in got.err
 
 
 def test_a_job_given_to_sbatch_by_hand_starts_a_run_that_was_stopped(workplace: Workplace) -> None:
@@ -197,9 +197,9 @@ def test_a_directory_that_cannot_be_written_is_said(workplace: Workplace) -> Non
     run.attempts.write_text("")  # a file in the folder's place; root may write everywhere
     got = starts(workplace, run)
     assert got.code == 1
-    assert "cannot make an attempt below" in got.err
+    assert "cannot create an attempt in" in got.err
     assert "Traceback" not in got.err
-    assert_failed_at_once(workplace, run, "cannot make an attempt below")
+    assert_failed_at_once(workplace, run, "cannot create an attempt in")
 
 
 def test_a_defect_of_its_own_is_recorded_too(
@@ -250,7 +250,7 @@ def test_on_a_full_disk_the_reason_goes_to_the_folder_of_the_submission(
     )  # fmt: skip
     assert done.stdout.split() == ["exit", "1"], done.stderr
     said = (tmp_path / "slurm-7.out").read_text()
-    assert "cannot make an attempt below" in said
+    assert "cannot create an attempt in" in said
     assert "No space left on device" in said
 
 

@@ -206,14 +206,14 @@ def test_a_set_up_that_ends_the_script_well_does_not_claim_that_tasks_ran(
 
 @pytest.mark.parametrize(
     ("lines", "words"),
-    [(("false",), "its line of set-up: false"), (("x=1", "false"), "lines of set-up: x=1; false")],
+    [(("false",), "its setup line: false"), (("x=1", "false"), "setup lines: x=1; false")],
 )
 def test_a_set_up_that_fails_is_named(
     job: Callable[..., Job], lines: tuple[str, ...], words: str
 ) -> None:
     started = job(setup=lines, **COMMAND)
     assert started.end() == 1
-    assert f"the script ended with exit code 1 before it came to its step: {words}" in (
+    assert f"the script ended with exit code 1 before it reached its step: {words}" in (
         started.log.replace("one of its ", "")
     )
     assert started.ended()["remark"] == "no task has started: ended with exit code 1"
@@ -254,7 +254,7 @@ def test_a_run_directory_that_cannot_be_made_is_named_in_slurms_file(
     (tmp_path / "jobs").write_text("")
     started = job()
     assert started.end() == controller.EXIT_NO_RUN
-    assert "cannot make the run directory" in started.out.read_text()
+    assert "cannot create the run directory" in started.out.read_text()
 
 
 def test_a_run_directory_that_is_gone_is_not_made_anew_for_a_later_start(
@@ -666,7 +666,7 @@ def test_a_run_that_was_sent_by_hand_carries_the_clusterddp_of_its_first_attempt
     carried = bundle.find(started.run)
     assert carried and carried.version == __version__
     assert f"\nclusterddp: the run carries clusterddp {carried} from now on\n" in started.log
-    assert "its script is of clusterddp 0.1.0; what that leaves out is as in this" in started.log
+    assert "the script is from clusterddp 0.1.0; it runs with this version" in started.log
 
 
 def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same(

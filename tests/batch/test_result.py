@@ -281,7 +281,7 @@ def test_nodes_that_fail_checks_make_no_rank_a_failed_one(
     ended = last(run, "ended")
     assert (ended["cause"], ended.get("first_failure")) == ("preflight", None)
     assert ended["remark"] == "h02: GPU 1 is slow"
-    assert f"no {'step was done' if ranks else 'task has started'}, for a node" in got.out
+    assert f"no {'step was done' if ranks else 'task has started'}, because a node" in got.out
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -292,8 +292,8 @@ def test_worlds_that_the_tasks_children_formed_are_named(workplace: Workplace, c
         record(run, rank, code if rank == 2 else 0, nested_world=own)
     got = finish_attempt(workplace, run, code)
     remark = (
-        "the children of 2 of 3 tasks formed worlds of their own, started by torchrun, of 2 ranks "
-        "each: every one of them trained by itself. If one training of all tasks was meant, have "
+        "the children of 2 of 3 tasks formed separate worlds, started by torchrun, of 2 ranks "
+        "each: each trained separately. If one training of all tasks was meant, have "
         "each start the program without torchrun"
     )
     assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (code, True)
@@ -315,8 +315,8 @@ def test_a_launcher_in_each_task_is_named_where_a_port_is_in_use(
     record(run, 1, 1, error=IN_USE)
     got = finish_attempt(workplace, run, 1)
     remark = (
-        "each task starts fabric run, which starts ranks of its own: those of several tasks want "
-        "one port. Have each task start the program without fabric run"
+        "each task starts fabric run, which starts its own ranks, and those of several tasks want "
+        "the same port. Have each task start the program without fabric run"
     )
     assert (f"{remark} [CD0905]" in got.out) == (command[0] != "./t")
     assert last(run, "ended")["remark"] == (remark if command[0] != "./t" else "")
@@ -329,8 +329,8 @@ def test_a_python_of_another_environment_is_named_where_it_lacks_a_module(
     record(run, 0, 1, error=NO_TORCH)
     got = finish_attempt(workplace, run, 1)
     remark = (
-        "python is the first one on the PATH of the tasks, and has no torch: activate the "
-        "environment that has it before you submit, or name its Python, as in -- "
+        "python is the first one on the PATH of the tasks, and has no torch. Activate the "
+        "environment that has it before you submit, or name its Python: -- "
         "'/opt/my env/bin/python' train.py"
     )
     assert f"{remark} [CD1217]" in got.out
@@ -366,7 +366,7 @@ def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> 
         record(run, rank, 0, met=None if rank else False)
     got = finish_attempt(workplace, run, 0)
     remark = last(run, "ended")["remark"]
-    assert remark.startswith("none of the 4 ranks has met another, as nobody listened on MASTER_PO")
+    assert remark.startswith("none of the 4 ranks met another: nothing listened on MASTER_PO")
     assert (got.code, f"clusterddp: {remark} [CD1226]\n" in got.out + got.err) == (0, True)
     assert f"warning     {remark}\n" in workplace.invoke("status").out
 
@@ -441,7 +441,7 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     saved(run)
     leave(run, **{**PAUSED, "step": 50, "saved": 40, "write_error": TROUBLE})
     got = finish_attempt(workplace, run, 0, requeue=True)
-    assert "their last checkpoint is of step 40" in got.out
+    assert "their last checkpoint is from step 40" in got.out
     assert TROUBLE in got.out
     assert kinds(run)[-2:] == ["ended", "requeued"]
     workplace.command("squeue", "echo '17|PENDING|BeginTime'")
@@ -475,7 +475,7 @@ def test_a_log_that_takes_no_line_costs_no_verdict(run: RunDir, tmp_path: Path) 
         )  # fmt: skip
     assert done.returncode == 3
     said = (tmp_path / "slurm-17.out").read_text()
-    assert "the job's log takes no more: No space left on device" in said
+    assert "cannot write the job log: No space left on device" in said
     assert "rank 1 on h01 failed first: exit code 3" in said
 
 
@@ -502,7 +502,7 @@ def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
     assert (event["cause"], event["exit_code"], event["step"]) == ("failed", 137, 40)
     assert (event["first_failure"]["rank"], event["first_failure"]["host"]) == (1, "h01")
     assert f"launch prefix) was {how}" in got.out
-    assert "the ranks have saved and left at step 40" in got.out
+    assert "the ranks saved a checkpoint and exited at step 40" in got.out
     assert "requeued" not in kinds(run)
     finish_attempt(workplace, run, 137, requeue=True, retries=1)
     assert kinds(run)[-1] == "requeued"
@@ -576,7 +576,7 @@ def test_ranks_that_died_with_a_step_that_somebody_ended_have_not_failed(
     if cause == "cancelled":
         workplace.command("squeue", "exit 0")
         status = workplace.invoke("status", "mnist").out
-        assert "cancelled: by scancel 17.0, or a signal to its srun" in status
+        assert "cancelled: by scancel 17.0 or a signal to its srun" in status
         assert "CD1203" in status and "SIGKILL" not in status
 
 
@@ -749,7 +749,7 @@ def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
     leave(run, **PAUSED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
-    assert "a cluster would put the job back into the queue now" in got.out
+    assert "a cluster would requeue the job now" in got.out
     assert "clusterddp resubmit mnist" in got.out
     assert (workplace.calls, kinds(run)[-1]) == ([], "ended")
 
@@ -796,7 +796,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
         Attempt(run, 1).ask_to_stop("stop")
     finish_attempt(workplace, run, 75, requeue=True, retries=5)
     ended = last(run, "ended")
-    assert (ended["cause"], ended["why"]) == (cause, "'clusterddp stop' asked for it")
+    assert (ended["cause"], ended["why"]) == (cause, "stopped by 'clusterddp stop'")
     assert not [call for call in workplace.calls if "requeue" in call]
 
 
@@ -814,7 +814,7 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
     add_event(run, "stop_asked", job_id="17", attempt=1)
     record(run, 0, 138, signal="SIGUSR1")  # it does not know the signal
     finish_attempt(workplace, run, 138, requeue=True)
-    assert last(run, "ended")["why"] == "'clusterddp stop' asked for it"
+    assert last(run, "ended")["why"] == "stopped by 'clusterddp stop'"
     assert kinds(run)[-1] == "ended"
 
 
@@ -824,7 +824,7 @@ def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace
     record(run, 0, 75)
     got = finish_attempt(workplace, run, 0, requeue=True)
     assert (got.code, last(run, "ended")["cause"]) == (75, "stopped")
-    assert "stopped; the command asked to be started again" in got.out
+    assert "stopped; the command asked for a restart" in got.out
     status = json.loads(workplace.invoke("status", "own", "--json").out)
     assert (status["state"], status["detail"]) == ("stopped", "by 'clusterddp stop'")
 
@@ -842,7 +842,7 @@ def test_what_a_commands_loop_has_saved_is_in_the_verdict(
     got = finish_attempt(workplace, run, 0, requeue=True)
     ended = last(run, "ended")
     assert (ended["cause"], ended["exit_code"], ended["step"]) == ("signal", 75, 7)
-    assert "time limit: the ranks have saved and left at step 7" in got.out
+    assert "time limit: the ranks saved a checkpoint and exited at step 7" in got.out
     assert kinds(run)[-1] == "requeued"
     workplace.command("squeue", "echo '17|PENDING|Priority'")  # no signal: its own clock
     shown = json.loads(workplace.invoke("status", "own", "--json").out)["detail"]
@@ -863,7 +863,7 @@ def test_a_commands_loop_that_gains_no_step_twice_is_not_started_again(
         saved(run, number, step=7, start=start)
         leave(run, number, cause="stopped", reason="signal", step=7, saved=7)
         finish_attempt(workplace, run, 0, requeue=True, number=number)
-    assert "2 starts in a row have not gained a step" in last(run, "ended")["why"]
+    assert "2 attempts in a row made no progress" in last(run, "ended")["why"]
 
 
 def test_a_command_that_the_time_limit_killed_has_failed(workplace: Workplace) -> None:
@@ -885,10 +885,10 @@ def test_a_command_that_exits_with_75_asked_to_be_started_again(workplace: Workp
     record(run, 0, 75)
     got = finish_attempt(workplace, run, 0)
     assert got.code == 75
-    assert "the command asked to be started again (exit code 75)" in got.out
+    assert "the command asked for a restart (exit code 75)" in got.out
     assert "saved" not in got.out
-    why = "its command asked to be started again (exit code 75), and requeue is off"
-    assert f"does not resume by itself: {why}" in got.out
+    why = "its command asked for a restart (exit code 75), and requeue is off"
+    assert f"will not restart automatically: {why}" in got.out
     assert last(run, "ended")["cause"] == "signal"
     assert json.loads(workplace.invoke("status", "own", "--json").out)["detail"] == why
     assert finish_attempt(workplace, run, 75, requeue=True, max_requeues=0).code == 75
@@ -952,7 +952,7 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
     record(run, 0, 138, signal="SIGUSR1")
     got = finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["cause"] == "failed"
-    assert "does not take that signal; nobody knows what it had saved before" in got.out
+    assert "does not handle that signal, and it is not known what it had saved" in got.out
 
 
 def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
@@ -1082,4 +1082,4 @@ def test_a_command_that_is_told_to_end_twice_in_a_row_stops(
     got = finish_attempt(workplace, run, 0, requeue=True, number=2)
     assert ("scontrol requeue 17" in workplace.calls) == goes_on
     assert got.code == (0 if goes_on else 75)
-    assert ("2 starts in a row have left with exit code 0" in got.out) == (not goes_on)
+    assert ("2 attempts in a row exited with code 0" in got.out) == (not goes_on)

@@ -162,7 +162,7 @@ def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
     assert own._preflight(attempt, ["h01", "h02"]) == {}
     assert list(spares.bad(attempt.run)) == ["h02"]
     kept = files.read(PreflightRecord, attempt.preflight)
-    used = "failed: h02; demanded by --nodelist, and used all the same: h02"
+    used = "failed: h02; demanded by --nodelist, but used anyway: h02"
     assert kept and kept.summary == used
     assert kept.failed == record.failed
 
@@ -213,7 +213,7 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) 
     assert [watch.look(now) for now in (late / 2, late)] == [{}, {}]
     [(lost, why)] = watch.look(late + 1).items()  # it has not even recorded a start
     assert (lost, asked.asked) == ("h03", {"h02", "h03"})  # h02 as a witness
-    assert why == "it gave no sign of life for 15 s, and its slurmd does not answer"
+    assert why == "its records have not changed for 15 s, and its slurmd does not answer"
 
 
 def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt, asked: Nodes) -> None:
@@ -250,7 +250,7 @@ def test_a_controller_whose_start_is_over_notes_no_loss(
     monkeypatch.setattr(client, "ending", lambda *_: word)
     if why == "superseded":
         Attempt(attempt.run, 2).path.mkdir(parents=True)
-        own._note_lost(attempt, {"h02": "gone"})
+        own._record_lost(attempt, {"h02": "gone"})
     assert not own._resumes_in_job(1)
     assert own._allocation and (asked.asked, own._allocation.lost) == (set(), set())
 

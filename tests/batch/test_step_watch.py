@@ -171,7 +171,7 @@ def test_with_rank_0s_last_word_alone_the_step_is_ended_after_a_longer_grace(ste
     step.attempt.end.write_text('{"cause": "done"}')
     step.watch()
     assert step.cancelled == ["17.3"]
-    assert "without a sign of life for 0.4 s" in step.said[0]
+    assert "with no heartbeat for 0.4 s" in step.said[0]
 
 
 def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_the_stacks_are_printed_once_and_the_job_goes_on(
     sleep = Sleep()
     watch(attempt, sleep)
     assert sleep.seconds == 600
-    assert logged[0] == "no rank has printed anything for 10m00s. Where they are:"
+    assert logged[0] == "no rank has printed anything for 10m00s. Stacks of the ranks:"
     assert logged[1].startswith("3 of 4 (ranks 0-2) in all_reduce")
     assert [line for line in logged if line.startswith("rank 3 on gpu03 in DataLoader")]
     assert logged[-1].startswith("the job goes on")
@@ -360,7 +360,7 @@ def test_ranks_that_print_again_meanwhile_are_not_ended(
 
     monkeypatch.setattr(stacks, "gather", gather)
     watch(attempt, Sleep(), lambda: pytest.fail("the job is ended"))
-    assert logged[-1].startswith("the ranks print again: the job goes on")
+    assert logged[-1].startswith("the ranks print again: the job continues")
     assert ended_for(attempt.outcomes) is None
 
 
@@ -372,6 +372,6 @@ def test_slurm_that_does_not_answer_costs_the_stacks_and_not_the_watch(
 
     monkeypatch.setattr(stacks, "gather", fails)
     watch(attempt, Sleep(), fails)
-    assert "their stacks cannot be read: slurmctld is down" in logged
-    assert logged[-1] == "the job cannot be ended, and goes on: slurmctld is down"
+    assert "the stacks cannot be read: slurmctld is down" in logged
+    assert logged[-1] == "the job cannot be ended, and continues: slurmctld is down"
     assert not (attempt.outcomes / "hung.json").exists()

@@ -361,7 +361,7 @@ def test_the_signal_ahead_of_the_limit_reaches_a_command(
     assert done.returncode == 75, done.stderr
     run = RunDir(tmp_path / "jobs/a")
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGUSR1\n"] * 2
-    assert "a cluster would put the job back into the queue now" in run.job_log.read_text()
+    assert "a cluster would requeue the job now" in run.job_log.read_text()
     assert "Resume with: clusterddp resubmit a" in run.job_log.read_text()
     assert read_events(run)[-1]["cause"] == "signal"
 

@@ -119,7 +119,7 @@ def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in
     [end] = ends()
     log = run.job_log.read_text()
     assert (end["cause"], end["stop_signal"], end["exit_code"]) == ("preempted", "SIGTERM", 75), log
-    assert "told to end by SIGTERM, the command left with exit code 0" in log
+    assert "the command exited with code 0 on SIGTERM" in log
     assert with_grace.job_state(after) == "PENDING"
     assert with_grace.wait_job(job_id, LONG) == "COMPLETED"
     assert [end["cause"] for end in ends()] == ["preempted", "done"]

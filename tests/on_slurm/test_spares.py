@@ -190,7 +190,7 @@ def test_a_start_with_fewer_nodes_than_a_step_needs_goes_back_for_all_of_them(
     hosts.run(["scontrol", "update", f"JobId={job['job_id']}", *fewer], check=True)
     hosts.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)
     assert hosts.wait_job(job["job_id"]) == "COMPLETED", run.job_log.read_text()
-    words = "Slurm has given 1 node, and a step of the run needs 2"
+    words = "Slurm assigned 1 node, and a step of the run needs 2"
     assert f"{words}: job {job['job_id']} is back in the queue, for 3" in run.job_log.read_text()
     assert [event["event"] for event in read_events(run)] == [
         "submitted", "not_started", "requeued", "started", "ended",

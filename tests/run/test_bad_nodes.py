@@ -594,7 +594,7 @@ def test_a_refused_update_costs_the_exclusion_alone(workplace: Workplace) -> Non
     run = begun(workplace, LOST)
     cluster_says(workplace, update="echo 'Job is no longer pending execution' >&2; exit 1")
     said = finished(workplace, run, 1)
-    assert "bad nodes cannot be left out" in said and "no longer pending" in said
+    assert "bad nodes cannot be excluded" in said and "no longer pending" in said
     assert [e["event"] for e in read_events(run)][-1] == "requeued"
 
 
@@ -687,7 +687,7 @@ def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
     add_event(run, "ended", job_id="17", attempt=1, cause="requeued", exit_code=1)
     cluster_says(workplace)
     said = [begin_needing(workplace, run, 3) for _ in range(3)]
-    words = "Slurm has given 2 nodes, and a step of the run needs 3"
+    words = "Slurm assigned 2 nodes, and a step of the run needs 3"
     assert said[:2] == [f"{words}: job 17 is back in the queue, for 2"] * 2
     assert said[2].startswith(f"{words}, for 3 starts in a row. Resume with: clusterddp resubmit")
     kinds = [event["event"] for event in read_events(run)]
@@ -710,7 +710,7 @@ def test_a_start_with_too_few_nodes_asks_for_as_many_tasks_a_node_as_the_job_did
 
 @pytest.mark.parametrize(
     ("requeue", "words"),
-    [("exit 0", "and requeue is off"), ("exit 1", "the job cannot go back into the queue: ")],
+    [("exit 0", "and requeue is off"), ("exit 1", "the job cannot be requeued: ")],
 )
 def test_a_start_with_too_few_nodes_that_cannot_go_back_is_refused(
     workplace: Workplace, requeue: str, words: str
@@ -753,5 +753,5 @@ def test_the_node_of_a_script_that_was_lost_is_blamed_at_the_next_start(
     marked_bad = [
         event["nodes"] for event in read_events(run) if event["event"] == "nodes_marked_bad"
     ]
-    reason = "lost during attempt 1, whose end nobody recorded"
+    reason = "lost during attempt 1, whose end is not recorded"
     assert marked_bad == ([] if how == "neither" else [{"h02": reason}])

@@ -46,7 +46,7 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
     (USUAL, [DONE], False, DONE),
     (USUAL, [CANCELLED], False, CANCELLED),
     (USUAL, [STOPPED], False, STOPPED),
-    (USUAL, [REQUEUED], False, "Slurm has put the job back"),
+    (USUAL, [REQUEUED], False, "Slurm requeued the job"),
     (USUAL, [SIGNAL], True, SIGNAL),
     (USUAL, [TIME_LIMIT], True, TIME_LIMIT),
     (USUAL, [PREEMPTED], True, PREEMPTED),
@@ -122,7 +122,7 @@ def test_two_starts_in_a_row_without_a_step_end_it(
     starts = [PastAttempt(number, cause, steps) for number, (cause, steps) in enumerate(told, 1)]
     decision = decide(USUAL, told[-1][0], starts)
     assert decision.go_on is go_on
-    assert go_on or "2 starts in a row have not gained a step" in decision.why
+    assert go_on or "2 attempts in a row made no progress" in decision.why
 
 
 # -- from a run's records ----------------------------------------------------------------------
@@ -249,5 +249,7 @@ def test_starts_have_their_causes_and_their_steps(run: RunDir) -> None:
     for event in (started(1), ended(1, SIGNAL), started(2)):
         add_event(run, **event)
     attempt(run, 1, 20, start=0)
-    starts = [(each.number, each.cause, each.steps_gained) for each in History.read(run).starts]
+    starts = [
+        (each.number, each.cause, each.steps_gained) for each in History.read(run).past_attempts
+    ]
     assert starts == [(1, SIGNAL, 20), (2, "", 0)]

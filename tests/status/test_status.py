@@ -339,7 +339,7 @@ def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: R
 
 
 def test_an_attempt_that_was_refused_blames_no_rank_of_an_earlier_one(run: RunDir) -> None:
-    refusal = ended(1, restart=1, cause="failed", why="not started again: it has been started 3")
+    refusal = ended(1, restart=1, cause="failed", why="not restarted: it has been started 3")
     write_events(run, submitted(), begun(1), left(1, "requeued"), started(restart=1), refusal)
     folder = Attempt(run, 1).outcomes
     folder.mkdir(parents=True)

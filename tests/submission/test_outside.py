@@ -239,7 +239,7 @@ def test_the_verdict_names_a_path_that_leads_nowhere_in_the_copy(tree: Path) -> 
     done = rehearse("--", sys.executable, "train.py")
     assert done.returncode == 1
     shown = subprocess.run([*CLUSTERDDP, "status", "a"], capture_output=True, text=True, check=True)
-    said = "leads elsewhere from the copy of the code, in which it ran: '../data/x' (train.py"
+    said = "leads outside the copy of the code in which the command ran: '../data/x' (train.py"
     assert said in shown.stdout
     assert f"{said}, line 1) [CD0320]" in (tree / "jobs/a/logs/job.log").read_text()
 

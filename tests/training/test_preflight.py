@@ -109,7 +109,7 @@ def test_a_wrong_product_has_all_ranks_leave_unless_the_node_is_known_as_bad(
     assert {answer[0] for answer in run_ranks(4, checked, str(tmp_path / "b"), "wrong")} == {True}
     kept = record(tmp_path / "b")
     assert kept["failed"] == {}
-    assert kept["remarks"][-1].startswith("known as bad, and used all the same: h1: rank 2 ")
+    assert kept["remarks"][-1].startswith("known as bad, but used anyway: h1: rank 2 ")
 
 
 def test_a_rank_alone_multiplies_and_has_nobody_to_exchange_with(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     assert second.returncode == 1
     who = f"attempt 1 of {tmp_path.name} is still trained by job (none) on {socket.gethostname()}"
     assert f"{who}; waiting up to 1 s" in output
-    assert f"{who}: rank 0 has shown its life" in output and "Traceback" not in output
+    assert f"{who}: rank 0 was active" in output and "Traceback" not in output
     assert first.poll() is None
     assert not (tmp_path / "attempts/0002").exists()
 

@@ -216,7 +216,7 @@ def disk_full_at_the_signal(trial: Trial) -> str:
         raise run.differs(f"status says {status['state']}: {status['detail']}")
     out = trial.folder / f"slurm-{run.job_id}.out"
     verdict = run.log + (out.read_text() if out.exists() else "")
-    if "their last checkpoint is of step 40" not in verdict:
+    if "their last checkpoint is from step 40" not in verdict:
         raise run.differs(f"the verdict does not say that nothing was saved: {verdict}")
     filler.remove()
     slurm(trial, "scontrol", "release", run.job_id)
