@@ -1,1 +1,1 @@
-"""Runs a task, under a small parent that records its end."""
+"""Execution of a task under a small parent process that records its end."""

@@ -1,6 +1,6 @@
-"""A task that runs a COMMAND: the process becomes it, or stays as the small parent that records it.
+"""Task that runs a COMMAND, by exec or under a small parent that records its outcome.
 
-What only the parent needs is imported there: whoever becomes COMMAND at once has nothing of it.
+Modules that only the parent needs are imported late, so that a direct exec stays cheap.
 """
 
 import os
@@ -22,14 +22,14 @@ _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class CommandNotFound(ClusterDDPError):
-    """COMMAND, or the interpreter in its first line, does not exist; a shell exits 127 too."""
+    """Raised if COMMAND or the interpreter in its first line does not exist (a shell's 127)."""
 
     exit_code = 127
     code = "CD0316"
 
 
 class CommandNotExecutable(ClusterDDPError):
-    """COMMAND exists and cannot be run; a shell exits 126 too."""
+    """Raised if COMMAND exists but cannot be run (a shell's 126)."""
 
     exit_code = 126
     code = "CD0316"
@@ -45,29 +45,29 @@ def run_command(
     own_log: bool,
     tracker: str = "",
 ) -> int:
-    """Run COMMAND below the small parent that records its outcome; returns as `supervise` does.
+    """Run COMMAND under a small parent that records its outcome; return as `supervise` does.
 
-    environ: variables of COMMAND, to which those are added by which it finds its attempt.
-    tracker: trackers by which rank 0 continues one tracked run, as a list.
+    environ: variables of COMMAND; those that identify its attempt are added.
+    tracker: comma-separated trackers in which rank 0 continues one run.
     """
     from clusterddp.run.attempt import Attempt, expose_loop
     from clusterddp.run.run_dir import RunDir
     from clusterddp.worker.supervise import ERROR_FILE_VARIABLE, supervise
 
     own = Attempt(RunDir(run_dir), attempt) if attempt is not None else None
-    if own:  # an agent's own file is left to the agent, which reads it
+    if own:  # an agent sets its own file, and reads it
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
         expose_loop(environ, own)
         if env.rank == 0 and tracker:
-            from clusterddp.worker.tracking import show_tracker
+            from clusterddp.worker.tracking import expose_tracker
 
-            show_tracker(environ, own.run, tracker.split(","), argv)
+            expose_tracker(environ, own.run, tracker.split(","), argv)
 
     def child() -> int:
         try:
             become(argv, environ)
         except CommandNotFound:
-            if "/" not in argv[0]:  # for the rank's log: too long for a list of runs
+            if "/" not in argv[0]:  # only in the rank's log: too long for the run's status
                 print(f"clusterddp: PATH={environ.get('PATH', '')}", file=sys.stderr)
             raise
 
@@ -87,7 +87,7 @@ def run_command(
 def _watching(
     env: DistEnv, environ: Mapping[str, str], outcomes: Path | None
 ) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None]]":
-    """Return what explains how COMMAND ended, and what begins to look at it once it runs."""
+    """Return two callbacks: one explains COMMAND's end, one starts to watch it."""
     from clusterddp.processes import table
     from clusterddp.processes.table import RendezvousWatch
     from clusterddp.request import nested_launcher
@@ -122,38 +122,37 @@ def _watching(
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     """Replace this process by argv, looked up on the PATH of `environ`.
 
-    Raises CommandNotFound or CommandNotExecutable, which carry a shell's exit codes.
+    Raises CommandNotFound or CommandNotExecutable, which have a shell's exit codes.
     """
     program = argv[0]
     if not program:
-        raise CommandNotFound("the command to run is empty: expected a program after '--'.")
+        raise CommandNotFound("the command is empty. Put a program after '--'.")
     try:
         with _usual_signals():
             os.execvpe(program, list(argv), dict(environ))
     except (FileNotFoundError, NotADirectoryError) as error:
         if "/" in program and Path(program).exists():
             raise CommandNotFound(
-                f"{program!r} exists, but the interpreter in its first line does not; "
-                "correct the #! line, or name the interpreter: python SCRIPT."
+                f"{program!r} exists, but the interpreter in its first line does not. "
+                "Correct the #! line, or name the interpreter: python SCRIPT."
             ) from error
         missing = "was not found" if "/" in program else "is not on PATH"
         raise CommandNotFound(
-            f"{program!r} {missing}; give the name of a program or its path, and "
-            "arguments as separate words."
+            f"{program!r} {missing}. Give a program's name or path, with arguments as "
+            "separate words."
         ) from error
     except OSError as error:
         raise CommandNotExecutable(
-            f"{program!r} cannot be run: {error.strerror}; expected a file with execute "
-            "permission that starts with #! or is a binary. For a script: python SCRIPT."
+            f"{program!r} cannot be run: {error.strerror}. It must be a binary, or start with #!, "
+            "and have execute permission. For a Python script: python SCRIPT."
         ) from error
 
 
 @contextmanager
 def _usual_signals() -> Iterator[None]:
-    """Have the new program take the two that Python ignores: an ignored signal stays so in it.
+    """Restore the default actions of signals that Python ignores: an exec keeps ignored signals.
 
-    Where there is none after all, this process ignores them again: its message may meet a closed
-    pipe.
+    If the exec fails, this process ignores them again: its error message may meet a closed pipe.
     """
     ignored = {each: signal.signal(each, signal.SIG_DFL) for each in _IGNORED_BY_PYTHON}
     try:

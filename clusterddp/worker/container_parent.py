@@ -1,8 +1,8 @@
-"""The small parent of a task in a container: on the host, so that it sees every end.
+"""Small parent, on the host, of a task in a container.
 
-It makes sure of what the runtime will need, starts it, and holds the other end of the container's
-lifeline: with this process the task ends, however this one does. The parent inside records how the
-task ended; this one does where that one could not.
+It checks what the runtime needs, starts it, and holds the other end of the container's lifeline:
+the task ends with this process, whatever ends it. The parent inside the container records how the
+task ended; this process does so if the inner one could not.
 """
 
 import hashlib
@@ -56,11 +56,11 @@ def run_contained(
     attempt: int | None = None,
     own_log: bool = False,
 ) -> int:
-    """Run a task in a container, and record its outcome where the task itself could not.
+    """Run a task in a container, and record its outcome if the parent inside could not.
 
-    task: the command in the container; an agent there stands for the first of its ranks.
+    task: the command in the container; an agent counts as the first of its ranks.
 
-    Returns and raises what `supervise` does. Linux only.
+    Returns and raises as `supervise`. Linux only.
     """
     ranks = container.ranks
     env = replace(
@@ -70,7 +70,7 @@ def run_contained(
         local_world_size=env.local_world_size * ranks,
     )
     start = _start(run_dir, env.rank, container)
-    set_subreaper()  # what podman leaves behind: Slurm finds it in the step
+    set_subreaper()  # keeps podman's orphans in the Slurm step
     if env.local_rank == 0:
         _log_limits(start)
         _remove_abandoned(start)
@@ -81,7 +81,7 @@ def run_contained(
     def child() -> int:
         _check(start)
         command, variables = start.command(task)
-        # The numbers that podman passes on. The later pipe's own cannot be the first of them.
+        # The descriptors that podman passes on. The second pipe's cannot be descriptor 3.
         for number, descriptor in ((3, reader), (4, code_writer)):
             os.dup2(descriptor, number)
             os.set_inheritable(number, True)
@@ -106,17 +106,16 @@ def run_contained(
 
 
 class _OutsideRecord(TaskRecord):
-    """Record of a task in a container, whose own parent there records the same where it can."""
+    """Outcome of a task in a container, recorded only if the parent inside has not."""
 
     def __init__(self, run: RunDir, env: DistEnv, attempt: int | None, code_reader: int) -> None:
-        """code_reader: gives the exit code that the first program in the container has seen."""
+        """Take the pipe with the exit code from the first program in the container."""
         super().__init__(run, env, attempt)
         self._code_reader = code_reader
         self.is_good = False
-        """True where task and runtime have both ended with 0, so that nothing of it is left.
+        """True if both task and runtime exited with 0, so that no container remains.
 
-        podman that is told to end while it removes a container leaves it in its records, with
-        whatever exit code.
+        podman leaves a container in its records if a signal ends podman during the removal.
         """
 
     def ended(self, status: int, error: Callable[[int], TaskError | None]) -> int:
@@ -127,9 +126,9 @@ class _OutsideRecord(TaskRecord):
         self.is_good = has_code and status == int(code) == 0
         if has_code:
             status = int(code) << 8
-        elif status == 0:  # podman was told to end before there was a container
+        elif status == 0:  # podman was terminated before the container started
             status = signal.SIGTERM
-        if is_signalled(os.waitstatus_to_exitcode(status)):  # a shell's, for a task's signal
+        if is_signalled(os.waitstatus_to_exitcode(status)):  # a shell's 128 + N
             status = (status >> 8) - 128
         inside = read_outcome(self._folder, int(str(self._fields["rank"])))
         began = float(str(self._fields["started"]))
@@ -138,18 +137,18 @@ class _OutsideRecord(TaskRecord):
         return status
 
     def _write(self) -> None:
-        if "ended" in self._fields:  # before, the parent in the container has the word
+        if "ended" in self._fields:  # until then, the parent inside writes the record
             super()._write()
 
 
 def _start(run_dir: Path, rank: int, container: Container) -> ContainerStart:
-    """Return all that it takes to start a task's container here."""
+    """Collect the parameters to start a task's container on this node."""
     environ = {**os.environ, IMAGE_VARIABLE: container.image}
     names = runtimes(container.runtime, container.image)
     runtime, program = find_program(names, environ.get("PATH"))
     if runtime == PODMAN:
         environ[OWN_PIDS_VARIABLE] = "1"
-    # Each start of a rank has the same name, and so replaces what a killed one has left.
+    # The same name for each start of a rank, so that it replaces a leftover of a killed start.
     digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:12]
     node = host_name(environ)
     return ContainerStart(
@@ -157,7 +156,7 @@ def _start(run_dir: Path, rank: int, container: Container) -> ContainerStart:
         runtime,
         program,
         name=f"clusterddp-{digest}-{rank}",
-        # Nodes can share podman's records, and jobs can have numbers of their own for processes.
+        # Nodes can share podman's records, and jobs can have their own PID namespaces.
         label=f"clusterddp={node} {Path('/proc/self/ns/pid').readlink()}",
         node=node,
         environ=environ,
@@ -167,19 +166,19 @@ def _start(run_dir: Path, rank: int, container: Container) -> ContainerStart:
 
 
 def _log_limits(start: ContainerStart) -> None:
-    """Log what of the host is kept out, and where ranks have little memory to share."""
+    """Log which host variables are withheld, and whether shared memory is small."""
     if names := withheld(start.environ, start.container.variables):
         log.info(
-            f"kept out of the container, as they are the host's: {', '.join(names)} "
-            "(--env NAME=VALUE passes one on)"
+            f"host variables not passed to the container: {', '.join(names)} "
+            "(to pass one: --env NAME=VALUE)"
         )
     with suppress(OSError):
         shared = os.statvfs("/dev/shm")
         if (size := shared.f_blocks * shared.f_frsize) < _SMALL_SHARED_MEMORY:
             log.info(
-                f"/dev/shm on {start.node} has {size >> 20} MB; where a DataLoader's workers "
-                "end with a bus error, it is too small for their batches. Use --workers 0, or ask "
-                "the site for a larger one."
+                f"/dev/shm on {start.node} has {size >> 20} MB. If DataLoader workers end with a "
+                "bus error, it is too small for their batches: use --workers 0, or ask the "
+                "administrators for a larger one."
             )
 
 
@@ -191,30 +190,29 @@ def _check(start: ContainerStart) -> None:
         programs = [program for name in names for program in PROGRAMS[name]]
         raise TrainingError(
             f"{start.node} has no {' or '.join(programs)} on PATH to run the image {image}. Load "
-            "its module with --module, ask for other nodes, or choose another "
-            "--container-runtime, and an image that it reads. [CD1001]"
+            "its module with --module, request other nodes, or choose another "
+            "--container-runtime with a suitable image. [CD1001]"
         )
     if is_file(image) and not Path(image).exists():
         raise TrainingError(
-            f"{start.node} has no image {image}. Put it there, or on a file system that all nodes "
-            "share, or leave the node out with --exclude. [CD1002]"
+            f"{start.node} has no image {image}. Put it there or on a shared file system, or "
+            "avoid the node with --exclude. [CD1002]"
         )
     for mount in start.container.mounts:
         if not Path(mount.source).exists():
             raise TrainingError(
-                f"{start.node} has no {mount.source}, which is to be mounted in the container of "
-                f"{image}. Make it there, correct the mount, or leave the node out with "
-                "--exclude. [CD1003]"
+                f"{start.node} has no {mount.source} to mount in the container of {image}. "
+                "Create it there, correct the mount, or avoid the node with --exclude. [CD1003]"
             )
 
 
 def _explain(start: ContainerStart, task: Sequence[str], status: int) -> TaskError | None:
-    """Return the error behind a wait status, where the container itself is to blame."""
+    """Return the error behind a wait status if the container is the cause, else None."""
     code = os.waitstatus_to_exitcode(status)
     if code <= 0:
         return None
     error = None
-    with suppress(TrainingError):  # which the task's own process has reported
+    with suppress(TrainingError):  # already reported by the task's process
         _check(start)
         error = _reason(start, task)
     if error is None:
@@ -224,24 +222,24 @@ def _explain(start: ContainerStart, task: Sequence[str], status: int) -> TaskErr
 
 
 def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
-    """Find out, by another container, why one ended without a record; None where it works now."""
+    """Find why a container ended without a record, with a second one; None if that one works."""
     python, image = start.container.python, f"the image {start.container.image} on {start.node}"
     command, variables = start.probe([python, "-c", _PROBE, task[0]])
     done = _run(command, env=variables, timeout=_PROBE_SECONDS)
-    if start.runtime == PODMAN and start.program:  # --rm leaves one that never began
+    if start.runtime == PODMAN and start.program:  # --rm keeps one that never started
         _lines(remove_command(start.program, f"{start.name}-probe"))
-    if done is None or done.returncode < 0:  # somebody ends the step
+    if done is None or done.returncode < 0:  # the step is ending
         return None
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {done.returncode}"
     of_runtime = [line for line in lines if line.startswith(("Error: ", "FATAL: "))]
-    if done.returncode == 0 and not done.stdout.strip():  # it was ended meanwhile
+    if done.returncode == 0 and not done.stdout.strip():  # it was terminated
         return None
     if done.returncode == 0:
         major, minor, *missing = done.stdout.splitlines()[-1].split()  # a site's hook may print
         if (int(major), int(minor)) < LEAST_PYTHON:
             return TrainingError(
-                f"{python} in {image} is Python {major}.{minor}, and "
+                f"{python} in {image} is Python {major}.{minor}, but "
                 f"{'.'.join(map(str, LEAST_PYTHON))} or later is needed. Use another image, or "
                 "name another interpreter in it with --python. [CD1006]"
             )
@@ -253,7 +251,7 @@ def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
         return None
     if done.returncode in (126, 127) and not of_runtime:
         return TrainingError(
-            f"{image} has no {python} that runs: {last}. Use an image with Python, or name its "
+            f"{image} has no working {python}: {last}. Use an image with Python, or name its "
             "interpreter with --python. [CD1006]"
         )
     return TrainingError(
@@ -263,9 +261,9 @@ def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
 
 
 def _remove_abandoned(start: ContainerStart) -> None:
-    """Remove from podman's records the containers that were killed together with their podman.
+    """Remove containers from podman's records that were killed together with their podman.
 
-    One whose podman still makes it has no process above it yet.
+    A container that is being created has no monitor process yet and is kept.
     """
     if start.runtime != PODMAN or start.program is None:
         return
@@ -281,7 +279,7 @@ def _remove_abandoned(start: ContainerStart) -> None:
 
 
 def _lines(command: Sequence[str]) -> list[str]:
-    """Return the lines that podman prints on what it keeps; none where it fails."""
+    """Run a podman command on its records; return its output lines, none on failure."""
     done = _run(command, timeout=_RECORDS_SECONDS)
     return done.stdout.splitlines() if done else []
 
@@ -289,7 +287,7 @@ def _lines(command: Sequence[str]) -> list[str]:
 def _run(
     command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str] | None":
-    """Run a runtime's command to its end; None where it does not start, or takes too long."""
+    """Run a runtime's command to its end; None if it does not start, or takes too long."""
     with suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(
             command,

@@ -1,7 +1,7 @@
-"""Samples how busy a node's GPUs are, beside a COMMAND, whose steps nobody sees.
+"""GPU utilization of a node while a COMMAND runs, for programs that report no steps.
 
-By NVML in the small parent of the node's first task: no torch, and no context on a GPU. It has run
-with a stand-in for NVML's library only, never on a GPU.
+Uses NVML in the small parent of the node's first task: no torch, and no context on a GPU. Tested
+only with a replacement of the NVML library, never on a GPU.
 """
 
 import ctypes
@@ -30,9 +30,10 @@ class _Rates(ctypes.Structure):
 
 
 def watch(folder: Path, env: DistEnv, environ: Mapping[str, str], library: str = LIBRARY) -> None:
-    """Sample from a thread where this task is its node's first one and was granted GPUs.
+    """Sample in a thread, if this task is the first of its node and was granted GPUs.
 
-    folder: gets the record, renewed with each sample. Without a driver nothing is recorded.
+    folder: directory of the record, which is rewritten with each sample. Without a driver nothing
+    is recorded.
     """
     if env.local_rank == 0 and any(environ.get(name) for name in (VISIBLE_GPUS, *_GRANTED)):
         arguments = (folder / f"gpus-{env.rank}.json", environ, library)
@@ -40,7 +41,7 @@ def watch(folder: Path, env: DistEnv, environ: Mapping[str, str], library: str =
 
 
 def _sample(path: Path, environ: Mapping[str, str], library: str) -> None:
-    # No driver, one without such a function, a disk that is full: the samples are no condition.
+    # No driver, an old driver, a full disk: the samples are optional.
     with suppress(OSError, AttributeError):
         nvml = ctypes.CDLL(library)
         if nvml.nvmlInit_v2():
@@ -58,8 +59,8 @@ def _sample(path: Path, environ: Mapping[str, str], library: str) -> None:
 def _devices(nvml: ctypes.CDLL, environ: Mapping[str, str]) -> Iterator[ctypes.c_void_p]:
     """Yield NVML's handles of the GPUs that the job was granted on this node.
 
-    Where cgroups hide the others NVML shows these alone; else Slurm's numbers, which are the
-    node's, are NVML's, as long as Slurm has found the GPUs by NVML or in the order of the bus.
+    With cgroups NVML shows only these. Otherwise Slurm's indices are NVML's indices, provided that
+    Slurm detected the GPUs with NVML or in bus order.
     """
     count = ctypes.c_uint()
     if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
@@ -77,7 +78,7 @@ def _devices(nvml: ctypes.CDLL, environ: Mapping[str, str]) -> Iterator[ctypes.c
 
 
 def _busy(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> float | None:
-    """Return the share of time in which a kernel ran; None where NVML has none, as of MIG."""
+    """Return the share of time in which a kernel ran; None if NVML has no value (MIG)."""
     rates = _Rates()
     if nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates)):
         return None

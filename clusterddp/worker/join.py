@@ -1,4 +1,4 @@
-"""Joins a rank to the others: it introduces itself, learns what holds for all, enters the group."""
+"""Rendezvous of a rank: exchange of device information, common settings, process group."""
 
 import dataclasses
 import os
@@ -34,23 +34,23 @@ from clusterddp.training import device as devices
 from clusterddp.training.step import gpus_of_one_process, use_tf32
 
 _OWN_DATA_SECONDS = 3600.0
-# NCCL ends a process that has waited in vain without asking Python. Our watchdog ends it first, and
-# takes less than this for the save under way and NCCL's flight recorder.
+# At a timeout NCCL ends the process without asking Python. The watchdog ends it first: a checkpoint
+# being saved and NCCL's flight recorder take less than this.
 _NCCL_GRACE_SECONDS = 60
 _RECORDS_BY_ITSELF = hasattr(torch._C._distributed_c10d, "_dump_fr_trace")
-# Logs and records of hosts that are further apart are hard to read side by side.
+# Clock offset from which logs of different hosts are hard to compare.
 _APART_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A rank's knowledge once all have met."""
+    """Result of the rendezvous for one rank."""
 
     hello: Hello
     agreed: Agreement
     device: torch.device
     checks_nodes: bool = False
-    """True where the ranks check their nodes before they train: rank 0 was told so."""
+    """True if the ranks check their nodes before they train (set on rank 0)."""
 
     @property
     def attempt(self) -> Attempt:
@@ -59,12 +59,12 @@ class Joined:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Part of rank 0's verdict beside the agreement."""
+    """Part of rank 0's answer, in addition to the agreement."""
 
     devices: tuple[str, ...]
     """Device of each rank."""
     tell_time: tuple[int, ...]
-    """Ranks that answer with their host's time."""
+    """Ranks that reply with their host's time."""
     sent: float
     checks_nodes: bool
 
@@ -77,12 +77,12 @@ def join(
     settle: Callable[[list[Hello]], Agreement],
     lookups: tcp_store.Lookups | None,
 ) -> Joined:
-    """Introduce this rank, learn what was agreed on, and join the process group.
+    """Send this rank's information to rank 0, get the common settings, join the process group.
 
-    settle: decides on rank 0 what holds for all.
-    lookups: the name look-ups of this start.
+    settle: determines the common settings on rank 0.
+    lookups: the name lookups of this start.
 
-    Raises ClusterDDPError, a PeerError where another rank is to blame.
+    Raises ClusterDDPError; PeerError if another rank caused the failure.
     """
     try:
         hello = introduce(config, env, environ)
@@ -110,12 +110,12 @@ def _meet(
     settle: Callable[[list[Hello]], Agreement],
     checks_nodes: bool,
 ) -> Joined:
-    """Meet the other ranks; rank 0 compares the clocks of their hosts."""
+    """Exchange information with all ranks; rank 0 also compares the hosts' clocks."""
     tellers: dict[int, str] = {}
 
     def decide(hellos: list[rendezvous.Message]) -> rendezvous.Message:
         ranks = [rank for each in hellos if (rank := files.load(Hello, each))]
-        assert len(ranks) == env.world_size, "every rank says all that a hello holds"
+        assert len(ranks) == env.world_size, "every rank sends a complete hello"
         ranks = agreement.share_out(sorted(ranks, key=lambda hello: hello.rank))
         agreed = settle(ranks)
         tellers.update(rendezvous.time_tellers(hellos))
@@ -127,12 +127,12 @@ def _meet(
         )
         return {**dataclasses.asdict(agreed), **vars(answer)}
 
-    # Rank 0 calls a user function meanwhile, which may have to fetch its data.
+    # Meanwhile rank 0 calls a user function, which may have to download its data.
     is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     verdict = rendezvous.agree(store, env, vars(hello), decide, config.rendezvous_timeout, patience)
     agreed, answer = files.load(Agreement, verdict), files.load(_Answer, verdict)
-    assert agreed and answer, "rank 0 sends a whole agreement"
+    assert agreed and answer, "rank 0 sends a complete agreement"
     hello = dataclasses.replace(hello, device=answer.devices[env.rank])
     if env.rank in answer.tell_time:
         rendezvous.tell_time(store, env, time.time())
@@ -141,43 +141,43 @@ def _meet(
         ahead = rendezvous.collect_clocks(store, env, tellers, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
-            log.warning(f"clocks differ from that of rank 0's host: {', '.join(apart)} [CD0908]")
-        with suppress(OSError):  # a full disk costs the record
+            log.warning(f"clocks differ from rank 0's host: {', '.join(apart)} [CD0908]")
+        with suppress(OSError):  # on a full disk the record is lost
             note_clocks(joined.attempt.outcomes, {hello.host: 0.0, **ahead})
     return joined
 
 
 def _variables(config: TrainConfig, joined: Joined, interface: str) -> dict[str, str]:
-    """Return the variables that torch and its libraries read, unless they are set already.
+    """Return default values of variables that torch and its libraries read.
 
-    interface: the network interface of gloo's exchange, if it had to be found out.
+    interface: the network interface for gloo, if it had to be detected.
     """
     agreed, trace = joined.agreed, ""
     if agreed.backend == "nccl" and agreed.world_size > 1:
         trace = str(joined.attempt.nccl_trace())
     variables = {
-        "KINETO_LOG_LEVEL": "99" if config.profile else "",  # its library logs what it does
+        "KINETO_LOG_LEVEL": "99" if config.profile else "",  # silences the profiler's library
         tcp_store.GLOO_INTERFACE: interface,
-        # cuBLAS repeats itself only with a fixed workspace (torch.use_deterministic_algorithms).
+        # cuBLAS is deterministic only with a fixed workspace (torch.use_deterministic_algorithms).
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8" if config.deterministic else "",
-        # Where NCCL's watchdog dumps its flight recorder at a time-out, by both names of it.
+        # File to which NCCL's watchdog dumps its flight recorder at a timeout; two names exist.
         "TORCH_FR_DUMP_TEMP_FILE": trace,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if trace else "",
-        # It is off in torch 2.4; a torch with its later name for this warns of the former.
+        # Off by default in torch 2.4; later versions renamed the variable and warn about this name.
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000" if trace and not _RECORDS_BY_ITSELF else "",
     }
     return {name: value for name, value in variables.items() if value}
 
 
 def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
-    """Choose the processor of this rank, and describe the rank by it.
+    """Choose the device of this rank, and return the rank's information for rank 0.
 
-    Raises TrainingError where the rank cannot train here.
+    Raises TrainingError if the rank cannot train here.
     """
     if absent := config.missing_package():
         raise TrainingError(absent, code="CD0803")
-    wants_gpu = config.device != "cpu"  # or the driver is not even asked, which takes its time
+    wants_gpu = config.device != "cpu"  # asking the driver is slow
     visible = torch.cuda.device_count() if wants_gpu and torch.cuda.is_available() else 0
     choice = devices.choose(
         config.device,
@@ -191,7 +191,7 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
     if config.strategy == "dp" and gpus_of_one_process("dp", choice.kind) < 2:
         warning = warning or (
             f"--strategy dp has {'one GPU' if choice.kind == 'cuda' else 'no GPU'} here: it trains "
-            f"on {choice.name} alone, as --strategy single does"
+            f"only on {choice.name}, like --strategy single"
         )
     warnings = [warning]
     gpus: tuple[str, ...] = ()
@@ -199,8 +199,8 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
         gpus = _take_gpu(choice.index, visible, environ)
         if threads == 1:
             warnings.append(
-                "a GPU rank has one CPU: its steps, NCCL, its reader and its checkpoints wait for "
-                "each other. Ask for more, such as --cpus-per-task 4"
+                "a GPU rank has one CPU: training, NCCL, data loading and checkpoints compete for "
+                "it. Request more, such as --cpus-per-task 4"
             )
     return Hello(
         rank=env.rank,
@@ -221,35 +221,36 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
 
 
 def _take_gpu(index: int, visible: int, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Have CUDA use this GPU from the first; returns the visible GPUs' own identifiers.
+    """Select this GPU before any other CUDA call; return the UUIDs of the visible GPUs.
 
-    None with a torch that has none: then two ranks on one GPU go unnoticed.
+    Empty if torch has no UUIDs: two ranks on one GPU are then not detected.
     """
     shown = environ.get(VISIBLE_GPUS, "").split(",")[0]
     try:
-        torch.cuda.set_device(index)  # or what follows would open the first GPU as well
-        if shown.startswith("MIG-"):  # CUDA can give that of the GPU which it is a part of
+        torch.cuda.set_device(index)  # else the calls below would also open the first GPU
+        if shown.startswith("MIG-"):  # CUDA may return the UUID of the whole GPU
             return (shown,)
         properties = map(torch.cuda.get_device_properties, range(visible))
         return tuple(str(each.uuid) for each in properties if hasattr(each, "uuid"))
     except RuntimeError as error:
         raise TrainingError(
             f"GPU {index} of {socket.gethostname()} cannot be used: {str(error).splitlines()[0]}. "
-            "Another process may have it to itself, or it is broken: see nvidia-smi there. [CD0814]"
+            "Another process may use it exclusively, or it is broken: run nvidia-smi there. "
+            "[CD0814]"
         ) from None
 
 
 def _nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
-    """Return whether NCCL was told to take several ranks on one GPU, and can."""
+    """Return whether NCCL is configured to share a GPU among ranks, and supports it."""
     asked = environ.get(SHARED_GPUS, "") not in ("", "0")
     return asked and torch.cuda.nccl.version() >= (2, 30)  # type: ignore[no-untyped-call]
 
 
 def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
-    """Return the CPUs that Slurm gave this rank, or its share of those that the process may use."""
+    """Return the number of CPUs from Slurm, or this rank's share of the process's CPUs."""
     given = environ.get("SLURM_CPUS_PER_TASK", "")
     if given.isdigit() and int(given):
-        ranks = local_world_size if "TORCHELASTIC_RUN_ID" in environ else 1  # of an agent's task
+        ranks = local_world_size if "TORCHELASTIC_RUN_ID" in environ else 1  # ranks per task
         return max(int(given) // ranks, 1)
     try:
         usable = len(os.sched_getaffinity(0))
@@ -284,7 +285,7 @@ def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunSt
 
 
 def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv) -> None:
-    """Log what this rank computes on; rank 0 also what was agreed on."""
+    """Log this rank's device; on rank 0 also the common settings."""
     log.info(
         f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
         f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
@@ -304,7 +305,7 @@ def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv)
         else ""
     )
     log.info(
-        f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warm-up "
+        f"lr {config.lr:g} x {peak / config.lr:g} ({config.lr_scaling}) = {peak:g}, warmup "
         f"{config.warmup_steps} steps; batch {agreed.batch_size} x {env.world_size} = "
         f"{agreed.global_batch_size}{passes}"
     )

@@ -1,7 +1,7 @@
-"""Puts a job back into the queue whose batch script was lost, from a task that it has left behind.
+"""Requeue of a job that has lost its batch script, from one of its remaining tasks.
 
-slurmctld does not notice it where the host's processes end and its slurmd is back at once (seen on
-22.05): the job then runs on, with nobody in it, until its time limit.
+If a host's processes end and its slurmd is back at once, slurmctld does not notice (seen on 22.05):
+the empty job then keeps running until its time limit.
 """
 
 import os
@@ -27,10 +27,10 @@ from clusterddp.slurm.forms import expand_nodelist
 
 
 def requeue_if_lost(attempt: Attempt, env: DistEnv) -> None:
-    """Put the job back into the queue if the attempt's batch controller is lost, and it may resume.
+    """Requeue the job if the attempt's batch controller is lost and the run may resume.
 
-    For a task that has failed. Returns within seconds where the controller lives, as it nearly
-    always does, and at once where rank 0 has failed on its host by then.
+    For a failed task. Returns within seconds if the controller is alive (the usual case), and at
+    once if rank 0 has failed on the controller's host.
     """
     job_id = os.environ.get("SLURM_JOB_ID", "")
     if not job_id or env.local_rank or is_rehearsal(os.environ):
@@ -42,13 +42,13 @@ def requeue_if_lost(attempt: Attempt, env: DistEnv) -> None:
 
 
 def _is_lost(attempt: Attempt, host: str) -> bool:
-    """Wait for a sign of life of the controller or its host; returns whether none came for long."""
+    """Wait for a heartbeat of the controller or its host; return whether none came in time."""
     try:
         before = last_renewal(attempt.controller)
     except OSError:  # a launcher that has no controller
         return False
     for _ in patience.looks(LIVENESS_TIMEOUT, every=patience.RECORDS_PAUSE):
-        first = read_outcome(attempt.outcomes, 0)  # of all ranks it would cost a large job too much
+        first = read_outcome(attempt.outcomes, 0)  # reading all ranks is too slow in large jobs
         if first and first.failed and first.host == host:
             return False
         if attempt.is_superseded or last_renewal(attempt.controller) != before:
@@ -57,7 +57,7 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
 
 
 def _requeue(attempt: Attempt, job_id: str, host: str) -> None:
-    """Raises ClusterDDPError and OSError."""
+    """Requeue the job if its policy allows it; raises ClusterDDPError and OSError."""
     run, restart = attempt.run, int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     history, name = History.read(run), slurm_job_name(os.environ, job_id)
     policy = Policy.of(history.spec or run.load_spec())
@@ -72,6 +72,6 @@ def _requeue(attempt: Attempt, job_id: str, host: str) -> None:
     if slurm.ending(name, restart) is not Ending.NONE:  # another task, or Slurm, was first
         return
     why = f"the batch script is lost with {host}"
-    log.info(f"{why}: job {job_id} goes back into the queue")
+    log.info(f"{why}: requeueing job {job_id}")
     slurm.requeue(name)
     events.add(run.events, events.Requeued(job_id=job_id, attempt=attempt.number, why=why))

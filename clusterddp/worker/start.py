@@ -1,5 +1,5 @@
-"""Starts an attempt: rank 0 agrees, checks the data, chooses the checkpoint and publishes; then
-every rank obtains its two sets.
+"""Start of an attempt: rank 0 settles the common settings, data and checkpoint, and publishes them;
+then every rank loads its training and test sets.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ def settle_attempt(
     hellos: Sequence[Hello],
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
-    """Decide on rank 0 what holds for all ranks of this attempt, and publish it.
+    """Determine and publish, on rank 0, the common settings of all ranks in this attempt.
 
-    number: the attempt that the starting side has made; without it one is made here.
-    fingerprint: gives the dataset's where it was read already, or is a user's own; else its
-        files are read for it.
+    number: the attempt created by the launcher; if None, it is created here.
+    fingerprint: returns the dataset's fingerprint if the data was already read, or is a user's
+        dataset; otherwise its files are read.
 
     Raises TrainingError, DataError, CheckpointError, StartRefused or Superseded.
     """
@@ -54,7 +54,7 @@ def settle_attempt(
     recorded = files.read(Agreement, run.resolved)
     terms = agreement.decide(config, hellos, recorded)
     data_sha256 = _check_data(config, recorded, fingerprint)
-    with writing(f"the run directory {run.path}", "Choose a folder that this host can write."):
+    with writing(f"the run directory {run.path}", "Choose a directory that this host can write."):
         run.make(run.attempts)
         resumable.record_request(run, terms.world_size, terms.hosts, train=config)
         job_id, patience = environ.get("SLURM_JOB_ID", ""), config.rendezvous_timeout
@@ -63,16 +63,16 @@ def settle_attempt(
         agreement.check_precision(config, origin.precision, hellos)
         if origin.precision == "fp16" and config.cuda_graph == "on":
             raise TrainingError(
-                f"--cuda-graph on against fp16, in which the checkpoint {origin.source} was "
-                "trained: its loss scale is chosen step by step. Leave --cuda-graph out, or choose "
-                "another --precision. [CD0808]"
+                f"--cuda-graph on conflicts with fp16, the precision of the checkpoint "
+                f"{origin.source}: fp16 adapts its loss scale at each step. Omit --cuda-graph, or "
+                "choose another --precision. [CD0808]"
             )
         return _publish(config, attempt, terms, origin, data_sha256, environ)
 
 
 @contextmanager
 def writing(what: str, remedy: str = "") -> Iterator[None]:
-    """Raise TrainingError, on rank 0, where the body cannot write; `what` names file or folder."""
+    """Raise TrainingError, on rank 0, if the body cannot write; `what` names the target."""
     try:
         yield
     except OSError as error:
@@ -83,7 +83,7 @@ def writing(what: str, remedy: str = "") -> Iterator[None]:
 def _check_data(
     config: TrainConfig, recorded: Agreement | None, fingerprint: Callable[[], str] | None
 ) -> str:
-    """Return the dataset's fingerprint. Raises DataError where the run had another before."""
+    """Return the dataset's fingerprint. Raises DataError if the run started with another one."""
     is_own = is_reference(config.dataset)
     if not is_own:
         mnist.ensure(config.dataset, config.data_dir, {"synthetic": generate})
@@ -93,23 +93,23 @@ def _check_data(
         where = config.data_dir if is_own else mnist.folder(config.dataset, config.data_dir)
         raise DataError(
             f"the {config.dataset} dataset at {where} has changed since this run first started "
-            f"(SHA-256 {known[:12]}…, now {sha256[:12]}…): it would not train to the "
-            f"same weights.{mnist.rendered_by(config.dataset, config.data_dir)} Put the "
-            f"{'images' if is_own else 'files'} back, or submit a new run. [CD0608]"
+            f"(SHA-256 {known[:12]}…, now {sha256[:12]}…), so results would "
+            f"differ.{mnist.rendered_by(config.dataset, config.data_dir)} Restore the "
+            f"{'images' if is_own else 'files'}, or submit a new run. [CD0608]"
         )
     return sha256
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """The checkpoint from which an attempt resumes, if any, and what it settles."""
+    """Checkpoint from which an attempt resumes, if any, and the settings it implies."""
 
     reference_world_size: int
     source: Path | None = None
     step: int = 0
     best: Best | None = None
     precision: str = ""
-    """The precision it was trained at, where the configuration leaves it open."""
+    """Its training precision, if the configuration does not set one."""
 
 
 def _choose_checkpoint(
@@ -119,12 +119,12 @@ def _choose_checkpoint(
     world_size: int,
     data_sha256: str,
 ) -> _Origin:
-    """Choose the checkpoint to resume from, and check that it fits."""
+    """Choose the checkpoint to resume from, and check its compatibility."""
     source, _ = resumable.source_of(attempt)
     if source is None and config.init_from:
         source = catalog.find(config.init_from)
     if source is None:
-        # A run that begins at step 0 again begins with the ranks that there are now.
+        # A run that restarts at step 0 uses the current number of ranks as reference.
         earlier = None if catalog.given_up_attempt(attempt.run) else recorded
         origin = _Origin((earlier.reference_world_size if earlier else 0) or world_size)
     else:
@@ -135,7 +135,7 @@ def _choose_checkpoint(
         if changed and not config.allow_config_change:
             raise CheckpointError(
                 f"the checkpoint {source} was trained with another configuration: "
-                f"{'; '.join(changed)}. Give the options as they were, or add "
+                f"{'; '.join(changed)}. Use the former options, or add "
                 "--allow-config-change. [CD0703]"
             )
         batch_size, accumulate = before["batch_size"], before["gradient_accumulation_steps"]
@@ -171,9 +171,9 @@ def check_fits(path: Path, content: Content, config: TrainConfig, *, data_sha256
     theirs = content["data_sha256"]
     if theirs != data_sha256:
         raise CheckpointError(
-            f"the dataset has changed since the checkpoint {path}: it was trained on images with "
-            f"SHA-256 {theirs[:16]}..., those in {config.data_dir} have {data_sha256[:16]}... "
-            "Name the folder with the former ones (--data-dir), or start a new run."
+            f"the dataset has changed since the checkpoint {path}: expected images with SHA-256 "
+            f"{theirs[:16]}..., found {data_sha256[:16]}... in {config.data_dir}. "
+            "Give the directory of the former images (--data-dir), or start a new run."
             f"{mnist.rendered_by(config.dataset, config.data_dir)} [CD0608]"
         )
 
@@ -186,7 +186,7 @@ def _publish(
     data_sha256: str,
     environ: Mapping[str, str],
 ) -> Agreement:
-    """Lay the attempt's folders out, and record what was agreed on."""
+    """Create the attempt's directories, and record the common settings."""
     source = resumable.publish(
         attempt,
         origin.source,
@@ -201,7 +201,7 @@ def _publish(
     agreed = dataclasses.replace(
         terms,
         precision=precision,
-        # fp16's loss scale is chosen step by step, which no graph holds.
+        # fp16 adapts its loss scale at each step, which a graph cannot do.
         cuda_graph=terms.cuda_graph and precision != "fp16",
         run_dir=str(attempt.run.path),
         attempt=attempt.number,
@@ -218,7 +218,7 @@ def _publish(
 Sets = tuple[Images | Loaded, Images | Loaded]
 
 
-def obtain(
+def load_datasets(
     config: TrainConfig,
     env: DistEnv,
     store: RunStore,
@@ -227,36 +227,35 @@ def obtain(
     *,
     data_sha256: str,
 ) -> tuple[Sets, mnist.Held | None]:
-    """Obtain the training set and the test set; and what this rank holds for others until `close`.
+    """Load the training and test sets; also return the data that this rank shares until `close`.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
-    reads the files and the others map what it has read; a rank that cannot logs it and reads them.
-    reading: on the first rank of a node, what it has begun to read; of a user dataset on
-        every rank.
-    data_sha256: the fingerprint on rank 0; a user dataset has to have it on every rank.
+    reads the files and the other ranks map its memory; a rank that cannot do so reads the files.
+    reading: the read in progress, on the first rank of a node; for a user dataset on every rank.
+    data_sha256: the fingerprint on rank 0; a user dataset must have it on every rank.
 
-    Raises DataError when there is no whole set here, PeerError where the rank that was to read
-    it failed, and TrainingError where a user function fails.
+    Raises DataError for a missing or incomplete dataset, PeerError if the reading rank failed, and
+    TrainingError if a user function fails.
     """
     key = f"data/{env.node_rank}"
     if isinstance(reading, OwnSets):
-        _have_first_read(env, store, key, reading.load)
+        _read_on_first_rank(env, store, key, reading.load)
         if env.local_rank:
-            _said_by_first(store, env, key)
+            _first_rank_message(store, env, key)
         if reading.fingerprint() != data_sha256:
             raise DataError(
-                f"--dataset {config.dataset} gives rank {env.rank} on {socket.gethostname()} "
-                "another set than rank 0. Every rank has to get the same images in the same "
-                "order: seed what is random, sort what is listed. [CD0608]"
+                f"--dataset {config.dataset} returns other data on rank {env.rank} on "
+                f"{socket.gethostname()} than on rank 0. All ranks need the same images in the "
+                "same order: seed random numbers, sort file lists. [CD0608]"
             )
         return reading.on(device), None
 
     def read() -> mnist.Offer | None:
-        if env.rank:  # rank 0 has made sure of it already
+        if env.rank:  # rank 0 has already checked
             mnist.ensure(config.dataset, config.data_dir, {"synthetic": generate})
         return reading.held().offer() if reading else None
 
-    _have_first_read(env, store, key, read)
+    _read_on_first_rank(env, store, key, read)
     if config.data_pipeline == "loader":
         train_set, test_set = (
             mnist.torchvision_set(config.dataset, config.data_dir, train=each)
@@ -269,12 +268,12 @@ def obtain(
     return (train, test), held
 
 
-def _have_first_read(
+def _read_on_first_rank(
     env: DistEnv, store: RunStore, key: str, read: Callable[[], mnist.Offer | None]
 ) -> None:
-    """Have the first rank of every node read the dataset, and leave an offer to the others.
+    """Read the dataset on the first rank of each node, and publish an offer for the other ranks.
 
-    A user function that downloads thus does so once: rank 0 has called it before.
+    A user function thus downloads only once: rank 0 has already called it.
     """
     fault = None
     if env.local_rank == 0:
@@ -286,24 +285,24 @@ def _have_first_read(
             fault, message = error, {"error": str(error)}
         rendezvous.put(store, key, message)
     dist.barrier()
-    if fault:  # only now: the others would wait here for this rank
+    if fault:  # not before: the other ranks wait in the barrier
         raise fault
 
 
 def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> mnist.Held:
-    offer = files.load(mnist.Offer, _said_by_first(store, env, key))
+    offer = files.load(mnist.Offer, _first_rank_message(store, env, key))
     try:
         return mnist.take(offer)
     except (OSError, ValueError) as error:
         log.info(
-            f"rank {env.rank} on {socket.gethostname()} reads the dataset itself, as it cannot map "
-            f"the copy of its node's first rank: {error}"
+            f"rank {env.rank} on {socket.gethostname()} cannot map the dataset of its node's first "
+            f"rank and reads the files: {error}"
         )
         return mnist.read(config.dataset, config.data_dir)
 
 
-def _said_by_first(store: RunStore, env: DistEnv, key: str) -> Mapping[str, object]:
-    """Return what this node's first rank has left; raises PeerError where it has failed."""
+def _first_rank_message(store: RunStore, env: DistEnv, key: str) -> Mapping[str, object]:
+    """Return the message of this node's first rank; raises PeerError if that rank failed."""
     message = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
     if "error" in message:
         raise PeerError(f"the first rank of this node has no dataset: {message['error']}")

@@ -1,11 +1,11 @@
-"""The small parent of a task: starts the task, outlives it, and records how it ended.
+"""Small parent of a task: starts the task, outlives it, and records how it ended.
 
-It stays free of torch, so that it costs a few megabytes and survives what kills the task. What
-the records mean for the whole run is left to `outcome`.
+It does not import torch, so it needs only a few megabytes and survives what kills the task.
+`outcome` interprets the records for the whole run.
 
-The error of a task that reports none itself is read from what it has left: torch's error file, a
-traceback, the words of NCCL's watchdog. Errors that only follow from another rank's end are told
-apart from those of a rank's own.
+If a task reports no error itself, its error is taken from torch's error file, a traceback, or the
+messages of NCCL's watchdog. Errors caused by the loss of another rank are distinguished from the
+rank's own errors.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ from clusterddp.run.outcome import TaskRecord
 from clusterddp.run.records import TaskError, announced
 from clusterddp.run.run_dir import RunDir
 
-# Signals that Slurm, an agent or a user sends to a task, and that must not end its parent.
+# Signals that Slurm, an agent or a user sends to a task; they must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 gil_watch: GilWatch | None = None
-"""Shows the parent of this task that Python runs in it; None where it has no such parent."""
+"""Watch of this task by its parent; None without such a parent."""
 _reports: int | None = None
-"""Pipe to the parent of this task, for the error that ends it."""
+"""Pipe to this task's parent, for the error that ends the task."""
 
 
 def supervise(
@@ -66,20 +66,20 @@ def supervise(
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
-    attempt: the number of the attempt to which this task belongs, where the starting side made it.
-    own_log: send what is printed to the rank's own log.
+    attempt: the number of this task's attempt, if the launcher created it.
+    own_log: redirect the output to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
-    explain: the error behind a wait status, where the child has execed and reports none itself;
-        by default the words of NCCL's watchdog, which ends a process without asking Python.
-    record: takes the outcome in place of a TaskRecord of this task.
-    began: is called with the child's process and its record once it runs; may start threads.
-    is_command: exit code 0 alone does not say that it is done, so a signal that reaches the child
-        first, and this process only once the child has ended, is recorded as well.
+    explain: returns the error behind a wait status, if the child has execed and reports no error;
+        by default from NCCL's watchdog, which ends a process without asking Python.
+    record: receives the outcome instead of a TaskRecord of this task.
+    began: called with the child's process id and its record when it runs; may start threads.
+    is_command: exit code 0 does not imply success, so a signal that reaches the child first, and
+        this process only after the child's end, is recorded as well.
 
-    Returns the child's exit code, or 128 + N when signal N ended it; 0 for EXIT_PAUSED where Slurm
-    or an agent started the task, as either would end the other ranks for it. `child` may exec.
-    Call it before anything that starts threads is imported: it forks. Raises TrainingError when the
-    log cannot be written.
+    Returns the child's exit code, or 128 + N if signal N ended it. Returns 0 for EXIT_PAUSED under
+    Slurm or an agent, because they would otherwise end the other ranks. `child` may exec. Call it
+    before importing anything that starts threads: it forks. Raises TrainingError if the log cannot
+    be written.
     """
     if own_log:
         _redirect_output(run_dir, env)
@@ -110,9 +110,9 @@ def supervise(
 
 
 def _redirect_output(run_dir: Path, env: DistEnv) -> None:
-    """Send what this rank prints to its own log, as srun does; a torchrun agent does not.
+    """Redirect this rank's output to its own log, which srun does but a torchrun agent does not.
 
-    Raises TrainingError when the log cannot be written.
+    Raises TrainingError if the log cannot be written.
     """
     run = RunDir(run_dir)
     try:
@@ -121,7 +121,7 @@ def _redirect_output(run_dir: Path, env: DistEnv) -> None:
     except OSError as error:
         raise TrainingError(
             f"rank {env.rank} on {os.uname().nodename} cannot write its log "
-            f"{run.rank_log(env.rank)}: {error.strerror}. Choose an output root that every host "
+            f"{run.rank_log(env.rank)}: {error.strerror}. Choose a --runs-dir that every host "
             "can write. [CD0504]"
         ) from None
     for stream in (sys.stdout, sys.stderr):
@@ -131,28 +131,28 @@ def _redirect_output(run_dir: Path, env: DistEnv) -> None:
 
 
 def _divide_log(attempt: Attempt) -> None:
-    """Begin a part of the log where an agent starts the task again within its attempt."""
+    """Write a divider to the log if an agent has restarted the task within its attempt."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     if restarts.isdigit() and int(restarts):
         write_restart_divider(attempt.number, os.environ.get("SLURM_JOB_ID", ""), int(restarts))
 
 
 def forwards_signals(environ: Mapping[str, str]) -> bool:
-    """Return whether a signal to a task's parent has to be passed on to the task.
+    """Return whether the parent must forward signals to the task.
 
-    Slurm signals every process of a step, and torchrun the process group of a worker, so there
-    the task has it already; what a user started by hand is signalled alone.
+    Slurm signals every process of a step, and torchrun the process group of a worker, so there the
+    task receives the signal itself. Otherwise only the parent is signalled.
     """
     return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
 def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: bool) -> int:
-    """Wait for the child, and return its status; log when somebody stops it, as it cannot.
+    """Wait for the child, and return its status; log when it is stopped or continued.
 
-    waits_for_signal: `record` takes a signal that comes shortly after an end with exit code 0.
+    waits_for_signal: after exit code 0, wait briefly for a signal to record.
 
-    Processes that this one has adopted are reaped: podman waits for the end of the one above its
-    container, and takes it to live while it is a zombie.
+    Adopted orphans are reaped: podman waits for its container's monitor process, and a zombie still
+    counts as running.
     """
     while True:
         seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOWAIT)
@@ -160,7 +160,7 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
         is_success = seen.si_code == os.CLD_EXITED and seen.si_status == 0
         if (
             waits_for_signal and is_success and seen.si_pid == pid
-        ):  # not reaped: what it ignores is known
+        ):  # before reaping: its ignored signals can still be read
             patience.wait_until(
                 lambda: record.has_signal, patience.LATE_SIGNAL, every=patience.CHILD_PAUSE
             )
@@ -179,7 +179,7 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
 
 
 class _Forked:
-    """The forked process of a task, with a pipe on which it waits and one on which it reports."""
+    """Forked process of a task, with a pipe to start it and a pipe for its error."""
 
     def __init__(
         self,
@@ -188,10 +188,10 @@ class _Forked:
         stop: Path | None,
         record: TaskRecord,
     ) -> None:
-        """Take what the process does, which handlers it has, and what keeps it from beginning.
+        """Take the child's function, its signal handlers and its record.
 
-        stop: file that is there where a COMMAND was asked to stop before there was one. The signal
-        for that has reached srun alone then, or would end what has not even begun.
+        stop: file that exists if a COMMAND was asked to stop before its start. The signal has then
+        reached only srun, or would kill the COMMAND at its start.
         """
         self._child, self._listen, self._stop, self._record = child, listen, stop, record
         self.forwards = forwards_signals(os.environ)
@@ -201,9 +201,9 @@ class _Forked:
         self.pid = 0
 
     def fork(self, relay: Relay) -> None:
-        """Begin the process: it continues once both sides have their handlers.
+        """Fork the process; it continues when both sides have their handlers.
 
-        Until then no signal ends this side, and none is lost to the other.
+        Until then no signal ends this process, and the child loses none.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -222,14 +222,14 @@ class _Forked:
         os.close(self._go[1])  # the child continues
 
     def pass_on(self, number: int, _earlier: int) -> None:
-        """Note a signal, and send it to the process where it has not got it by itself."""
+        """Record a signal, and forward it if the process has not received it directly."""
         if accepts_signal(self.pid, number):
             self._record.note_signal(number)
         if self.forwards and not (number == signal.SIGINT and _in_foreground()):
             send(number, [self.pid])
 
     def reported(self) -> TaskError | None:
-        """Read the error that ended it; not awaited, as a grandchild may still hold the pipe."""
+        """Read the reported error without blocking: a grandchild may still hold the pipe."""
         reader = self._reports[0]
         os.set_blocking(reader, False)
         with contextlib.suppress(BlockingIOError, ValueError), os.fdopen(reader, "rb") as file:
@@ -237,12 +237,11 @@ class _Forked:
         return None
 
     def _begin(self, parent: int) -> NoReturn:
-        """The child's side of the fork: default signals, run, report, leave without clean-up."""
+        """Run the child's side of the fork: reset signals, run, report, exit without cleanup."""
         code = EXIT_FAILED
         try:
             for number in SIGNALS:
-                # An ignored SIGHUP is nohup's doing and meant; Python's SIGINT becomes Ctrl-C
-                # again.
+                # SIGHUP stays ignored if nohup ignores it; SIGINT raises KeyboardInterrupt again.
                 if number == signal.SIGINT:
                     signal.signal(number, signal.default_int_handler)
                 elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -258,11 +257,11 @@ class _Forked:
             code = EXIT_PAUSED if is_stopped else _run(self._child, self._mask)
             sys.stdout.flush()
             sys.stderr.flush()
-        except KeyboardInterrupt:  # a second one, while the first was answered
+        except KeyboardInterrupt:  # a second one, during the handling of the first
             code = EXIT_INTERRUPTED
         finally:
-            # The parent's exit handlers are not the child's, and a process group that has lost a
-            # peer may hang in its destructor.
+            # Skips the parent's exit handlers, and destructors of a process group, which may hang
+            # after the loss of a peer.
             os._exit(code)
 
 
@@ -291,13 +290,13 @@ def _run(child: Callable[[], int], mask: set[int]) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Report the error that ends this task to its parent, if it has one; once, from any thread."""
+    """Report the error that ends this task to its parent, if any; call it once, in any thread."""
     if _reports is None:
         return
-    # It has to fit into the pipe's buffer, or the task would wait for a parent that waits.
+    # It must fit into the pipe's buffer: the parent reads only after the task's end.
     message = str(error)[:LONGEST_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
-    # Our own errors are clear by themselves; of others the type is half the message.
+    # clusterddp's errors need no type; for others the type is half the message.
     kind, code = type(error).__name__, ""
     if isinstance(error, ClusterDDPError):
         kind, code = "", error.code
@@ -305,7 +304,7 @@ def report(error: BaseException) -> None:
 
 
 def _in_foreground() -> bool:
-    """Return whether a Ctrl-C reaches the child by itself: its group is the terminal's."""
+    """Return whether a Ctrl-C reaches the child directly, in the terminal's foreground group."""
     try:
         with Path("/dev/tty").open("rb", buffering=0) as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -314,7 +313,7 @@ def _in_foreground() -> bool:
 
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Tells torch's `record` where to write (torch 2.15, elastic/multiprocessing/errors)."""
+"""Names the file to which torch's `record` writes (torch 2.15, elastic/multiprocessing/errors)."""
 PEER_LOST = (
     "Connection reset by peer",
     "Connection closed by peer",
@@ -335,32 +334,31 @@ PEER_LOST = (
     "ncclSystemError",
     "unhandled system error",
 )
-"""Messages of torch when the other end of an exchange has gone: gloo finds its sockets reset or
-closed, NCCL aborts or times out, and a communicator is set up through a store in which nobody
-answers (torch 2.4 to 2.15)."""
-# NCCL's words for a cause of this host's own, below the system error that it leads to.
+"""Messages of torch when a peer is lost: gloo finds its sockets reset or closed, NCCL aborts or
+times out, or the store does not answer while a communicator is set up (torch 2.4 to 2.15)."""
+# NCCL's message for a cause on this host, which follows the system error.
 _OWN_FAULTS = ("shared memory segment",)
 LONGEST_MESSAGE = 4000
 _LONGEST_TYPE = 200
 _MOST_FILE_BYTES = 1 << 20
 _LOG_TAIL_BYTES = 1 << 18
-# torch raises RuntimeError and classes of its own; a ConnectionResetError can be a download's.
+# torch raises RuntimeError and its own classes; a ConnectionResetError may come from a download.
 _TORCHS_ERROR = re.compile(r"RuntimeError|(?:torch\.distributed\.)?Dist\w*Error")
 _HEADER = "Traceback (most recent call last):"
 _ANOTHER = "During handling of the above exception, another exception occurred:"
 _MOST_TRACEBACKS = 100
-# torch's excepthook puts it before each line once there is a process group.
+# Prefix of each line by torch's excepthook while there is a process group.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _EXCEPTION = re.compile(r"(?P<type>[^\W\d][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
-# ProcessGroupNCCL's words as it gives up, logged and printed again by C++ (torch 2.4 to 2.15); the
-# latter alone where it does not throw, and of any exception the same.
+# ProcessGroupNCCL's messages when it gives up (torch 2.4 to 2.15). It always prints the second
+# one, and the first only if it throws.
 _NCCL_WATCHDOG = (
     re.compile(r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(.+)"),
     re.compile(r"Terminating the process after attempting to dump debug info, due to (.+)"),
 )
-# Of the file that Python was given: it never ran, so there is no traceback.
+# A syntax error in Python's main file: it never ran, so there is no traceback.
 _NO_SYNTAX = re.compile(r"(?:SyntaxError|IndentationError|TabError): .*")
-# Of `python -m`, whose module is not there (runpy): in a line of its own, without a traceback.
+# `python -m` of a missing module (runpy): a single line without a traceback.
 _NO_MODULE = re.compile(
     r"\S*python\S*: (?:Error while finding module specification for .+"
     r" \(ModuleNotFoundError: (?P<package>.+)\)|(?P<module>No module named .+))"
@@ -368,10 +366,10 @@ _NO_MODULE = re.compile(
 
 
 class Traces:
-    """Sources that tell of the error that ends a command; made before the command starts."""
+    """Sources of the error that ends a command; created before the command starts."""
 
     def __init__(self, error_file: Path | None = None, log: int = 2) -> None:
-        """error_file: for torch's `record`; a former one is removed. log: descriptor of stderr."""
+        """Remove an old `error_file` of torch's `record`; `log` is the descriptor of stderr."""
         self._error_file, self._log = error_file, log
         self._log_start: int | None = None
         if error_file:
@@ -381,22 +379,22 @@ class Traces:
                 self._error_file = None
         with suppress(OSError):
             status = os.fstat(log)
-            if stat.S_ISREG(status.st_mode):  # under srun, submitit and agents alike
+            if stat.S_ISREG(status.st_mode):  # as with srun, submitit and agents
                 self._log_start = status.st_size
 
     def error(self, status: int) -> TaskError | None:
-        """Find the error behind the command's wait status; None where nothing tells of one."""
+        """Return the error behind the command's wait status; None if none is found."""
         code = os.waitstatus_to_exitcode(status)
         if code in (0, EXIT_PAUSED):
             return None
         error = parse_error_file(self._error_file) if self._error_file else None
         if error or code != EXIT_FAILED:
             return error or self.abort(status, of_command=True)
-        # As of a Python that an exception has ended, whose output went to a file.
+        # Exit code 1: of a Python program, ended by an exception.
         return parse_traceback(self._tail())
 
     def abort(self, status: int, *, of_command: bool = False) -> TaskError | None:
-        """Find why NCCL's watchdog has ended the process; None where something else has."""
+        """Return why NCCL's watchdog ended the process; None if something else did."""
         if os.waitstatus_to_exitcode(status) != -signal.SIGABRT:
             return None
         return parse_abort(self._tail(), of_command=of_command)
@@ -410,20 +408,20 @@ class Traces:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return whether torch failed because another rank had gone."""
-    return isinstance(error, RuntimeError) and _blames_a_peer(str(error))
+    """Return whether torch failed because it lost another rank."""
+    return isinstance(error, RuntimeError) and _names_lost_peer(str(error))
 
 
-def _blames_a_peer(message: str) -> bool:
+def _names_lost_peer(message: str) -> bool:
     if any(fault in message for fault in _OWN_FAULTS):
         return False
     return any(mark in message for mark in PEER_LOST)
 
 
 def parse_error_file(path: Path) -> TaskError | None:
-    """Parse what torch's `record` wrote; None where there is nothing, or something else."""
+    """Parse the file of torch's `record`; None if it is missing or has another content."""
     try:
-        # Whatever lies there is the command's: no link is followed, and no pipe waited for.
+        # The command controls this path: follow no link, and do not block on a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -444,23 +442,23 @@ def parse_error_file(path: Path) -> TaskError | None:
 def parse_traceback(log: str) -> TaskError | None:
     """Parse the exception of a log's last traceback; None without one.
 
-    A launcher's own says no more than that a child of it has failed, whose error stands above it.
+    If it is a launcher's, which only reports a failed child, use the child's error above it.
     """
     lines = [_RANK.sub("", line) for line in log.splitlines()]
     headers = [number for number, line in enumerate(lines) if line == _HEADER][-_MOST_TRACEBACKS:]
-    error = _exception(lines, headers[-1]) if headers else _never_ran(lines)
+    error = _exception(lines, headers[-1]) if headers else _startup_error(lines)
     if error is None or not _is_of_launcher(error):
         return error
-    while headers and lines[max(headers[-1] - 2, 0)] == _ANOTHER:  # of the launcher itself
+    while headers and lines[max(headers[-1] - 2, 0)] == _ANOTHER:  # the launcher's
         headers.pop()
-    above = [*(_exception(lines, header) for header in headers[:-1]), _never_ran(lines)]
+    above = [*(_exception(lines, header) for header in headers[:-1]), _startup_error(lines)]
     causes = [each for each in above if each and not _is_of_launcher(each)]
     first = [each for each in causes if not each.peer_lost]
     return (first or causes or [error])[-1]
 
 
 def _exception(lines: Sequence[str], header: int) -> TaskError | None:
-    """Parse the exception below a traceback's header."""
+    """Parse the exception after a traceback's header."""
     # Frames are indented, and the exception is the first line that is not.
     below = range(header + 1, len(lines))
     first = next((at for at in below if lines[at] and lines[at][0] not in " \t"), None)
@@ -469,8 +467,8 @@ def _exception(lines: Sequence[str], header: int) -> TaskError | None:
     return _error(exception["type"], exception["message"]) if exception else None
 
 
-def _never_ran(lines: Sequence[str]) -> TaskError | None:
-    """Parse why Python did not start what it was given, which it says without a traceback."""
+def _startup_error(lines: Sequence[str]) -> TaskError | None:
+    """Parse an error of Python's startup, which has no traceback."""
     if refused := [line for line in lines if _NO_SYNTAX.fullmatch(line)]:
         return _exception(refused, len(refused) - 2)
     missing = [found for line in lines if (found := _NO_MODULE.fullmatch(line))]
@@ -480,26 +478,26 @@ def _never_ran(lines: Sequence[str]) -> TaskError | None:
 
 
 def _is_of_launcher(error: TaskError) -> bool:
-    """Return whether an exception is that of a launcher whose child has failed."""
+    """Return whether an exception comes from a launcher whose child has failed."""
     name = error.type.rpartition(".")[2]
     of_python = name == "CalledProcessError" and re.search(r"python|torchrun", error.message)
     return name == "ChildFailedError" or bool(of_python)
 
 
 def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:
-    """Parse the exception with which NCCL's watchdog has ended its process; None without one.
+    """Parse the exception with which NCCL's watchdog ended the process; None without one.
 
-    That thread of torch's ends the whole process by SIGABRT: where an exchange has timed out or
-    lost its other end, but also for an error of this rank's own GPU.
+    The watchdog is a thread of torch. It ends the process by SIGABRT if a collective times out or
+    loses a peer, but also after an error of this rank's own GPU.
     """
     said = next((lines for words in _NCCL_WATCHDOG if (lines := words.findall(log))), None)
     if not said:
         return None
     text = clean(said[-1])[:LONGEST_MESSAGE]
-    return TaskError("NCCL's watchdog", text, _blames_a_peer(text), of_command)
+    return TaskError("NCCL's watchdog", text, _names_lost_peer(text), of_command)
 
 
 def _error(kind: str, message: str | None) -> TaskError:
     text = clean(message or "")[:LONGEST_MESSAGE]
-    lost = bool(_TORCHS_ERROR.fullmatch(kind)) and _blames_a_peer(text)
+    lost = bool(_TORCHS_ERROR.fullmatch(kind)) and _names_lost_peer(text)
     return TaskError(clean(kind)[:_LONGEST_TYPE], text, lost, of_command=True)

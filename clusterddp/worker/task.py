@@ -1,4 +1,4 @@
-"""Runs a task: find out who it is, meet the others, agree, train, tidy up."""
+"""Execution of a training task: rank, rendezvous, common settings, training, cleanup."""
 
 import gc
 import importlib.util
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
     _Reading = mnist.Reading | OwnSets
 
-# For a checkpoint under way when a rank has failed: Slurm kills KillWait (30 s) after its TERM.
+# For a checkpoint being saved when a rank fails: Slurm kills KillWait (30 s) after its TERM.
 _SAVE_SECONDS = 20.0
 _PACKAGES = {"torch": (2, 4), "numpy": (1, 24)}
-"""Packages that every training imports, with their least versions (as in pyproject.toml)."""
+"""Packages that every training imports, with minimum versions (as in pyproject.toml)."""
 
 
 def run_task(
@@ -64,15 +64,15 @@ def run_task(
     attempt: int | None = None,
     signal_lead: int = 0,
 ) -> int:
-    """Train as one rank; returns 0, EXIT_PAUSED or EXIT_INTERRUPTED, and raises what went wrong.
+    """Train as one rank; return 0, EXIT_PAUSED or EXIT_INTERRUPTED.
 
-    env: derived from os.environ when not given.
-    run_dir: without it rank 0 chooses one, named by the time.
-    attempt: the number that the starting side has made; without it rank 0 makes one.
-    signal_lead: seconds ahead of the time limit at which Slurm was asked for a signal.
+    env: derived from os.environ if None.
+    run_dir: if None, rank 0 chooses one, named after the time.
+    attempt: the number from the launcher; if None, rank 0 creates an attempt.
+    signal_lead: seconds before the time limit at which Slurm sends its signal.
 
-    Raises ClusterDDPError (a TrainingError with `peer_lost` where another rank is to blame) and
-    KeyboardInterrupt; the process group is gone in every case.
+    Raises ClusterDDPError (with `peer_lost` if another rank is the cause) and KeyboardInterrupt;
+    the process group is destroyed in every case.
     """
     began = time.time()
     restore = stop.requested.listen()
@@ -89,7 +89,7 @@ def run_task(
 
 @dataclass(frozen=True)
 class _Task:
-    """Everything that a task was started with."""
+    """Arguments of a task."""
 
     config: TrainConfig
     run_dir: Path | None
@@ -97,14 +97,14 @@ class _Task:
     attempt: int | None
     deadline: Deadline
     began: float
-    """Seconds of the epoch."""
+    """Start time in seconds since the epoch."""
 
 
 def _run(task: _Task) -> int:
     config, env = task.config, task.env
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
-    change_environment({**env.to_environ(), **own_device})  # CUDA reads it once, when it starts
-    bound = tcp_store.bind(env, os.environ)  # first of all, so that no rank has to ask again
+    change_environment({**env.to_environ(), **own_device})  # CUDA reads it only once
+    bound = tcp_store.bind(env, os.environ)  # first, so that no rank must retry
     reading: _Reading | None = _begin_reading(config, env)
     lookups = tcp_store.Lookups(env) if env.world_size > 1 else None
     _import_torch()
@@ -121,7 +121,7 @@ def _run(task: _Task) -> int:
     progress, watchdog, ending = Progress(), None, _Ending(env)
     with (
         ExitStack() as at_end,
-        _breaking_off(env, lambda: watchdog.suspect if watchdog else "", ending),
+        _aborting_group(env, lambda: watchdog.suspect if watchdog else "", ending),
     ):
         store = rendezvous.open_store(
             env,
@@ -150,33 +150,35 @@ def _run(task: _Task) -> int:
 
 
 def _require_packages() -> None:
-    """Raise TrainingError where the interpreter lacks what every training imports."""
+    """Raise TrainingError if the interpreter lacks a required package."""
     absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if absent:
-        raise _unfit(absent, f"{' and '.join(absent)} cannot be imported by {sys.executable}")
+        raise _package_error(
+            absent, f"{' and '.join(absent)} cannot be imported by {sys.executable}"
+        )
 
 
 def _import_package(name: str) -> None:
-    """Import torch or numpy; raises TrainingError where it is broken or too old."""
+    """Import torch or numpy; raises TrainingError if it is broken or too old."""
     try:
         module = __import__(name)
-    except Exception as error:  # a library that it was built with is not there, for one
+    except Exception as error:  # for example a missing shared library
         what = f"{name} cannot be imported by {sys.executable} ({type(error).__name__}: {error})"
-        raise _unfit([name], what) from error
+        raise _package_error([name], what) from error
     least, version = _PACKAGES[name], str(getattr(module, "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and tuple(map(int, numbers.groups())) < least:
         wanted = f"{name} {least[0]}.{least[1]} or later is needed"
-        raise _unfit([name], f"{wanted}, and {sys.executable} has {version}")
+        raise _package_error([name], f"{wanted}, but {sys.executable} has {version}")
 
 
-def _unfit(packages: Sequence[str], what: str) -> TrainingError:
-    """Say where a package is missing, and what to do."""
+def _package_error(packages: Sequence[str], what: str) -> TrainingError:
+    """Return the error for missing packages, with a remedy."""
     image = os.environ.get(IMAGE_VARIABLE)
     if image:
         return TrainingError(
             f"{what} in the image {image} on {socket.gethostname()}. Use an image that has it, or "
-            "name another interpreter in it with --python. [CD1006]"
+            "choose another interpreter in it with --python. [CD1006]"
         )
     wanted = " ".join(f"'{name}>={'.'.join(map(str, _PACKAGES[name]))}'" for name in packages)
     return TrainingError(
@@ -186,7 +188,7 @@ def _unfit(packages: Sequence[str], what: str) -> TrainingError:
 
 
 def _begin_reading(config: TrainConfig, env: DistEnv) -> mnist.Reading | None:
-    """Begin to read MNIST's files beside the imports, on the first rank of a node."""
+    """Start to read MNIST's files during the imports, on the first rank of a node."""
     is_own, is_first = is_reference(config.dataset), 0 in (env.local_rank, env.rank)
     if config.data_pipeline == "memory" and is_first and not is_own:
         return mnist.Reading(config.dataset, config.data_dir, digest=env.rank == 0)
@@ -194,9 +196,9 @@ def _begin_reading(config: TrainConfig, env: DistEnv) -> mnist.Reading | None:
 
 
 def _import_torch() -> None:
-    """Import torch without collecting garbage, then or later: what modules make stays.
+    """Import torch without garbage collection, and freeze its objects.
 
-    Collecting time and again is a fifth of what importing torch takes.
+    Repeated collections take a fifth of torch's import time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -209,8 +211,8 @@ def _import_torch() -> None:
         import clusterddp.worker.join
         import clusterddp.worker.start  # noqa: F401
 
-        # The first optimizer imports as much again (torch._dynamo, sympy: some 900 modules). Here,
-        # so that ranks which are slow at it are waited for once: when all meet.
+        # The first optimizer imports another 900 modules (torch._dynamo, sympy). Done here, before
+        # the rendezvous, so that the ranks wait only once for the slowest import.
         torch.optim.SGD([torch.zeros(())])
     finally:
         if was_on:
@@ -219,10 +221,10 @@ def _import_torch() -> None:
 
 
 @contextmanager
-def _breaking_off(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -> Iterator[None]:
-    """Leave the process group where the body fails; blame another rank that is the cause.
+def _aborting_group(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -> Iterator[None]:
+    """Abort the process group if the body fails; raise PeerError if another rank is the cause.
 
-    suspect: returns whom the watchdog holds to be the cause, or nothing.
+    suspect: returns the watchdog's description of the cause, or an empty string.
     """
     from clusterddp.distributed import rendezvous
 
@@ -236,42 +238,42 @@ def _breaking_off(env: DistEnv, suspect: Callable[[], str], ending: "_Ending") -
             raise
         raise PeerError(
             f"rank {env.rank} on {socket.gethostname()} lost another rank{hint}: "
-            f"{str(error).splitlines()[0]}. The log of the rank that failed first says "
-            "why. [CD0909]"
+            f"{str(error).splitlines()[0]}. See the log of the rank that failed "
+            "first. [CD0909]"
         ) from error
 
 
 class _Ending:
-    """End of a task that fails: by its own exception or by the watchdog, whichever comes first."""
+    """End of a failing task: its own exception or the watchdog, whichever comes first."""
 
     def __init__(self, env: DistEnv) -> None:
         self.training: Training | None = None
         self._env, self._claimed = env, threading.RLock()
 
     def claim(self) -> None:
-        """Have the calling thread end the task; does not return where the watchdog does already."""
+        """Let the calling thread end the task; does not return if the watchdog already ends it."""
         self._claimed.acquire()
 
     def leave(self, attempt: Attempt, why: str) -> None:
-        """End this process, whose training waits in NCCL for a rank that does not come.
+        """End this process, whose training waits in NCCL for a lost rank.
 
-        A thread of the watchdog's calls it: the waiting one cannot be woken. NCCL's own time-out
-        follows, so what is known comes first, and its flight recorder, which can hang this process,
-        after the checkpoint.
+        Called by the watchdog's thread, because the waiting thread cannot be interrupted. NCCL's
+        own timeout follows soon, so the error is reported first. The flight recorder, which can
+        hang, is dumped after the checkpoint.
         """
         from clusterddp.distributed import rendezvous
 
         if not self._claimed.acquire(blocking=False):
             return
-        error = PeerError(f"{why}. The log of the rank that failed first says why. [CD0909]")
+        error = PeerError(f"{why}. See the log of the rank that failed first. [CD0909]")
         supervise.report(error)
-        with suppress(OSError):  # past the locks of sys.stderr, which the waiting thread may hold
+        with suppress(OSError):  # not sys.stderr: the waiting thread may hold its lock
             os.write(2, f"clusterddp: {coded(error)}\n".encode(errors="replace"))
         if self.training:
-            _let_save_end(self.training)
+            _finish_save(self.training)
         rendezvous.dump_flight_recorder(attempt.nccl_trace(self._env.rank))
         if self._env.rank:
-            time.sleep(_SAVE_SECONDS)  # rank 0 saves: NCCL would end it once this one has gone
+            time.sleep(_SAVE_SECONDS)  # while rank 0 saves: NCCL ends it when this process exits
         os._exit(error.exit_code)
 
 
@@ -301,7 +303,7 @@ def _train(
     progress: "Progress",
     ending: _Ending,
 ) -> str:
-    """Train; returns the reason where the ranks have stopped early, for rank 0 to have noted."""
+    """Train; return the reason for an early stop, which rank 0 records, or an empty string."""
     from clusterddp.training import batch_size, preflight, report
     from clusterddp.training.learner import check_fit
     from clusterddp.training.loop import train
@@ -310,15 +312,15 @@ def _train(
     config, env, deadline = task.config, task.env, task.deadline
     attempt, agreed, device = joined.attempt, joined.agreed, joined.device
     request = stop.requested
-    presence = Presence(attempt, request)
-    with presence if env.rank == 0 else nullcontext():
+    liveness_writer = Presence(attempt, request)
+    with liveness_writer if env.rank == 0 else nullcontext():
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)
         if joined.checks_nodes and not preflight.nodes_pass(
             joined.hello, attempt, device, agreed.precision, progress
         ):
             return preflight.FAILED
-        sets, held = start.obtain(
+        sets, held = start.load_datasets(
             config, env, store, reading, device, data_sha256=agreed.data_sha256
         )
         if config.find_batch_size:
@@ -328,20 +330,20 @@ def _train(
         if config.own_functions:
             check_fit(config, training.model, *sets)
         if held:
-            held.close()  # DDP has begun on every rank, so all of them have mapped it
-            held = None  # a GPU has the set in its own memory
-        presence.sign = training.sign_of_life
+            held.close()  # DDP has started on every rank, so all have mapped it
+            held = None  # a GPU has its own copy
+        liveness_writer.sign = training.sign_of_life
         try:
             reason = train(training)
         except BaseException as error:
             ending.claim()
-            _let_save_end(training)
+            _finish_save(training)
             if batch_size.is_out_of_memory(error):
                 raise _too_large(joined, error) from error
             raise
         if training.saver and not reason:  # on rank 0
-            last_saved = f"Its last checkpoint is that of step {training.saver.last_step}."
-            with start.writing(f"how the training ended to {attempt.run.path}", last_saved):
+            last_saved = f"The last checkpoint is at step {training.saver.last_step}."
+            with start.writing(f"the report to {attempt.run.path}", last_saved):
                 log.info(report.write(training, env, task.began, os.environ))
                 training.note_end("")
     return reason
@@ -350,7 +352,7 @@ def _train(
 def _begin_training(
     task: _Task, joined: "Joined", sets: "Sets", progress: "Progress"
 ) -> "Training":
-    """Build the training, or what its checkpoint holds of it; collective."""
+    """Build the training, from its checkpoint if there is one; collective."""
     from clusterddp.checkpoints import state
     from clusterddp.training.loop import Training
 
@@ -371,16 +373,14 @@ def _begin_training(
 def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
     size, said = joined.agreed.batch_size, (str(error).splitlines() or [type(error).__name__])[0]
     return TrainingError(
-        f"{joined.hello.device} of {joined.hello.host} has no memory for this model at {size:,} "
-        f"images per rank and step: {said} Lower --batch-size, or take "
-        "--gradient-accumulation-steps for the same step in parts; --find-batch-size shows what "
-        "fits. [CD0811]"
+        f"{joined.hello.device} of {joined.hello.host} has too little memory for this model with "
+        f"{size:,} images per rank and step: {said} Lower --batch-size, or split the step with "
+        "--gradient-accumulation-steps; --find-batch-size finds the largest size. [CD0811]"
     )
 
 
-def _let_save_end(training: "Training") -> None:
-    """Give a checkpoint that is being written a few seconds when another rank fails, and the
-    curves too."""
+def _finish_save(training: "Training") -> None:
+    """Wait a few seconds for a checkpoint and metrics that are being written."""
     from clusterddp.distributed.tcp_store import bounded
 
     saver = training.saver
@@ -391,7 +391,7 @@ def _let_save_end(training: "Training") -> None:
 
 
 def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Progress") -> str:
-    """Try batch sizes instead of training; returns as `_train` does."""
+    """Try batch sizes instead of training; return as `_train` does."""
     from clusterddp.models import nets
     from clusterddp.training import batch_size
     from clusterddp.training.learner import check_fit

@@ -1,8 +1,8 @@
-"""One tracked run over all starts of a COMMAND: its id and the settings by which rank 0 resumes it.
+"""One W&B or MLflow run over all attempts of a COMMAND: ids and variables to resume it.
 
-The variables are those that W&B and MLflow document themselves; neither is imported here. W&B takes
-an id of our choice. MLflow gives ids itself: the first start has the program's own interpreter make
-a run in the tracking store that the variables name. Ids stand in tracked.json.
+The variables are documented by W&B and MLflow; neither is imported here. W&B accepts an id of our
+choice. MLflow assigns ids, so the first attempt creates a run with the program's interpreter in the
+configured tracking store. tracked.json stores the ids.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from clusterddp.run.run_dir import RunDir
 
 WANDB, MLFLOW = "wandb", "mlflow"
 _SECONDS = 120.0
-"""Bound on MLflow's import and its server's answer."""
+"""Timeout of MLflow's import and its server's answer."""
 _MAKE = """
 import sys, mlflow
 with mlflow.start_run(run_name=sys.argv[1]) as run:
@@ -27,23 +27,23 @@ with mlflow.start_run(run_name=sys.argv[1]) as run:
 
 @dataclass(frozen=True)
 class Tracked:
-    """tracked.json: the ids by which trackers know the run; empty without one."""
+    """tracked.json: the run's ids in the trackers; empty without one."""
 
     wandb: str = ""
     mlflow: str = ""
 
 
-def show_tracker(
+def expose_tracker(
     environ: MutableMapping[str, str],
     run: RunDir,
     trackers: Sequence[str],
     argv: Sequence[str],
     make: Callable[[Sequence[str], str, Mapping[str, str]], str] | None = None,
 ) -> None:
-    """Set what rank 0's program resumes its tracked run by; never over a value that is set.
+    """Set the variables with which rank 0's program resumes its tracked run, unless they are set.
 
-    argv: the program. make: makes a run of MLflow's and returns its id. What cannot be kept or made
-    is logged, and the program starts without it.
+    argv: the program. make: creates an MLflow run and returns its id. Errors are logged, and the
+    program starts without the variables.
     """
     before = tracked = files.read(Tracked, run.tracked) or Tracked()
     if WANDB in trackers and "WANDB_RUN_ID" not in environ:
@@ -65,7 +65,7 @@ def show_tracker(
 
 
 def _make(argv: Sequence[str], name: str, environ: Mapping[str, str]) -> str:
-    """Have the program's own MLflow make a run; returns its id, empty where that fails."""
+    """Create a run with the program's own MLflow; return its id, or an empty string on failure."""
     python = argv[0] if Path(argv[0]).name.startswith("python") else sys.executable
     try:
         done = subprocess.run(
@@ -79,12 +79,12 @@ def _make(argv: Sequence[str], name: str, environ: Mapping[str, str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning(f"--tracker mlflow: no run is made: {error} [CD0820]")
+        log.warning(f"--tracker mlflow: cannot create a run: {error} [CD0820]")
         return ""
     for line in done.stdout.splitlines():
         if line.startswith("mlflow-run-id="):
             return line.partition("=")[2].strip()
     words = done.stderr.strip().splitlines()
     why = words[-1] if words else f"exit code {done.returncode}"
-    log.warning(f"--tracker mlflow: {python} makes no run: {why} [CD0820]")
+    log.warning(f"--tracker mlflow: {python} cannot create a run: {why} [CD0820]")
     return ""

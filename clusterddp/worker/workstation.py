@@ -1,4 +1,4 @@
-"""Trainings and functions on ranks of this workstation, without Slurm; requests to stop them."""
+"""Local ranks without Slurm: trainings, functions, and requests to stop."""
 
 import os
 import pickle
@@ -46,25 +46,25 @@ from clusterddp.status import end_codes
 T = TypeVar("T")
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# From a request to stop until ranks that have not saved and left by then are killed.
+# Time from a request to stop until the remaining ranks are killed.
 _SAVING_SECONDS = 60.0
 _ON_REQUEST = (
-    b"clusterddp: passed on to the ranks, which save and leave; Ctrl-C again ends them at once\n"
+    b"clusterddp: asked the ranks to save a checkpoint and exit; Ctrl-C again ends them at once\n"
 )
 
 
 def request(path: str, config: TrainConfig, procs: int, **more: Any) -> JobSpec:
-    """Return the request that a run of this workstation keeps, with more fields of it."""
+    """Return the request of a local run, with additional fields."""
     resources = Resources(tasks_per_node=procs)
     return JobSpec(Path(path).name, path, resources, train=config, launcher="local", **more)
 
 
 @contextmanager
 def recorded(spec: JobSpec, *, may_exist: bool) -> Iterator[tuple[RunDir, Callable[..., None]]]:
-    """Make the run's directory, with the records by which `jobs` and `status` know it.
+    """Create the run's directory and the records that `jobs` and `status` read.
 
-    Gives the directory and a function that records the exit code and the first Failure, if any.
-    Raises RequestError where the run exists, unless it may.
+    Yields the directory and a function that records the exit code and the first Failure, if any.
+    Raises RequestError if the run exists and `may_exist` is False.
     """
     path = Path(spec.run_dir)
     job_id = str(os.getpid())
@@ -95,16 +95,18 @@ def train(
     start_method: str,
     container: Container | None = None,
 ) -> tuple[int, Failure | None]:
-    """Train in so many processes, one of START_METHODS; rank 0 prints here, each has its log.
+    """Train in `procs` processes; each rank writes its log, rank 0 also prints here.
 
-    container: each rank runs in one of its own, with this clusterddp and this machine's GPUs.
+    start_method: one of START_METHODS.
+    container: if given, each rank runs in its own container, with this clusterddp and this
+        machine's GPUs.
 
-    Returns the exit code, and the rank that failed first where one did. Raises RequestError where
-    the start method does not go here.
+    Returns the exit code, and the rank that failed first, if any. Raises RequestError if the start
+    method is not possible here.
     """
     start_methods.get_ready(start_method)
     if container:
-        from clusterddp.submission import bundle  # most runs start none
+        from clusterddp.submission import bundle  # most runs have no container
 
         bundle.carry(run)
         gpus = config.device != "cpu" and (has_nvidia_driver() or AMD_DEVICE.exists())
@@ -120,7 +122,7 @@ def train(
         statuses = group.wait()
     if not any(statuses):
         return 0, None
-    # Also where nobody asked this process: `clusterddp stop` asks the ranks themselves.
+    # Also without a signal to this process: `clusterddp stop` asks the ranks directly.
     if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
         return max(statuses), None
     if relay.number:
@@ -161,7 +163,7 @@ def _start_rank(
 
 
 def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
-    """Do what `clusterddp train` does, in a process that multiprocessing has started."""
+    """Run a rank as `clusterddp train` does, in a process of multiprocessing."""
     from clusterddp.training import stop
     from clusterddp.worker.supervise import supervise
 
@@ -176,14 +178,14 @@ def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
 
 
 def rank_environment(env: DistEnv) -> dict[str, str]:
-    """Return all variables of a rank that this process starts: its own ones, without a job's."""
+    """Return the environment of a local rank, without the variables of a Slurm job."""
     foreign = dist_env.foreign(os.environ)
     inherited = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**inherited, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:
-    """Find a port below the kernel's ephemeral range on which nobody listens at this moment."""
+    """Find a port below the kernel's ephemeral range that is currently free."""
     for port in random.SystemRandom().sample(range(12000, 32000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -193,9 +195,9 @@ def free_port() -> int:
 
 @contextmanager
 def _stopping(group: TaskGroup, attempt: Attempt, *, by_mark: bool) -> Iterator[Relay]:
-    """Pass a request to stop on to the ranks, and kill those that have not left after a while.
+    """Forward a request to stop to the ranks, and kill those that do not exit in time.
 
-    by_mark: they look for a mark; a container's runtime does not pass every signal on.
+    by_mark: ask with the stop file, because a container runtime does not forward every signal.
     """
 
     def end(*_: object) -> None:
@@ -203,21 +205,21 @@ def _stopping(group: TaskGroup, attempt: Attempt, *, by_mark: bool) -> Iterator[
 
     def pass_on(number: int, earlier: int) -> None:
         if number == earlier == signal.SIGINT or not attempt.record.exists():
-            end()  # the second Ctrl-C, or the ranks have not even met
+            end()  # the second Ctrl-C, or before the rendezvous
             return
-        # One rank that leaves is no failure now: the others are about to.
+        # A rank that exits is not a failure now: the others exit too.
         group.kill_on_bad_exit = False
         if not earlier:
             with suppress(OSError):
-                os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is not for a signal's handler
+                os.write(sys.stderr.fileno(), _ON_REQUEST)  # print is unsafe in a signal handler
             alarm.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, end))
             alarm.callback(signal.setitimer, signal.ITIMER_REAL, 0.0)
             signal.setitimer(signal.ITIMER_REAL, _SAVING_SECONDS)
         if by_mark:
-            with suppress(OSError):  # a full disk: then by the signal, as far as it goes
+            with suppress(OSError):  # on a full disk, fall back to the signal
                 attempt.ask_to_stop("stop")
                 return
-        send(number, group.pids)  # to the small parents, which pass it on to their ranks
+        send(number, group.pids)  # to the small parents, which forward it to their ranks
 
     with ExitStack() as alarm, Relay(_ASKING, pass_on) as relay:
         yield relay
@@ -226,11 +228,11 @@ def _stopping(group: TaskGroup, attempt: Attempt, *, by_mark: bool) -> Iterator[
 def call_on_ranks(
     function: Callable[..., T], arguments: Sequence[object], procs: int, start_method: str
 ) -> list[T]:
-    """Call a function in so many processes, each with its rank in os.environ; returns by rank.
+    """Call a function in `procs` processes, with rank variables in os.environ; return the results.
 
-    All print where this process does. When one fails the others are ended. Raises TrainingError
-    with the traceback of the rank that failed first, and RequestError where the function cannot go
-    to other processes this way.
+    All processes print where this one does. If one fails, the others are ended. Raises
+    TrainingError with the traceback of the rank that failed first, and RequestError if the function
+    cannot be sent to other processes with this start method.
     """
     forked = start_method == "fork"
     called = (function, tuple(arguments)) if forked else _pickled(function, arguments)
@@ -238,7 +240,7 @@ def call_on_ranks(
     ranks = dist_env.local_ranks(procs, free_port())
     with tempfile.TemporaryDirectory(prefix="clusterddp-launch-") as name, TaskGroup() as group:
         folder = Path(name)
-        with held_back({signal.SIGINT}):  # a rank that starts meanwhile would be left running
+        with held_back({signal.SIGINT}):  # else a rank that is being started would keep running
             for env in ranks:
                 call = (called, folder, env.rank)
                 group.call(start_method, _call, call, rank_environment(env), tee=True)
@@ -249,7 +251,7 @@ def call_on_ranks(
 
 
 def _pickled(function: Callable[..., object], arguments: Sequence[object]) -> bytes:
-    """Pickle the function by its name, for a process that imports it anew."""
+    """Pickle the function by its name, for a process that imports it again."""
     try:
         main = sys.modules["__main__"]
         if function.__module__ == "__main__" and not hasattr(main, "__file__"):
@@ -266,32 +268,31 @@ def _pickled(function: Callable[..., object], arguments: Sequence[object]) -> by
 def _call(
     called: tuple[Callable[..., object], tuple[object, ...]] | bytes, folder: Path, rank: int
 ) -> None:
-    """Call the function in a rank's process, which has its environment: an import may read it."""
+    """Unpickle and call the function, with the rank's environment set: imports may read it."""
     try:
         function, arguments = pickle.loads(called) if isinstance(called, bytes) else called
         value = function(*arguments)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             lines = traceback.format_exception(error)
-            del lines[1:2]  # this very function
+            del lines[1:2]  # the frame of this function
             _fail(folder, rank, "".join(lines).rstrip())
         value = None
     try:
         content = pickle.dumps(value)
     except Exception as error:  # a value's own __reduce__ can raise anything
         words = f"{type(error).__name__}: {error}"
-        _fail(folder, rank, f"what rank {rank} returned cannot be pickled: {words}")
+        _fail(folder, rank, f"the result of rank {rank} cannot be pickled: {words}")
     (folder / f"result-{rank}").write_bytes(content)
 
 
 def _fail(folder: Path, rank: int, words: str) -> NoReturn:
-    # Whole or not at all: the rank is ended at any moment, once another has failed.
+    # Atomic: the rank may be killed at any moment after another has failed.
     draft = folder / f".failure-{rank}"
     draft.write_bytes(pickle.dumps((time.time(), rank, words)))
     draft.replace(folder / f"failure-{rank}")
     sys.stdout.flush()
-    # Past what the function's libraries do at an exit: a process group that has lost a peer may
-    # hang there.
+    # Skips exit handlers of libraries: a process group may hang there after the loss of a peer.
     os._exit(EXIT_FAILED)
 
 
@@ -300,19 +301,19 @@ def _read_result(folder: Path, rank: int) -> Any:
         return pickle.loads((folder / f"result-{rank}").read_bytes())
     except FileNotFoundError:
         raise TrainingError(
-            f"rank {rank} left with exit code 0 and returned nothing. [CD0817]"
+            f"rank {rank} exited with 0 before the function returned. [CD0817]"
         ) from None
-    except Exception as error:  # what builds the value anew can raise anything
+    except Exception as error:  # unpickling can raise anything
         raise TrainingError(
-            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: "
+            f"the result of rank {rank} cannot be unpickled here: {type(error).__name__}: "
             f"{error} [CD0817]"
         ) from error
 
 
 def _first_failure(folder: Path, statuses: Sequence[int], first: int | None) -> str:
-    """Name the rank that failed first, with its own words.
+    """Return a message with the rank that failed first and its traceback.
 
-    first: the one whose process ended first; another may have raised before, and ended later.
+    first: the rank whose process ended first; another rank may have raised earlier.
     """
     failures = [pickle.loads(path.read_bytes()) for path in folder.glob("failure-*")]
     if first is None or first in [rank for _, rank, _ in failures]:

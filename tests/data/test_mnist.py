@@ -387,6 +387,6 @@ def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
     assert take(whole).handle is None and not logged
     for offer in ({**whole, "file": [0, 0]}, {}, None, {"sizes": "?"}):
         assert take(offer).digest() == held.digest()
-        assert "reads the dataset itself" in logged.pop()
+        assert "and reads the files" in logged.pop()
     with pytest.raises(PeerError, match="gone"):
         take({"error": "the files are gone"})

@@ -313,7 +313,7 @@ def _obtain(rank: int, world_size: int, folder: str, environ: dict[str, str]) ->
     dist.broadcast_object_list(found)
     store = RunStore(dist.FileStore(f"{folder}/store", world_size), Identity("", ""))
     try:
-        (train, _), _ = start.obtain(settings, env, store, sets, CPU, data_sha256=found[0])
+        (train, _), _ = start.load_datasets(settings, env, store, sets, CPU, data_sha256=found[0])
     except ClusterDDPError as error:
         return f"{type(error).__name__}: {error}"
     return str(len(train))

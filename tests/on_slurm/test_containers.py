@@ -408,7 +408,7 @@ def test_what_one_host_lacks_is_named_and_nothing_starts_again(
         said = f"h02 has no image {image}. Put it there"
     elif what == "mount":
         options = [f"--container-mount={only_here}/image:/mine"]
-        said = f"h02 has no {only_here}/image, which is to be mounted in the container of"
+        said = f"h02 has no {only_here}/image to mount in the container of"
     elif what == "runtime":
         found = site.cluster.run_on("h02", ["sh", "-c", f"command -v {site.runtime}"], check=True)
         hide = ["mount", "--bind", "/dev/null", found.stdout.strip()]

@@ -280,7 +280,7 @@ def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
         return start.settle_attempt(later, tmp_path / "later", None, own, hellos("cuda", [True]))
 
     with pytest.raises(
-        TrainingError, match=r"--cuda-graph on against fp16, in which .*Leave --cuda-graph out, or"
+        TrainingError, match=r"--cuda-graph on conflicts with fp16, .*Omit --cuda-graph, or"
     ):
         settled(cuda_graph="on")
     agreed = settled()

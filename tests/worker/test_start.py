@@ -42,7 +42,7 @@ def test_a_set_that_ranks_share_costs_one_barrier_and_is_withdrawn_later(
     settings, env = config(synthetic_dir), DistEnv.from_environ({})
     reading = Reading(settings.dataset, settings.data_dir, digest=False)
     store = RunStore(dist.HashStore(), Identity("", ""))
-    sets, held = start.obtain(settings, env, store, reading, CPU, data_sha256="")
+    sets, held = start.load_datasets(settings, env, store, reading, CPU, data_sha256="")
     assert [len(each) for each in sets] == [2_000, 500]
     assert len(barriers) == 1
     assert held and held.offer(), "a rank that is late can still map it"

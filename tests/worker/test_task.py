@@ -223,7 +223,7 @@ def test_a_package_that_is_too_old_is_named_in_a_sentence(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, name: str, version: str, least: str
 ) -> None:
     monkeypatch.setattr(sys.modules[name], "__version__", version)
-    wanted = f"{name} {least} or later is needed, and {sys.executable} has {version} on "
+    wanted = f"{name} {least} or later is needed, but {sys.executable} has {version} on "
     with pytest.raises(TrainingError, match=re.escape(wanted)) as caught:
         run_task(config, None)
     assert f"-m pip install '{name}>={least}'" in str(caught.value)
@@ -573,7 +573,7 @@ class LeftBehind:
         monkeypatch.setattr(os, "_exit", lambda code: self.done.append(f"exit {code}"))
         monkeypatch.setattr(task.time, "sleep", lambda s: self.done.append(f"waits {s:.0f} s"))
         monkeypatch.setattr(
-            task, "_let_save_end", lambda training: self.done.append(f"saves {training}")
+            task, "_finish_save", lambda training: self.done.append(f"saves {training}")
         )
         monkeypatch.setattr(
             rendezvous, "dump_flight_recorder", lambda path: self.done.append(path.name)

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp import log
 from clusterddp.run.run_dir import RunDir
-from clusterddp.worker.tracking import show_tracker
+from clusterddp.worker.tracking import expose_tracker
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def shown(run: RunDir, trackers: str, given: Mapping[str, str] | None = None) -> dict[str, str]:
     environ = dict(given or {})
-    show_tracker(environ, run, trackers.split(","), ["train"], lambda *_: "made")
+    expose_tracker(environ, run, trackers.split(","), ["train"], lambda *_: "made")
     return environ
 
 
@@ -52,7 +52,7 @@ def test_mlflow_is_asked_once_and_its_absence_stops_nothing(run: RunDir, tmp_pat
 
     for expected in ({}, {"MLFLOW_RUN_ID": "made"}, {"MLFLOW_RUN_ID": "made"}):
         environ: dict[str, str] = {}
-        show_tracker(environ, run, ["mlflow"], ["train"], make)
+        expose_tracker(environ, run, ["mlflow"], ["train"], make)
         assert environ == expected
     assert calls == [run.name, run.name]
     # The program's own Python, with a stand-in for mlflow and with none.
@@ -68,7 +68,7 @@ def test_mlflow_is_asked_once_and_its_absence_stops_nothing(run: RunDir, tmp_pat
     fresh = RunDir(tmp_path / "it's; $(touch pwned)")
     fresh.path.mkdir()
     environ = {"PYTHONPATH": str(tmp_path)}
-    show_tracker(environ, fresh, ["mlflow"], [sys.executable, "train.py"])
+    expose_tracker(environ, fresh, ["mlflow"], [sys.executable, "train.py"])
     assert environ["MLFLOW_RUN_ID"] == f"id-of-{fresh.name}"
     assert json.loads(fresh.tracked.read_text())["mlflow"] == environ["MLFLOW_RUN_ID"]
     lines: list[str] = []
@@ -76,6 +76,6 @@ def test_mlflow_is_asked_once_and_its_absence_stops_nothing(run: RunDir, tmp_pat
     other.path.mkdir()
     environ = {"PYTHONPATH": str(tmp_path / "mlflow")}
     with log.to(lines.append):
-        show_tracker(environ, other, ["mlflow"], ["/nowhere/python"])
+        expose_tracker(environ, other, ["mlflow"], ["/nowhere/python"])
     assert "MLFLOW_RUN_ID" not in environ
-    assert "--tracker mlflow: no run is made" in lines[0]
+    assert "--tracker mlflow: cannot create a run" in lines[0]

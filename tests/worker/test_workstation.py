@@ -82,8 +82,8 @@ def test_a_rank_that_is_ended_as_it_records_its_failure_hides_no_other(tmp_path:
     [
         (called.dies, (), "rank 1 of 2 failed first: killed by SIGKILL."),
         (called.leaves, (3,), r"SystemExit: 3"),
-        (called.returns_a_lambda, (), r"first:\nwhat rank \d returned cannot be pickled: "),
-        (called.returns_what_cannot_be_read, (), "what rank 0 returned cannot be unpickled here: "),
+        (called.returns_a_lambda, (), r"first:\nthe result of rank \d cannot be pickled: "),
+        (called.returns_what_cannot_be_read, (), "the result of rank 0 cannot be unpickled here: "),
     ],
 )
 def test_other_ends_of_a_rank_are_told_too(

@@ -201,7 +201,7 @@ def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:
     assert "PATH=/usr/bin:/bin\n" in done.stderr
     outcome = json.loads((tmp_path / "outcomes/rank-5.json").read_text())
     assert outcome["error"]["message"] == (
-        "'no-such-program' is not on PATH; give the name of a program or its path, and arguments "
+        "'no-such-program' is not on PATH. Give a program's name or path, with arguments "
         "as separate words."
     )
 
