@@ -171,7 +171,7 @@ def test_an_agent_in_a_container_stands_for_the_first_of_its_ranks(site: Site) -
     box = {"ranks": 4, "python": "python-of-nobody"}
     assert site.go("false", box=box, **agent)[0] == 1
     outcome = json.loads((site.run / "outcomes/rank-4.json").read_text())
-    assert "no python-of-nobody that runs" in outcome["error"]["message"]
+    assert "no working python-of-nobody" in outcome["error"]["message"]
 
 
 def test_a_runtime_that_ends_well_before_its_container_has_begun_is_no_end_of_the_task(

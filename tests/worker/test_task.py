@@ -106,7 +106,7 @@ def test_a_single_process_trains_and_reports(
     host = socket.gethostname()
     assert f"rank 0 of 1 on {host} (local rank 0): cpu, 1 thread, gloo" in out
     assert (
-        f"lr {config.lr:g} x 1 (linear) = {config.lr:g}, warm-up 100 steps; batch 64 x 1 = 64"
+        f"lr {config.lr:g} x 1 (linear) = {config.lr:g}, warmup 100 steps; batch 64 x 1 = 64"
         in out
     )
     resolved = read_json(run.resolved)
@@ -523,7 +523,7 @@ def test_memory_that_runs_out_in_training_is_one_clear_error(
 
     monkeypatch.setattr(Learner, "learn", learn)
     expected = (
-        rf"cpu of {socket.gethostname()} has no memory .* at 64 images .*: CUDA out of memory\. "
+        rf"cpu of {socket.gethostname()} has too little memory .* with 64 images .*: CUDA out of memory\. "
         r"Tried to allocate 2 GiB\. Lower --batch-size, .*--find-batch-size"
     )
     with pytest.raises(TrainingError, match=expected):
