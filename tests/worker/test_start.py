@@ -195,7 +195,9 @@ def test_a_dataset_that_has_changed_is_refused(
     content = bytearray(labels.read_bytes())
     content[-1] = (content[-1] + 1) % 10
     labels.write_bytes(content)
-    with pytest.raises(DataError, match=r"has changed since this run first started.*Restore the files"):
+    with pytest.raises(
+        DataError, match=r"has changed since this run first started.*Restore the files"
+    ):
         agree(settings, tmp_path / "run")
     # Nor can another run start from its checkpoint.
     other = config(folder, allow_config_change=allowed, init_from=str(tmp_path / "run"))

@@ -106,8 +106,7 @@ def test_a_single_process_trains_and_reports(
     host = socket.gethostname()
     assert f"rank 0 of 1 on {host} (local rank 0): cpu, 1 thread, gloo" in out
     assert (
-        f"lr {config.lr:g} x 1 (linear) = {config.lr:g}, warmup 100 steps; batch 64 x 1 = 64"
-        in out
+        f"lr {config.lr:g} x 1 (linear) = {config.lr:g}, warmup 100 steps; batch 64 x 1 = 64" in out
     )
     resolved = read_json(run.resolved)
     assert resolved is not None
@@ -523,8 +522,8 @@ def test_memory_that_runs_out_in_training_is_one_clear_error(
 
     monkeypatch.setattr(Learner, "learn", learn)
     expected = (
-        rf"cpu of {socket.gethostname()} has too little memory .* with 64 images .*: CUDA out of memory\. "
-        r"Tried to allocate 2 GiB\. Lower --batch-size, .*--find-batch-size"
+        rf"cpu of {socket.gethostname()} has too little memory .* with 64 images .*: CUDA out of "
+        r"memory\. Tried to allocate 2 GiB\. Lower --batch-size, .*--find-batch-size"
     )
     with pytest.raises(TrainingError, match=expected):
         run_task(config, tmp_path / "run")
