@@ -1,7 +1,7 @@
-"""Events of a run, one line of `events.jsonl` each: their types, one reader, one writer.
+"""Events of a run, one per line of `events.jsonl`: their types, the reader and the writer.
 
-docs/records.md says what each field means, and since which version. What an event does not say has
-the field's default. Times are seconds since the epoch.
+docs/records.md documents each field and its first version. A missing field has its default. Times
+are seconds since the epoch.
 """
 
 import time
@@ -20,41 +20,41 @@ class Cause(str, Enum):
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
-    """A person cancelled the job."""
+    """The user cancelled the job."""
     STOPPED = "stopped"
-    """`clusterddp stop` asked for it, after saving."""
+    """`clusterddp stop`: the ranks saved a checkpoint and exited."""
     SIGNAL = "signal"
-    """Slurm's signal ahead of the time limit, or one like it, and the ranks have saved."""
+    """A signal, usually Slurm's before the time limit: the ranks saved a checkpoint and exited."""
     TIME_LIMIT = "time limit"
     PREEMPTED = "preempted"
     REQUEUED = "requeued"
-    """Slurm has put the job back by itself: preemption, a lost node, `scontrol requeue`."""
+    """Slurm itself requeued the job: preemption, a lost node, `scontrol requeue`."""
     NODE_LOST = "node lost"
     SUSPENDED = "suspended"
-    """Slurm suspended the job for longer than the ranks wait for each other, so they broke off."""
+    """Slurm suspended the job for longer than the ranks wait for each other, so they timed out."""
     PREFLIGHT = "preflight"
-    """A node has failed its checks ahead of the tasks, which were not started."""
+    """A node failed the checks before the tasks, so no task started."""
     SUPERSEDED = "superseded"
-    """A later attempt has begun, as beside a lost node's orphan."""
+    """A later attempt has begun, while an orphan of a lost node was still active."""
     NOT_DUE = "not due"
-    """A run that it waited for has ended in another way than was asked for: none has begun."""
+    """A run that it waited for did not end as required, so no attempt began."""
 
     __str__ = str.__str__
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Fields that all events share; alone, an event that this version does not know."""
+    """Fields of all events; on its own, an event that this version does not know."""
 
     kind: ClassVar[str] = ""
     time: float | None = None
-    """Time at which it was written, in seconds since the epoch."""
+    """Time at which the event was written."""
     job_id: str = ""
-    """Slurm's job id; of a rehearsal the number of its process; empty where there is no job."""
+    """Slurm's job id; the process id of a rehearsal; empty without a job."""
     attempt: int | None = None
-    """Number of the attempt, from 1; None where the event is of none."""
+    """Number of the attempt, from 1; None if the event belongs to none."""
     array_element: str = ""
-    """Name by which Slurm's commands take the job, 89_0, where it is an array's element."""
+    """Name of an array task for Slurm's commands: `89_0`."""
 
 
 @dataclass(frozen=True)
@@ -64,55 +64,55 @@ class Failure:
     rank: int
     """Rank, from 0."""
     host: str
-    """Its host, by Slurm's name; empty where that is not known."""
+    """Its host, by Slurm's name; empty if not known."""
     reason: str
-    """Error or signal of which it died, in a few words."""
+    """Error or signal that ended it, in a few words."""
     log: str
     """Its log, relative to the run directory."""
     exit_code: int | None = None
-    """Its exit code, 128 + N of signal N; None where nobody recorded it."""
+    """Its exit code, 128 + N for signal N; None if not recorded."""
 
     def describe(self) -> str:
-        """Return a line: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
+        """Return a sentence: `rank 3 on h02 failed first: RuntimeError: boom (logs/rank-3.log)`."""
         host = f" on {self.host}" if self.host else ""
         return f"rank {self.rank}{host} failed first: {self.reason} ({self.log})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted(Event):
-    """Submission of a job, by a person or by the job that it replaces."""
+    """Submission of a job by the user or by the job that it replaces."""
 
     kind: ClassVar[str] = "submitted"
     launcher: str = ""
     """`sbatch`, `submitit` or `local`."""
     folder: str = ""
-    """Folder in which the person typed the command."""
+    """Folder in which the user typed the command."""
     pid: int | None = None
     """Process that controls a local run, or runs the points of a sweep in turn, on `host`."""
     host: str | None = None
     """Host of that process."""
     in_place_of: str = ""
-    """Job that it replaces; empty where a person submitted it."""
+    """Job that it replaces; empty if the user submitted it."""
     why: str = ""
-    """Reason for which it replaces that job; empty without one."""
+    """Reason why it replaces that job; empty without one."""
     indices: tuple[int, ...] = ()
     """Points of a sweep that the job array starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resubmitted(Event):
-    """Request of a person to submit the run once more; stands before the job's `Submitted`."""
+    """User's request to resubmit the run; precedes the job's `Submitted`."""
 
     kind: ClassVar[str] = "resubmit"
     changes: tuple[str, ...] = ()
-    """Settings and files of code that differ from the former submission."""
+    """Settings and code files that differ from the previous submission."""
     from_scratch: int | None = None
-    """Attempt up to which the checkpoints are given up."""
+    """Latest attempt whose checkpoints are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Event):
-    """Start of an attempt; without a number where the attempt could not be made."""
+    """Start of an attempt; without a number if the attempt could not begin."""
 
     kind: ClassVar[str] = "started"
     restart: int = 0
@@ -122,12 +122,12 @@ class Started(Event):
     clusterddp: str = ""
     """Version that runs the attempt, and the run's own file or `installed`."""
     spares: tuple[str, ...] = ()
-    """Nodes of the job on which no task runs."""
+    """Nodes of the job without tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotStarted(Event):
-    """Start by Slurm of a job that begins no attempt: its run is done, or a node of it is bad."""
+    """Start of a job without an attempt, because its run is done or a node is bad."""
 
     kind: ClassVar[str] = "not_started"
     restart: int = 0
@@ -135,12 +135,12 @@ class NotStarted(Event):
     nodelist: str = ""
     """Hosts of the job, in Slurm's form: `h[01-02]`."""
     why: str = ""
-    """Reason for which no attempt began."""
+    """Reason why no attempt began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
-    """End of an attempt; `cause` is empty where no batch script judged it."""
+    """End of an attempt; `cause` is empty if no batch script determined it."""
 
     kind: ClassVar[str] = "ended"
     restart: int = 0
@@ -148,31 +148,31 @@ class Ended(Event):
     exit_code: int | None = None
     """Exit code of the job."""
     cause: str = ""
-    """Cause of its end: a word of `Cause`."""
+    """Cause of its end: a value of `Cause`."""
     how: str = ""
-    """Event that ended it, where the word of the cause would say another thing."""
+    """Description of the end, if the cause's word does not fit."""
     step: int | None = None
-    """Step at which the ranks left."""
+    """Step at which the ranks exited."""
     saved: bool = True
-    """False where Slurm ended it, or its nodes failed their checks, with nothing new saved; of
-    another end it says nothing."""
+    """False if Slurm ended it, or its nodes failed their checks, before anything new was saved; not
+    meaningful for other ends."""
     first_failure: Failure | None = None
-    """Rank that failed first; None where none did, or none is known."""
+    """Rank that failed first; None if no rank failed or none is known."""
     write_error: str = ""
-    """Reason for which a checkpoint or a record could not be written."""
+    """Reason why a checkpoint or a record could not be written."""
     remark: str = ""
-    """What a person should know beside the cause, such as that each task trained by itself."""
+    """Remark for the user in addition to the cause: for example, each task trained separately."""
     why: str = ""
-    """Reason for which no other attempt follows by itself; empty where one does."""
+    """Reason why no other attempt follows automatically; empty if one does."""
     code: str = ""
-    """Code of its end, for `clusterddp explain`; empty of a run that is done."""
+    """Error code of its end, for `clusterddp explain`; empty if the run is done."""
     stop_signal: str = ""
-    """Signal at which the ranks of a command left with exit code 0, before its end."""
+    """Signal on which the ranks of a command exited with code 0 before they were done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requeued(Event):
-    """Return of the job to the queue."""
+    """Requeue of the job."""
 
     kind: ClassVar[str] = "requeued"
     why: str = ""
@@ -181,62 +181,62 @@ class Requeued(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumedInJob(Event):
-    """Decision to begin the next attempt within the job, on nodes that are left of it."""
+    """Decision to begin the next attempt in the same job, on its remaining nodes."""
 
     kind: ClassVar[str] = "resumed_in_job"
     why: str = ""
-    """Reason: the cause of the end of the attempt before."""
+    """Reason: the cause of the previous attempt's end."""
     nodelist: str = ""
     """Hosts of the next attempt, in Slurm's form: `h[01-02]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequeueFailed(Event):
-    """Failure to put the job back into the queue."""
+    """Failure to requeue the job."""
 
     kind: ClassVar[str] = "requeue_failed"
     why: str = ""
-    """Reason for which it was to go back."""
+    """Reason for the requeue."""
     error: str = ""
-    """Words of Slurm, or of the system."""
+    """Error message of Slurm or the system."""
 
 
 class CancelAsked(Event):
-    """Cancellation of the job by a person; one by plain scancel as the notice job has seen it."""
+    """Cancellation of the job by the user; also by plain scancel, if the notice job has seen it."""
 
     kind: ClassVar[str] = "cancelled"
 
 
 class CancelFailed(Event):
-    """Failure of the cancellation before it to reach the job."""
+    """Failure of the preceding cancellation."""
 
     kind: ClassVar[str] = "cancel_failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopAsked(Event):
-    """Request of a person to save and leave."""
+    """User's request to save a checkpoint and exit."""
 
     kind: ClassVar[str] = "stop_asked"
     by: str = ""
-    """Signal to the batch script that asked for it; empty for 'clusterddp stop'."""
+    """Signal to the batch script with which it was requested; empty for `clusterddp stop`."""
 
 
 class StopFailed(Event):
-    """Failure of the request before it to reach the run."""
+    """Failure of the preceding stop request to reach the run."""
 
     kind: ClassVar[str] = "stop_failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnded(Event):
-    """End of srun's step by the step watch; srun's exit code then says nothing of the tasks."""
+    """End of srun's step by the step watch, after which srun's exit code says nothing."""
 
     kind: ClassVar[str] = "step_ended"
     step_id: str = ""
     """Slurm's id of the step within the job: `0`."""
     why: str = ""
-    """Reason for which srun was not waited for."""
+    """Reason not to wait for srun."""
 
 
 class TimeLimitReached(Event):
@@ -247,22 +247,22 @@ class TimeLimitReached(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NodesMarkedBad(Event):
-    """Nodes that the run's next attempts avoid (`bad_nodes`)."""
+    """Nodes marked bad, which the run's next attempts avoid (`bad_nodes`)."""
 
     kind: ClassVar[str] = "nodes_marked_bad"
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """Measurements, or what was seen, by the node's name."""
+    """Reasons by node name: measurements or observations."""
     by: str = ""
-    """Word of `bad_nodes` for what blames them."""
+    """Why they are bad: a `BY_…` of `bad_nodes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodesExcluded(Event):
-    """Bad nodes that the job's next start leaves out."""
+    """Bad nodes excluded from the job's next start."""
 
     kind: ClassVar[str] = "nodes_excluded"
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by the node's name."""
+    """Reasons by node name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,14 +273,14 @@ class Cleaned(Event):
     checkpoints: tuple[int, ...] = ()
     """Steps."""
     code_files: int = 0
-    """Files of the copy of the code."""
+    """Number of files of the copied code."""
     clusterddp: tuple[str, ...] = ()
     """Files of the run's own clusterddp."""
     bytes: int = 0
-    """Bytes that were given back."""
+    """Bytes freed."""
 
     def describe(self) -> str:
-        """Name what is gone: `2 checkpoints, 14 files of the code, its clusterddp`."""
+        """Return what was removed: `2 checkpoints, 14 files of the code, its clusterddp`."""
         named = (
             ("{}", formatting.count(len(self.checkpoints), "checkpoint") * bool(self.checkpoints)),
             ("{} of the code", formatting.count(self.code_files, "file") * bool(self.code_files)),
@@ -291,24 +291,24 @@ class Cleaned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeQueued(Event):
-    """Queueing of the job that tells the run's end; `job_id` is the job that it waits for."""
+    """Queueing of the job that sends the notification; `job_id` is the job that it waits for."""
 
     kind: ClassVar[str] = "notice_queued"
     notice_job: str = ""
-    """Job id of the job that tells it."""
+    """Id of the notification job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waits(Event):
-    """Wait of the job in the queue for other runs, from its submission or a start of it on."""
+    """Wait of the job for other runs, from its submission or one of its starts."""
 
     kind: ClassVar[str] = "waits"
     runs: tuple[str, ...] = ()
-    """Names, with the end that each is to come to where that is not `ok`: `a`, `b:any`."""
+    """Names, each with the required end unless it is `ok`: `a`, `b:any`."""
     why: str = ""
-    """States of these runs, in words."""
+    """States of these runs."""
     held: bool = False
-    """True where Slurm holds the job until one of them is submitted again."""
+    """True if Slurm holds the job until one of them is submitted again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,18 +322,18 @@ class AwaitedBy(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CodeChanged(Event):
-    """Difference of an attempt's code from what was submitted, where no copy was made of it."""
+    """Change of an attempt's code since the submission, if the run has no copy of it."""
 
     kind: ClassVar[str] = "code_changed"
     changes: tuple[str, ...] = ()
-    """Files that differ, each with the way in which it does: `changed train.py`."""
+    """Files that differ, each with the kind of change: `changed train.py`."""
 
 
 def read(path: Path) -> list[Event]:
-    """Read all events in the order in which they were written; none where there is no file.
+    """Read all events in the order in which they were written; none without a file.
 
-    A job of an array is known by its name, 89_0, until it has a number of its own, with which its
-    start is recorded: its earlier events get that. Raises OSError.
+    Before an array task has recorded its start, events name it 89_0; its later job id replaces that
+    name. Raises OSError.
     """
     history = [parse(content) for content in files.read_json_lines(path)]
     starts = [e for e in history if isinstance(e, Started) and e.array_element and e.job_id]
@@ -347,7 +347,7 @@ def read(path: Path) -> list[Event]:
 
 
 def parse(content: Mapping[str, object]) -> Event:
-    """Build one event from its line."""
+    """Return the event of one line."""
     return files.load(_KINDS.get(str(content.get("event")), Event), content) or Event()
 
 
@@ -355,22 +355,22 @@ _KINDS = {each.kind: each for each in Event.__subclasses__()}
 
 
 def add(path: Path, event: Event) -> None:
-    """Append an event with the current time, and sync it to the disk. Raises OSError.
+    """Append an event with the current time, and sync it to disk. Raises OSError.
 
-    Its fields are written that differ from their defaults.
+    Fields with default values are left out.
     """
     files.append_json_line(path, _line(event))
 
 
 def note(path: Path, event: Event) -> None:
-    """Append an event as `add` does, without a sync: where a synced record tells the same."""
+    """Append an event as `add` does, without a sync: a synced record has the same content."""
     files.append_json_line(path, _line(event), sync=False)
 
 
 def _line(event: Event) -> dict[str, object]:
     values = ((each, getattr(event, each.name)) for each in fields(event) if each.name != "time")
-    said = {each.name: value for each, value in values if value != _default(each)}
-    return {"event": event.kind, "time": round(time.time(), 3), **said}
+    changed = {each.name: value for each, value in values if value != _default(each)}
+    return {"event": event.kind, "time": round(time.time(), 3), **changed}
 
 
 def _default(each: "Field[object]") -> object:

@@ -1,7 +1,7 @@
-"""Records of a run, one JSON file each: their types, whoever has written them.
+"""Records of a run, one JSON file each: their types.
 
-docs/records.md says what each field means, and since which version. What a record does not say has
-the field's default. Times are seconds since the epoch. `events` has the lines of events.jsonl.
+docs/records.md documents each field and its first version. A missing field has its default. Times
+are seconds since the epoch. `events` has the lines of events.jsonl.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ from clusterddp.errors import EXIT_PAUSED
 from clusterddp.files import Loss
 
 ATTEMPT_FORMAT = 1
-_MAY_GO_ON = ("SIGUSR1", "SIGUSR2")
-_LEAVES_WITHIN = 60.0
-"""Seconds in which a task that saves at such a signal, and then leaves, has left."""
+_MAY_CONTINUE = ("SIGUSR1", "SIGUSR2")
+_EXITS_WITHIN = 60.0
+"""Time within which a task exits that saves at such a signal and then exits."""
 SLOW = 0.8
 """Share of the other ranks' median speed below which a rank is a straggler."""
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """attempt.json: who trains, and from which checkpoint."""
+    """attempt.json: the job, the ranks and the checkpoint that the attempt started from."""
 
     format: int = ATTEMPT_FORMAT
-    """Format of the record, 1 so far; an attempt of a newer one is not resumed."""
+    """Format of the record, so far 1; an attempt with a newer format is not resumed."""
     number: int = 0
     """Number of the attempt, from 1."""
     began: float | None = None
@@ -37,13 +37,13 @@ class AttemptRecord:
     pid: int | None = None
     """Process of rank 0."""
     step: int | None = None
-    """Step of the checkpoint from which the attempt started; 0 without one."""
+    """Step of the checkpoint that the attempt started from; 0 without one."""
     saved: float | None = None
     """Time at which that checkpoint was written."""
     resumed_from: str | None = None
-    """Path of that checkpoint, relative to the run's directory where it lies there."""
+    """Path of that checkpoint, relative to the run's directory if it is inside."""
     starts_in_job: int = 0
-    """Times that an agent has started the ranks within the attempt."""
+    """Number of times that an agent started the ranks in the attempt."""
     world_size: int = 0
     """Number of ranks."""
     hosts: tuple[str, ...] = ()
@@ -52,78 +52,78 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class FinalRecord:
-    """end.json: how the ranks of an attempt left together."""
+    """end.json: how the ranks of an attempt exited together."""
 
     cause: str = ""
     """`done` or `stopped`."""
     reason: str = ""
-    """Request by which they were stopped; empty where the training is done."""
+    """Request that stopped them; empty if the training is done."""
     step: int | None = None
-    """Step at which they left."""
+    """Step at which they exited."""
     saved: int | None = -1
-    """Step of the last checkpoint that was written; None without one, -1 where it is not said."""
+    """Step of the last checkpoint written; None without one, -1 if not recorded."""
     write_error: str = ""
-    """Reason for which the checkpoint of the last step could not be written."""
+    """Reason why the checkpoint of the last step could not be written."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Use of an attempt's time so far; seconds but for `first_step`."""
+    """Use of an attempt's time so far, in seconds except `first_step`."""
 
     first_step: float | None = None
     """Time at which the first step began; None before."""
     training: float = 0.0
     """Steps: reading batches, forward, backward, exchange, update."""
     waiting: float | None = None
-    """Part of `training` in which the ranks, on average, waited for others; None where unknown."""
+    """Part of `training` in which the ranks, on average, waited for others; None if unknown."""
     saving: float = 0.0
-    """Time for which checkpoints have stopped the training."""
+    """Time for which checkpoints stopped the training."""
 
 
 @dataclass(frozen=True)
 class PreflightRecord:
-    """preflight.json: checks of the nodes ahead of an attempt's tasks, as a person reads them.
+    """preflight.json: result of the node checks before an attempt's tasks.
 
-    Beside these fields it has what each node measured: `nodes`. preflight-full.json, of the ranks'
-    own checks, has what each rank did: `ranks`.
+    The file also has the measurements of each node: `nodes`. preflight-full.json, of the ranks' own
+    checks, has those of each rank: `ranks`.
     """
 
     summary: str = ""
-    """Line that says how it went."""
+    """Result in one line."""
     seconds: float | None = None
     """Seconds from the start of the checks to their end."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Measurements by the name of a node that has failed."""
+    """Measurements by name of a failed node."""
     remarks: tuple[str, ...] = ()
-    """Findings that are no fault of one node."""
+    """Findings that are not the fault of one node."""
     slow: tuple[str, ...] = ()
-    """Nodes among the failed ones that are slower than the others, and nothing worse."""
+    """Failed nodes whose only fault is that they are slower than the others."""
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """alive: how far rank 0 has come; renewed every two seconds."""
+    """alive: progress of rank 0, renewed every two seconds."""
 
     step: int | None = None
-    """Steps that are done, over all attempts."""
+    """Completed steps, over all attempts."""
     saved: int | None = None
     """Step of the newest checkpoint."""
     spent: Spent | None = None
-    """None of a COMMAND."""
+    """Use of the time so far; None for a COMMAND."""
     planned: int | None = None
-    """Step at which the training will be done; None where nobody knows."""
+    """Step at which the training will be done; None if unknown."""
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """Rank that was slower than the others for long enough to be named."""
+    """Rank that was slower than the others for long enough to be reported."""
 
     rank: int
     """Rank, from 0."""
     host: str = ""
-    """Its host, by Slurm's name; empty where nobody has recorded it."""
+    """Its host, by Slurm's name; empty if not recorded."""
     share: float = 0.0
-    """Share of the other ranks' median speed that it had."""
+    """Its speed, as a share of the other ranks' median speed."""
     seconds: float = 0.0
     """Seconds of training for which it was slow."""
     steps: int = 0
@@ -131,30 +131,30 @@ class SlowRank:
     first_step: int = 0
     """Step after which it was slow."""
     since: float | None = None
-    """Time from which on it was slow."""
+    """Time from which it was slow."""
     until: float | None = None
-    """Time from which on it kept up again; None where it never did."""
+    """Time from which it kept up again; None if it never did."""
 
     @property
     def name(self) -> str:
-        """`rank 3 on h02`."""
+        """Rank with its host: `rank 3 on h02`."""
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class SlowRanks:
-    """stragglers.json: ranks that were named for being slow, in the order of their naming."""
+    """stragglers.json: ranks that were reported as slow, in the order of the reports."""
 
     stragglers: tuple[SlowRank, ...] = ()
-    """These ranks, each once for each time that it was slow."""
+    """One entry for each period in which a rank was slow."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """stop: somebody has asked the attempt to save and leave; empty where the batch script has."""
+    """stop: request to save a checkpoint and exit; an empty file if the batch script made it."""
 
     reason: str = ""
-    """`stop` of a person, `signal` of a launcher; empty from the batch script."""
+    """`stop` (the user), `signal` (a launcher); empty from the batch script."""
 
 
 @dataclass(frozen=True)
@@ -162,35 +162,35 @@ class TaskError:
     """Exception that ended a task."""
 
     type: str = ""
-    """Empty for an error of this package, which speaks for itself."""
+    """Name of the exception; empty for an error of this package."""
     message: str = ""
     """Message of the exception."""
     peer_lost: bool = False
-    """True where it only follows from the end of another rank."""
+    """True if it only follows from the end of another rank."""
     of_command: bool = False
-    """True where it is pieced together from what a command left, rather than caught."""
+    """True if it was reconstructed from a command's output, not caught."""
     code: str = ""
-    """Code of an error of this package."""
+    """Error code, if it is an error of this package."""
 
 
 @dataclass(frozen=True)
 class NestedWorld:
-    """World that the children of one task formed by themselves, beside the run's."""
+    """World that the children of one task formed, separate from the run's."""
 
     size: int = 0
     """Number of its ranks."""
     launcher: str = ""
-    """Program that started its ranks, `torchrun`; empty where that is not known."""
+    """Program that started its ranks: `torchrun`; empty if not known."""
 
 
 @dataclass(frozen=True)
 class ReceivedSignal:
-    """Signal that a task got and did not ignore, the latest one that asks for its end if any."""
+    """Latest signal that a task received and did not ignore; one that ends it has precedence."""
 
     signal: str
-    """Its name, such as `SIGTERM`."""
+    """Its name, for example `SIGTERM`."""
     time: float
-    """Time at which it came."""
+    """Time at which it arrived."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Outcome:
     host: str
     """Its host, by Slurm's name."""
     pid: int
-    """Its process on that host; the runtime's where only a container's parent knew one."""
+    """Its process on that host; the container runtime's if only its parent was known."""
     job_id: str
     """Slurm's job id; empty without a job."""
     restart: int
@@ -216,72 +216,72 @@ class Outcome:
     started: float
     """Time at which the task started."""
     ended: float | None = None
-    """Time of its end; None while it runs, or when its parent was killed too."""
+    """Time of its end; None while it runs, or if its parent was killed too."""
     exit_code: int | None = None
-    """Its exit code, 128 + N of signal N; None until it has ended."""
+    """Its exit code, 128 + N for signal N; None until it has ended."""
     signal: str | None = None
-    """Signal that ended it, such as `SIGKILL`; None where none did."""
+    """Signal that ended it, for example `SIGKILL`; None without one."""
     error: TaskError | None = None
-    """Exception that ended it; None where none is known."""
+    """Exception that ended it; None if none is known."""
     hung: str = ""
-    """Place at which it kept the others waiting, as a watchdog has found (hung.json)."""
+    """Place at which it kept the others waiting, found by a watchdog (hung.json)."""
     ticks: int | None = None
-    """Start of its process in the kernel's ticks, which tells it from later ones of its number."""
+    """Start time of its process in kernel ticks, which identifies it if its id is reused."""
     python: str = ""
-    """Interpreter of its parent, which so runs clusterddp on its host."""
+    """Interpreter of its parent, which can run clusterddp on its host."""
     clock_ahead: float | None = None
-    """Seconds by which its host's clock is ahead of rank 0's, where measured (clocks.json)."""
+    """Seconds by which its host's clock is ahead of rank 0's, if measured (clocks.json)."""
     nested_world: NestedWorld | None = None
-    """World that its children formed by themselves."""
+    """World that its children formed on their own."""
     received_signal: ReceivedSignal | None = None
-    """Signal that told it to save or to end; None where none came, or it ignores them."""
+    """Signal that asked it to save or end; None without one, or if it ignores them."""
     continued: float | None = None
-    """Time at which it last went on after it was stopped, as by `scontrol suspend`."""
+    """Time at which it last continued after a stop, for example by `scontrol suspend`."""
     met: bool | None = None
-    """Of rank 0 of a COMMAND with torch: whether it, or somebody on MASTER_PORT, has listened for
-    other ranks; None where nobody has looked."""
+    """For rank 0 of a COMMAND with torch: whether it, or any process on MASTER_PORT, listened for
+    other ranks; None if not checked."""
 
     @property
     def failed(self) -> bool:
-        """Return whether it has ended, and not well."""
+        """Return whether it ended with a failure."""
         return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
 
     @property
     def left_early(self) -> bool:
-        """Return whether it ended with exit code 0 because a signal told it to.
+        """Return whether it exited with code 0 because of a signal.
 
-        What goes on for a minute after USR1 or USR2 has saved, and ends at its own time.
+        A task that continues for more than a minute after USR1 or USR2 has only saved.
         """
         if self.received_signal is None or self.ended is None or self.exit_code != 0:
             return False
-        goes_on = (
-            self.received_signal.signal in _MAY_GO_ON
-            and self.ended - self.received_signal.time > _LEAVES_WITHIN
+        continues = (
+            self.received_signal.signal in _MAY_CONTINUE
+            and self.ended - self.received_signal.time > _EXITS_WITHIN
         )
-        return not goes_on
+        return not continues
 
     @property
     def paused(self) -> bool:
-        """Return whether it has saved and left as it was asked to, or asks to be started again."""
+        """Return whether it saved and exited on request, or asks for a restart."""
         return self.exit_code == EXIT_PAUSED
 
     @property
     def peer_lost(self) -> bool:
-        """Return whether it says itself that it failed because of another rank."""
+        """Return whether it failed because of another rank, by its own record."""
         return bool(self.error and self.error.peer_lost)
 
     @property
     def of_command(self) -> bool:
-        """Return whether its error is pieced together from what a command has left."""
+        """Return whether its error was reconstructed from a command's output."""
         return bool(self.error and self.error.of_command)
 
     @property
     def reason(self) -> str:
-        """Return why it ended, in a few words."""
+        """Return the reason of its end, in a few words."""
         if self.hung:
             return f"hung: {self.hung}"
         if self.error:
-            return f"{self.error.type}: {_said(self.error.message)}".strip(": ")
+            return f"{self.error.type}: {_first_line(self.error.message)}".strip(": ")
         if self.signal:
             return f"killed by {self.signal}"
         if self.exit_code is None:
@@ -291,42 +291,42 @@ class Outcome:
         return f"exit code {self.exit_code}"
 
 
-def _said(message: str) -> str:
-    """Return the first line of an error, with those behind it that a colon announces."""
+def _first_line(message: str) -> str:
+    """Return the first line of an error, and those after it that a colon announces."""
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     return " ".join(announced(lines))
 
 
 def announced(lines: Sequence[str]) -> Sequence[str]:
-    """Return the first of lines, and those behind it that a colon at the end of each announces."""
+    """Return the first line, and those after it that a colon at the end of each announces."""
     last = next((n for n, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
     return lines[: last + 1]
 
 
 @dataclass(frozen=True)
 class HungRanks:
-    """outcomes/hung.json: which ranks keep the others waiting, and where."""
+    """outcomes/hung.json: ranks that keep the others waiting, and where."""
 
     ranks: tuple[int, ...] = ()
-    """These ranks; none where nobody is to blame."""
+    """These ranks; empty if unknown."""
     reason: str = ""
     """Place at which they are, or what the others wait for."""
     ended: bool = False
-    """True where the job was ended for it: how ranks end then says nothing more."""
+    """True if the job was ended because of it, after which the ranks' ends say nothing."""
 
 
 @dataclass(frozen=True)
 class Silence:
-    """silent.json: a COMMAND whose ranks had printed nothing for long."""
+    """silent.json: the ranks of a COMMAND had printed nothing for long."""
 
     since: float | None = None
-    """Time from which on they were silent."""
+    """Time from which they printed nothing."""
     printed: int = 0
-    """Bytes that they had printed by then: with more, they are silent no longer."""
+    """Bytes that they had printed at that time. If they have printed more, the record is void."""
     ranks: tuple[int, ...] = ()
-    """Ranks that were elsewhere than most; none where that is not sure."""
+    """Ranks that were at another place than most; empty if that is uncertain."""
     places: str = ""
-    """Where these were, and where most."""
+    """Place of these ranks, and of most."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class ClaimHolder:
 
 @dataclass(frozen=True)
 class Agreement:
-    """resolved.json: what holds on every rank for one attempt, where the request said auto too."""
+    """resolved.json: settings of all ranks in one attempt, with every `auto` resolved."""
 
     backend: str = ""
     """`nccl` or `gloo`."""
@@ -362,7 +362,7 @@ class Agreement:
     where: tuple[str, ...] = ()
     """Line for each host: which ranks compute on what."""
     warnings: tuple[str, ...] = ()
-    """Warnings of the ranks, a line each."""
+    """Warnings of the ranks."""
     run_dir: str = ""
     """Directory of the run."""
     attempt: int = 0
@@ -370,7 +370,7 @@ class Agreement:
     resume: str = ""
     """Checkpoint from which all ranks resume; empty without one."""
     global_batch_size: int = 0
-    """Images of a step over all ranks: as at the run's first attempt, whatever the world size."""
+    """Images per step over all ranks, fixed by the run's first attempt."""
     reference_world_size: int = 0
     """World size of the run's first attempt; the learning rate is scaled to it."""
     data_sha256: str = ""
@@ -380,13 +380,13 @@ class Agreement:
 
     @property
     def batch_size(self) -> int:
-        """Images of a rank in a step."""
+        """Images per rank and step."""
         return self.global_batch_size // self.world_size
 
 
 @dataclass(frozen=True)
 class AttemptSummary:
-    """Attempt of a run, as it looks from the next one."""
+    """Attempt of a run, as the next one summarizes it."""
 
     attempt: int
     """Number of the attempt, from 1."""
@@ -399,16 +399,16 @@ class AttemptSummary:
     first_step: int | None = None
     """Step of the checkpoint from which it started."""
     last_step: int | None = None
-    """Step that it came to, to within two seconds where it was killed."""
+    """Step that it reached, to within two seconds if it was killed."""
     cause: str = ""
-    """Cause of its end: a word of `Cause`, `killed` where nobody could record it, empty
+    """Cause of its end: a value of `Cause`, `killed` if not recorded, empty
     for the latest one."""
     steps_done_twice: int = 0
-    """Steps of it that the next attempt did again."""
+    """Steps of it that the next attempt repeated."""
     seconds_lost: float = 0.0
-    """Seconds from the saving of what the next attempt resumed until that one's ranks had met."""
+    """Seconds from the checkpoint that the next attempt resumed until that attempt's ranks met."""
     stragglers: tuple[SlowRank, ...] = ()
-    """Ranks that were named for being slow."""
+    """Ranks that were reported as slow."""
     why: str = ""
     """Details of the cause: the rank that failed first, the signal."""
 
@@ -420,46 +420,46 @@ class AttemptSummary:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """outcomes/gpus-R.json: how busy the GPUs of rank R's node were, by NVML's samples."""
+    """outcomes/gpus-R.json: utilization of the GPUs of rank R's node, sampled by NVML."""
 
     host: str = ""
     """The node."""
     gpus: int = 0
-    """GPUs that were looked at."""
+    """Number of GPUs sampled."""
     samples: int = 0
-    """Number of looks at them, one in five seconds."""
+    """Number of samples, one every five seconds."""
     share: float = 0.0
-    """Mean over GPUs and samples of the time in which a kernel ran, from 0 to 1."""
+    """Mean share of the time in which a kernel ran, over GPUs and samples, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Paid:
-    """Hours for which nodes were held, over all attempts, and what they went into.
+    """Node-hours of all attempts, and how they were used.
 
-    The parts are node-hours and add up to the whole; None where nothing is known of them, as of a
-    COMMAND without a Loop.
+    The parts add up to the whole. A part is None if it is not known, for example for a COMMAND
+    without a Loop.
     """
 
     node_hours: float = 0.0
     """Hours times nodes."""
     gpu_hours: float | None = None
-    """The same times the GPUs asked for on a node; None without GPUs."""
+    """The same times the GPUs requested per node; None without GPUs."""
     computing: float | None = None
-    """Steps that counted, without the waiting; with it where `waiting` is not known."""
+    """Steps that counted, without waiting unless `waiting` is unknown."""
     waiting: float | None = None
-    """Waiting of ranks for others in these steps, by the mean over all ranks."""
+    """Time in these steps in which ranks waited for others, averaged over all ranks."""
     starting: float | None = None
     """From the start of the job's attempt to its first step."""
     saving: float | None = None
-    """Time for which checkpoints have stopped the training."""
+    """Time for which checkpoints stopped the training."""
     redone: float | None = None
-    """Steps that a later attempt did again, with their waiting."""
+    """Steps that a later attempt repeated, with their waiting."""
     idle: float | None = None
-    """Spare nodes, on which no task ran; None without any, and known of every run."""
+    """Spare nodes without tasks; None without spare nodes."""
     gpu_use: float | None = None
-    """Share of the time in which the GPUs of a COMMAND were busy; None where nobody looked."""
+    """Share of the time in which a COMMAND's GPUs were busy; None if not sampled."""
     rest: float | None = None
-    """Evaluation, lines of metrics, the end, and what no record tells of."""
+    """Evaluation, metrics, teardown, and everything that no record covers."""
 
 
 @dataclass(frozen=True)
@@ -469,11 +469,11 @@ class RankReport:
     rank: int
     """Rank, from 0."""
     images_per_second: float | None = None
-    """Throughput over the time in which it did not wait for others: the lowest is the slowest."""
+    """Throughput outside the time in which it waited for others: the lowest is the slowest."""
     host: str = ""
     """Its host."""
     peak_memory_bytes: int | None = None
-    """GPU memory that torch allocated, or on CPUs the resident set."""
+    """GPU memory allocated by torch, or the resident set on CPUs."""
 
 
 @dataclass
@@ -489,14 +489,14 @@ class SavingReport:
     blocked_seconds: float = 0.0
     """Time for which training waited for an earlier checkpoint."""
     write_seconds: float = 0.0
-    """Time from copied to verified, beside the training."""
+    """Time from copied to verified, in parallel with the training."""
     bytes: int = 0
-    """Size of the verified checkpoints together."""
+    """Total size of the verified checkpoints."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """report.json: what a run achieved, where, and with what."""
+    """report.json: results of a run, and its configuration."""
 
     accuracy: float | None = None
     """Accuracy on the test set, from 0 to 1."""
@@ -507,7 +507,7 @@ class Report:
     total_seconds: float | None = None
     """Duration of the attempt: imports, rendezvous, data, training, evaluation, saving."""
     capture_seconds: float | None = None
-    """Time before the first step, outside train_seconds: one pass that settles DDP's buckets or
+    """Time before the first step, not in train_seconds: one pass that settles DDP's buckets or
     loads a GPU's kernels, without the optimizer's; the capture into a CUDA graph."""
     images_per_second: float | None = None
     """Images of all ranks together over train_seconds."""
@@ -528,7 +528,7 @@ class Report:
     precision: str = ""
     """`fp32`, `tf32`, `bf16` or `fp16`."""
     cuda_graph: bool = False
-    """True where the step was captured into a graph."""
+    """True if the step was captured into a graph."""
     model: str = ""
     """`--model`."""
     dataset: str = ""
@@ -536,9 +536,9 @@ class Report:
     parameters: int | None = None
     """Number of the model's parameters."""
     steps: int | None = None
-    """Steps that are done, over all attempts."""
+    """Completed steps, over all attempts."""
     epochs: int | None = None
-    """Epochs that were begun, over all attempts."""
+    """Epochs begun, over all attempts."""
     train_images: int | None = None
     """Images of the training set."""
     test_images: int | None = None
@@ -546,11 +546,11 @@ class Report:
     versions: Mapping[str, str | None] | None = None
     """Versions of python, torch, torchvision (None without it) and clusterddp."""
     warnings: tuple[str, ...] = ()
-    """Warnings of the training, a line each."""
+    """Warnings of the training."""
     peak_memory_bytes: int | None = None
-    """Largest of any rank: allocated by torch on its GPU, resident on a CPU."""
+    """Largest of any rank: allocated by torch on its GPU, or resident on a CPU."""
     ranks: tuple[RankReport, ...] = ()
-    """Speed and memory of each rank, in their order."""
+    """Speed and memory by rank."""
     weights_sha256: str = ""
     """SHA-256 of the trained weights."""
     resumed_from: str | None = None
@@ -560,15 +560,15 @@ class Report:
     starts: int | None = None
     """Attempts of the run in which ranks met."""
     steps_done_twice: int = 0
-    """Steps that were done again after interruptions."""
+    """Steps that were repeated after interruptions."""
     seconds_lost: float = 0.0
-    """Seconds from each last checkpoint until training went on: work done again, queue, start."""
+    """Seconds from each last checkpoint until training continued: repeated work, queue, start."""
     attempts: tuple[AttemptSummary, ...] = ()
-    """Attempts of the run, in their order."""
+    """Attempts of the run, in order."""
     saving: SavingReport | None = None
     """Cost of the checkpoints of this attempt."""
     paid: Paid | None = None
-    """Node-hours of all attempts; None where no attempt's start is known."""
+    """Node-hours of all attempts; None if no attempt's start is known."""
     job_id: str = ""
     """Slurm's job id; empty without a job."""
     restart: int = 0
@@ -582,17 +582,17 @@ class WorstImage:
     """A test image of high loss."""
 
     index: int
-    """Its place in the test set, from 0."""
+    """Its index in the test set, from 0."""
     label: int
     """Its class, from 0."""
     predicted: int
-    """Class that the model took it for."""
+    """Class predicted by the model."""
     loss: Loss | None = None
     """Loss of this image; may be NaN."""
     shape: tuple[int, ...] = ()
     """(height, width)."""
     pixels: str = ""
-    """Grey values, a byte each, row by row, in base64."""
+    """Grey values, one byte each, row by row, in base64."""
 
 
 @dataclass(frozen=True)
@@ -602,9 +602,9 @@ class EvaluationRecord:
     step: int | None = None
     """Step at which the test set was evaluated."""
     confusion: tuple[tuple[int | None, ...], ...] = ()
-    """(classes, classes) counts: a row a label, a column a prediction."""
+    """(classes, classes) counts: a row for each label, a column for each prediction."""
     worst: tuple[WorstImage, ...] = ()
-    """Images of the highest loss, the highest first."""
+    """Images with the highest loss, in descending order."""
 
 
 @dataclass(frozen=True)
@@ -614,19 +614,19 @@ class MetricsLine:
     kind: str = ""
     """`train` or `eval`."""
     step: int = -1
-    """Steps that are done, over all attempts; -1 where it is not said."""
+    """Completed steps, over all attempts; -1 if not recorded."""
     epoch: int | None = None
     """Epoch of the latest step, from 1."""
     loss: Loss | None = None
     """Mean loss since the last line, or over the test set; may be NaN."""
     accuracy: float | None = None
-    """Accuracy likewise, from 0 to 1."""
+    """Accuracy over the same, from 0 to 1."""
     lr: float | None = None
-    """Learning rate of the step that comes next."""
+    """Learning rate of the next step."""
     images_per_second: float | None = None
     """Throughput of all ranks together."""
     rank_images_per_second: tuple[float | None, ...] = ()
-    """Throughput of each rank while it did not wait for others; none in an evaluation."""
+    """Throughput of each rank outside its waits for others; empty in an evaluation."""
     seconds: float | None = None
     """Seconds of training until then, over all attempts."""
     time: float | None = None
@@ -634,5 +634,5 @@ class MetricsLine:
 
     @property
     def tested(self) -> bool:
-        """Return whether it is of an evaluation on the test set, not of training."""
+        """Return whether it comes from an evaluation on the test set, not from training."""
         return self.kind == "eval"
