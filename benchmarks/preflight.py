@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from benchmarks.pairs import Row, alternate, note
-from clusterddp.preflight import collector, verdict
+from clusterddp.preflight import collector, evaluation
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
 NODES = (4, 16, 64)
@@ -38,14 +38,14 @@ def _start(hosts: Sequence[str]) -> float:
 
 
 def _check(hosts: Sequence[str]) -> float:
-    """Check simulated nodes; returns the seconds from the start to the verdict."""
+    """Check simulated nodes; returns the seconds from the start to the result."""
     began, nonce = time.perf_counter(), secrets.token_hex(16)
     with collector.listen() as server:
         port = server.getsockname()[1]
         argv = [*_PROBE, "--collector=127.0.0.1", f"--port={port}"]
         probes = _processes(hosts, argv, {**os.environ, NONCE_VARIABLE: nonce})
         collection = collector.collect(server, hosts, nonce, lambda: False)
-        judged = verdict.judge(collection.nodes, collection.silent)
+        judged = evaluation.evaluate(collection.nodes, collection.silent)
         _wait(probes)
     for host, reason in judged.failed.items():
         note(f"preflight of {len(hosts)} nodes: {host} failed: {reason}")

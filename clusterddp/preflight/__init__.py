@@ -1,1 +1,1 @@
-"""Checks of the nodes of a job, ahead of its tasks."""
+"""Checks of a job's nodes before its tasks start."""

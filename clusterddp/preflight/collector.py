@@ -1,8 +1,8 @@
-"""Gathers what the probes of a job's nodes measure, on the batch host.
+"""Collects measurements from probes on the job's nodes; runs on the batch host.
 
-It starts one probe a node, tells them when to measure what they measure together, and names those
-that do not answer. Everything has a deadline. What comes over the network is data of strangers
-until it names this attempt's nonce, and only numbers and short texts after that.
+It starts one probe per node, starts their joint measurements, and names the nodes that do not
+answer. Everything has a deadline. Network input is untrusted: it must contain this attempt's nonce,
+and even then only numbers and short texts are accepted.
 """
 
 import contextlib
@@ -19,68 +19,68 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp import files
-from clusterddp.preflight import verdict
-from clusterddp.preflight.verdict import LoadMeasurements, Node, NodeMeasurements, Pair
+from clusterddp.preflight import evaluation
+from clusterddp.preflight.evaluation import LoadMeasurements, Node, NodeMeasurements, Pair
 from clusterddp.slurm import srun_lines
 
 T = TypeVar("T")
 
 FIRST_SECONDS = 60.0
-"""Time for the first node to answer: Slurm may hold a step back."""
+"""Time for the first node to answer: Slurm may delay a step."""
 PATIENCE_SECONDS = 30.0
-"""Time without any further answer, and for each answer of all to the next question."""
+"""Longest wait for the next node's answer."""
 UNREACHED = 69
-"""Exit code of a probe that reached no address of the batch host (EX_UNAVAILABLE of sysexits.h)."""
+"""Exit code of a probe that cannot reach the batch host (EX_UNAVAILABLE in sysexits.h)."""
 _END_SECONDS = 3.0
-"""Time for srun to end by itself; a probe that is stopped keeps it waiting."""
+"""Time for srun to exit; a stopped probe keeps it waiting."""
 _MOST_CONNECTIONS = 4096
 _MOST_BYTES = 64 << 10
-"""Longest line that is read; those to the probes grow with the nodes, and have no bound."""
+"""Longest accepted line; lines to the probes grow with the nodes and are not limited."""
 _OF_TASKS = {
     *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
     *("SLURM_TRES_BIND", "SLURM_TRES_PER_TASK"),
 }
-"""Variables that give srun's tasks their shares of a node's GPUs: a probe has all of them."""
+"""Variables that split a node's GPUs among srun's tasks: a probe needs all of them."""
 
 
 class Lines:
-    """A socket over which objects pass, one line of JSON each."""
+    """A socket that carries objects, one line of JSON per object."""
 
     def __init__(self, stream: socket.socket) -> None:
         self.socket = stream
-        self._begun = b""
+        self._partial = b""
 
     def send(self, content: Mapping[str, object]) -> None:
         """Send an object. Raises OSError."""
         self.socket.sendall(json.dumps(content).encode() + b"\n")
 
-    def take(self, most: int = _MOST_BYTES) -> Iterator[dict[str, object]] | None:
-        """Return the objects that have come whole; None at the end. Raises OSError.
+    def receive(self, most: int = _MOST_BYTES) -> Iterator[dict[str, object]] | None:
+        """Return the complete objects that have arrived; None at the end. Raises OSError.
 
-        most: bytes of a line beyond which the sender is no node of ours, and at its end.
+        most: limit in bytes of a line; a sender that exceeds it is not a probe, and is cut off.
         """
-        heard = self.socket.recv(1 << 16)
-        lines, _, self._begun = (self._begun + heard).rpartition(b"\n")
-        if not heard or len(self._begun) > most:
+        received = self.socket.recv(1 << 16)
+        lines, _, self._partial = (self._partial + received).rpartition(b"\n")
+        if not received or len(self._partial) > most:
             return None
         return files.parse_json_lines(lines)
 
 
 @dataclass
 class _Probe:
-    """Probe of a node, as far as it has answered."""
+    """A probe with its answers so far."""
 
     lines: Lines
     host: str
     address: str
     port: int
-    at: str = "its start"
+    at: str = "startup"
     node: NodeMeasurements | None = None
     load: LoadMeasurements | None = None
     pairs: dict[str, Pair] = field(default_factory=dict)
     is_due: bool = True
-    """True while an answer is awaited."""
-    has_gone: bool = False
+    """True while an answer is expected."""
+    is_gone: bool = False
 
 
 @dataclass
@@ -89,16 +89,16 @@ class Collection:
 
     nodes: list[Node] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
-    """Place in its checks of each node that has not answered in time, by its name."""
+    """Nodes that did not answer in time, with the state of their checks."""
     remarks: tuple[str, ...] = ()
-    """Nodes whose probe has ended by itself, and what is known of them."""
-    trouble: str = ""
-    """Reason for which the checks could not run."""
-    is_unreached: bool = False
-    """True where that is that no other node can connect to the batch host."""
+    """Remarks on nodes whose probe exited early."""
+    error: str = ""
+    """Reason why the checks could not run."""
+    is_unreachable: bool = False
+    """True if the reason is that no other node can connect to the batch host."""
 
 
-def words(
+def probe_command(
     nodes: Sequence[str],
     program: Sequence[str],
     addresses: Sequence[str],
@@ -108,8 +108,8 @@ def words(
 ) -> list[str]:
     """Return the command that starts a probe on each node.
 
-    program: that of clusterddp, on the host. addresses: the batch host's. gpus: of each node.
-    ports: those of which a probe listens on the first that is free.
+    program: clusterddp's on the host. addresses: the batch host's. gpus: count per node. ports: a
+    probe listens on the first free one.
     """
     count = len(nodes)
     return [
@@ -123,9 +123,9 @@ def words(
 
 
 def listen(ports: Sequence[int] = (), address: str = "") -> socket.socket:
-    """Listen on the first of these ports that is free, else on any. Raises OSError.
+    """Listen on the first free port of these, else on any port. Raises OSError.
 
-    address: all addresses by default.
+    address: empty for all addresses.
     """
     for port in ports:
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def _listening(address: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise
-            # IPv6 is switched off in the kernel
+            # IPv6 is disabled in the kernel
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=1024)
 
@@ -154,26 +154,26 @@ def collect(
     has_ended: Callable[[], bool],
     exit_codes: Callable[[], Mapping[str, int]] = dict,
 ) -> Collection:
-    """Gather the measurements of the nodes; closes the connections.
+    """Collect the measurements of the nodes, then close the connections.
 
-    hosts: names of the nodes, as Slurm knows them. has_ended: whether the probes have ended.
-    exit_codes: those of probes that have failed, by their node.
+    hosts: Slurm's names of the nodes. has_ended: whether the probes have exited. exit_codes: exit
+    codes of failed probes, by node.
     """
     with contextlib.closing(_Collector(server, hosts, nonce, has_ended, exit_codes)) as collector:
         collector.await_all(hosts, FIRST_SECONDS, one_is_enough=True)
         if not collector.probes:
-            unreached = collector.unreached()
+            unreachable = collector.unreachable()
             return Collection(
-                trouble=unreached or "no node has answered", is_unreached=bool(unreached)
+                error=unreachable or "no node answered", is_unreachable=bool(unreachable)
             )
         collector.await_all(hosts, PATIENCE_SECONDS)
-        if unreached := collector.unreached():
-            return Collection(trouble=unreached, is_unreached=True)
+        if unreachable := collector.unreachable():
+            return Collection(error=unreachable, is_unreachable=True)
         collector.measure_together()
-        if verdict.judge(collector.nodes(), collector.silent()).comparisons:
-            collector.measure_together()  # once more: it may have been a moment's load
-        if collector.was_ended:  # the job is being ended, or srun: it tells of no node
-            return Collection(trouble="the probes were ended before all had answered")
+        if evaluation.evaluate(collector.nodes(), collector.silent()).is_transient:
+            collector.measure_together()  # a second time, because load may have been transient
+        if collector.was_ended:  # the job or srun was killed: no evidence about any node
+            return Collection(error="the probes were killed before all nodes answered")
         return Collection(collector.nodes(), collector.silent(), collector.remarks())
 
 
@@ -193,20 +193,20 @@ class _Collector:
         self.probes: dict[str, _Probe] = {}
         self._known: dict[Lines, _Probe] = {}
         self._seen_at = ""
-        """Address of the batch host as the other nodes have it."""
+        """Address of the batch host as seen by the other nodes."""
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
         self._server = server
         self._selector.register(server, selectors.EVENT_READ)
         self._connections = 0
         self.was_ended = False
-        """True where the probes have ended while an answer was awaited."""
+        """True if the probes exited while an answer was expected."""
         self._answers = 0
         self._peers: list[str] = []
-        """Nodes that measure together, by their number."""
+        """Nodes of the joint measurement, by number."""
 
     def close(self) -> None:
-        """Close all connections, on which the probes leave."""
+        """Close all connections, so that the probes exit."""
         for key in list(self._selector.get_map().values()):
             if key.data:
                 with contextlib.suppress(OSError):
@@ -215,53 +215,53 @@ class _Collector:
         self._selector.close()
 
     def nodes(self) -> list[Node]:
-        """Return the measurements of the nodes that have answered, in the job's order."""
+        """Return the measurements of the nodes that answered, in the job's order."""
         silent = self.silent()
         return [
             Node(probe.host, probe.node, probe.load or LoadMeasurements(), probe.pairs)
-            for probe in self._taking_part()
+            for probe in self._participants()
             if probe.node and probe.host not in silent
         ]
 
     def silent(self) -> dict[str, str]:
-        """Return the nodes that have not answered, each with what is known of it."""
+        """Return the reason for each node that did not answer."""
         return {
-            host: f"answered, and then nothing: it was at {probe.at}"
+            host: f"stopped answering during {probe.at}"
             if (probe := self.probes.get(host))
-            else f"{verdict.NO_ANSWER} within {FIRST_SECONDS:g} s"
+            else f"{evaluation.NO_ANSWER} within {FIRST_SECONDS:g} s"
             for host in self._hosts
-            if ((probe := self.probes.get(host)) and probe.is_due and not probe.has_gone)
+            if ((probe := self.probes.get(host)) and probe.is_due and not probe.is_gone)
             or (not probe and self._exit_codes().get(host, UNREACHED) == UNREACHED)
         }
 
     def remarks(self) -> tuple[str, ...]:
-        """Name the nodes whose probe has ended by itself, which may be a fault of ours."""
+        """Return a remark on each probe that exited early, perhaps through a bug in clusterddp."""
         return tuple(
-            f"{each.host}: its probe ended at {each.at}, see preflight.log"
+            f"{each.host}: its probe exited during {each.at}; see preflight.log"
             for each in self.probes.values()
-            if each.has_gone
+            if each.is_gone
         ) + tuple(
-            f"{host}: its probe ended with exit code {code}, see preflight.log"
+            f"{host}: its probe failed with exit code {code}; see preflight.log"
             for host, code in self._exit_codes().items()
             if host in self._hosts and host not in self.probes and code != UNREACHED
         )
 
-    def unreached(self) -> str:
-        """Say so where no other node reaches the batch host; empty otherwise.
+    def unreachable(self) -> str:
+        """Return an error if no other node can reach the batch host; empty otherwise.
 
-        A firewall that drops what it forbids does that, and tells of no node.
+        A firewall that drops packets causes this, and no node is at fault.
         """
-        own = {host for host, probe in self.probes.items() if not probe.has_gone}
+        answering = {host for host, probe in self.probes.items() if not probe.is_gone}
         codes = self._exit_codes()
-        others = [host for host in self._hosts if host not in own]
-        if len(own) > 1 or not others or any(codes.get(h) != UNREACHED for h in others):
+        others = [host for host in self._hosts if host not in answering]
+        if len(answering) > 1 or not others or any(codes.get(h) != UNREACHED for h in others):
             return ""
         named = f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}"
         return f"{named} cannot connect to port {self._server.getsockname()[1]} of this host"
 
     def measure_together(self) -> None:
-        """Have all nodes that answer measure at one time, and keep the better of two answers."""
-        probes = self._taking_part()
+        """Let all answering nodes measure at the same time; keep the better of two answers."""
+        probes = self._participants()
         for probe in probes:
             if _is_local(probe.address):
                 own = probe.lines.socket.getsockname()[0].removeprefix("::ffff:")
@@ -269,17 +269,17 @@ class _Collector:
         self._peers = [probe.host for probe in probes]
         peers = [[probe.address, probe.port] for probe in probes]
         for number, probe in enumerate(probes):
-            probe.is_due, probe.at = True, "its exchange with the other nodes"
+            probe.is_due, probe.at = True, "the exchange with other nodes"
             self._send(probe, {"peers": peers, "own": number})
         self.await_all(self._peers, PATIENCE_SECONDS)
 
     def await_all(
         self, hosts: Sequence[str], seconds: float, *, one_is_enough: bool = False
     ) -> None:
-        """Wait until these nodes have answered, or for so long without any answer.
+        """Wait until these nodes have answered, or until no answer comes for so many seconds.
 
-        A prolog, a cold file system and the GPUs' driver take their time on one node more than on
-        another. It ends after FIRST_SECONDS in any case, and with the probes.
+        A prolog, a cold file system or the GPU driver can make some nodes later than others. The
+        wait always ends after FIRST_SECONDS, or when the probes exit.
         """
         now = time.monotonic()
         last, deadline, answers = now + FIRST_SECONDS, now + seconds, self._answers
@@ -294,11 +294,11 @@ class _Collector:
                 if key.data is None:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._read(key.data)
             if one_is_enough and self.probes:
                 return
             if not self._is_missing(hosts) and not any(
-                (probe := self.probes.get(host)) and probe.is_due and not probe.has_gone
+                (probe := self.probes.get(host)) and probe.is_due and not probe.is_gone
                 for host in hosts
             ):
                 return
@@ -307,14 +307,14 @@ class _Collector:
                 return
 
     def _is_missing(self, hosts: Sequence[str]) -> bool:
-        """Return whether the first answer of one of these is awaited whose probe has not failed."""
+        """Return whether a node's first answer is missing although its probe has not failed."""
         missing = [host for host in hosts if host not in self.probes]
         return bool(missing) and not {*missing} <= self._exit_codes().keys()
 
-    def _taking_part(self) -> list[_Probe]:
-        """Return the probes that have measured their node, in the job's order."""
+    def _participants(self) -> list[_Probe]:
+        """Return the probes with their own node's measurements, in the job's order."""
         known = (self.probes.get(host) for host in self._hosts)
-        return [probe for probe in known if probe and probe.node and not probe.has_gone]
+        return [probe for probe in known if probe and probe.node and not probe.is_gone]
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -326,41 +326,45 @@ class _Collector:
             stream.settimeout(1.0)
             self._selector.register(stream, selectors.EVENT_READ, Lines(stream))
 
-    def _hear(self, lines: Lines) -> None:
+    def _read(self, lines: Lines) -> None:
         with contextlib.suppress(OSError, ValueError):
-            said = lines.take()
-            if said is not None and all(self._take(lines, each) for each in said):
+            messages = lines.receive()
+            if messages is not None and all(self._handle(lines, each) for each in messages):
                 return
         self._selector.unregister(lines.socket)
         lines.socket.close()
         if probe := self._known.get(lines):
-            probe.has_gone = True
+            probe.is_gone = True
 
-    def _take(self, lines: Lines, said: Mapping[str, object]) -> bool:
-        """Take an answer; returns False for a stranger's."""
+    def _handle(self, lines: Lines, message: Mapping[str, object]) -> bool:
+        """Handle a probe's message; return False for an unauthenticated client."""
         probe = self._known.get(lines)
-        self._answers += probe is not None or said.get("nonce") == self._nonce
+        self._answers += probe is not None or message.get("nonce") == self._nonce
         if probe is None:
-            host, local, port = (said.get(name) for name in ("host", "local", "port"))
-            if said.get("nonce") != self._nonce or host not in self._hosts or host in self.probes:
+            host, local, port = (message.get(name) for name in ("host", "local", "port"))
+            if (
+                message.get("nonce") != self._nonce
+                or host not in self._hosts
+                or host in self.probes
+            ):
                 return False
             if not (isinstance(host, str) and isinstance(local, str) and type(port) is int):
                 return False
             self.probes[host] = self._known[lines] = _Probe(lines, host, local, port)
-            seen = said.get("seen")
+            seen = message.get("seen")
             if isinstance(seen, str) and not _is_local(seen):
                 self._seen_at = seen
-        elif "clock" in said:
+        elif "clock" in message:
             self._send(probe, {"clock": time.time()})
-        elif isinstance(said.get("at"), str):
-            probe.at = str(said["at"])[:200]
-        elif "node" in said:
-            probe.node, probe.is_due = load(NodeMeasurements, said["node"]), False
-        elif "load" in said and probe.node:
-            several = said.get("pairs")
+        elif isinstance(message.get("at"), str):
+            probe.at = str(message["at"])[:200]
+        elif "node" in message:
+            probe.node, probe.is_due = load(NodeMeasurements, message["node"]), False
+        elif "load" in message and probe.node:
+            several = message.get("pairs")
             pairs = [load(Pair, each) for each in several] if isinstance(several, list) else []
-            probe.load = verdict.quieter(probe.load, load(LoadMeasurements, said["load"]))
-            probe.pairs = verdict.better(
+            probe.load = evaluation.less_loaded(probe.load, load(LoadMeasurements, message["load"]))
+            probe.pairs = evaluation.best_pairs(
                 probe.pairs,
                 {self._peers[pair.to]: pair for pair in pairs if 0 <= pair.to < len(self._peers)},
             )
@@ -368,7 +372,7 @@ class _Collector:
         return True
 
     def _send(self, probe: _Probe, content: Mapping[str, object]) -> None:
-        with contextlib.suppress(OSError):  # one that has gone or stopped is named as silent
+        with contextlib.suppress(OSError):  # a probe that is gone or stopped counts as silent
             probe.lines.send(content)
 
 
@@ -377,9 +381,9 @@ def _is_local(address: str) -> bool:
 
 
 def exit_codes(log: Path) -> dict[str, int]:
-    """Return the exit codes of the probes that have failed, by their nodes, from srun's lines.
+    """Return the exit codes of the failed probes by node, from srun's output.
 
-    Only a log that has grown is read again: this is asked ten times a second, and for each node.
+    The log is only read again after it has grown: callers ask ten times per second and node.
     """
     with contextlib.suppress(OSError):
         return _exit_codes(log, log.stat().st_size)
@@ -395,9 +399,9 @@ def _exit_codes(log: Path, size: int) -> dict[str, int]:
 def started(
     argv: Sequence[str], environ: Mapping[str, str], log: Path, prepare: Callable[[], None]
 ) -> Iterator[Callable[[], bool]]:
-    """Start the probes for the body's time; yields whether they have ended. Raises OSError.
+    """Run the probes during the body; yield a function that tests their end. Raises OSError.
 
-    log: file of what srun and they print. prepare: called in srun's process before srun.
+    log: file for the output of srun and the probes. prepare: called in srun's process before srun.
     """
     with log.open("wb") as output:
         srun = subprocess.Popen(
@@ -423,7 +427,7 @@ def started(
 
 
 def load(kind: type[T], content: object) -> T:
-    """Build a record from what a probe has sent; texts have a bound, as anybody can send them."""
+    """Build a record from a probe's message; texts are cut, because the input is untrusted."""
     known = content if isinstance(content, dict) else {}
-    bound = {n: value[:200] if isinstance(value, str) else value for n, value in known.items()}
-    return files.load(kind, bound) or kind()
+    limited = {n: value[:200] if isinstance(value, str) else value for n, value in known.items()}
+    return files.load(kind, limited) or kind()

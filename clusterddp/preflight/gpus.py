@@ -1,7 +1,7 @@
-"""Checks a node's NVIDIA GPUs through NVML, the driver's own library, without CUDA or torch.
+"""Checks a node's NVIDIA GPUs through NVML, the driver's library, without CUDA or torch.
 
-Names, numbers and structures are those of nvml.h (NVIDIA's NVML API Reference Guide). Never run on
-a GPU: its tests have a stand-in for the library.
+Names, numbers and structures come from nvml.h (NVIDIA's NVML API Reference Guide). Never run on a
+GPU: the tests use a fake library.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ _WHOLE_UUID = len("GPU-01234567-89ab-cdef-0123-456789abcdef")
 _XID_EVENT = 0x8
 """nvmlEventTypeXidCriticalError."""
 _UNCORRECTED, _VOLATILE = 1, 0
-"""nvmlMemoryErrorType_t, nvmlEccCounterType_t: since the driver was loaded."""
+"""nvmlMemoryErrorType_t, nvmlEccCounterType_t: errors since the driver was loaded."""
 _SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
-"""Bits of nvmlClocksThrottleReason* that no healthy idle GPU shows."""
+"""Bits of nvmlClocksThrottleReason* that no healthy idle GPU sets."""
 
 
 class _Event(ctypes.Structure):
@@ -33,11 +33,11 @@ class _Event(ctypes.Structure):
 
 
 def check(granted: int, visible: Sequence[str], library: Any = None) -> tuple[int, str]:
-    """Return how many GPUs answer, and what is wrong with those of the job; -1 without NVML.
+    """Return how many GPUs answer (-1 without NVML), and the faults of the job's GPUs.
 
-    granted: GPUs of the job on this node; with 0 nothing is looked at. visible: the numbers and
-    UUIDs of CUDA_VISIBLE_DEVICES. Where the node shows more GPUs than the job's, or these are parts
-    of GPUs (MIG), they name the job's; without names none is looked at, as it may be another job's.
+    granted: the job's GPUs on this node; with 0, nothing is checked. visible: the numbers and UUIDs
+    in CUDA_VISIBLE_DEVICES. They select the job's GPUs if the node shows more, or if they are parts
+    of GPUs (MIG); without them none is checked, because it may belong to another job.
     """
     if not granted:
         return -1, ""
@@ -65,15 +65,15 @@ def check(granted: int, visible: Sequence[str], library: Any = None) -> tuple[in
 
 
 def _fault(nvml: Any, name: str) -> str:
-    """Name what is wrong with a GPU; what a GPU does not support is passed over.
+    """Return the faults of a GPU; queries that it does not support are skipped.
 
-    name: its number or UUID. Of a UUID only that no GPU has it tells of this GPU: NVML says that a
-    GPU is lost (15) of any on the node then, and may not know a part of one, or a shortened UUID.
+    name: its number or UUID. For a UUID, only NOT_FOUND concerns this GPU: NVML reports a lost GPU
+    (15) for any GPU on the node, and may not know a part of a GPU or a shortened UUID.
     """
     device = ctypes.c_void_p()
     if name.isdigit():
         if code := nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device)):
-            return f"does not answer (NVML {code})"  # 15: it has fallen off the bus
+            return f"does not answer (NVML {code})"  # 15: it fell off the bus
     elif code := nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device)):
         is_gone = code == _NOT_FOUND and name.startswith("GPU-") and len(name) == _WHOLE_UUID
         return f"does not answer (NVML {code})" if is_gone else ""
@@ -86,19 +86,19 @@ def _fault(nvml: Any, name: str) -> str:
     counters = map(ctypes.byref, (corrected, uncorrected, pending, broken))
     if not nvml.nvmlDeviceGetRemappedRows(device, *counters):
         if broken.value:
-            faults.append("could not remap a row of its memory")
+            faults.append("failed to remap a memory row")
         elif pending.value:
-            faults.append("waits for a reset to remap a row of its memory")
+            faults.append("needs a reset to remap a memory row")
     reasons = ctypes.c_ulonglong()
     if not nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device, ctypes.byref(reasons)):
-        faults += [f"shows {name}" for bit, name in _SLOWED.items() if reasons.value & bit]
+        faults += [f"reports {name}" for bit, name in _SLOWED.items() if reasons.value & bit]
     if xid := _xid(nvml, device):
-        faults.append(f"has raised Xid {xid}")
+        faults.append(f"raised Xid {xid}")
     return ", ".join(faults)
 
 
 def _xid(nvml: Any, device: ctypes.c_void_p) -> int:
-    """Return the Xid that a GPU raises while it is looked at; 0 without one."""
+    """Return the Xid that a GPU raises during the check, or 0."""
     events, event = ctypes.c_void_p(), _Event()
     if nvml.nvmlEventSetCreate(ctypes.byref(events)):
         return 0

@@ -1,7 +1,7 @@
-"""Measures one node of a job ahead of its tasks, together with a probe on each other node.
+"""Measures one node of a job before its tasks start, together with probes on the other nodes.
 
-A probe reports to the collector on the batch host, which says who takes part and when. It needs no
-torch, and leaves when the collector says so, goes away, or after four minutes.
+A probe reports to the collector on the batch host, which controls the joint measurements. It needs
+no torch. It exits at the collector's request, when the connection closes, or after four minutes.
 """
 
 import contextlib
@@ -22,35 +22,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.preflight.collector import Lines, listen
-from clusterddp.preflight.verdict import LoadMeasurements, NodeMeasurements, Pair
+from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements, Pair
 
-LIFE_SECONDS = 240
+MAX_SECONDS = 240
 TRANSFER_BYTES = 4 << 20
 TRANSFER_SECONDS = 0.3
-"""Most of a transfer, whichever comes first."""
+"""Limits of a transfer, whichever comes first."""
 _CONNECT_SECONDS = 2.0
 _REACH_SECONDS = 4.0
-"""Time for each address of the batch host: Linux asks at once, after 1 s and after 3 s."""
+"""Time for each address of the batch host: Linux sends a SYN at once, after 1 s and after 3 s."""
 _REPLY_SECONDS = 3.0
 _FILE_BYTES = 1 << 20
 _CLOCK_EXCHANGES = 5
 _SPIN_TURNS = 2_000_000
-"""Some 40 ms."""
+"""About 40 ms."""
 _SPINS_AGAIN = 5
-"""Loops of a second look, of which the quickest counts."""
+"""Loops of a repeated measurement; the fastest counts."""
 _SPIN_PAUSE_SECONDS = 0.1
 _CHUNK = bytes(64 << 10)
 _SIOCGIFADDR = 0x8915
 _SYSFS_NET = Path("/sys/class/net")
 
 
-class Unreached(OSError):
-    """No address of the batch host takes a connection."""
+class Unreachable(OSError):
+    """No address of the batch host accepts a connection."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Place at which a probe takes connections."""
+    """Address at which a probe accepts connections."""
 
     host: str
     port: int
@@ -64,15 +64,14 @@ def run(
     name: str,
     ports: Sequence[int] = (),
 ) -> None:
-    """Take part in the checks until the collector says that they are over. Raises OSError.
+    """Take part in the checks until the collector ends them. Raises OSError.
 
-    collector: the batch host's names and addresses, of which the first that answers is taken.
-    granted: GPUs of the job on this node. name: the node's, as Slurm knows it. ports: those to
-    listen on, the first that is free.
+    collector: names and addresses of the batch host; the first that answers is used. granted: the
+    job's GPUs on this node. name: Slurm's name of the node. ports: the first free one is used.
     """
-    signal.alarm(LIFE_SECONDS)
+    signal.alarm(MAX_SECONDS)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # they are for the tasks, which come after it
+        signal.signal(number, signal.SIG_IGN)  # meant for the tasks, which start later
     with _connected(collector, port) as stream, _listening(stream, os.environ, ports) as server:
         threading.Thread(target=_serve, args=(server, nonce), daemon=True).start()
         lines = Lines(stream)
@@ -83,20 +82,22 @@ def run(
         measured = dataclasses.replace(measured, clock=clock, round_trip=round_trip)
         lines.send({"node": vars(measured)})
         spins = 1
-        for said in _said(lines):
-            if not isinstance(said.get("peers"), list):
+        for message in _messages(lines):
+            if not isinstance(message.get("peers"), list):
                 return
-            load, pairs = meet(said, nonce, spins)
+            load, pairs = measure_with_peers(message, nonce, spins)
             spins = _SPINS_AGAIN
             lines.send({"load": vars(load), "pairs": [vars(pair) for pair in pairs]})
 
 
-def meet(said: Mapping[str, object], nonce: str, spins: int) -> tuple[LoadMeasurements, list[Pair]]:
-    """Spin, and exchange with the nodes whose number is this one's and 1, 2, 4 and so on.
+def measure_with_peers(
+    message: Mapping[str, object], nonce: str, spins: int
+) -> tuple[LoadMeasurements, list[Pair]]:
+    """Time a loop, then exchange data with the nodes at distance 1, 2, 4 and so on.
 
-    said: the collector's word: all nodes, and this one's number. spins: loops.
+    message: the collector's, with all nodes and this node's number. spins: number of loops.
     """
-    peers, own = said["peers"], said["own"]
+    peers, own = message["peers"], message["own"]
     assert isinstance(peers, list)
     assert isinstance(own, int)
     spin = quickest_spin(spins)
@@ -105,14 +106,14 @@ def meet(said: Mapping[str, object], nonce: str, spins: int) -> tuple[LoadMeasur
         number = (own + distance) % len(peers)
         pairs.append(_exchange(number, Peer(*peers[number]), nonce, patience))
         if pairs[-1].error:
-            patience = 1.0  # the others wait for this one
+            patience = 1.0  # the others wait for this node
         distance *= 2
     interface = _interface_of(peers[own][0])
     return LoadMeasurements(spin, interface, *_link(interface)), pairs
 
 
 def quickest_spin(spins: int) -> float:
-    """Return the seconds of the quickest of some loops, for a burst of load spares one of them."""
+    """Return the duration of the fastest of several loops, since a burst of load may miss one."""
     quickest = float("inf")
     for number in range(spins):
         if number:
@@ -127,7 +128,7 @@ def quickest_spin(spins: int) -> float:
 def _check_gpus(granted: int, visible: Sequence[str]) -> tuple[int, str]:
     try:
         from clusterddp.preflight import gpus
-    except ImportError as error:  # a Python that was built without libffi has no ctypes
+    except ImportError as error:  # a Python built without libffi has no ctypes
         return -1, f"no NVML: {error}" if granted else ""
     return gpus.check(granted, visible)
 
@@ -135,15 +136,15 @@ def _check_gpus(granted: int, visible: Sequence[str]) -> tuple[int, str]:
 def _measure(
     environ: Mapping[str, str], granted: int, report: Callable[[str], None]
 ) -> NodeMeasurements:
-    """Measure this node by itself; report: takes what is looked at next, where it may hang."""
-    report("its GPUs")
+    """Measure this node. report: takes the name of each step that may hang, before the step."""
+    report("the check of its GPUs")
     seen, gpu_fault = _check_gpus(granted, environ.get("CUDA_VISIBLE_DEVICES", "").split(","))
     asked = environ.get("SLURM_MEM_PER_NODE", "")
     disk = environ.get("TMPDIR") or "/tmp"
-    report(f"its local disk, {disk}")
-    disk_free, disk_fault = _try_folder(disk)
-    report("/dev/shm")
-    shm_free, shm_fault = _try_folder("/dev/shm")
+    report(f"the check of its local disk {disk}")
+    disk_free, disk_fault = _try_directory(disk)
+    report("the check of /dev/shm")
+    shm_free, shm_fault = _try_directory("/dev/shm")
     return NodeMeasurements(
         gpus_granted=granted,
         gpus_seen=seen,
@@ -158,13 +159,13 @@ def _measure(
     )
 
 
-def _try_folder(folder: str) -> tuple[float, str]:
-    """Return the bytes free in a folder, and the error with which a file could not be written."""
+def _try_directory(directory: str) -> tuple[float, str]:
+    """Return the bytes free in a directory, and the error of writing a file there."""
     free = -1.0
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs(directory)
         free = float(status.f_bavail * status.f_frsize)
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             file.write(os.urandom(_FILE_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -174,9 +175,10 @@ def _try_folder(folder: str) -> tuple[float, str]:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes of memory that can be had: MemAvailable, within the control groups' limits.
+    """Return the bytes of available memory: MemAvailable, capped by the control groups' limits.
 
-    A limit counts whole, as most of what its groups use is files that give way. -1 where unknown.
+    Current use is not subtracted from a limit, because most of it is reclaimable page cache. -1 if
+    unknown.
     """
     bounds = []
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -188,10 +190,10 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
             _, kinds, path = line.split(":", 2)
             if kinds and "memory" not in kinds.split(","):
                 continue
-            folder = cgroups / ("memory" if kinds else "") / path.lstrip("/")
+            group = cgroups / ("memory" if kinds else "") / path.lstrip("/")
             name = "memory.limit_in_bytes" if kinds else "memory.max"
-            for each in (folder, *folder.parents):
-                with contextlib.suppress(OSError, ValueError):  # `max` is no number
+            for each in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # the value may be `max`
                     bounds.append(float((each / name).read_text()))
                 if each == cgroups:
                     break
@@ -199,54 +201,54 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _compare_clocks(lines: Lines) -> tuple[float, float]:
-    """Return by how much this clock is ahead of the collector's, and the shortest round trip.
+    """Return this clock's offset from the collector's and the shortest round trip, in seconds.
 
-    As NTP does (RFC 5905): of several exchanges the quickest counts, halved.
+    Like NTP (RFC 5905), use the fastest of several exchanges and assume symmetric delays.
     """
     best = (-1.0, 0.0)
     for _ in range(_CLOCK_EXCHANGES):
         sent, began = time.time(), time.perf_counter()
         lines.send({"clock": sent})
-        theirs = next(_said(lines), {}).get("clock")
+        theirs = next(_messages(lines), {}).get("clock")
         took = time.perf_counter() - began
         if isinstance(theirs, float) and (best[0] < 0 or took < best[0]):
             best = (took, sent + took / 2 - theirs)
     return best[1], best[0]
 
 
-def _said(lines: Lines) -> Iterator[dict[str, object]]:
-    """Yield what the collector says, until it has gone."""
-    while (several := lines.take(1 << 30)) is not None:
+def _messages(lines: Lines) -> Iterator[dict[str, object]]:
+    """Yield the collector's messages until it disconnects."""
+    while (several := lines.receive(1 << 30)) is not None:
         yield from several
 
 
 def _connected(names: Sequence[str], port: int) -> socket.socket:
-    trouble: OSError = ConnectionError("no address of the batch host is given")
+    failure: OSError = ConnectionError("no address of the batch host given")
     places = []
     for name in names:
         try:
             places += socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except OSError as error:
-            trouble = error
-    # The batch host's name and address are mostly one place.
+            failure = error
+    # The batch host's name and address usually resolve to the same place.
     for address in dict.fromkeys((str(place[4][0]), port) for place in places):
         try:
             stream = socket.create_connection(address, timeout=_REACH_SECONDS)
         except OSError as error:
-            trouble = error
+            failure = error
             continue
         stream.settimeout(None)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return stream
-    raise Unreached(str(trouble))
+    raise Unreachable(str(failure))
 
 
 def _listening(
     stream: socket.socket, environ: Mapping[str, str], ports: Sequence[int]
 ) -> socket.socket:
-    """Listen at the address of the interface that is asked for, or of the way to the collector.
+    """Listen on the requested interface's address, or on the address that reaches the collector.
 
-    On the batch host itself that way may be the loopback's: then at all addresses.
+    On the batch host itself this may be the loopback address: then listen on all addresses.
     """
     own = stream.getsockname()[0]
     named = environ.get("GLOO_SOCKET_IFNAME", "")
@@ -255,7 +257,7 @@ def _listening(
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface; empty where it has none (netdevice(7))."""
+    """Return the IPv4 address of a network interface, or an empty text (netdevice(7))."""
     if not interface:
         return ""
     request = struct.pack("256s", interface.encode(errors="surrogateescape")[:15])
@@ -280,17 +282,17 @@ def _interface_of(address: str) -> str:
 
 
 def _link(interface: str) -> tuple[str, float]:
-    """Return the state of an interface and its speed in Mbit/s, as far as the kernel says them."""
+    """Return an interface's state and its speed in Mbit/s; empty and -1 if unknown."""
     state, speed = "", -1.0
     with contextlib.suppress(OSError):
         state = (_SYSFS_NET / interface / "operstate").read_text().strip()
-    with contextlib.suppress(OSError, ValueError):  # EINVAL: a virtual one has no speed
+    with contextlib.suppress(OSError, ValueError):  # EINVAL: virtual interfaces have no speed
         speed = float((_SYSFS_NET / interface / "speed").read_text())
     return state, speed
 
 
 def _exchange(number: int, peer: Peer, nonce: str, patience: float) -> Pair:
-    """Send to another node, and have it send."""
+    """Send to another node, then receive from it."""
     try:
         with socket.create_connection((peer.host, peer.port), timeout=patience) as stream:
             stream.sendall(json.dumps({"nonce": nonce, "take": True}).encode() + b"\n")
@@ -309,13 +311,13 @@ def _exchange(number: int, peer: Peer, nonce: str, patience: float) -> Pair:
 
 
 def _serve(server: socket.socket, nonce: str) -> None:
-    """Take the connections of the other probes, each in a thread; a stranger's is closed."""
+    """Accept the other probes' connections, each in a thread; close unauthenticated ones."""
     while True:
         with contextlib.suppress(OSError):
             stream, _ = server.accept()
             threading.Thread(target=_answer, args=(stream, nonce), daemon=True).start()
             continue
-        time.sleep(0.05)  # out of descriptors, say
+        time.sleep(0.05)  # for example, out of descriptors
 
 
 def _answer(stream: socket.socket, nonce: str) -> None:
@@ -330,7 +332,7 @@ def _answer(stream: socket.socket, nonce: str) -> None:
         if head.get("take"):
             stream.sendall(f"{_count(stream)}\n".encode())
             stream.shutdown(socket.SHUT_WR)
-            while stream.recv(1 << 16):  # until the other has read it: closing now could lose it
+            while stream.recv(1 << 16):  # wait for the reader: closing now could lose the reply
                 pass
         else:
             _pump(stream)
@@ -338,7 +340,7 @@ def _answer(stream: socket.socket, nonce: str) -> None:
 
 
 def _pump(stream: socket.socket) -> None:
-    """Send until the other has had enough, which is when it says something or leaves."""
+    """Send until the other side sends anything or disconnects."""
     sent, end = 0, time.monotonic() + 4 * TRANSFER_SECONDS
     stream.settimeout(0.05)
     while sent < TRANSFER_BYTES + len(_CHUNK) and time.monotonic() < end:
@@ -356,7 +358,7 @@ def _pump(stream: socket.socket) -> None:
 
 
 def _count(stream: socket.socket) -> float:
-    """Return the bytes per second that arrive, after the first; below 0 where none do."""
+    """Return the bytes per second received after the first chunk; negative without any."""
     stream.settimeout(_REPLY_SECONDS)
     if not stream.recv(len(_CHUNK)):
         return -1.0
@@ -364,15 +366,15 @@ def _count(stream: socket.socket) -> float:
     while count < TRANSFER_BYTES and (left := began + TRANSFER_SECONDS - time.perf_counter()) > 0:
         if not select.select([stream], [], [], left)[0]:
             break
-        heard = stream.recv(len(_CHUNK))
-        if not heard:
+        received = stream.recv(len(_CHUNK))
+        if not received:
             break
-        count += len(heard)
+        count += len(received)
     return count / max(time.perf_counter() - began, 1e-6)
 
 
 def _drop(stream: socket.socket) -> None:
-    """Have the end of a connection throw away what is still on its way."""
+    """Make closing a connection discard unsent data."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from clusterddp import files, formatting, log
-from clusterddp.preflight import collector, verdict
+from clusterddp.preflight import collector, evaluation
 from clusterddp.preflight.collector import Collection
 from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
 from clusterddp.run.attempt import Attempt, print_to_job_log
@@ -47,22 +47,22 @@ def check(
         with contextlib.closing(collector.listen(ports)) as server:
             names = list(filter(None, batch_host))
             port = server.getsockname()[1]
-            argv = collector.words(nodes, program, names, port, gpus, ports)
+            argv = collector.probe_command(nodes, program, names, port, gpus, ports)
             with collector.started(argv, environ, attempt.preflight_log, prepare) as has_ended:
                 codes = partial(collector.exit_codes, attempt.preflight_log)
                 ended = partial(_either, is_over, has_ended)
                 collection = collector.collect(server, nodes, nonce, ended, codes)
     except OSError as error:
-        collection = Collection(trouble=error.strerror or str(error))
+        collection = Collection(error=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)
-    judged = verdict.judge(collection.nodes, collection.silent)
+    judged = evaluation.evaluate(collection.nodes, collection.silent)
     remarks = (*collection.remarks, *judged.remarks)
-    if collection.trouble:
-        more = f". {_OPEN}" if collection.is_unreached else f"; {_last_words(attempt)}"
-        why = f"{collection.trouble}{more}".rstrip("; ")
+    if collection.error:
+        more = f". {_OPEN}" if collection.is_unreachable else f"; {_last_words(attempt)}"
+        why = f"{collection.error}{more}".rstrip("; ")
         record = PreflightRecord(f"could not run: {why}", took)
     else:
-        rows = verdict.table(collection.nodes, collection.silent, judged)
+        rows = evaluation.table(collection.nodes, collection.silent, judged)
         print_to_job_log(formatting.clean(formatting.table(rows)))
         summary = summed_up((node.host for node in collection.nodes), judged.failed, took)
         record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)

@@ -16,8 +16,8 @@ from torch import Tensor
 from clusterddp import formatting, log
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.preflight import verdict
-from clusterddp.preflight.verdict import RankMeasurements, Verdict, shown_rate
+from clusterddp.preflight import evaluation
+from clusterddp.preflight.evaluation import RankMeasurements, Result, format_rate
 from clusterddp.run import bad_nodes, preflight
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import PreflightRecord
@@ -80,13 +80,13 @@ class _Checks:
 
     def run(self) -> bool:
         places = self._gather((self._own.host, self._own.local_rank))
-        self._rounds = verdict.schedule(places)
+        self._rounds = evaluation.schedule(places)
         ranks = self._measure()
-        judged = verdict.judge_ranks(ranks, nccl=self._nccl)
-        if self._agree(judged.comparisons):  # it may have been a moment's load
+        judged = evaluation.evaluate_ranks(ranks, nccl=self._nccl)
+        if self._agree(judged.is_transient):  # it may have been a moment's load
             again = self._measure()
-            ranks = [verdict.better_of_rank(*both) for both in zip(ranks, again, strict=True)]
-            judged = verdict.judge_ranks(ranks, nccl=self._nccl)
+            ranks = [evaluation.best_of_rank(*both) for both in zip(ranks, again, strict=True)]
+            judged = evaluation.evaluate_ranks(ranks, nccl=self._nccl)
         whole = self._all_reduce_together() if len(ranks) > 1 else None
         return not self._agree(self._own.rank == 0 and self._conclude(ranks, judged, whole))
 
@@ -193,7 +193,7 @@ class _Checks:
         return torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._exchanged)
 
     def _conclude(
-        self, ranks: Sequence[RankMeasurements], judged: Verdict, whole: float | None
+        self, ranks: Sequence[RankMeasurements], judged: Result, whole: float | None
     ) -> bool:
         """Log and record on rank 0 how the checks went; returns whether the ranks leave for it.
 
@@ -208,8 +208,8 @@ class _Checks:
         summary = preflight.summed_up((each.host for each in ranks), failed, took)
         if whole is not None:
             size = f"{self._most >> 20} MiB"
-            summary += f"; all {len(ranks)} ranks reduce up to {size} at {shown_rate(whole)}"
-        table = formatting.table(verdict.rank_table(ranks, judged.failed))
+            summary += f"; all {len(ranks)} ranks reduce up to {size} at {format_rate(whole)}"
+        table = formatting.table(evaluation.rank_table(ranks, judged.failed))
         log.info(f"full preflight:\n{formatting.clean(table)}")
         record = PreflightRecord(summary, took, failed, remarks)
         measured = {"all_reduce": whole, "ranks": [dataclasses.asdict(each) for each in ranks]}

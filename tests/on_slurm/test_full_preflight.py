@@ -132,7 +132,7 @@ def test_a_node_that_multiplies_wrongly_is_replaced_by_a_spare_in_the_same_job(
     assert [event["nodelist"] for event in started] == ["h01,h02,h03", "h01,h02,h04"]
     [(host, reason)] = marked_bad(run).items()
     assert host == BAD
-    assert reason == "rank 2 on cpu multiplies wrongly: 1 of 262,144 elements are wrong"
+    assert reason == "rank 2 on cpu computes wrong matrix products: 1 of 262,144 elements are wrong"
     assert f"preflight: {BAD} failed: {reason}" in said
     first = read_json(Attempt(run, 1).full_preflight)
     assert first is not None
@@ -156,13 +156,16 @@ def slow_link(cluster: SlurmCluster, _: Path) -> Callable[[], object]:
 
 
 @pytest.mark.slow
-@pytest.mark.release  # above, a node fails the full checks; preflight/test_rank_verdict.py judges
+@pytest.mark.release  # full checks: above; the evaluation: preflight/test_rank_evaluation.py
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         # Where this machine's own load slows the others too, the exchange alone stands apart.
-        (busy_processor, "rank 2 on cpu multiplies at |all-reduces with 2 other nodes reach "),
+        (
+            busy_processor,
+            "rank 2 on cpu multiplies matrices at |all-reduces with 2 other nodes reach ",
+        ),
         (slow_link, "all-reduces with 2 other nodes reach "),
     ],
 )

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from clusterddp.preflight import collector, probe, verdict
+from clusterddp.preflight import collector, evaluation, probe
 from clusterddp.preflight.collector import Collection, load
-from clusterddp.preflight.verdict import LoadMeasurements, NodeMeasurements
+from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements
 from tests.hostile import CARRIED
 from tests.waiting import PATIENCE
 
@@ -64,14 +64,14 @@ def test_the_nodes_measure_themselves_and_each_other(job: Job) -> None:
     for host in reversed(hosts):
         job.probe(host)
     found = job.collect(*hosts)
-    assert (found.trouble, found.silent) == ("", {})
+    assert (found.error, found.silent) == ("", {})
     assert [node.host for node in found.nodes] == hosts
     assert [sorted(node.pairs) for node in found.nodes] == [["b", "c"], ["a", "c"], ["a", "b"]]
     for node in found.nodes:
         assert node.own.memory > 0
         assert node.own.disk_free > 0
         assert node.load.spin > 0
-        assert abs(node.own.clock) < verdict.CLOCK_SECONDS
+        assert abs(node.own.clock) < evaluation.CLOCK_SECONDS
         assert all(pair.sent > 0 and pair.received > 0 for pair in node.pairs.values())
     assert [each.wait(PATIENCE) for each in job.probes] == [0, 0, 0]
 
@@ -112,7 +112,9 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
 
         def monotonic(self) -> float:
             known = self.collectors[0].probes if self.collectors else {}
-            if {*known} == {"a", "b", "d"} and known["b"].at.startswith("its local disk"):
+            if {*known} == {"a", "b", "d"} and known["b"].at.startswith(
+                "the check of its local disk"
+            ):
                 self.now += 0.0 if known["a"].is_due or known["d"].is_due else 3600.0
             return self.now
 
@@ -133,7 +135,7 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
         job.probe(host)
     found = job.collect("a", "b", "c", "d")
     assert found.silent == {
-        "b": f"answered, and then nothing: it was at its local disk, {tmp_path}",
+        "b": f"stopped answering during the check of its local disk {tmp_path}",
         "c": "no answer within 60 s",
     }
     assert [node.host for node in found.nodes] == ["a", "d"]
@@ -152,7 +154,7 @@ def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_pat
         job.probe(host)
     found = job.collect("a", "b", "c", "d", codes=codes)
     assert list(found.silent) == ["d"]  # it has reached nobody
-    assert found.remarks == ("c: its probe ended with exit code 1, see preflight.log",)
+    assert found.remarks == ("c: its probe failed with exit code 1; see preflight.log",)
 
 
 def test_exit_codes_are_read_again_only_where_the_log_has_grown(
@@ -190,8 +192,8 @@ def test_where_no_other_node_reaches_the_batch_host_it_says_so_at_once(
     monkeypatch.setattr(collector, "FIRST_SECONDS", 10 * PATIENCE)
     job.probe("a")
     found = job.collect("a", "b", "c", codes=dict.fromkeys("bc", collector.UNREACHED))
-    assert found.trouble == f"b and 1 more cannot connect to port {job.port} of this host"
-    assert found.is_unreached
+    assert found.error == f"b and 1 more cannot connect to port {job.port} of this host"
+    assert found.is_unreachable
 
 
 def test_it_listens_on_the_first_free_port_of_those_that_it_is_given() -> None:
@@ -206,7 +208,7 @@ def test_it_listens_on_the_first_free_port_of_those_that_it_is_given() -> None:
 
 
 def test_where_the_probes_end_without_an_answer_that_is_said(job: Job) -> None:
-    assert job.collect("a", has_ended=lambda: True).trouble == "no node has answered"
+    assert job.collect("a", has_ended=lambda: True).error == "no node answered"
 
 
 def test_a_probe_leaves_where_the_batch_host_has_gone(job: Job) -> None:
@@ -248,7 +250,7 @@ def test_what_a_stranger_has_written_has_its_type_or_its_default() -> None:
 
 
 def test_srun_gets_a_task_a_node() -> None:
-    words = collector.words(["h1", "h2"], ["py", "a.pyz"], ["h1", "10.0.0.1"], 77, 4)
+    words = collector.probe_command(["h1", "h2"], ["py", "a.pyz"], ["h1", "10.0.0.1"], 77, 4)
     assert words[0] == "srun"
     assert {"--nodes=2", "--ntasks=2", "--nodelist=h1,h2", "--overlap"} < set(words)
     behind = words[words.index("--") + 1 :]

@@ -74,12 +74,11 @@ class Nvml:
         ({"lost": (1,)}, (1, "GPU 1 does not answer (NVML 15)")),
         ({"ecc": 7}, (2, "GPU 1 has 7 uncorrected ECC errors")),
         ({"rows": (9, 0, 0, 0)}, (2, "")),
-        ({"count": 1, "rows": (0, 1, 1, 0)}, (1, "GPU 0 waits for a reset to remap a row of its "
-                                                 "memory")),
-        ({"count": 1, "rows": (0, 1, 1, 1)}, (1, "GPU 0 could not remap a row of its memory")),
-        ({"count": 1, "reasons": 0x48}, (1, "GPU 0 shows hardware slowdown, shows thermal "
+        ({"count": 1, "rows": (0, 1, 1, 0)}, (1, "GPU 0 needs a reset to remap a memory row")),
+        ({"count": 1, "rows": (0, 1, 1, 1)}, (1, "GPU 0 failed to remap a memory row")),
+        ({"count": 1, "reasons": 0x48}, (1, "GPU 0 reports hardware slowdown, reports thermal "
                                             "slowdown")),
-        ({"count": 1, "xid": 79}, (1, "GPU 0 has raised Xid 79")),
+        ({"count": 1, "xid": 79}, (1, "GPU 0 raised Xid 79")),
         ({"init": 9}, (-1, "NVML does not start (nvmlInit_v2: 9)")),
     ],
 )  # fmt: skip

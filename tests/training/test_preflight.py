@@ -13,7 +13,7 @@ import torch
 from clusterddp.distributed.agreement import Hello
 from clusterddp.distributed.heartbeat import Progress
 from clusterddp.files import append_json_line
-from clusterddp.preflight import verdict
+from clusterddp.preflight import evaluation
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.bad_nodes import BadNode
@@ -63,7 +63,7 @@ def checked(rank: int, world_size: int, folder: str, hook: str = "") -> tuple[bo
         plain = torch.mm
         torch.mm = lambda *args, **more: plain(*args, **more).add_(1)  # type: ignore[assignment]
     # How fast these processes are beside each other is a matter of this host's load.
-    verdict.SLOW_PRODUCT, verdict.SLOW_SHARE = math.inf, 0.0
+    evaluation.SLOW_PRODUCT, evaluation.SLOW_SHARE = math.inf, 0.0
     preflight._SPAN_SECONDS = preflight._EXCHANGE_SECONDS = 0.01
     hello = cast(
         Hello, SimpleNamespace(rank=rank, local_rank=rank % 2, host=f"h{rank // 2}", device="cpu")
@@ -101,7 +101,7 @@ def test_a_wrong_product_has_all_ranks_leave_unless_the_node_is_known_as_bad(
     assert {answer[0] for answer in run_ranks(4, checked, str(tmp_path / "a"), "wrong")} == {False}
     kept = record(tmp_path / "a")
     assert list(kept["failed"]) == ["h1"]
-    assert kept["failed"]["h1"].startswith("rank 2 on cpu multiplies wrongly: ")
+    assert kept["failed"]["h1"].startswith("rank 2 on cpu computes wrong matrix products: ")
     assert kept["summary"].startswith("failed: h1; 1 node passed in ")
     begin(RunDir(tmp_path / "b"))
     known = BadNode("h1", "slow", "preflight", expires=time.time() + 600)

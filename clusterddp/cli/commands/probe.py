@@ -23,4 +23,4 @@ def command(collector: tuple[str, ...], port: int, ports: tuple[int, ...], gpus:
     except OSError as error:
         where = f"{', '.join(collector)}, port {port}"
         click.echo(f"the batch host ({where}): {error}", err=True)
-        raise SystemExit(UNREACHED if isinstance(error, probe.Unreached) else 1) from None
+        raise SystemExit(UNREACHED if isinstance(error, probe.Unreachable) else 1) from None

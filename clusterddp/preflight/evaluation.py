@@ -1,10 +1,10 @@
-"""Judges the nodes of a job by what they, or their ranks, have measured.
+"""Evaluates the measurements of a job's nodes or ranks. Pure functions.
 
-Each is held against the others, and by floors. Pure. A false blame costs a good node, a miss costs
-what it cost before: so a comparison blames only what stands far apart, a link only where it is slow
-with two others which are quick between themselves, and a check that most of the nodes fail blames
-none of them. A wrong product is never in doubt. Products are compared between GPUs of one name,
-all-reduces between ranks of one local rank, which have the same place in their nodes.
+Each node is compared with the others and with absolute floors. A false positive costs a good node;
+a miss costs no more than having no checks. Therefore a comparison fails only clear outliers, a slow
+link counts only if two of its peers are fast with each other, and a check that most nodes fail
+fails none. A wrong product always counts. Products are compared between GPUs of the same name,
+all-reduces between equal local ranks, which have the same position in their nodes.
 """
 
 import dataclasses
@@ -16,93 +16,91 @@ from functools import partial
 
 LEAST_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
-"""Share of the others' median: with less than this, and than the bytes above, a node fails. With
-half of what the job asked for per node, and half of the others' median, as well."""
+"""Share of the others' median: a node below this share and the bytes above fails. So does a node
+below half of the job's memory per node and half of the others' median."""
 LEAST_FREE_BYTES = 64 << 20
-"""Room on the local disk; in /dev/shm a megabyte has to fit."""
+"""Space on the local disk; /dev/shm must hold one megabyte."""
 SPIN_FACTOR = 3.0
-"""Times the others' median that the loop takes where other work holds the processor."""
+"""Factor over the others' median loop time that indicates a busy CPU."""
 LINK_SPEED_SHARE = 0.25
-"""Share of the others' median speed at which an interface fails: 100 Gbit/s that came up as 25."""
+"""Share of the others' median speed at which an interface fails: 25 instead of 100 Gbit/s."""
 SLOW_SHARE = 0.2
-"""Share of the median of all transfers, below which one is slow …"""
+"""Share of the usual rate below which a transfer is slow."""
 QUICK_BYTES_PER_SECOND = 250e6
-"""… unless it is quicker than this."""
+"""Rate above which a transfer is never slow."""
 CLOCK_SECONDS = 5.0
-"""Difference from the median of at least three clocks."""
+"""Limit of a clock's difference from the median of at least three clocks."""
 NO_ANSWER = "no answer"
-"""Beginning of what is known of a node that has not answered at all."""
-_SLOWNESS = {"foreign work", "link speed", "slow transfers"}
-"""Checks by comparison: with a node that fails these alone a training is slow, and no more."""
-_OF_A_MOMENT = {
-    *("foreign work", "not reached", "slow transfers", "slow products", "slow all-reduces")
-}
-"""Checks by comparison that a moment's load can make a node fail."""
+"""Prefix of the reason for a node that never answered."""
+_SLOWNESS = {"other load", "link speed", "slow transfers"}
+"""Checks whose failure slows a training down but does not break it."""
+_TRANSIENT = {*("other load", "unreachable", "slow transfers", "slow products", "slow all-reduces")}
+"""Checks that a node can fail because of a short burst of load."""
 _MOST_REMARKS = 10
 _FEW = 5
 SLOW_PRODUCT = 3.0
-"""Times slower than the others' median that a rank multiplies, and its node fails."""
+"""Factor below the others' median speed of matrix products at which a rank's node fails."""
 QUICK_BETWEEN_GPUS = 5e9
-"""Bytes per second between GPUs over NCCL from which on an all-reduce is not slow."""
+"""Bytes per second between GPUs over NCCL at which an all-reduce is never slow."""
 
 
 @dataclass(frozen=True)
 class NodeMeasurements:
-    """Measurements of a node by itself; a number below 0 is not known."""
+    """Measurements of one node; negative numbers mean unknown."""
 
     gpus_granted: int = 0
     gpus_seen: int = -1
     """GPUs that NVML reaches; -1 without NVML."""
     gpu_fault: str = ""
-    """GPU that has fallen off, or that counts errors or is slowed down."""
+    """Fault of a GPU: no answer, errors or a slowdown."""
     memory: float = -1.0
-    """Bytes that can be had: available ones, within the limits of its control groups."""
+    """Available bytes, within the limits of its control groups."""
     memory_asked: float = -1.0
-    """Bytes that the job has asked for on the node."""
+    """Bytes that the job requested on the node."""
     disk: str = ""
-    """Folder of the local disk."""
+    """Directory on the local disk."""
     disk_free: float = -1.0
     disk_fault: str = ""
-    """Error with which a small file could not be written there."""
+    """Error of writing a small file there."""
     shm_free: float = -1.0
     """Bytes free in /dev/shm."""
     shm_fault: str = ""
     clock: float = 0.0
     """Seconds by which its clock is ahead of the batch host's."""
     round_trip: float = -1.0
-    """Seconds to the batch host and back, the least of some."""
+    """Shortest round trip to the batch host, in seconds."""
 
 
 @dataclass(frozen=True)
 class LoadMeasurements:
-    """Measurements of a node at the same time as the others."""
+    """Measurements of a node while the other nodes measure, too."""
 
     spin: float = -1.0
-    """Seconds that a fixed loop took."""
+    """Duration of a fixed loop, in seconds."""
     interface: str = ""
-    """Network interface that leads to the others."""
+    """Network interface towards the other nodes."""
     link_state: str = ""
-    """Its state, as in /sys/class/net/NAME/operstate."""
+    """State from /sys/class/net/NAME/operstate."""
     link_speed: float = -1.0
-    """Its speed in Mbit/s, as there."""
+    """Speed in Mbit/s from /sys/class/net/NAME/speed."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Exchange of a node with another one, to which it connects."""
+    """Exchange with another node, seen from the node that connects."""
 
     to: int = -1
-    """The other's number."""
+    """Number of the other node."""
     sent: float = -1.0
-    """Bytes per second to the other; below 0 where none arrived."""
+    """Bytes per second to the other; negative if none arrived."""
     received: float = -1.0
     error: str = ""
-    """Reason for which there was no connection."""
+    """Error of the connection."""
 
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """Measurements of a rank inside a training's own process."""
+    """Measurements of a rank in the training's process."""
 
     rank: int
     local_rank: int
@@ -110,42 +108,42 @@ class RankMeasurements:
     device: str = "cpu"
     """`cuda:1` or `cpu`."""
     model: str = ""
-    """Name of its GPU; only those of one name are compared."""
+    """Name of its GPU; only GPUs of the same name are compared."""
     fault: str = ""
-    """Fault in a matrix product whose result is known."""
+    """Error in a matrix product whose result is known."""
     speed: float = -1.0
-    """Floating-point operations per second in such products; below 0 where unknown."""
+    """Floating-point operations per second in matrix products; negative if unknown."""
     pairs: Mapping[int, float] = field(default_factory=dict)
-    """Bytes per second in all-reduces with one rank of another node each, by its rank."""
+    """Bytes per second of the all-reduce with each partner, by the partner's rank."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Measurements of a node that has answered."""
+    """Measurements of a node that answered."""
 
     host: str
     own: NodeMeasurements
     load: LoadMeasurements
     pairs: Mapping[str, Pair] = field(default_factory=dict)
-    """Exchanges that it began, by the other's name."""
+    """Exchanges that it started, by the other node's name."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Nodes that have failed, and what was measured there."""
+class Result:
+    """Failed nodes, with the reasons."""
 
     failed: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    """Findings that are no fault of one node."""
-    comparisons: bool = False
-    """True where a node failed by what a moment's load can do."""
+    """Findings that cannot be attributed to one node."""
+    is_transient: bool = False
+    """True if a short burst of load can explain a failure."""
     slow: tuple[str, ...] = ()
-    """Failed nodes that are slower than the others, and nothing worse."""
+    """Failed nodes that are only slow."""
 
 
 @dataclass(frozen=True)
 class _Flow:
-    """Transfer from one node to another, or a connection."""
+    """A transfer or connection from one node to another."""
 
     source: str
     target: str
@@ -153,17 +151,17 @@ class _Flow:
     is_good: bool
 
 
-def judge(nodes: Sequence[Node], silent: Mapping[str, str]) -> Verdict:
-    """Judge the nodes; silent: those that have not answered, each with what is known of it."""
+def evaluate(nodes: Sequence[Node], silent: Mapping[str, str]) -> Result:
+    """Evaluate the nodes. silent: the reason for each node that did not answer."""
     found: dict[str, Iterable[tuple[str, str]]] = {"no answer": _silent(nodes, silent)}
     for what, check in _CHECKS.items():
         found[what] = [(node.host, why) for node in nodes if (why := check(node, nodes))]
-    found |= {"not reached": _unreached(nodes), "slow transfers": _slow(nodes)}
-    return _verdict(len(nodes) + len(silent), found, partial(_unexplained, nodes))
+    found |= {"unreachable": _unreachable(nodes), "slow transfers": _slow(nodes)}
+    return _result(len(nodes) + len(silent), found, partial(_unexplained, nodes))
 
 
-def judge_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Verdict:
-    """Judge the nodes by all their ranks' measurements; nccl: that is what they exchange by."""
+def evaluate_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Result:
+    """Evaluate the nodes by their ranks' measurements. nccl: whether they exchange over NCCL."""
     flows = [*_all_reduces(ranks, QUICK_BETWEEN_GPUS if nccl else QUICK_BYTES_PER_SECOND)]
     found = {
         "wrong products": _wrong(ranks),
@@ -171,22 +169,21 @@ def judge_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Verdict:
         "slow all-reduces": _slow_all_reduces(ranks, flows),
     }
     hosts = {each.host for each in ranks}
-    return _verdict(len(hosts), found, partial(_unexplained_all_reduces, flows))
+    return _result(len(hosts), found, partial(_unexplained_all_reduces, flows))
 
 
-def _verdict(
+def _result(
     total: int,
     found: Mapping[str, Iterable[tuple[str, str]]],
     unexplained: Callable[[Collection[str]], Iterator[str]],
-) -> Verdict:
-    """Blame nodes for the checks that they fail; one that most of them fail blames none.
+) -> Result:
+    """Fail nodes for their failed checks, except for checks that most nodes fail.
 
-    total: nodes that are judged. found: nodes that fail each check, and why; one more than once,
-    perhaps.
-    unexplained: yields the pairs that stand apart where none of the blamed nodes takes part.
+    total: number of nodes. found: nodes that fail each check, with reasons; a node may occur more
+    than once. unexplained: yields the bad pairs that involve none of the failed nodes.
     """
     failed: dict[str, list[str]] = {}
-    unfit, remarks, comparisons = set[str](), list[str](), False
+    unfit, remarks, is_transient = set[str](), list[str](), False
     for what, failures in found.items():
         reasons: dict[str, list[str]] = {}
         for host, reason in failures:
@@ -194,25 +191,25 @@ def _verdict(
         if 2 * len(reasons) > total > 1:
             first = next(iter(reasons))
             remarks.append(
-                f"{len(reasons)} of {total} nodes: {what}, so no one of them is blamed "
-                f"({first}: {'; '.join(reasons[first])})"
+                f"{len(reasons)} of {total} nodes fail the same check ({what}), so none is marked "
+                f"bad. {first}: {'; '.join(reasons[first])}"
             )
             continue
         for host, several in reasons.items():
             failed.setdefault(host, []).extend(several)
         unfit |= set() if what in _SLOWNESS else reasons.keys()
-        comparisons = comparisons or (bool(reasons) and what in _OF_A_MOMENT)
+        is_transient = is_transient or (bool(reasons) and what in _TRANSIENT)
     pairs = [*unexplained(failed)]
     remarks += pairs[:_MOST_REMARKS]
     if len(pairs) > _MOST_REMARKS:
-        remarks.append(f"{len(pairs) - _MOST_REMARKS} more pairs are like that")
+        remarks.append(f"and {len(pairs) - _MOST_REMARKS} more pairs")
     named = {host: "; ".join(reasons) for host, reasons in failed.items()}
     slow = tuple(host for host in failed if host not in unfit)
-    return Verdict(named, tuple(remarks), comparisons, slow)
+    return Result(named, tuple(remarks), is_transient, slow)
 
 
-def better_of_rank(former: RankMeasurements, latter: RankMeasurements) -> RankMeasurements:
-    """Return of two measurements of a rank the better figures; a wrong product stays wrong."""
+def best_of_rank(former: RankMeasurements, latter: RankMeasurements) -> RankMeasurements:
+    """Return the better figures of two measurements of a rank; a wrong product stays wrong."""
     return dataclasses.replace(
         latter,
         fault=former.fault or latter.fault,
@@ -223,8 +220,8 @@ def better_of_rank(former: RankMeasurements, latter: RankMeasurements) -> RankMe
     )
 
 
-def better(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Return of two exchanges with the same node the better figures; of others the latter."""
+def best_pairs(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, Pair]:
+    """Return the better figures of exchanges with the same node, and the other latter ones."""
     best = dict(latter)
     for host in former.keys() & latter.keys():
         before, after = former[host], latter[host]
@@ -236,15 +233,15 @@ def better(former: Mapping[str, Pair], latter: Mapping[str, Pair]) -> dict[str, 
     return best
 
 
-def quieter(former: LoadMeasurements | None, latter: LoadMeasurements) -> LoadMeasurements:
-    """Return the measurements with the shorter of two loops."""
+def less_loaded(former: LoadMeasurements | None, latter: LoadMeasurements) -> LoadMeasurements:
+    """Return the measurements with the shorter loop."""
     return former if former and former.spin < latter.spin else latter
 
 
 def table(
-    nodes: Sequence[Node], silent: Mapping[str, str], verdict: Verdict
+    nodes: Sequence[Node], silent: Mapping[str, str], result: Result
 ) -> list[tuple[str, ...]]:
-    """Return the rows of a table, a node each, the head first."""
+    """Return a table with a header and one row per node."""
     rows: list[tuple[str, ...]] = [
         ("node", "GPUs", "memory", "disk", "shm", "loop", "link", "sent", "received", "clock", "")
     ]
@@ -262,10 +259,10 @@ def table(
                 own.shm_fault or _bytes(own.shm_free),
                 f"{seen.spin * 1000:.0f} ms" if seen.spin >= 0 else "-",
                 f"{seen.interface}{speed}" or "-",
-                shown_rate(sent),
-                shown_rate(received),
+                format_rate(sent),
+                format_rate(received),
                 f"{own.clock:+.3f} s",
-                "failed" if node.host in verdict.failed else "",
+                "failed" if node.host in result.failed else "",
             )
         )
     none = ("-",) * (len(rows[0]) - 2)
@@ -276,7 +273,7 @@ def table(
 def rank_table(
     ranks: Sequence[RankMeasurements], failed: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of a table, a node each, the head first; of its ranks the slowest counts."""
+    """Return a table with a header and one row per node, with its slowest rank's figures."""
     rows: list[tuple[str, ...]] = [("node", "ranks", "on", "product", "speed", "pairs", "")]
     for host in dict.fromkeys(each.host for each in ranks):
         own = [each for each in ranks if each.host == host]
@@ -289,7 +286,7 @@ def rank_table(
                 own[0].model or own[0].device,
                 f"wrong on rank {', '.join(wrong)}" if wrong else "right",
                 _speed(min(each.speed for each in own)),
-                shown_rate(min(pairs, default=-1.0)),
+                format_rate(min(pairs, default=-1.0)),
                 "failed" if host in failed else "",
             )
         )
@@ -297,11 +294,11 @@ def rank_table(
 
 
 def schedule(places: Sequence[tuple[str, int]]) -> list[dict[int, int]]:
-    """Pair ranks of different nodes, in rounds in which each rank has one partner at most.
+    """Pair ranks of different nodes in rounds; each rank has at most one partner per round.
 
-    places: host and local rank of each rank. Partners have the same local rank. Of N nodes each
-    meets about log2 N others, two at least where there are three nodes, by the circle method of
-    tournaments. Returns the partner of each rank by round; both ways.
+    places: host and local rank of each rank. Partners have the same local rank. With N nodes, each
+    meets about log2 N others, and at least two if there are three nodes, by the circle method for
+    tournaments. Returns the partner of each rank, by round, in both directions.
     """
     by_local_rank: dict[int, list[int]] = {}
     for rank, (_, local_rank) in enumerate(places):
@@ -317,17 +314,17 @@ def schedule(places: Sequence[tuple[str, int]]) -> list[dict[int, int]]:
 
 
 def _silent(nodes: Sequence[Node], silent: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return those that a lack of answers tells of: others reach the batch host, which may be one.
+    """Return the silent nodes that count as failed.
 
-    Where no other node than this has answered, nobody may be able to reach it.
+    If at most one node, perhaps the batch host itself, has answered, no node may reach the host.
     """
-    alone = len(nodes) <= 1
-    return [each for each in silent.items() if not (alone and each[1].startswith(NO_ANSWER))]
+    is_single = len(nodes) <= 1
+    return [each for each in silent.items() if not (is_single and each[1].startswith(NO_ANSWER))]
 
 
 def _gpus(node: Node, nodes: Sequence[Node]) -> str:
     own = node.own
-    if own.gpus_seen < 0:  # with AMD's there is NVML nowhere
+    if own.gpus_seen < 0:  # with AMD GPUs no node has NVML
         return own.gpu_fault if _others(node, nodes, lambda each: each.own.gpus_seen) else ""
     if 0 <= own.gpus_seen < own.gpus_granted:
         seen = f"{own.gpus_seen} of {own.gpus_granted} GPUs answer"
@@ -343,7 +340,7 @@ def _memory(node: Node, nodes: Sequence[Node]) -> str:
     usual = statistics.median(others)
     is_low = own < LEAST_MEMORY_BYTES and own < MEMORY_SHARE * usual
     if is_low or (asked > 0 and own < asked / 2 and own < usual / 2):
-        return f"{_bytes(own)} of memory can be had, the others have {_bytes(usual)}"
+        return f"{_bytes(own)} of memory available; median of the others: {_bytes(usual)}"
     return ""
 
 
@@ -375,7 +372,7 @@ def _interface(node: Node, nodes: Sequence[Node]) -> str:
     if own < 0 or len(others) < 2 or own > LINK_SPEED_SHARE * statistics.median(others):
         return ""
     usual = statistics.median(others)
-    return f"{node.load.interface} has {own:g} Mbit/s, the others' {usual:g}"
+    return f"{node.load.interface} runs at {own:g} Mbit/s; median of the others: {usual:g}"
 
 
 def _loaded(node: Node, nodes: Sequence[Node]) -> str:
@@ -383,8 +380,8 @@ def _loaded(node: Node, nodes: Sequence[Node]) -> str:
     if not others or spin <= SPIN_FACTOR * (usual := statistics.median(others)):
         return ""
     return (
-        f"a fixed loop takes {spin * 1000:.0f} ms, on the others {usual * 1000:.0f} ms: other work "
-        "holds its processor, or it is throttled"
+        f"a fixed loop takes {spin * 1000:.0f} ms; median of the others: {usual * 1000:.0f} ms: "
+        "other processes use its CPU, or it is throttled"
     )
 
 
@@ -395,32 +392,33 @@ _CHECKS: dict[str, Callable[[Node, Sequence[Node]], str]] = {
     "/dev/shm": _shm,
     "clock": _clock,
     "link speed": _interface,
-    "foreign work": _loaded,
+    "other load": _loaded,
 }
 
 
-def _unreached(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
+def _unreachable(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
     pairs = [(node.host, other, pair.error) for node in nodes for other, pair in node.pairs.items()]
     flows = [_Flow(source, target, 0.0, not error) for source, target, error in pairs]
     words = " or ".join(sorted({error for *_, error in pairs if error}))
-    for host, outwards, count, _ in _culprits(flows):
+    for host, outwards, count, _ in _outliers(flows):
         to, by = f"cannot reach {count} other nodes", f"{count} other nodes cannot connect to it"
         yield host, f"{to if outwards else by} ({words})"
 
 
 def _slow(nodes: Sequence[Node]) -> Iterator[tuple[str, str]]:
     flows = _flows(nodes)
-    usual = shown_rate(_usual([flow.rate for flow in flows], nodes))
-    for host, outwards, count, rate in _culprits(flows):
-        most = f"{'sends' if outwards else 'receives'} at most {shown_rate(rate)}"
-        yield host, f"{most} with {count} other nodes, where {usual} is usual"
+    usual = format_rate(_usual([flow.rate for flow in flows], nodes))
+    for host, outwards, count, rate in _outliers(flows):
+        verb, towards = ("sends", "to") if outwards else ("receives", "from")
+        most = f"{verb} at most {format_rate(rate)} {towards} {count} other nodes"
+        yield host, f"{most}; usual: {usual}"
 
 
-def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, bool, int, float]]:
-    """Yield the nodes of which every flow in one direction is bad, with two others at least.
+def _outliers(flows: Sequence[_Flow]) -> Iterator[tuple[str, bool, int, float]]:
+    """Yield the nodes whose flows in one direction are all bad.
 
-    Of these others two at least have good flows elsewhere, so that it is not theirs. With each:
-    whether the direction is outwards, with how many others, and the best rate.
+    At least two of their peers must have good flows with third nodes, so that the fault is not the
+    peers'. Yields the node, whether the direction is outwards, the number of peers, the best rate.
     """
     for host in dict.fromkeys(host for flow in flows for host in (flow.source, flow.target)):
         for outwards in (True, False):
@@ -440,7 +438,7 @@ def _culprits(flows: Sequence[_Flow]) -> Iterator[tuple[str, bool, int, float]]:
 
 
 def _flows(nodes: Sequence[Node]) -> list[_Flow]:
-    """Return all transfers, each from its sender's side."""
+    """Return all transfers from sender to receiver."""
     rates: list[tuple[str, str, float]] = []
     for node in nodes:
         for other, pair in node.pairs.items():
@@ -452,33 +450,33 @@ def _flows(nodes: Sequence[Node]) -> list[_Flow]:
 
 
 def _usual(rates: Sequence[float], nodes: Sequence[Node]) -> float:
-    """Return the usual rate, of which one slow node tells nothing.
+    """Return the usual rate, robust against one slow node.
 
-    That is the median. Of three or four nodes one is part of half of the transfers or more: there
-    it is what a quarter of them reach.
+    This is the median. Among three or four nodes, a single one takes part in at least half of the
+    transfers: there it is the rate that the fastest quarter reaches.
     """
     share = 0.75 if len(nodes) < _FEW else 0.5
     return sorted(rates)[int(share * len(rates))] if rates else 0.0
 
 
 def _unexplained(nodes: Sequence[Node], failed: Collection[str]) -> Iterator[str]:
-    """Name pairs that are slow or have no connection, where neither node is blamed."""
+    """Yield a remark on each slow or unconnected pair without a failed node."""
     for node in nodes:
         for other, pair in node.pairs.items():
             if pair.error and not {node.host, other} & {*failed}:
                 yield f"{node.host} cannot connect to {other}: {pair.error}"
     for flow in _flows(nodes):
         if not flow.is_good and not {flow.source, flow.target} & {*failed}:
-            yield f"{flow.source} sends to {flow.target} at {shown_rate(flow.rate)} alone"
+            yield f"{flow.source} sends to {flow.target} at only {format_rate(flow.rate)}"
 
 
 def _others(node: Node, nodes: Sequence[Node], measure: Callable[[Node], float]) -> list[float]:
-    """Return what the other nodes have measured, as far as it is known."""
+    """Return the known measurements of the other nodes."""
     return [value for each in nodes if each is not node and (value := measure(each)) >= 0]
 
 
 def _rates(nodes: Sequence[Node], host: str) -> tuple[float, float]:
-    """Return the medians of what a node sends and receives; below 0 where unknown."""
+    """Return the median rates at which a node sends and receives; negative if unknown."""
     flows = _flows(nodes)
     sent = [flow.rate for flow in flows if flow.source == host]
     received = [flow.rate for flow in flows if flow.target == host]
@@ -491,13 +489,13 @@ def _bytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def shown_rate(bytes_per_second: float) -> str:
-    """Format a rate, `1,582.6 MB/s`; one below 0 is not known."""
+def format_rate(bytes_per_second: float) -> str:
+    """Format a rate, `1,582.6 MB/s`; a negative one is unknown."""
     return "-" if bytes_per_second < 0 else f"{bytes_per_second / 1e6:,.1f} MB/s"
 
 
 def _circle(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the pairs of each round: one stands still, the others turn around it."""
+    """Yield the pairs of each round: one rank is fixed, the others rotate around it."""
     count = len(ranks)
     if count < 2:
         return
@@ -513,28 +511,28 @@ def _circle(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 def _wrong(ranks: Sequence[RankMeasurements]) -> Iterator[tuple[str, str]]:
     for each in ranks:
         if each.fault:
-            yield each.host, f"{_shown(each)} multiplies wrongly: {each.fault}"
+            yield each.host, f"{_label(each)} computes wrong matrix products: {each.fault}"
 
 
 def _slow_products(ranks: Sequence[RankMeasurements]) -> Iterator[tuple[str, str]]:
-    """Yield nodes with a rank that multiplies slowly, against others' nodes or, alone, its own."""
-    is_alone = len({each.host for each in ranks}) == 1
+    """Yield nodes with a rank of slow products; a single node's ranks are compared directly."""
+    is_single = len({each.host for each in ranks}) == 1
     for each in ranks:
         others = [
             other.speed
             for other in ranks
             if other is not each
-            and (is_alone or other.host != each.host)
+            and (is_single or other.host != each.host)
             and other.model == each.model
             and other.speed >= 0
         ]
         if each.speed >= 0 and others and SLOW_PRODUCT * each.speed < statistics.median(others):
             own, usual = _speed(each.speed), _speed(statistics.median(others))
-            yield each.host, f"{_shown(each)} multiplies at {own}, where {usual} is usual"
+            yield each.host, f"{_label(each)} multiplies matrices at {own}; usual: {usual}"
 
 
 def _all_reduces(ranks: Sequence[RankMeasurements], quick: float) -> Iterator[tuple[int, _Flow]]:
-    """Yield all-reduces, once from each end, each with its local rank."""
+    """Yield the local rank and flow of each all-reduce, once from each end."""
     for local_rank, own in _by_local_rank(ranks).items():
         floor = min(SLOW_SHARE * _usual_all_reduce(own), quick)
         for each in own:
@@ -550,7 +548,7 @@ def _by_local_rank(ranks: Sequence[RankMeasurements]) -> dict[int, list[RankMeas
 
 
 def _usual_all_reduce(ranks: Sequence[RankMeasurements]) -> float:
-    """Return the median of the ranks' best: of three nodes one slow one is in most of the pairs."""
+    """Return the median of the ranks' best rates; one slow node of three is in most pairs."""
     return statistics.median([max(each.pairs.values()) for each in ranks if each.pairs] or [0.0])
 
 
@@ -559,25 +557,25 @@ def _slow_all_reduces(
 ) -> Iterator[tuple[str, str]]:
     groups = _by_local_rank(ranks)
     for local_rank, own in groups.items():
-        usual = shown_rate(_usual_all_reduce(own))
+        usual = format_rate(_usual_all_reduce(own))
         which = f" (local rank {local_rank})" if len(groups) > 1 else ""
         of_group = [flow for each, flow in flows if each == local_rank]
-        for host, _, count, rate in _culprits(of_group):
-            most = f"reach {shown_rate(rate)} at most, where {usual} is usual"
+        for host, _, count, rate in _outliers(of_group):
+            most = f"reach at most {format_rate(rate)}; usual: {usual}"
             yield host, f"all-reduces with {count} other nodes{which} {most}"
 
 
 def _unexplained_all_reduces(
     flows: Sequence[tuple[int, _Flow]], failed: Collection[str]
 ) -> Iterator[str]:
-    """Name pairs that are slow, where neither node is blamed; once each."""
+    """Yield a remark on each slow pair without a failed node."""
     for _, flow in flows:
         ends = {flow.source, flow.target}
         if not flow.is_good and flow.source < flow.target and not ends & {*failed}:
-            yield f"{flow.source} and {flow.target} alone all-reduce at {shown_rate(flow.rate)}"
+            yield f"{flow.source} and {flow.target} all-reduce at only {format_rate(flow.rate)}"
 
 
-def _shown(rank: RankMeasurements) -> str:
+def _label(rank: RankMeasurements) -> str:
     return f"rank {rank.rank} on {rank.device}{f' ({rank.model})' if rank.model else ''}"
 
 

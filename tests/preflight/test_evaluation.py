@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.preflight import verdict
-from clusterddp.preflight.verdict import LoadMeasurements, Node, NodeMeasurements, Pair, judge
+from clusterddp.preflight import evaluation
+from clusterddp.preflight.evaluation import LoadMeasurements, Node, NodeMeasurements, Pair, evaluate
 
 GIB = 2.0**30
 GOOD = NodeMeasurements(memory=60 * GIB, disk="/tmp", disk_free=9 * GIB, shm_free=9 * GIB)
@@ -52,7 +52,7 @@ def sends_slowly(*hosts: str) -> Any:
 
 def test_good_nodes_pass() -> None:
     for count in (1, 2, 3, 4, 7, 64):
-        assert judge(nodes(count), {}) == verdict.Verdict()
+        assert evaluate(nodes(count), {}) == evaluation.Result()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_good_nodes_pass() -> None:
     [
         ({"gpus_granted": 4, "gpus_seen": 3}, "3 of 4 GPUs answer"),
         ({"gpus_granted": 4, "gpus_seen": 4, "gpu_fault": "GPU 2 is slow"}, "GPU 2 is slow"),
-        ({"memory": GIB / 2}, "512 MiB of memory can be had, the others have 60.0 GiB"),
-        ({"memory": 20 * GIB, "memory_asked": 50 * GIB}, "20.0 GiB of memory can be had"),
+        ({"memory": GIB / 2}, "512 MiB of memory available; median of the others: 60.0 GiB"),
+        ({"memory": 20 * GIB, "memory_asked": 50 * GIB}, "20.0 GiB of memory available"),
         ({"disk_fault": "No space left"}, "local disk /tmp: No space left"),
         ({"disk_free": 2.0**20}, "local disk /tmp: 1 MiB free"),
         ({"shm_fault": "Read-only file system"}, "/dev/shm: Read-only file system"),
@@ -71,32 +71,32 @@ def test_good_nodes_pass() -> None:
 def test_what_a_node_finds_out_about_itself_blames_it_alone(
     fields: dict[str, Any], reason: str
 ) -> None:
-    judged = judge(own(nodes(), 2, **fields), {})
+    judged = evaluate(own(nodes(), 2, **fields), {})
     assert list(judged.failed) == ["h2"]
     assert judged.failed["h2"].startswith(reason)
-    assert not judged.comparisons
+    assert not judged.is_transient
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"spin": 0.13}, "a fixed loop takes 130 ms, on the others 40 ms"),
-        ({"link_speed": 2.5e4}, "eth0 has 25000 Mbit/s, the others' 100000"),
+        ({"spin": 0.13}, "a fixed loop takes 130 ms; median of the others: 40 ms"),
+        ({"link_speed": 2.5e4}, "eth0 runs at 25000 Mbit/s; median of the others: 100000"),
     ],
 )
 def test_a_node_that_stands_apart_is_blamed(fields: dict[str, Any], reason: str) -> None:
-    judged = judge(load(nodes(), 2, **fields), {})
+    judged = evaluate(load(nodes(), 2, **fields), {})
     assert list(judged.failed) == ["h2"]
     assert judged.failed["h2"].startswith(reason)
-    assert judge(load(nodes(), 2, spin=0.11, link_speed=5e4), {}).failed == {}
+    assert evaluate(load(nodes(), 2, spin=0.11, link_speed=5e4), {}).failed == {}
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 8, 64])
 def test_a_host_all_of_whose_transfers_are_slow_is_told_from_its_partners(count: int) -> None:
-    judged = judge(pairs(nodes(count), sends_slowly("h2")), {})
+    judged = evaluate(pairs(nodes(count), sends_slowly("h2")), {})
     assert list(judged.failed) == ["h2"]
-    assert judged.failed["h2"].startswith("sends at most 1.0 MB/s with ")
-    assert judged.comparisons
+    assert judged.failed["h2"].startswith("sends at most 1.0 MB/s to ")
+    assert judged.is_transient
 
 
 @pytest.mark.parametrize("count", [3, 4, 5])
@@ -106,37 +106,37 @@ def test_a_link_that_is_slow_both_ways_is_told_from_few_others(count: int) -> No
     def slow(node: str, other: str, pair: Pair) -> Pair:
         return replace(pair, sent=2e6, received=6e6) if "h2" in (node, other) else pair
 
-    judged = judge(pairs(nodes(count), slow), {})
+    judged = evaluate(pairs(nodes(count), slow), {})
     assert [*judged.failed] == ["h2"]
-    assert "where 1,000.0 MB/s is usual" in judged.failed["h2"]
+    assert "usual: 1,000.0 MB/s" in judged.failed["h2"]
 
 
 def test_a_node_that_is_merely_slow_is_told_from_one_that_is_unfit() -> None:
     slow = load(nodes(), 1, link_speed=1000.0)
-    assert judge(slow, {}).slow == ("h1",)
-    both = judge(own(slow, 1, shm_fault="full"), {"h09": "no answer"})
+    assert evaluate(slow, {}).slow == ("h1",)
+    both = evaluate(own(slow, 1, shm_fault="full"), {"h09": "no answer"})
     assert ({*both.failed}, both.slow) == ({"h1", "h09"}, ())
 
 
 def test_of_two_slow_hosts_among_eight_both_are_blamed() -> None:
-    assert [*judge(pairs(nodes(8), sends_slowly("h2", "h5")), {}).failed] == ["h2", "h5"]
+    assert [*evaluate(pairs(nodes(8), sends_slowly("h2", "h5")), {}).failed] == ["h2", "h5"]
 
 
 def test_one_slow_pair_blames_neither_and_is_said() -> None:
     def slow(node: str, other: str, pair: Pair) -> Pair:
         return replace(pair, sent=1e6, received=1e6) if (node, other) == ("h1", "h2") else pair
 
-    judged = judge(pairs(nodes(), slow), {})
+    judged = evaluate(pairs(nodes(), slow), {})
     assert judged.failed == {}
-    assert "h1 sends to h2 at 1.0 MB/s alone" in judged.remarks
-    assert judge(pairs(nodes(2), sends_slowly("h1")), {}).failed == {}
+    assert "h1 sends to h2 at only 1.0 MB/s" in judged.remarks
+    assert evaluate(pairs(nodes(2), sends_slowly("h1")), {}).failed == {}
 
 
 def test_what_is_quick_enough_is_never_slow() -> None:
     def different(node: str, other: str, pair: Pair) -> Pair:
         return replace(pair, sent=3e8 if node == "h2" else 1e11, received=1e11)
 
-    assert judge(pairs(nodes(), different), {}).failed == {}
+    assert evaluate(pairs(nodes(), different), {}).failed == {}
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])
@@ -144,52 +144,54 @@ def test_a_host_to_which_none_can_connect_is_blamed(count: int) -> None:
     def refused(node: str, other: str, pair: Pair) -> Pair:
         return Pair(0, error="timed out") if other == "h1" else pair
 
-    judged = judge(pairs(nodes(count), refused), {})
+    judged = evaluate(pairs(nodes(count), refused), {})
     assert list(judged.failed) == ["h1"]
     assert "other nodes cannot connect to it (timed out)" in judged.failed["h1"]
-    assert judge(pairs(nodes(2), refused), {}).failed == {}
+    assert evaluate(pairs(nodes(2), refused), {}).failed == {}
 
 
 def test_a_check_that_most_nodes_fail_blames_none() -> None:
     several = nodes()
     for number in range(3):
         own(several, number, shm_fault="Permission denied")
-    judged = judge(several, {})
+    judged = evaluate(several, {})
     assert judged.failed == {}
-    assert judged.remarks[0].startswith("3 of 4 nodes: /dev/shm, so no one of them is blamed")
+    assert judged.remarks[0].startswith(
+        "3 of 4 nodes fail the same check (/dev/shm), so none is marked bad"
+    )
 
 
 def test_two_clocks_do_not_tell_which_is_wrong() -> None:
-    assert judge(own(nodes(2), 1, clock=600.0), {}).failed == {}
+    assert evaluate(own(nodes(2), 1, clock=600.0), {}).failed == {}
 
 
 def test_a_lack_of_nvml_counts_where_others_have_it() -> None:
     several = nodes()
     for number in range(4):
         own(several, number, gpus_granted=1, gpu_fault="no NVML: x")
-    assert judge(several, {}).failed == {}
+    assert evaluate(several, {}).failed == {}
     for number in range(3):
         own(several, number, gpus_seen=1, gpu_fault="")
-    assert judge(several, {}).failed == {"h3": "no NVML: x"}
+    assert evaluate(several, {}).failed == {"h3": "no NVML: x"}
 
 
 def test_silence_blames_where_two_others_have_answered() -> None:
-    assert judge(nodes(3), {"h9": "no answer"}).failed == {"h9": "no answer"}
-    assert judge(nodes(1), {"h9": "no answer"}).failed == {}
-    stopped = {"h9": "answered, and then nothing"}
-    assert judge(nodes(1), stopped).failed == stopped
+    assert evaluate(nodes(3), {"h9": "no answer"}).failed == {"h9": "no answer"}
+    assert evaluate(nodes(1), {"h9": "no answer"}).failed == {}
+    stopped = {"h9": "stopped answering"}
+    assert evaluate(nodes(1), stopped).failed == stopped
 
 
 def test_the_better_of_two_exchanges_counts() -> None:
     former = {"a": Pair(1, 5.0, 1.0), "b": Pair(2, error="timed out"), "c": Pair(3, 1.0, 1.0)}
     latter = {"a": Pair(1, 2.0, 3.0), "b": Pair(2, 4.0, 4.0)}
-    assert verdict.better(former, latter) == {"a": Pair(1, 5.0, 3.0), "b": Pair(2, 4.0, 4.0)}
+    assert evaluation.best_pairs(former, latter) == {"a": Pair(1, 5.0, 3.0), "b": Pair(2, 4.0, 4.0)}
 
 
 def test_the_table_has_a_row_for_each_node() -> None:
     several = own(nodes(), 1, disk_fault="No space left on device")
     silent = {"h9": "no answer"}
-    rows = verdict.table(several, silent, judge(several, silent))
+    rows = evaluation.table(several, silent, evaluate(several, silent))
     assert [row[0] for row in rows] == ["node", "h0", "h1", "h2", "h3", "h9"]
     assert len({len(row) for row in rows}) == 1
     assert [row[-1] for row in rows[2:4]] == ["failed", ""]

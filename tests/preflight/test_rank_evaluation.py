@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from clusterddp.preflight.verdict import (
+from clusterddp.preflight.evaluation import (
     RankMeasurements,
-    Verdict,
-    better_of_rank,
-    judge_ranks,
+    Result,
+    best_of_rank,
+    evaluate_ranks,
     rank_table,
     schedule,
 )
@@ -71,89 +71,93 @@ def test_nodes_with_fewer_ranks_than_others_have_partners_all_the_same() -> None
 
 def test_good_nodes_pass() -> None:
     for nodes in (1, 2, 3, 4, 7, 64):
-        assert judge_ranks(ranks(nodes, each=2), nccl=False) == Verdict()
+        assert evaluate_ranks(ranks(nodes, each=2), nccl=False) == Result()
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_a_wrong_product_blames_its_node_with_rank_and_processor(nodes: int) -> None:
     several = changed(ranks(nodes, each=2, model="A100"), 1, fault="3 are wrong", device="cuda:1")
-    judged = judge_ranks(several, nccl=True)
-    assert judged.failed == {"h0": "rank 1 on cuda:1 (A100) multiplies wrongly: 3 are wrong"}
-    assert not judged.comparisons
+    judged = evaluate_ranks(several, nccl=True)
+    assert judged.failed == {
+        "h0": "rank 1 on cuda:1 (A100) computes wrong matrix products: 3 are wrong"
+    }
+    assert not judged.is_transient
 
 
 def test_products_that_most_nodes_have_wrong_blame_nobody() -> None:
     several = ranks(3)
     for rank in range(2):
         changed(several, rank, fault="3 are wrong")
-    judged = judge_ranks(several, nccl=False)
+    judged = evaluate_ranks(several, nccl=False)
     assert judged.failed == {}
-    assert judged.remarks[0].startswith("2 of 3 nodes: wrong products, so no one of them is blamed")
+    assert judged.remarks[0].startswith(
+        "2 of 3 nodes fail the same check (wrong products), so none is"
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_a_rank_that_multiplies_at_a_third_is_blamed(nodes: int) -> None:
-    judged = judge_ranks(changed(ranks(nodes, each=2), 1, speed=1.6e10), nccl=False)
-    expected = "rank 1 on cpu multiplies at 16.0 GFLOP/s, where 50.0 GFLOP/s is usual"
+    judged = evaluate_ranks(changed(ranks(nodes, each=2), 1, speed=1.6e10), nccl=False)
+    expected = "rank 1 on cpu multiplies matrices at 16.0 GFLOP/s; usual: 50.0 GFLOP/s"
     assert judged.failed == {"h0": expected}
-    assert judged.comparisons
-    assert judge_ranks(changed(ranks(nodes, each=2), 1, speed=1.8e10), nccl=False) == Verdict()
+    assert judged.is_transient
+    assert evaluate_ranks(changed(ranks(nodes, each=2), 1, speed=1.8e10), nccl=False) == Result()
 
 
 def test_gpus_of_other_names_are_not_compared() -> None:
     several = ranks(4, model="H100")
-    assert judge_ranks(changed(several, 2, model="T4", speed=1e9), nccl=False) == Verdict()
+    assert evaluate_ranks(changed(several, 2, model="T4", speed=1e9), nccl=False) == Result()
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 5, 8, 64])
 def test_a_node_all_of_whose_all_reduces_are_slow_is_told_from_its_partners(nodes: int) -> None:
-    judged = judge_ranks(slow_links(ranks(nodes), 2), nccl=False)
+    judged = evaluate_ranks(slow_links(ranks(nodes), 2), nccl=False)
     [(host, reason)] = judged.failed.items()
     assert host == "h2"
-    assert reason.endswith("other nodes reach 1.0 MB/s at most, where 1,000.0 MB/s is usual")
-    assert judged.comparisons
+    assert reason.endswith("other nodes reach at most 1.0 MB/s; usual: 1,000.0 MB/s")
+    assert judged.is_transient
 
 
 def test_one_slow_adapter_of_several_is_found_by_its_local_rank() -> None:
-    judged = judge_ranks(slow_links(ranks(4, each=4), 6), nccl=False)
+    judged = evaluate_ranks(slow_links(ranks(4, each=4), 6), nccl=False)
     [(host, reason)] = judged.failed.items()
     assert host == "h1"
-    assert "(local rank 2) reach 1.0 MB/s" in reason
+    assert "(local rank 2) reach at most 1.0 MB/s" in reason
 
 
 def test_a_slow_pair_of_two_nodes_or_alone_blames_neither_and_is_said_once() -> None:
-    judged = judge_ranks(slow_links(ranks(2), 1), nccl=False)
-    assert judged == Verdict()  # there is nothing usual
+    judged = evaluate_ranks(slow_links(ranks(2), 1), nccl=False)
+    assert judged == Result()  # there is nothing usual
     several = ranks(4)
     one, other = several[0], several[next(iter(several[0].pairs))]
     changed(several, one.rank, pairs={**one.pairs, other.rank: 1e6})
     changed(several, other.rank, pairs={**other.pairs, one.rank: 1e6})
-    judged = judge_ranks(several, nccl=False)
+    judged = evaluate_ranks(several, nccl=False)
     assert judged.failed == {}
-    assert judged.remarks == (f"{one.host} and {other.host} alone all-reduce at 1.0 MB/s",)
+    assert judged.remarks == (f"{one.host} and {other.host} all-reduce at only 1.0 MB/s",)
 
 
 def test_what_is_quick_enough_between_gpus_or_hosts_is_never_slow() -> None:
     several = ranks(4)
     far = [{o: 6e9 if 2 in (o, r.rank) else 4e11 for o in r.pairs} for r in several]
     several = [replace(each, pairs=pairs) for each, pairs in zip(several, far, strict=True)]
-    assert judge_ranks(several, nccl=True) == Verdict()
+    assert evaluate_ranks(several, nccl=True) == Result()
     slow = [{o: 3e8 if 2 in (o, r.rank) else 4e10 for o in r.pairs} for r in several]
     several = [replace(each, pairs=pairs) for each, pairs in zip(several, slow, strict=True)]
-    assert judge_ranks(several, nccl=False) == Verdict()
-    assert list(judge_ranks(several, nccl=True).failed) == ["h2"]
+    assert evaluate_ranks(several, nccl=False) == Result()
+    assert list(evaluate_ranks(several, nccl=True).failed) == ["h2"]
 
 
 def test_the_better_of_two_measurements_counts_but_a_wrong_product_stays() -> None:
     former = RankMeasurements(0, 0, "h0", fault="wrong", speed=3.0, pairs={1: 5.0, 2: 1.0})
     latter = RankMeasurements(0, 0, "h0", speed=4.0, pairs={1: 2.0, 2: 3.0})
     best = RankMeasurements(0, 0, "h0", fault="wrong", speed=4.0, pairs={1: 5.0, 2: 3.0})
-    assert better_of_rank(former, latter) == best
+    assert best_of_rank(former, latter) == best
 
 
 def test_the_table_has_a_row_for_each_node_with_its_slowest_rank() -> None:
     several = changed(ranks(3, each=2), 3, fault="1 is wrong", speed=2e10)
-    judged = judge_ranks(several, nccl=False)
+    judged = evaluate_ranks(several, nccl=False)
     rows = rank_table(several, judged.failed)
     assert rows[0] == ("node", "ranks", "on", "product", "speed", "pairs", "")
     assert rows[2] == (
