@@ -89,7 +89,7 @@ class Awaited:
         else:
             [status] = known
             state, detail = status.state, status.detail
-            # Of a cancelled run it may be about the run's own wait: irrelevant here.
+            # For a cancelled run the reason may be the run's own wait: irrelevant here.
             if state in (RunState.RUNNING, RunState.CANCELLED):
                 detail = ""
         jobs = tuple(dict.fromkeys(filter(None, waits)))
@@ -97,7 +97,7 @@ class Awaited:
 
     @property
     def text(self) -> str:
-        """Value of --after, as it is typed: `a` or `a:any`."""
+        """Value of --after: `a` or `a:any`."""
         return self.run.name if self.condition == OK else f"{self.run.name}:{self.condition}"
 
     @property

@@ -85,7 +85,7 @@ _OF_REASONS = (
 
 
 def of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
-    """Return the code of the rank that failed first: of its error, or by the text of its reason.
+    """Return the code of the first failure: the error's own code, or one that fits its reason.
 
     outcomes: the ranks' records, if any. hardware: the hardware fault that was found, if any.
     """

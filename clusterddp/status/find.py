@@ -77,7 +77,7 @@ def _is_run(text: str) -> bool:
 
 
 def job_ids(run: RunDir) -> set[str]:
-    """Return the ids of a run's jobs: of its submissions, or of manually started ranks.
+    """Return the job ids of a run's submissions, or of its manually started ranks.
 
     For an array task: its own id (12), its name (11_1) and the array's id (11).
     """

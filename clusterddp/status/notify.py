@@ -90,9 +90,8 @@ def send(run: RunDir, spec: JobSpec, status: RunStatus | SweepStatus, by: str) -
         raise
     with contextlib.suppress(OSError):
         files.write_record(mark, replace(notice, exit_code=code, problem=problem))
-    how = problem or f"exit code {code}"
-    ran = f"ran {spec.notify[0]} for {run.name} ({status.state})"
-    log.info(f"--notify: {ran}: {how}; output in {run.notify_log}")
+    how = problem or f"{spec.notify[0]} exited with {code}"
+    log.info(f"--notify for {run.name} ({status.state}): {how}; output in {run.notify_log}")
     return True
 
 

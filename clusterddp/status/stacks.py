@@ -79,7 +79,8 @@ def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[Ra
     for rank in ranks:
         if size and rank >= size:
             raise RequestError(
-                f"--rank {rank}: {run.name} has {size} ranks; name one of 0 to {size - 1}. [CD0102]"
+                f"--rank {rank}: {run.name} has {count(size, 'rank')}; name one of 0 to "
+                f"{size - 1}. [CD0102]"
             )
     return gather(run, ranks, workers=bool(ranks), world_size=size)
 
@@ -138,7 +139,7 @@ def here(run: RunDir, ranks: Sequence[int] = (), *, workers: bool = False) -> li
 
 
 def as_lines(rank_stacks: Sequence[RankStacks], host: str) -> Iterator[str]:
-    """Encode an answer as lines that srun can interleave with those of other hosts."""
+    """Encode an answer as lines, which srun may interleave with the lines of other hosts."""
     content = json.dumps([asdict(each) for each in rank_stacks]).encode()
     text = base64.b64encode(zlib.compress(content)).decode()
     for start in range(0, len(text), _CHUNK):
@@ -373,7 +374,7 @@ def _threads(entry: _Entry) -> Iterator[str]:
 
 
 def _shortened(words: str) -> str:
-    """Return a command line, which may contain a whole program, as one short line."""
+    """Return a command line (possibly with a whole program) as one short line."""
     text = line(words)
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}…"
 

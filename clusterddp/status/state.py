@@ -33,7 +33,7 @@ from clusterddp.slurm.states import HELD, JobState, State
 
 
 class RunState(str, Enum):
-    """State of a run, as it is printed and recorded."""
+    """State of a run; its value is printed and recorded."""
 
     CREATED = "created"
     """Its directory exists, but nothing was submitted."""
@@ -57,7 +57,7 @@ ENDED = frozenset({DONE, FAILED, CANCELLED, STOPPED})
 SETTLE_SECONDS = 60.0
 """Time for which Slurm may still show a requeued job's previous end."""
 
-# Reason for a restart: a cause of `history`, as it appears in a sentence.
+# Reason for a restart: a cause of `history`, worded for a sentence.
 _AFTER: dict[str, str] = {
     Cause.TIME_LIMIT: "the time limit",
     Cause.SIGNAL: "a signal",

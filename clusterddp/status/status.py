@@ -104,7 +104,7 @@ class RunStatus:
     step: int | None = None
     """Completed steps, over all attempts."""
     steps_planned: int | None = None
-    """Total number of steps; None if unknown, as for a COMMAND."""
+    """Total number of steps; None if unknown, for example for a COMMAND."""
     percent_done: float | None = None
     """Share of completed steps, from 0 to 100."""
     seconds_left: float | None = None
@@ -140,7 +140,7 @@ class RunStatus:
     cleaned: str = ""
     """Files that `clusterddp clean` removed since the last submission, with dates."""
     directory: str = ""
-    """Directory of the run, as a path below --runs-dir."""
+    """Directory of the run: a path below --runs-dir."""
     works_in: str = ""
     """Directory in which the tasks run the user's code and write relative output."""
     next_command: str = ""
@@ -342,7 +342,7 @@ def _ignores_stop(submission: Submission | None, job: JobState | None, now: floa
 
 
 def _resumes(history: History) -> bool:
-    """Return whether the next start resumes, as far as is known; for a COMMAND: with a Loop."""
+    """Return whether the next start is expected to resume; for a COMMAND: with a Loop."""
     attempt = _latest_attempt(history.run)
     return attempt is None or steps_gained(attempt, history.spec) is not None
 
@@ -461,7 +461,7 @@ def _failure(
 ) -> Failure | None:
     """Return the rank that failed first in a failed run.
 
-    None for a cancelled run: its ranks were told to end.
+    None for a cancelled run: its ranks were signalled to end.
     """
     if state != RunState.FAILED:
         return None

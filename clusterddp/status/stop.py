@@ -268,7 +268,8 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
         dies = "" if has_loop else " (without a handler for it, the command fails)"
         return f"sent SIGUSR1 to its command through job {job}{dies}; it will not restart"
     if command and not has_loop:
-        return "its command cannot be asked to save. It runs to its end and will not restart"
+        end = f"'clusterddp cancel {run.cli_name}'"
+        return f"its command cannot be asked to save. It runs to its end, or end it now: {end}"
     if attempt and at_work:
         return f"asked attempt {attempt.number} to save a checkpoint and exit"
     if run.script.exists():  # a batch script sees the record; `debug` has none

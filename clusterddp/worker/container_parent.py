@@ -207,7 +207,7 @@ def _check(start: ContainerStart) -> None:
 
 
 def _explain(start: ContainerStart, task: Sequence[str], status: int) -> TaskError | None:
-    """Return the error behind a wait status if the container is the cause, else None."""
+    """Return the error that caused a wait status if the container is at fault, else None."""
     code = os.waitstatus_to_exitcode(status)
     if code <= 0:
         return None

@@ -69,7 +69,7 @@ def supervise(
     attempt: the number of this task's attempt, if the launcher created it.
     own_log: redirect the output to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
-    explain: returns the error behind a wait status, if the child has execed and reports no error;
+    explain: returns the error for a wait status, if the child has execed and reports no error;
         by default from NCCL's watchdog, which ends a process without asking Python.
     record: receives the outcome instead of a TaskRecord of this task.
     began: called with the child's process id and its record when it runs; may start threads.
@@ -383,14 +383,14 @@ class Traces:
                 self._log_start = status.st_size
 
     def error(self, status: int) -> TaskError | None:
-        """Return the error behind the command's wait status; None if none is found."""
+        """Return the error that led to the command's wait status; None if none is found."""
         code = os.waitstatus_to_exitcode(status)
         if code in (0, EXIT_PAUSED):
             return None
         error = parse_error_file(self._error_file) if self._error_file else None
         if error or code != EXIT_FAILED:
             return error or self.abort(status, of_command=True)
-        # Exit code 1: of a Python program, ended by an exception.
+        # Exit code 1 of a Python program: ended by an exception.
         return parse_traceback(self._tail())
 
     def abort(self, status: int, *, of_command: bool = False) -> TaskError | None:

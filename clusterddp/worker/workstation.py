@@ -230,7 +230,7 @@ def call_on_ranks(
 ) -> list[T]:
     """Call a function in `procs` processes, with rank variables in os.environ; return the results.
 
-    All processes print where this one does. If one fails, the others are ended. Raises
+    All processes share this one's output. If one fails, the others are ended. Raises
     TrainingError with the traceback of the rank that failed first, and RequestError if the function
     cannot be sent to other processes with this start method.
     """

@@ -127,7 +127,7 @@ def test_every_other_ending_is_told_once(cluster: SlurmCluster, tmp_path: Path) 
     _, argv, folder_seen = told(folders["ok"])
     assert (argv, folder_seen) == (CARRIED, str(folders["ok"]))
     assert "told it" in runs["ok"].notify_log.read_text()
-    assert " for ok (done): exit code 0" in runs["ok"].job_log.read_text()
+    assert " exited with 0; output in " in runs["ok"].job_log.read_text()
     queued = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "notice_queued"]
     jobs = [e["job_id"] for e in read_events(runs["next"]) if e["event"] == "submitted"]
     assert len(jobs) == 2

@@ -137,7 +137,7 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
         mark = noted(run)
         assert mark["exit_code"] in (code if isinstance(code, tuple) else (code,)), (name, mark)
         assert str(mark["problem"]).startswith(problem), (name, mark)
-        assert any(f" for {name} (done): " in line for line in lines)
+        assert any(f"--notify for {name} (done): " in line for line in lines)
         printed = run.notify_log.read_text()
         assert len(printed) < (1 << 20) + 200
     assert "words" in RunDir(workplace.root / "fails").notify_log.read_text()
