@@ -34,7 +34,7 @@ from clusterddp.status.stacks import RankStacks
 from clusterddp.status.state import latest_submission
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.stop import Cancellation, Stop
-from clusterddp.submission import resubmit as resubmission
+from clusterddp.submission import resume as resuming
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.fields import (
     check_new,
@@ -44,7 +44,7 @@ from clusterddp.submission.fields import (
     template_folder,
 )
 from clusterddp.submission.inputs import make_sure
-from clusterddp.submission.resubmit import Resubmission, Terms
+from clusterddp.submission.resume import Resumption, Terms
 from clusterddp.worker import workstation
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class Run:
         return stacks.read(self._run, self.status(), [] if rank is None else [rank])
 
     def stop(self) -> Stop:
-        """Ask the run to save and leave, and keep it from starting again until `resubmit`.
+        """Ask the run to save and leave, and keep it from starting again until `resume`.
 
         A run that waits in the queue is cancelled; one that has ended is left as it is. Raises
         RequestError or SlurmError where it could not be asked.
@@ -174,7 +174,7 @@ class Run:
         """
         return stopping.cancel(self._run, self.status())
 
-    def resubmit(
+    def resume(
         self,
         spec: JobSpec | None = None,
         *,
@@ -185,8 +185,8 @@ class Run:
         force: bool = False,
         template_folder: str | Path | None = None,
         snapshot_limit_mb: float | None = None,
-    ) -> Resubmission:
-        """Submit the run once more, to resume from its newest checkpoint; see `Terms`.
+    ) -> Resumption:
+        """Resume the run from its newest checkpoint; see `Terms`.
 
         spec: the request in place of the recorded one; resources, training and restarts may differ.
         Raises RequestError where nothing was submitted, SlurmError where the job may be queued.
@@ -200,7 +200,7 @@ class Run:
             template_folder=Path(template_folder) if template_folder else None,
             snapshot_limit_mb=snapshot_limit_mb,
         )
-        return resubmission.resubmit(self._run, lambda before: spec or before, terms)
+        return resuming.resume(self._run, lambda before: spec or before, terms)
 
 
 def runs(runs_dir: str | Path = DEFAULT_ROOT) -> list[Run]:

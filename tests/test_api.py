@@ -100,7 +100,7 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(
         RequestError, match=r"one is queued .* as job 7: one run cannot train twice"
     ):
-        run.resubmit()
+        run.resume()
     stopped = run.stop()
     assert (stopped.asked, stopped.cancelled, stopped.job_id) == (False, True, "7")
     program(folder, "squeue", "echo '7|CANCELLED|None|'")
@@ -113,18 +113,18 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
 
     monkeypatch.chdir(folder)
     longer = dataclasses.replace(run.spec.resources, time="1:00:00")
-    again = run.resubmit(dataclasses.replace(run.spec, resources=longer))
+    again = run.resume(dataclasses.replace(run.spec, resources=longer))
     assert (again.job_id, again.source, again.beginning) == ("7", None, "starts from the beginning")
     assert "#SBATCH --time=1:00:00" in (folder / "sent").read_text()
     assert run.spec.resources == longer
     assert Path.cwd() == folder  # though it was submitted from its own
-    with pytest.raises(RequestError, match="one keeps its launcher: a resubmission cannot change"):
-        run.resubmit(dataclasses.replace(run.spec, launcher="local"))
+    with pytest.raises(RequestError, match="one keeps its launcher: 'resume' cannot change"):
+        run.resume(dataclasses.replace(run.spec, launcher="local"))
 
 
 def test_a_run_that_has_no_folder_is_refused(folder: Path) -> None:
     run = clusterddp.Run(folder / "nowhere")
-    for ask in (run.status, run.wait, run.logs, run.stop, run.cancel, run.resubmit):
+    for ask in (run.status, run.wait, run.logs, run.stop, run.cancel, run.resume):
         with pytest.raises(RequestError, match=f"there is no run at {run.run_dir}"):
             ask()
     assert not run.run_dir.exists()

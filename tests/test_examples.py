@@ -190,7 +190,7 @@ def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     typed(folder, f"{options} --run-name stopped -- {asked}", code=75)
     run = RunDir(folder / root / "stopped")
     assert "signal: the ranks saved a checkpoint and exited at step " in run.job_log.read_text()
-    typed(folder, f"clusterddp resubmit stopped --runs-dir {root}")
+    typed(folder, f"clusterddp resume stopped --runs-dir {root}")
     record = Attempt(run, 2).read_record()
     assert record and record.step and record.step > 20
     weights = [

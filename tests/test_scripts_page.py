@@ -211,7 +211,7 @@ def test_the_loop_resumes_what_was_interrupted_and_tells_the_end(
         exec(compile(loop, "docs/scripts.md", "exec"), {})
     assert left.value.code == 0
     asked = [call.split()[1] for call in workplace.calls if call.startswith("clusterddp")]
-    assert asked == ["submit", "status", "status", "resubmit", "status"]
+    assert asked == ["submit", "status", "status", "resume", "status"]
 
 
 def section_of(name: str) -> str:

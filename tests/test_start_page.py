@@ -45,7 +45,7 @@ def test_the_page_has_its_three_parts() -> None:
 def test_no_block_both_sends_a_run_and_ends_it() -> None:
     """Each can be pasted whole."""
     blocks = re.findall(r"(?:^    clusterddp .*\n)+", START, re.M)
-    ending = [block for block in blocks if re.search(r" (stop|cancel|resubmit) ", block)]
+    ending = [block for block in blocks if re.search(r" (stop|cancel|resume) ", block)]
     assert len(ending) == 2
     assert all(block.count("\n") == 1 for block in ending)
 

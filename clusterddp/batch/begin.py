@@ -193,13 +193,13 @@ def _refuse_if_withdrawn(job: JobStart, history: History) -> None:
 
 
 def _note_new_job(job: JobStart, history: History) -> History:
-    """Record that the user resubmitted an array task with sbatch, which records nothing."""
+    """Record that the user resumed an array task with sbatch, which records nothing."""
     if any(event.job_id == job.name for event in history.every(events.Submitted)):
         return history  # recorded at submission
     starts = [event.job_id for event in history.every(events.Started)]
     if not starts or job.id in starts:
         return history
-    job.record(events.Resubmitted())
+    job.record(events.ResumeAsked())
     return history.again()
 
 

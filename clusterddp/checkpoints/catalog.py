@@ -117,7 +117,7 @@ def source(run: RunDir) -> Path | None:
     checkpoint = newest(run)
     if checkpoint:
         return checkpoint
-    anew = f"To begin at step 0 again: clusterddp resubmit {run.cli_name} --from-scratch"
+    anew = f"To begin at step 0 again: clusterddp resume {run.cli_name} --from-scratch"
     if any(not each.superseded for each in all_of(run, None)):
         raise CheckpointError(
             f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
@@ -237,7 +237,7 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
         if before and attempt.number >= before.number:
             continue
         if attempt.number <= given_up:
-            last_step, why = -1, "given up: 'resubmit --from-scratch' begins at step 0 again"
+            last_step, why = -1, "given up: 'resume --from-scratch' begins at step 0 again"
         yield _Folder(attempt, last_step, why)
         record = attempt.read_record()
         if record and record.step is not None and record.step < last_step:
@@ -246,9 +246,9 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
 
 
 def given_up_attempt(run: RunDir) -> int:
-    """Return the last attempt whose checkpoints `resubmit --from-scratch` gave up; 0 for none."""
-    resubmits = [e for e in events.read(run.events) if isinstance(e, events.Resubmitted)]
-    return (resubmits[-1].from_scratch or 0) if resubmits else 0
+    """Return the last attempt whose checkpoints `resume --from-scratch` gave up; 0 for none."""
+    asked = [e for e in events.read(run.events) if isinstance(e, events.ResumeAsked)]
+    return (asked[-1].from_scratch or 0) if asked else 0
 
 
 def _first_valid(candidates: Callable[[], Iterator[Path]]) -> Path | None:

@@ -51,7 +51,7 @@ COMMANDS = {
     "report": "Show what runs achieved, also as a page of HTML.",
     "stop": "Ask a run to save and leave.",
     "cancel": "Cancel a run.",
-    "resubmit": "Submit a run once more: it resumes from its last checkpoint.",
+    "resume": "Resume a run from its last checkpoint.",
     "clean": "Remove what can be spared of old runs.",
     "rm": "Remove whole runs.",
     "nodes": "List the nodes that runs leave out as bad, or clear them.",

@@ -354,7 +354,7 @@ def _preemption(
         of_partitions[name] = {"PreemptMode": mode, "GraceTime": grace}
         seen.append(f"{name}: PreemptMode={mode}, GraceTime={grace} s")
         if "REQUEUE" not in mode:
-            advices.append(f"a preempted job of {name} is not requeued: 'clusterddp resubmit' it")
+            advices.append(f"a preempted job of {name} is not requeued: 'clusterddp resume' it")
         elif not grace:
             left = config.get("KillWait", "KillWait")
             advices.append(f"only {left} are left to save there: choose --save-every by that")

@@ -42,7 +42,7 @@ _KEPT = {
     "init-from": "every point begins at the same checkpoint; submit one sweep for each",
     "data-dir": "every point reads the same folder; submit one sweep for each",
     "find-batch-size": "it trains nothing; run it once, without a sweep",
-    "allow-config-change": "it belongs to the resubmission of a run",
+    "allow-config-change": "it is for resuming a run",
 }
 """Options of the training that a sweep cannot vary, and why."""
 
@@ -63,7 +63,7 @@ class _Program(Record):
     refused: Mapping[str, str] = {}
     """Fields of a request for which it has no use, and why."""
     changeable: tuple[str, ...] = ()
-    """Fields of a request that a resubmission may change for this program alone."""
+    """Fields of a request that `resume` may change for this program alone."""
     rank = "task"
     """Word for a task that has a GPU."""
     again = "start its command again"

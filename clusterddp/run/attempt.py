@@ -1,6 +1,6 @@
 """Attempts of a run: one numbered directory each, with its records and checkpoints.
 
-A requeued job, the next job of a run and a resubmission each begin an attempt. Only the attempt
+A requeued job, the next job of a run and a resumed run each begin an attempt. Only the attempt
 writes in its directory, so the orphan of a lost node cannot touch what its successor reads, and its
 late checkpoints are ignored. mkdir creates the directory, which is atomic on network file systems
 too; no lock outlives a node. A COMMAND's loop finds its attempt by an environment variable.

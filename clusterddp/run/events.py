@@ -100,10 +100,10 @@ class Submitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resubmitted(Event):
-    """User's request to resubmit the run; precedes the job's `Submitted`."""
+class ResumeAsked(Event):
+    """User's request to resume the run; precedes the job's `Submitted`."""
 
-    kind: ClassVar[str] = "resubmit"
+    kind: ClassVar[str] = "resume_asked"
     changes: tuple[str, ...] = ()
     """Settings and code files that differ from the previous submission."""
     from_scratch: int | None = None

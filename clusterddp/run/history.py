@@ -222,10 +222,10 @@ def withdrawal_cause(history: Sequence[Event], job_id: str) -> str:
 def _is_by_user(event: Event) -> bool:
     """Return whether the user submitted the run, which resets the count of attempts.
 
-    `Resubmitted` precedes `Submitted`; the start of the job can come between them.
+    `ResumeAsked` precedes `Submitted`; the start of the job can come between them.
     """
     submitted = isinstance(event, events.Submitted) and not event.in_place_of
-    return submitted or isinstance(event, events.Resubmitted)
+    return submitted or isinstance(event, events.ResumeAsked)
 
 
 OWN_CLOCK = "the run's own clock, before the time limit"

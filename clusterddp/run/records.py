@@ -331,7 +331,7 @@ class Silence:
 
 @dataclass(frozen=True)
 class ClaimHolder:
-    """resubmit-NNNN.claim: the process that resubmits, cleans or removes a run, while it does."""
+    """resume-NNNN.claim: the process that resumes, cleans or removes a run, while it does."""
 
     host: str = ""
     """Host of the process."""

@@ -34,7 +34,7 @@ A run is one directory below the output root. What is in it:
     tracked.json         with --tracker
     evaluation.json      which classes were confused in the end, the images of the highest loss
     batch_sizes.json     with --find-batch-size
-    resubmit-NNNN.claim  who resubmits the run, while it does
+    resume-NNNN.claim  who resumes the run, while it does
 
 A sweep has a directory of its own beside those of its points, which are runs, SWEEP-INDEX. In it:
 
@@ -174,7 +174,7 @@ class RunDir:
         if self.array_index:
             script = shlex.quote(str(self.script.absolute()))
             return f"sbatch --array={self.array_index} {script}"
-        return f"clusterddp resubmit {self.cli_name}"
+        return f"clusterddp resume {self.cli_name}"
 
     @classmethod
     @contextmanager

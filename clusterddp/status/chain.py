@@ -42,7 +42,7 @@ class Readiness(Enum):
     WAITS = "waits"
     """The run is queued or running."""
     HELD = "held"
-    """The run needs a manual resubmission."""
+    """The run needs a manual resumption."""
     NEVER = "never"
     """The run has reached another end."""
     UNKNOWN = "unknown"
@@ -193,7 +193,7 @@ def check(
             )
         if each.readiness is Readiness.HELD:
             raise RequestError(
-                f"{asked} needs a manual resubmission. Submit it first: '{again}'. [CD1105]"
+                f"{asked} needs a manual resumption. Submit it first: '{again}'. [CD1105]"
             )
         if each.readiness is Readiness.UNKNOWN:
             raise RequestError(
@@ -276,7 +276,7 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
             log.warning(
                 f"cannot record in {each.run.name} that {run.name} waits for it "
                 f"({error.strerror}). {run.name} still checks it at its start. If Slurm holds "
-                f"{run.name} after you resubmit {each.run.name}: scontrol release {held} [CD0504]"
+                f"{run.name} after you resume {each.run.name}: scontrol release {held} [CD0504]"
             )
 
 
@@ -412,7 +412,7 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
         submission = latest_submission(history)
         own = run.read_spec() if isinstance(waiting, SweepDir) else spec
         if submission is None or own is None or own.after != spec.after:
-            continue  # a point that was resubmitted with another --after
+            continue  # a point that was resumed with another --after
         if submission.end and submission.end.cause == Cause.NOT_DUE:
             has_ended = True
         if submission.end or submission.is_local or causes_by_attempt(history):

@@ -214,8 +214,8 @@ def marker(run: RunDir) -> Path:
     """Return the marker file of the latest manual submission."""
     history = History.read(run)
     sent = sum(not event.in_place_of for event in history.every(events.Submitted))
-    again = len(history.every(events.Resubmitted))
-    # `resubmit` precedes a submission event, except for an array task, which has no such event.
+    again = len(history.every(events.ResumeAsked))
+    # `resume` precedes a submission event, except for an array task, which has no such event.
     return run.path / f"notified-{max(sent, again + 1):04d}.json"
 
 

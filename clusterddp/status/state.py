@@ -43,7 +43,7 @@ class RunState(str, Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     STOPPED = "stopped"
-    """Resumable from its last checkpoint with a manual resubmission."""
+    """Resumable from its last checkpoint with a manual resumption."""
     UNKNOWN = "unknown"
     """No end is recorded, and Slurm does not answer or no longer knows the job."""
 

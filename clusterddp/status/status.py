@@ -355,7 +355,7 @@ def was_cancelled_before_turn(history: History) -> bool:
     """Return whether a rehearsal's point was cancelled since its latest submission."""
     cancelled = False
     for event in history.events:
-        if isinstance(event, events.CancelAsked | events.Resubmitted):
+        if isinstance(event, events.CancelAsked | events.ResumeAsked):
             cancelled = isinstance(event, events.CancelAsked)
     return cancelled
 
@@ -613,7 +613,7 @@ def _next_command(
         if run.sweep:  # the sweep's script would start all points
             return run.resume_command
         return f"sbatch {shlex.quote(str(run.script))}"
-    if submission is None:  # its ranks printed to a terminal, and it cannot be resubmitted
+    if submission is None:  # its ranks printed to a terminal, and it cannot be resumed
         return f"clusterddp report {run.cli_name}" if state == RunState.DONE else ""
     if is_stuck:
         return f"clusterddp stacks {run.cli_name}"

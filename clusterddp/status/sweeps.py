@@ -94,7 +94,7 @@ class SweepStatus:
         if ACTIVE & {*self.states}:
             return f"clusterddp jobs {shown}"
         if {RunState.FAILED, RunState.STOPPED, RunState.CANCELLED} & {*self.states}:
-            return f"clusterddp resubmit {shown}"
+            return f"clusterddp resume {shown}"
         return f"clusterddp report {shown}"
 
     @property

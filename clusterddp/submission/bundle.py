@@ -63,7 +63,7 @@ def check():
 
         sys.exit(
             "clusterddp: %s was altered or damaged: its digest is %s. Give the run another one: "
-            "clusterddp resubmit %s --clusterddp new" % (path, digest, shlex.quote(folder))
+            "clusterddp resume %s --clusterddp new" % (path, digest, shlex.quote(folder))
         )
     sys.path[:1] = [path, path + "/CLICK"]
     import importlib.util
@@ -194,7 +194,7 @@ def find(run: RunDir) -> Bundle | None:
     carried = _carried(run)
     if carried is None:
         return None
-    remedy = f"Give the run another one: clusterddp resubmit {run.cli_name} --clusterddp new"
+    remedy = f"Give the run another one: clusterddp resume {run.cli_name} --clusterddp new"
     try:
         content = carried.path.read_bytes()
     except OSError as error:

@@ -22,7 +22,7 @@ from clusterddp.run.run_dir import RunDir
 
 EXPIRES_SECONDS = 900.0
 """A process on another machine, which cannot be looked at, has given up its claim after so long."""
-_NAME = re.compile(r"resubmit-(\d{1,9})\.claim", re.ASCII)
+_NAME = re.compile(r"resume-(\d{1,9})\.claim", re.ASCII)
 
 
 @contextlib.contextmanager
@@ -55,13 +55,13 @@ class Claim:
 
     @property
     def path(self) -> Path:
-        return self.run.path / f"resubmit-{self.number:04d}.claim"
+        return self.run.path / f"resume-{self.number:04d}.claim"
 
     def use(self) -> None:
         """Raise RequestError where another process has taken the claim over meanwhile."""
         latest = _latest(self.run)
         if latest != self:
-            who = latest.refusal if latest else f"{self.run.name} was resubmitted by another one."
+            who = latest.refusal if latest else f"{self.run.name} was resumed by another process."
             raise RequestError(
                 f"{who} This process took longer than {EXPIRES_SECONDS:.0f} s, and has submitted "
                 "nothing. [CD0508]"
@@ -75,7 +75,7 @@ class Claim:
         local = time.localtime(holder.time)
         when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
         return (
-            f"{self.run.name} is being resubmitted by {who}{when}: one run cannot be submitted "
+            f"{self.run.name} is being resumed by {who}{when}: one run cannot be submitted "
             f"twice at once. See 'clusterddp status {self.run.cli_name}' in a moment. Where that "
             f"process is gone, remove {self.path}."
         )
@@ -102,7 +102,7 @@ def _take(run: RunDir) -> Claim:
             continue
         if latest:
             log.warning(
-                f"a process that resubmitted {run.name} ended in the midst of it. A job "
+                f"a process that resumed {run.name} ended in the midst of it. A job "
                 f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "
                 f"comment {submission_comment(run.name)} [CD0404]"
             )

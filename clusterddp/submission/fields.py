@@ -57,7 +57,7 @@ CHANGEABLE = (
     ),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
-"""Fields of a JobSpec that a resubmission may change, beside those that its program names."""
+"""Fields of a JobSpec that `resume` may change, beside those that its program names."""
 _NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
 
 

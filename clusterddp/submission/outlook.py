@@ -96,7 +96,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             raise OptionError(
                 "--sweep",
                 f": {count} points{more}; {name} is {most} here. Submit fewer points now, and the "
-                f"others later: clusterddp resubmit {spec.run_name} --sweep … [CD0412]",
+                f"others later: clusterddp resume {spec.run_name} --sweep … [CD0412]",
             )
 
 

@@ -88,7 +88,7 @@ def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> 
     run = workplace.run("one", submitted("7"))
     assert starts(workplace, run, cap=0).code == 0
     assert starts(workplace, run, cap=0).code == 1
-    add_event(run, "resubmit")  # its job can start before the line with the job's id is there
+    add_event(run, "resume_asked")  # its job can start before the line with the job's id is there
     assert starts(workplace, run, job_id="8", cap=0).out == "2"
     add_event(run, "submitted", job_id="8", launcher="sbatch")
     assert starts(workplace, run, job_id="8", cap=0).code == 1
@@ -122,7 +122,7 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
     assert read_events(run)[-1]["event"] == "not_started"
     status = json.loads(workplace.invoke("status", "one", "--json").out)
     assert (status["state"], status["attempt"], status["exit_code"]) == ("done", 1, 0)
-    add_event(run, "resubmit")
+    add_event(run, "resume_asked")
     assert starts(workplace, run, job_id="8").out == "2"
 
 
@@ -142,7 +142,7 @@ def test_what_a_person_took_back_while_it_waited_does_not_start(
     ended = read_events(run)[-1]
     assert ended["exit_code"] == 75
     assert ended["cause"] == ("stopped" if event == "stop_asked" else "cancelled")
-    add_event(run, "resubmit")
+    add_event(run, "resume_asked")
     assert starts(workplace, run, job_id="8").out == "2"
 
 

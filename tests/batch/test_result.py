@@ -723,7 +723,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
     leave(run, **PAUSED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
-    assert "resume with: clusterddp resubmit mnist" in got.out
+    assert "resume with: clusterddp resume mnist" in got.out
     event = last(run, "requeue_failed")
     assert (event["attempt"], event["why"]) == (1, "signal")
     assert "not from a node" in event["error"]
@@ -750,7 +750,7 @@ def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
     assert "a cluster would requeue the job now" in got.out
-    assert "clusterddp resubmit mnist" in got.out
+    assert "clusterddp resume mnist" in got.out
     assert (workplace.calls, kinds(run)[-1]) == ([], "ended")
 
 
@@ -777,7 +777,7 @@ def test_an_element_of_an_array_is_told_its_own_command(
     leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
     out = finish_attempt(workplace, element, 75, requeue=True).out
     assert f"resume with: {command}\n" in out
-    assert "clusterddp resubmit" not in out
+    assert "clusterddp resume" not in out
 
 
 @pytest.mark.parametrize("how", ["the event", "the mark"])
@@ -802,7 +802,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
 
 def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir) -> None:
     add_event(run, "stop_asked", job_id="17", attempt=1)
-    add_event(run, "resubmit")
+    add_event(run, "resume_asked")
     begun(run, 2)
     leave(run, 2, **PAUSED)
     assert finish_attempt(workplace, run, 75, requeue=True, number=2).code == 0

@@ -152,7 +152,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
     with pytest.raises(CheckpointError) as caught:
         source(run)
     assert "the checkpoints of run are gone: it had saved step 120" in str(caught.value)
-    assert f"clusterddp resubmit {run.cli_name} --from-scratch" in str(caught.value)
+    assert f"clusterddp resume {run.cli_name} --from-scratch" in str(caught.value)
     shutil.rmtree(made.checkpoints)
     with pytest.raises(CheckpointError, match="are gone"):
         source(run)
@@ -184,15 +184,15 @@ def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
     assert len(logged) == 1
 
 
-def test_what_a_person_gives_up_does_not_count_until_the_next_resubmit(run: RunDir) -> None:
+def test_what_a_person_gives_up_does_not_count_until_the_next_resume(run: RunDir) -> None:
     first = attempt(run, 1, 120)
-    add_event(run, "resubmit", from_scratch=1)
+    add_event(run, "resume_asked", from_scratch=1)
     assert source(run) is None
     [entry] = listing(run)
     assert entry.problem.startswith("given up") and not entry.is_next
-    add_event(run, "resubmit")  # the one before was refused by sbatch, say
+    add_event(run, "resume_asked")  # the one before was refused by sbatch, say
     assert source(run) == first.checkpoints / name_of(120)
-    add_event(run, "resubmit", from_scratch=1)
+    add_event(run, "resume_asked", from_scratch=1)
     second = attempt(run, 2, 40)
     assert source(run) == second.checkpoints / name_of(40)
 

@@ -53,7 +53,7 @@ def test_every_command_has_a_line(listed: dict[str, str]) -> None:
         ("report nothing", 2),
         ("stop nothing", 2),
         ("cancel nothing", 2),
-        ("resubmit nothing", 2),
+        ("resume nothing", 2),
         ("clean", 0),
         ("clean nothing", 2),
         ("rm nothing", 2),

@@ -110,7 +110,7 @@ def test_every_text_survives_a_file(value: str) -> None:
     assert asked("--from", "a") == before
 
 
-def test_flags_come_over_a_request_and_lists_as_resubmit_takes_them() -> None:
+def test_flags_come_over_a_request_and_lists_as_resume_takes_them() -> None:
     Path("it.toml").write_text(
         'nodes = 2\ntime = 90\nlr = 0.5\nenv = ["A=1", "B=2"]\nmodule = ["cuda"]\nseed = 3\n'
         'requeue = false\nsbatch = ["nice=1", "hint=x"]\n'

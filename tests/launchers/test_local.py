@@ -362,7 +362,7 @@ def test_the_signal_ahead_of_the_limit_reaches_a_command(
     run = RunDir(tmp_path / "jobs/a")
     assert [run.rank_log(rank).read_text() for rank in (0, 1)] == ["up\ngot SIGUSR1\n"] * 2
     assert "a cluster would requeue the job now" in run.job_log.read_text()
-    assert "Resume with: clusterddp resubmit a" in run.job_log.read_text()
+    assert "Resume with: clusterddp resume a" in run.job_log.read_text()
     assert read_events(run)[-1]["cause"] == "signal"
 
 
@@ -414,7 +414,7 @@ def test_a_training_stopped_by_its_limit_goes_on_to_the_same_weights(
     assert 5 <= left["step"] < 40
     assert list(first.checkpoints.glob(f"step-{left['step']:08d}.pt"))
     again = subprocess.run(
-        [*CLUSTERDDP, "resubmit", "a", "--time", "10:00"],
+        [*CLUSTERDDP, "resume", "a", "--time", "10:00"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
@@ -650,7 +650,7 @@ def test_a_point_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path)
     assert submitted.returncode == 1, submitted.stderr
     (tmp_path / "mended").touch()
     again = subprocess.run(
-        [*CLUSTERDDP, "resubmit", "a-1", "--time", "5"],
+        [*CLUSTERDDP, "resume", "a-1", "--time", "5"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
@@ -688,7 +688,7 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     assert "a-2 has already ended: cancelled" in late.stdout
     told = json.loads((tmp_path / "told").read_text())
     assert (told["state"], told["counts"]) == ("cancelled", {"cancelled": 4})
-    again = typed("resubmit", "a")
+    again = typed("resume", "a")
     assert again.returncode == 0, again.stderr
     assert [log.read_text().splitlines()[-1] for log in logs] == [f"at {n}" for n in range(4)]
 

@@ -80,7 +80,7 @@ def kinds(run: RunDir) -> list[str]:
     return [event["event"] for event in read_events(run)]
 
 
-def test_a_run_waits_for_another_one_over_requeue_stop_and_resubmission(
+def test_a_run_waits_for_another_one_over_requeue_stop_and_resume(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     awaited = submit_awaited(cluster, tmp_path, "--requeue")
@@ -105,10 +105,10 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resubmission(
     assert status["state"] == "queued", status
     assert status["detail"].startswith("waits for a (stopped: "), status
 
-    refused = typed(cluster, tmp_path, "resubmit", "a", "--after", "b")
+    refused = typed(cluster, tmp_path, "resume", "a", "--after", "b")
     assert refused.returncode == 2
     assert "b waits for a, so a would wait for itself" in refused.stderr
-    again = typed(cluster, tmp_path, "resubmit", "a")
+    again = typed(cluster, tmp_path, "resume", "a")
     assert again.returncode == 0, again.stderr
     assert "b (job " in again.stderr
     wait_for(lambda: len(starts.read_text().split()) == 3, "the third start of a")
@@ -142,13 +142,13 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
     status = told(cluster, tmp_path, "b")
     assert (status["state"], status["exit_code"]) == ("cancelled", 1)
     assert status["detail"].startswith("not started, because it waits for a: a (failed"), status
-    assert status["next_command"] == "clusterddp resubmit b"
+    assert status["next_command"] == "clusterddp resume b"
     assert not (tmp_path / "b.seen").exists()
     assert list(waiting.attempts.glob("*")) == []
     ended = told(cluster, tmp_path, "e")["detail"]
     assert ended == "not started, because it waits for b: b (cancelled)"
 
-    refused = typed(cluster, tmp_path, "resubmit", "b")
+    refused = typed(cluster, tmp_path, "resume", "b")
     assert refused.returncode == 2
     assert "--after a: a (failed" in refused.stderr
     for after, words in (
@@ -162,13 +162,13 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
         assert not (tmp_path / "jobs/f").exists()
     submit_waiting(cluster, tmp_path, "a:any", "f")
     wait_for((tmp_path / "f.seen").exists, "f, for which a has ended already")
-    again = typed(cluster, tmp_path, "resubmit", "a")
+    again = typed(cluster, tmp_path, "resume", "a")
     assert "b waited for a and was not started" in again.stderr, again.stderr
-    again = typed(cluster, tmp_path, "resubmit", "b")
+    again = typed(cluster, tmp_path, "resume", "b")
     assert again.returncode == 0, again.stderr
     status = told(cluster, tmp_path, "b")
     assert status["waits_for"] == ["a"], status
-    dropped = typed(cluster, tmp_path, "resubmit", "e", "--after", "", "--after", "a:any")
+    dropped = typed(cluster, tmp_path, "resume", "e", "--after", "", "--after", "a:any")
     assert dropped.returncode == 0, dropped.stderr
     assert told(cluster, tmp_path, "e")["waits_for"] == ["a:any"]
     go(tmp_path, 0)

@@ -45,7 +45,7 @@ def test_a_run_goes_on_after_it_was_cleaned(
     [cleaned] = json.loads(named.stdout)
     assert len([item for item in cleaned["items"] if item["kind"] == "checkpoint"]) >= 3
     assert len(list(run.attempts.rglob("*.pt"))) == 1
-    done = typed(cluster, tmp_path, "resubmit", "one", "--wait")
+    done = typed(cluster, tmp_path, "resume", "one", "--wait")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumes from step" in done.stdout
     assert typed(cluster, tmp_path, "clean", "--yes").returncode == 0
@@ -57,7 +57,7 @@ def test_a_run_goes_on_after_it_was_cleaned(
     assert listed.stdout.splitlines()[-1].split()[-1] == "verified"
     assert "removed by 'clusterddp clean'" in listed.stderr
     assert "test accuracy" in typed(cluster, tmp_path, "report", "one").stdout
-    more = typed(cluster, tmp_path, "resubmit", "one", "--max-steps", "130", "--wait")
+    more = typed(cluster, tmp_path, "resume", "one", "--max-steps", "130", "--wait")
     assert more.returncode == 0, more.stdout + more.stderr
     assert told(cluster, tmp_path, "one")["step"] == 130
     assert [e["event"] for e in read_events(run)].count("cleaned") == 2

@@ -69,7 +69,7 @@ def wait_held(hold: Hold, run: Path) -> None:
     train_to(run, SAVED_AT)
 
 
-def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
+def test_a_stopped_run_stays_stopped_until_it_is_resumed(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:
     data = ["--data-dir", str(synthetic_dir)]
@@ -77,7 +77,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
     submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "life", env=hold.env)
     run = tmp_path / "jobs/life"
     wait_held(hold, run)
-    twice = typed(cluster, tmp_path, "resubmit", "life")
+    twice = typed(cluster, tmp_path, "resume", "life")
     assert twice.returncode == 2
     assert "life is running" in twice.stderr
 
@@ -85,15 +85,15 @@ def test_a_stopped_run_stays_stopped_until_it_is_resubmitted(
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert "asked attempt 1 to save a checkpoint and exit" in stopped.stdout
     status = told(cluster, tmp_path, "life")
-    assert (status["state"], status["next_command"]) == ("stopped", "clusterddp resubmit life")
+    assert (status["state"], status["next_command"]) == ("stopped", "clusterddp resume life")
     assert HELD_AT <= status["checkpoint_step"] < STEPS
     assert cluster.run(["squeue", "-h"]).stdout == ""
 
-    refused = typed(cluster, tmp_path, "resubmit", "life", "--lr", "0.5")
+    refused = typed(cluster, tmp_path, "resume", "life", "--lr", "0.5")
     assert refused.returncode == 2
     assert "--lr 0.001, now 0.5" in refused.stderr
 
-    again = typed(cluster, tmp_path, "resubmit", "life", "--time", "5", "--wait")
+    again = typed(cluster, tmp_path, "resume", "life", "--time", "5", "--wait")
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"resumes from step {status['checkpoint_step']}" in again.stdout
     assert "#SBATCH --time=5\n" in (run / "script.sbatch").read_text()
@@ -209,7 +209,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
     finally:
         cluster.run(["scontrol", "update", "PartitionName=main", "State=UP"], check=True)
     status = told(cluster, tmp_path, "waits")
-    assert (status["state"], status["next_command"]) == ("cancelled", "clusterddp resubmit waits")
+    assert (status["state"], status["next_command"]) == ("cancelled", "clusterddp resume waits")
     assert [e["event"] for e in read_events(run)].count("started") == 1
 
 
@@ -228,7 +228,7 @@ def test_a_command_gets_the_signal_and_is_not_started_again(
     assert cluster.run(["squeue", "-h"]).stdout == ""
 
 
-def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
+def test_mended_code_is_taken_and_of_three_resumes_one_is_queued(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     program = tmp_path / "own.py"
@@ -245,8 +245,8 @@ def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
     assert told(cluster, tmp_path, "mended")["first_failure"] == named
 
     program.write_text("print('mended')\n")
-    assert "changed own.py" in typed(cluster, tmp_path, "resubmit", "mended", "--dry-run").stderr
-    argv = [*CLUSTERDDP, "resubmit", "mended", "--code", "new", "--wait"]
+    assert "changed own.py" in typed(cluster, tmp_path, "resume", "mended", "--dry-run").stderr
+    argv = [*CLUSTERDDP, "resume", "mended", "--code", "new", "--wait"]
     several = [cluster.popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) for _ in range(3)]
     said = [process.communicate(timeout=200) for process in several]
     assert sorted(process.returncode for process in several) == [0, 2, 2], said
@@ -260,7 +260,7 @@ def test_mended_code_is_taken_and_of_three_resubmissions_one_is_queued(
     assert last == "mended"
 
 
-def test_a_run_of_submitit_is_resubmitted_through_submitit(
+def test_a_run_of_submitit_is_resumed_through_submitit(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     once = "[ -f jobs/own/again ] || { touch jobs/own/again; exit 3; }; echo went on"
@@ -268,7 +268,7 @@ def test_a_run_of_submitit_is_resubmitted_through_submitit(
                    "--no-snapshot", "--", "bash", "-c", once)  # fmt: skip
     assert first.returncode == 1, first.stdout + first.stderr
     assert told(cluster, tmp_path, "own")["state"] == "failed"
-    again = typed(cluster, tmp_path, "resubmit", "own", "--wait")
+    again = typed(cluster, tmp_path, "resume", "own", "--wait")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "went on" in (tmp_path / "jobs/own/logs/rank-0.log").read_text()
     status = told(cluster, tmp_path, "own")

@@ -56,7 +56,7 @@ def test_an_edit_while_the_job_waits_does_not_reach_it(
     (tmp_path / "nets.py").unlink()
     (tmp_path / "data/labels").write_text("0 1 1")
     again = cluster.run(
-        [*CLUSTERDDP, "resubmit", "own", "--epochs", "6", "--allow-config-change", "--json"],
+        [*CLUSTERDDP, "resume", "own", "--epochs", "6", "--allow-config-change", "--json"],
         cwd=tmp_path,
     )
     assert again.returncode == 0, again.stdout + again.stderr

@@ -138,7 +138,7 @@ def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told
     wait_for(lambda: status(cluster, tmp_path, "s-1")["state"] == "failed", "the failed point")
     assert status(cluster, tmp_path, "b")["detail"] == "waits for s"
     (tmp_path / "mended").touch()
-    again = typed(cluster, tmp_path, "resubmit", "s-1")
+    again = typed(cluster, tmp_path, "resume", "s-1")
     assert again.returncode == 0, again.stderr
     job = status(cluster, tmp_path, "b")["job_id"]
     assert f"b (job {job}) waits for it" in again.stderr
@@ -182,7 +182,7 @@ def test_a_sweep_that_has_started_too_early_is_held_and_let_go_as_a_whole(
     told = status(cluster, tmp_path, "t-2")
     assert told["state"] == "queued"
     assert told["detail"].startswith("waits for a (stopped"), told
-    again = typed(cluster, tmp_path, "resubmit", "a")
+    again = typed(cluster, tmp_path, "resume", "a")
     assert again.returncode == 0, again.stderr
     [array] = status(cluster, tmp_path, "t")["job_ids"]
     assert f"t (job {array}_[0-2]) waits for it" in again.stderr
@@ -224,15 +224,15 @@ def test_a_failed_point_is_submitted_again_and_others_are_added(
     submit(cluster, tmp_path, "--run-name", "c", "--sweep", "n=a,b", "--wait", *words)
     assert status(cluster, tmp_path, "c")["counts"] == {"done": 1, "failed": 1}
     (tmp_path / "mended").touch()
-    again = typed(cluster, tmp_path, "resubmit", "c", "--wait")
+    again = typed(cluster, tmp_path, "resume", "c", "--wait")
     assert again.returncode == 0, again.stderr
-    more = typed(cluster, tmp_path, "resubmit", "c", "--sweep", "n=b,c,d", "--wait")
+    more = typed(cluster, tmp_path, "resume", "c", "--sweep", "n=b,c,d", "--wait")
     assert more.returncode == 0, more.stderr
     assert status(cluster, tmp_path, "c")["counts"] == {"done": 4}
     logs = {i: (tmp_path / f"jobs/c-{i}/logs/rank-0.log").read_text() for i in range(4)}
     assert [text.count("at ") for text in logs.values()] == [1, 2, 1, 1]
     assert "at d" in logs[3]
-    none = typed(cluster, tmp_path, "resubmit", "c")
+    none = typed(cluster, tmp_path, "resume", "c")
     assert none.returncode == 2
     assert "every point of c is done, queued or running" in none.stderr
 

@@ -689,7 +689,7 @@ def test_a_start_with_too_few_nodes_is_given_back_twice_and_then_refused(
     said = [begin_needing(workplace, run, 3) for _ in range(3)]
     words = "Slurm assigned 2 nodes, and a step of the run needs 3"
     assert said[:2] == [f"{words}: job 17 is back in the queue, for 2"] * 2
-    assert said[2].startswith(f"{words}, for 3 starts in a row. Resume with: clusterddp resubmit")
+    assert said[2].startswith(f"{words}, for 3 starts in a row. Resume with: clusterddp resume")
     kinds = [event["event"] for event in read_events(run)]
     assert kinds[-6:] == ["not_started", "requeued"] * 2 + ["started", "ended"]
     assert workplace.calls.count("scontrol requeue 17") == 2

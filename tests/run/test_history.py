@@ -144,7 +144,7 @@ def noted(event: str, job_id: str = "7") -> Event:
     return {"event": event, "job_id": job_id}
 
 
-RESUBMIT = {"event": "resubmit"}
+RESUME_ASKED = {"event": "resume_asked"}
 CAUSES: list[tuple[list[Event], dict[int, str]]] = [
     ([], {}),
     ([submitted("7")], {}),
@@ -155,10 +155,10 @@ CAUSES: list[tuple[list[Event], dict[int, str]]] = [
     ([submitted("7"), started(1), ended(1, SIGNAL), submitted("8", in_place_of="7"),
       started(2, "8")], {1: SIGNAL, 2: ""}),
     ([submitted("7"), started(1), ended(1, STOPPED), submitted("8"), started(2, "8")], {2: ""}),
-    ([submitted("7"), started(1), ended(1, STOPPED), RESUBMIT], {}),
+    ([submitted("7"), started(1), ended(1, STOPPED), RESUME_ASKED], {}),
     # the job has started before the submitting side could write its line
     ([started(1), submitted("7")], {1: ""}),
-    ([submitted("7"), started(1), ended(1, STOPPED), RESUBMIT, started(2, "8"), submitted("8")],
+    ([submitted("7"), started(1), ended(1, STOPPED), RESUME_ASKED, started(2, "8"), submitted("8")],
      {2: ""}),
     # damage, and ends of attempts that are not counted
     ([{"event": 5}, {}, {"event": "ended", "attempt": [1]} | {"attempt": 9}, ended(3, DONE)], {}),
@@ -185,13 +185,13 @@ WITHDRAWN: list[tuple[list[Event], str, str]] = [
     ([submitted("7"), started(1), noted("stop_asked"), submitted("8", in_place_of="7")], "8",
      STOPPED),
     ([submitted("7"), started(1), noted("stop_asked"), submitted("8")], "8", ""),
-    ([submitted("7"), started(1), noted("stop_asked"), RESUBMIT], "8", ""),
+    ([submitted("7"), started(1), noted("stop_asked"), RESUME_ASKED], "8", ""),
     ([submitted("7"), started(1), noted("stop_asked")], "9", ""),  # by hand: a person's own doing
     ([submitted("7"), noted("cancelled")], "7", CANCELLED),
     ([submitted("7"), noted("cancelled"), noted("cancel_failed")], "7", ""),
     ([submitted("7"), noted("cancelled"), started(1)], "7", CANCELLED),
     ([submitted("7"), noted("cancelled"), noted("stop_asked")], "7", CANCELLED),
-    ([submitted("7"), noted("cancelled"), RESUBMIT, submitted("8")], "8", ""),
+    ([submitted("7"), noted("cancelled"), RESUME_ASKED, submitted("8")], "8", ""),
     ([submitted("7"), noted("cancelled"), submitted("8", in_place_of="7")], "8", ""),
 ]  # fmt: skip
 

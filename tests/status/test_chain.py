@@ -94,7 +94,7 @@ def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
     ("seen", "words"),
     [
         (awaited("a", "failed", detail="exit code 3"), "a (failed: exit code 3) has not ended"),
-        (awaited("a", "stopped"), "Submit it first: 'clusterddp resubmit a'"),
+        (awaited("a", "stopped"), "Submit it first: 'clusterddp resume a'"),
         (awaited("a", "unknown"), "its state is unknown"),
         (awaited("a", "running", launcher="local"), "has no Slurm job to wait for"),
     ],

@@ -76,14 +76,18 @@ def test_whoever_is_first_tells_and_the_words_arrive_as_they_are(workplace: Work
 
 
 def test_each_submission_of_a_persons_has_an_end_of_its_own(workplace: Workplace) -> None:
-    again = [{"event": "resubmit", "changes": []}, submitted("2"), {**started("2"), "attempt": 2}]
+    again = [
+        {"event": "resume_asked", "changes": []},
+        submitted("2"),
+        {**started("2"), "attempt": 2},
+    ]
     in_place = {**submitted("3"), "in_place_of": "2", "why": "signal"}
     for name, history, number in (
         ("a", DONE, 1),
         ("b", [*DONE, *again], 2),
         ("c", [*DONE, *again, in_place], 2),
         ("d", [], 1),
-        ("e", [started("1"), {"event": "resubmit", "changes": []}], 2),
+        ("e", [started("1"), {"event": "resume_asked", "changes": []}], 2),
     ):
         run = workplace.run(name, *history)
         assert notify.marker(run).name == f"notified-{number:04d}.json", name

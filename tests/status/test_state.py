@@ -172,8 +172,8 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      said(State.RUNNING), None, "running", ""),
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8"),
       left(2, "done", job_id="8")], {}, None, None, "done", ""),
-    # resubmitted by a person
-    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resubmit", ""),
+    # resumed by a person
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_asked", ""),
       submitted("8")], {}, said(State.PENDING), None, "queued", ""),
     # several submissions: the latest counts
     ([submitted(), started(), ended(1), submitted("8")], {}, said(State.PENDING), None, "queued",

@@ -116,7 +116,7 @@ def test_a_run_that_was_cancelled_while_it_waited_to_start_again_does_not_resume
     write_events(run, *again, cancelled())
     status = run_status(run, {})
     assert (status.state, status.code) == ("cancelled", "CD1203")
-    assert status.next_command == "clusterddp resubmit mnist-1"
+    assert status.next_command == "clusterddp resume mnist-1"
 
 
 @pytest.mark.parametrize("value", [None, 5, ["x"], "rank 1", {"rank": 1}])
@@ -172,10 +172,10 @@ STARTS: list[tuple[list[Event], str, int | None, int, list[str], str]] = [
      "signal"),
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8")], "8", 2,
      1, ["signal"], ""),
-    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resubmit", ""), submitted("8"),
-      begun(2, "8")], "8", 2, 0, [], ""),
-    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resubmit", ""), begun(2, "8"),
-      submitted("8")], "8", 2, 0, [], ""),  # the start was quicker than the record
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_asked", ""),
+      submitted("8"), begun(2, "8")], "8", 2, 0, [], ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_asked", ""),
+      begun(2, "8"), submitted("8")], "8", 2, 0, [], ""),  # the start was quicker than the record
     ([submitted(), begun(1), started(restart=1), ended(1, restart=1, cause="failed", why="no")],
      "7", 1, 0, [], ""),  # `begin` refused the second one
     ([submitted(), started(), started(restart=1)], "7", None, 1, [], ""),  # scripts of before
@@ -231,24 +231,24 @@ def test_a_run_without_checkpoints_has_none(run: RunDir, leads: str) -> None:
 
 NEXT: list[tuple[list[Event], State, bool, str]] = [
     # events, Slurm's word, whether there is a checkpoint -> the command to type
-    ([submitted(), begun(1), left(1, "stopped", "stopped")], State.UNKNOWN, False, "resubmit"),
-    ([submitted(), begun(1), left(1, "signal", "capped")], State.UNKNOWN, True, "resubmit"),
+    ([submitted(), begun(1), left(1, "stopped", "stopped")], State.UNKNOWN, False, "resume"),
+    ([submitted(), begun(1), left(1, "signal", "capped")], State.UNKNOWN, True, "resume"),
     ([submitted(), begun(1), left(1, "signal"), noted("requeue_failed", attempt=1)], State.FAILED,
-     True, "resubmit"),
-    ([submitted(), begun(1)], State.NODE_FAIL, True, "resubmit"),
-    ([submitted(), begun(1)], State.TIMEOUT, True, "resubmit"),
-    ([submitted(), begun(1)], State.UNKNOWN, True, "resubmit"),
+     True, "resume"),
+    ([submitted(), begun(1)], State.NODE_FAIL, True, "resume"),
+    ([submitted(), begun(1)], State.TIMEOUT, True, "resume"),
+    ([submitted(), begun(1)], State.UNKNOWN, True, "resume"),
     ([submitted(), begun(1)], State.NODE_FAIL, False, "logs --job"),
-    ([submitted(), begun(1), ended(143)], State.FAILED, True, "resubmit"),
-    ([submitted(), begun(1), cancelled()], State.CANCELLED, True, "resubmit"),
-    ([submitted(), cancelled()], State.CANCELLED, False, "resubmit"),
-    ([submitted(), cancelled()], State.UNKNOWN, False, "resubmit"),
+    ([submitted(), begun(1), ended(143)], State.FAILED, True, "resume"),
+    ([submitted(), begun(1), cancelled()], State.CANCELLED, True, "resume"),
+    ([submitted(), cancelled()], State.CANCELLED, False, "resume"),
+    ([submitted(), cancelled()], State.UNKNOWN, False, "resume"),
     ([submitted(), begun(1), left(1, "failed", NO_RESTART)], State.FAILED, True,
      "logs --job"),
     ([submitted(), begun(1), left(1, "failed", NO_RESTART, first_failure=FAILURE)],
      State.FAILED, True, "logs --rank 3"),
     ([submitted(), begun(1), left(1, "failed", "capped", first_failure=FAILURE)], State.FAILED,
-     True, "resubmit"),
+     True, "resume"),
     ([submitted(), begun(1), left(1, "signal"), requeued(1, "signal")], State.PENDING, True,
      "logs -f"),
     ([submitted(), begun(1), left(1, "done")], State.UNKNOWN, True, "logs"),
@@ -327,7 +327,7 @@ def test_an_array_element_without_records_has_been_submitted(run: RunDir) -> Non
 
 
 def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: RunDir) -> None:
-    events = [submitted(), begun(1), left(1, "done"), noted("resubmit", ""), submitted("8")]
+    events = [submitted(), begun(1), left(1, "done"), noted("resume_asked", ""), submitted("8")]
     write_events(run, *events, begun(2, "8"))
     run.metrics.write_text('{"step": 50}\n')
     run.report.write_text('{"steps": 40, "accuracy": 0.9, "attempt": 1}')
@@ -362,7 +362,7 @@ def test_a_hostile_folder_is_quoted_in_the_next_command(
     assert words == ["sbatch", str(run.script)]
     write_events(run, submitted(), begun(1), left(1, "stopped", "stopped"))
     words = shlex.split(run_status(run, {}).next_command)
-    assert words == ["clusterddp", "resubmit", str(run.path)]
+    assert words == ["clusterddp", "resume", str(run.path)]
 
 
 def test_a_run_that_waits_after_preemption_takes_no_time(run: RunDir) -> None:

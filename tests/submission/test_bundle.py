@@ -139,11 +139,11 @@ def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
     content = bytearray(made.path.read_bytes())
     content[len(content) // 2] ^= 1
     made.path.write_bytes(content)
-    with pytest.raises(RequestError, match=r"altered.*resubmit '.*own' --clusterddp new"):
+    with pytest.raises(RequestError, match=r"altered.*resume '.*own' --clusterddp new"):
         bundle.find(run)
     words = said(sys.executable, run.bundle, "--version", code=1)
     assert str(made.path) in words
-    assert f"clusterddp resubmit {shlex.quote(str(run.path))} --clusterddp new" in words
+    assert f"clusterddp resume {shlex.quote(str(run.path))} --clusterddp new" in words
     made.path.unlink()
     with pytest.raises(RequestError, match=r"No such file.*--clusterddp new"):
         bundle.find(run)
@@ -304,7 +304,7 @@ def test_an_older_python_is_refused_in_one_sentence(carried: RunDir) -> None:
 
 def test_the_batch_side_needs_python_alone(carried: RunDir) -> None:
     alone = (sys.executable, "-I", "-S", carried.bundle)
-    for name in ("batch", "exec", "stop", "status", "logs", "resubmit"):
+    for name in ("batch", "exec", "stop", "status", "logs", "resume"):
         assert f"clusterddp {name}" in said(*alone, name, "--help")
 
 

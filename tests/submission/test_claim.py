@@ -48,11 +48,8 @@ def test_a_held_claim_is_refused_with_its_holder(run: RunDir) -> None:
     with claimed(run), pytest.raises(RequestError) as caught, claimed(run):
         pass
     said = str(caught.value)
-    assert (
-        f"{run.name} is being resubmitted by process {os.getpid()} on {socket.gethostname()}"
-        in said
-    )
-    assert f"remove {run.path}/resubmit-0001.claim" in said
+    assert f"{run.name} is being resumed by process {os.getpid()} on {socket.gethostname()}" in said
+    assert f"remove {run.path}/resume-0001.claim" in said
     assert submit(run) == []
 
 
@@ -115,7 +112,7 @@ def test_the_claim_of_a_killed_process_is_taken_over(run: RunDir) -> None:
 
 
 def claim_of_old(run: RunDir, content: str) -> Path:
-    path = run.path / "resubmit-0004.claim"
+    path = run.path / "resume-0004.claim"
     path.write_text(content)
     return path
 
@@ -131,7 +128,7 @@ def claim_of_old(run: RunDir, content: str) -> Path:
 )
 def test_what_cannot_be_looked_at_is_held_for_a_while(run: RunDir, content: str) -> None:
     path = claim_of_old(run, content)
-    with pytest.raises(RequestError, match=r"is being resubmitted by .*remove .*0004\.claim"):
+    with pytest.raises(RequestError, match=r"is being resumed by .*remove .*0004\.claim"):
         submit(run)
     then = path.stat().st_mtime - EXPIRES_SECONDS - 1
     os.utime(path, (then, then))
@@ -141,9 +138,9 @@ def test_what_cannot_be_looked_at_is_held_for_a_while(run: RunDir, content: str)
 
 def test_a_claim_that_was_taken_over_submits_nothing(run: RunDir) -> None:
     with pytest.raises(RequestError, match="has submitted nothing"), claimed(run) as claim:
-        (run.path / "resubmit-0002.claim").write_text("")
+        (run.path / "resume-0002.claim").write_text("")
         claim.use()
-    assert names(run) == ["resubmit-0002.claim"]
+    assert names(run) == ["resume-0002.claim"]
 
 
 def test_a_directory_that_cannot_be_written_is_said(run: RunDir) -> None:
@@ -152,7 +149,7 @@ def test_a_directory_that_cannot_be_written_is_said(run: RunDir) -> None:
         submit(run)
 
 
-def test_one_that_was_resubmitted_meanwhile_is_not_submitted(run: RunDir) -> None:
+def test_one_that_was_resumed_meanwhile_is_not_submitted(run: RunDir) -> None:
     with pytest.raises(RequestError, match="has submitted nothing"), claimed(run) as claim:
         claim.path.unlink()  # taken over, as it had expired, and done
         submit(run)

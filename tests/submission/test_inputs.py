@@ -207,7 +207,7 @@ def test_without_a_copy_a_changed_tree_is_refused_at_the_next_start(
         file.write('{"event": "ended", "time": 9e9, "job_id": "12", "exit_code": 1}\n')
     workplace.command("squeue", "true")
     (tree / "nets.py").write_text("def build(): return 2\n")
-    got = workplace.invoke("resubmit", "one", "--dry-run")
+    got = workplace.invoke("resume", "one", "--dry-run")
     assert got.code == 2 and "changed nets.py" in got.err
 
 
@@ -217,8 +217,8 @@ def test_a_changed_model_is_said_and_taken_on_purpose(tree: Path, workplace: Wor
         file.write('{"event": "ended", "time": 9e9, "job_id": "12", "exit_code": 1}\n')
     workplace.command("squeue", "true")
     (tree / "nets.py").write_text("raise SystemExit\ndef build(): return 2\n")
-    assert "changed nets.py" in workplace.invoke("resubmit", "one", "--dry-run").err
-    got = workplace.invoke("resubmit", "one", "--code", "new")
+    assert "changed nets.py" in workplace.invoke("resume", "one", "--dry-run").err
+    got = workplace.invoke("resume", "one", "--code", "new")
     assert got.code == 0, got.err
     assert (run / "code/nets.py").read_text() == (tree / "nets.py").read_text()
 

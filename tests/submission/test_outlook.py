@@ -95,7 +95,7 @@ def test_python_is_told_of_what_no_partition_has_and_can_insist(site: Workplace)
     assert run.job_id == "12"
 
 
-def test_a_resubmission_that_no_partition_can_meet_is_refused_unless_a_person_insists(
+def test_resuming_on_no_fitting_partition_is_refused_unless_a_person_insists(
     site: Workplace,
 ) -> None:
     assert submit(site, "--run-name", "one", "-N", "2")[0] == 0
@@ -103,9 +103,9 @@ def test_a_resubmission_that_no_partition_can_meet_is_refused_unless_a_person_in
     events.add(
         RunDir(site.root / "one").events, events.Ended(job_id="12", exit_code=1, cause="failed")
     )
-    got = site.invoke("resubmit", "one", "-N", "3", "--code", "new")
+    got = site.invoke("resume", "one", "-N", "3", "--code", "new")
     assert got.code == 2 and "--nodes 3: partition main has 2" in got.err, got.err
-    assert site.invoke("resubmit", "one", "-N", "3", "--code", "new", "--force").code == 0
+    assert site.invoke("resume", "one", "-N", "3", "--code", "new", "--force").code == 0
 
 
 @pytest.mark.parametrize(

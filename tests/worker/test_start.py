@@ -97,7 +97,7 @@ def test_a_run_without_its_checkpoints_begins_at_step_0_only_where_that_was_aske
     shutil.rmtree(first.checkpoints)
     with pytest.raises(CheckpointError, match="are gone: it had saved step 4"):
         agree(settings, tmp_path)
-    add_event(run, "resubmit", from_scratch=1)
+    add_event(run, "resume_asked", from_scratch=1)
     agreed = agree(settings, tmp_path, 4)  # of other ranks than before
     assert (agreed.resume, agreed.reference_world_size) == ("", 4)
     assert RunDir(tmp_path).metrics.read_text() == ""

@@ -78,6 +78,6 @@ def _text(name: str) -> str:
     if "\n#REQUEST " in text:
         raise RequestError(
             f"{name!r} is a script of clusterddp's own: queue it with sbatch, or its run with "
-            "clusterddp resubmit. [CD0315]"
+            "clusterddp resume. [CD0315]"
         )
     return text

@@ -23,7 +23,7 @@ def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> 
     """Ask each RUN to save and leave: a run's name, job id or directory, a sweep's, or 'lr-*'.
 
     Its ranks save a checkpoint at one step and end, within seconds, and no other attempt follows
-    until 'clusterddp resubmit RUN' resumes from there. The job of a COMMAND gets SIGUSR1. A run
+    until 'clusterddp resume RUN' continues from there. The job of a COMMAND gets SIGUSR1. A run
     that waits in the queue is cancelled, for nothing trains; one that has ended is left as it is.
     Where it does not work with one of several, the others are asked.
 

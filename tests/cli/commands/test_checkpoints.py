@@ -84,7 +84,7 @@ def test_checkpoints_that_are_gone_are_told_from_none_yet(workplace: Workplace) 
     got = workplace.invoke("checkpoints", "one")
     assert (got.code, got.out) == (0, "")
     assert "the checkpoints of one are gone: it had saved step 40" in got.err
-    assert "clusterddp resubmit one --from-scratch" in got.err
+    assert "clusterddp resume one --from-scratch" in got.err
 
 
 def test_no_such_run_is_a_wrong_request(workplace: Workplace) -> None:

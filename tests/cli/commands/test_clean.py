@@ -294,7 +294,7 @@ def test_two_at_once_and_a_start_in_the_midst(
     with claimed(run):
         got = workplace.invoke("clean", "--yes")
     assert got.code == 2
-    assert "one is being resubmitted" in got.err
+    assert "one is being resumed" in got.err
     assert len(checkpoints(run)) == 9
     remove, removed = clean._remove, []
 

@@ -167,7 +167,7 @@ def test_settings_of_slurm_conf_are_judged(
     [
         ("REQUEUE", "60", GOOD, "PreemptMode=REQUEUE, GraceTime=60 s"),
         ("REQUEUE", "0", WARNING, "only 30 sec are left to save"),
-        ("CANCEL", "60", WARNING, "clusterddp resubmit"),
+        ("CANCEL", "60", WARNING, "clusterddp resume"),
     ],
 )
 def test_the_mode_of_the_partition_that_is_used_counts(

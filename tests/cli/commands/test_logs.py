@@ -336,7 +336,7 @@ def test_follow_ends_with_a_run_that_is_stopped(
     assert said[1].startswith("running on h01 h02: asked to save a checkpoint and exit")
     assert said[-2:] == [
         "stopped: by 'clusterddp stop' at step 40 [CD1204]",
-        "  clusterddp resubmit one",
+        "  clusterddp resume one",
     ]
 
 

@@ -75,7 +75,7 @@ def test_a_run_that_another_process_submits_stays(workplace: Workplace) -> None:
     with claimed(run):
         done = workplace.invoke("rm", "--yes", "one")
     assert done.code == 2
-    assert "is being resubmitted by" in done.err
+    assert "is being resumed by" in done.err
     assert left(workplace) == ["one"]
 
 

@@ -165,7 +165,7 @@ def test_a_stopped_run_says_why_and_how_to_go_on(workplace: Workplace) -> None:
     assert got.code == 0
     why = "time limit at step 40; it has been started once (--max-requeues 0)"
     assert f"state       stopped: {why}\n" in got.out
-    assert "next        clusterddp resubmit one\n" in got.out
+    assert "next        clusterddp resume one\n" in got.out
     status = json.loads(workplace.invoke("status", "--json").out)
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert status["ended_time"] is not None
@@ -315,7 +315,7 @@ def test_a_run_whose_batch_script_is_lost_is_not_running(
     assert (got["state"], got["code"]) == ("unknown", "CD0509")
     assert got["detail"].startswith("lost: no heartbeat of its batch script for 8m")
     assert got["next_command"] == "clusterddp cancel a"
-    refused = workplace.invoke("resubmit", "a")
+    refused = workplace.invoke("resume", "a")
     assert (refused.code, "End the job with 'clusterddp cancel a'" in refused.err) == (2, True)
 
 

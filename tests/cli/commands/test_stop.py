@@ -52,7 +52,7 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     assert got.code == 0, got.err
     assert got.out == (
         "one: asked attempt 1 to save a checkpoint and exit\n"
-        "  resume with: clusterddp resubmit one\n"
+        "  resume with: clusterddp resume one\n"
     )
     assert Attempt(run, 1).asked_to_stop() == "stop"
     assert kinds(run)[-1] == "stop_asked"
@@ -179,7 +179,7 @@ def test_a_run_in_the_queue_is_cancelled_instead(workplace: Workplace) -> None:
     workplace.command("squeue", WAITS)
     workplace.command("scancel", "exit 0")
     got = workplace.invoke("stop", "one")
-    assert got.out == ("one had not started: cancelled\n  resume with: clusterddp resubmit one\n")
+    assert got.out == ("one had not started: cancelled\n  resume with: clusterddp resume one\n")
     assert workplace.calls[-1] == "scancel 12"
     assert kinds(run)[-1] == "cancelled"
 
@@ -201,7 +201,7 @@ def test_waiting_for_one_that_is_cancelled_in_the_queue_tells_its_end(workplace:
     workplace.command("scancel", f": >{gone}")
     got = workplace.invoke("stop", "--wait", "one")
     assert got.code == 0
-    told = "clusterddp: one: cancelled: before it started [CD1203]\n  clusterddp resubmit one\n"
+    told = "clusterddp: one: cancelled: before it started [CD1203]\n  clusterddp resume one\n"
     assert got.err == told
 
 
@@ -238,7 +238,7 @@ def test_there_is_nothing_to_stop_in_a_run_that_does_not_run(
     assert got.code == 0
     assert ("never submitted" in got.out) or ("has already ended: done" in got.out)
     assert kinds(run) == [event["event"] for event in events]
-    assert "resubmit" not in got.out
+    assert "resume" not in got.out
 
 
 def test_the_mark_needs_no_slurm(workplace: Workplace) -> None:

@@ -229,12 +229,12 @@ def test_the_points_that_have_failed_are_one_array(sweep: SweepDir, workplace: W
         finish(sweep, index, code=int(index in (2, 3, 7)), job_id=str(10 + index))
     workplace.command("sbatch", "echo 30")
     workplace.command("squeue", "")
-    done = workplace.invoke("resubmit", "s", "--json")
+    done = workplace.invoke("resume", "s", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["indices"] == [2, 3, 7]
     assert "sbatch --parsable --array=2-3,7 --comment=clusterddp:s" in workplace.calls
     kinds = [event.kind for event in events.read(sweep.element(3).events)]
-    assert kinds[-2:] == ["resubmit", "submitted"]
+    assert kinds[-2:] == ["resume_asked", "submitted"]
     assert len(events.read(sweep.element(4).events)) == 3
     assert find_sweep(workplace.root, "30") == sweep
 
@@ -246,13 +246,13 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo 30")
     sent = "--array=3 --comment=clusterddp:s-3"
-    assert f"sbatch gets {sent}\n" in workplace.invoke("resubmit", "s-3", "--dry-run").err
-    again = workplace.invoke("resubmit", "s-3")
+    assert f"sbatch gets {sent}\n" in workplace.invoke("resume", "s-3", "--dry-run").err
+    again = workplace.invoke("resume", "s-3")
     assert again.code == 0, again.err
     assert f"sbatch --parsable {sent}" in workplace.calls
     record(sweep.element(3), {**started("30"), "array_element": "30_3"}, ended("30", 1))
     workplace.command("sbatch", "echo 40")
-    more = workplace.invoke("resubmit", "s-3", "--mem", "64G")
+    more = workplace.invoke("resume", "s-3", "--mem", "64G")
     assert more.code == 0, more.err
     assert workplace.calls[-1] == "sbatch --parsable"
     script = sweep.element(3).script.read_text()
@@ -270,18 +270,18 @@ def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
         finish(sweep, index, code=int(index in (3, 5)), job_id=str(10 + index))
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo 40")
-    assert workplace.invoke("resubmit", "s-3", "--mem", "64G").code == 0
+    assert workplace.invoke("resume", "s-3", "--mem", "64G").code == 0
     record(sweep.element(3), started("40"), ended("40", 1))
     history = sweep.element(3).events.read_bytes()
     workplace.command("sbatch", "echo 50")
-    again = workplace.invoke("resubmit", "s")
+    again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
-    assert "each by itself: clusterddp resubmit s-3\n" in again.err
+    assert "each by itself: clusterddp resume s-3\n" in again.err
     assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
     record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
-    none = workplace.invoke("resubmit", "s", "--mem", "32G")
+    none = workplace.invoke("resume", "s", "--mem", "32G")
     assert none.code == 2
-    assert "each by itself: clusterddp resubmit s-3 [CD1103]\n" in none.err
+    assert "each by itself: clusterddp resume s-3 [CD1103]\n" in none.err
     assert sweep.element(3).events.read_bytes() == history
     assert sweep.element(3).load_spec().resources.mem == "64G"
 
@@ -308,13 +308,13 @@ def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
     refused = workplace.invoke("submit", "--after", "s", "--", "/bin/true")
     assert refused.code == 2
     assert "--after s: s (failed: 9 done, 1 failed) has not ended as requested" in refused.err
-    again = workplace.invoke("resubmit", "s-2")
+    again = workplace.invoke("resume", "s-2")
     assert again.code == 0, again.err
     assert "b0 (job 20) waits for it" in again.err
     record(sweep.element(2), {**started("35"), "array_element": "30_2"}, ended("35", 1))
     workplace.command("squeue", queued.format("31_2"))
     workplace.command("sbatch", "echo 31")
-    assert workplace.invoke("resubmit", "s").code == 0
+    assert workplace.invoke("resume", "s").code == 0
     # Of what stood there its own part is replaced, and another's stays.
     sent = [call for call in workplace.calls if "Dependency=" in call]
     assert sent == [
@@ -370,7 +370,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
         finish(sweep, index, code=int(index in (2, 3)), job_id=str(10 + index))
     workplace.command("squeue", "echo '30_2 30|PENDING|Priority'")
     workplace.command("sbatch", "cat >/dev/null; echo 30")
-    assert workplace.invoke("resubmit", "s-2").code == 0
+    assert workplace.invoke("resume", "s-2").code == 0
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
     notify.notify_from_job(sweep)
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
@@ -388,7 +388,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
         "run": "s-3", "state": "failed", "why": why, "point": {"n": "3"},
     }  # fmt: skip
     workplace.command("sbatch", "cat >/dev/null; echo 40")
-    assert workplace.invoke("resubmit", "s").code == 0
+    assert workplace.invoke("resume", "s").code == 0
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:40"
     assert notify.marker(sweep).name == "notified-0002.json"
 
@@ -420,7 +420,7 @@ def test_what_points_share_is_removed_once_none_could_go_on(
         workplace.invoke("clean", "--yes", "s").err
     )
     workplace.command("sbatch", "echo 30")
-    assert workplace.invoke("resubmit", "s-2").code == 0
+    assert workplace.invoke("resume", "s-2").code == 0
     record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
     shown = workplace.invoke("clean", "--dry-run", "s")
     assert [row.split()[0] for row in shown.out.splitlines()[1:3]] == ["s", "s"]
@@ -431,8 +431,8 @@ def test_what_points_share_is_removed_once_none_could_go_on(
     assert not (sweep.code / "train.py").exists()
     assert sweep.spec.exists()
     assert [event.kind for event in events.read(sweep.events)][-1] == "cleaned"
-    record(sweep.element(2), {"event": "resubmit"}, {**started("32")}, ended("32", 1))
-    again = workplace.invoke("resubmit", "s-2")
+    record(sweep.element(2), {"event": "resume_asked"}, {**started("32")}, ended("32", 1))
+    again = workplace.invoke("resume", "s-2")
     assert again.code == 2
     assert "was removed by 'clusterddp clean'" in again.err
 
@@ -472,7 +472,7 @@ def test_what_points_share_is_there_for_one_whose_directory_is_gone(
 def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
-    argv = ["resubmit", "s", "--sweep", "n=8..11", "--max-concurrent", "1"]
+    argv = ["resume", "s", "--sweep", "n=8..11", "--max-concurrent", "1"]
     shown = workplace.invoke(*argv, "--dry-run")
     assert [line.split()[0] for line in shown.err.splitlines()[-3:-1]] == ["s-10", "s-11"]
     sent = "--array=10-11%1 --comment=clusterddp:s"
@@ -486,7 +486,7 @@ def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplac
     assert sweep.load_spec().sweep.points[10:] == (("10",), ("11",))
     assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
     assert sweep.element(0).spec.read_bytes() == before
-    none = workplace.invoke("resubmit", "s", "--sweep", "n=3")
+    none = workplace.invoke("resume", "s", "--sweep", "n=3")
     assert (none.code, "has each of these points already" in none.err) == (2, True)
 
 
@@ -494,7 +494,7 @@ def test_points_go_without_the_comment_that_the_site_leaves_out(workplace: Workp
     workplace.command("sbatch", "echo 30")
     first = workplace.invoke(*TEN[:5], "--omit-directive", "comment", *TEN[5:])
     assert first.code == 0, first.err
-    more = workplace.invoke("resubmit", "s", "--sweep", "n=8..11")
+    more = workplace.invoke("resume", "s", "--sweep", "n=8..11")
     assert more.code == 0, more.err
     assert [call for call in workplace.calls if "--array" in call]
     assert not [call for call in workplace.calls if "comment" in call]
@@ -504,7 +504,7 @@ def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     workplace.run("s-11")
-    done = workplace.invoke("resubmit", "s", "--sweep", "n=10..12")
+    done = workplace.invoke("resume", "s", "--sweep", "n=10..12")
     assert done.code == 2
     assert "the run s-11 exists already" in done.err
     assert "submit these as a sweep of their own (clusterddp submit --run-name NAME" in done.err
@@ -523,7 +523,7 @@ def test_points_that_are_refused_leave_the_sweep_as_it_was(
 ) -> None:
     kept = {path: path.read_bytes() for path in (sweep.spec, sweep.script)}
     workplace.command("sbatch", "echo no >&2; exit 1")
-    done = workplace.invoke("resubmit", "s", "--sweep", "n=10")
+    done = workplace.invoke("resume", "s", "--sweep", "n=10")
     assert done.code == 2
     assert {path: path.read_bytes() for path in kept} == kept
     assert not sweep.element(10).path.exists()
@@ -537,18 +537,18 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     shutil.rmtree(sweep.element(3).path)
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo no >&2; exit 1")
-    refused = workplace.invoke("resubmit", "s", "--mem", "8G")
+    refused = workplace.invoke("resume", "s", "--mem", "8G")
     assert (refused.code, "refused the job: no" in refused.err) == (2, True)
     assert not sweep.element(3).path.exists()
     workplace.command("sbatch", "echo 40")
-    done = workplace.invoke("resubmit", "s", "--mem", "8G")
+    done = workplace.invoke("resume", "s", "--mem", "8G")
     assert done.code == 0, done.err
     assert "sbatch --parsable --array=3,5 --comment=clusterddp:s" in workplace.calls
     assert sweep.element(3).load_spec() == sweep.load_spec().element(3)
     kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
-    assert [each[-2:] for each in kinds] == [["submitted"], ["resubmit", "submitted"]]
-    has = workplace.invoke("resubmit", "s", "--sweep", "n=3")
-    assert "not ended well, or are missing: clusterddp resubmit s" in has.err
+    assert [each[-2:] for each in kinds] == [["submitted"], ["resume_asked", "submitted"]]
+    has = workplace.invoke("resume", "s", "--sweep", "n=3")
+    assert "not ended well, or are missing: clusterddp resume s" in has.err
 
 
 def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
@@ -582,9 +582,9 @@ def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workpl
     asked = {"train": TrainConfig(), "command": (), "silence": None, "sweep": points}
     spec = dataclasses.replace(sweep.load_spec(), **asked)
     sweep.spec.write_text(spec.to_json())
-    none = workplace.invoke("resubmit", "s", "--dry-run", "--sweep", "lr=0.10")
+    none = workplace.invoke("resume", "s", "--dry-run", "--sweep", "lr=0.10")
     assert (none.code, "s has each of these points already" in none.err) == (2, True)
-    more = workplace.invoke("resubmit", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")
+    more = workplace.invoke("resume", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")
     assert json.loads(more.out)["indices"] == [1], more.err
 
 
@@ -609,16 +609,16 @@ def coded(workplace: Workplace) -> SweepDir:
 def test_changed_code_leads_to_a_new_sweep_or_to_copies_for_those_that_failed(
     coded: SweepDir, workplace: Workplace
 ) -> None:
-    again = workplace.invoke("resubmit", "s")
+    again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
     assert "To run the current files, submit a new sweep, or give each point that" in again.err
-    assert "clusterddp resubmit s --code new.\n" in again.err
+    assert "clusterddp resume s --code new.\n" in again.err
 
 
 def test_the_points_that_failed_start_together_with_changed_code(
     coded: SweepDir, workplace: Workplace
 ) -> None:
-    again = workplace.invoke("resubmit", "s", "--code", "new")
+    again = workplace.invoke("resume", "s", "--code", "new")
     assert again.code == 0, again.err
     assert [line.split(" ", 2)[1] for line in again.out.splitlines()] == ["s-1", "s-2"]
     texts = [(coded.element(n).code / "train.py").read_text() for n in range(3)]
@@ -641,13 +641,13 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["resubmit", "s", "--sweep", "m=1"], "varies n, and the new points m"),
-        (["resubmit", "s", "--code", "new", "--sweep", "n=11"], "share one copy of the code"),
-        (["resubmit", "s", "--code", "new", "--max-concurrent=1"],
+        (["resume", "s", "--sweep", "m=1"], "varies n, and the new points m"),
+        (["resume", "s", "--code", "new", "--sweep", "n=11"], "share one copy of the code"),
+        (["resume", "s", "--code", "new", "--max-concurrent=1"],
          "are for one job; s means several"),
-        (["resubmit", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
-        (["resubmit", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
-        (["resubmit", "x-*"], "no run below jobs matches"),
+        (["resume", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
+        (["resume", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
+        (["resume", "x-*"], "no run below jobs matches"),
         (["logs", "-f", "s"], "-f follows one run, and s means 10"),
         (["status", "x" * 300], "there is no run 'xxx"),
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),

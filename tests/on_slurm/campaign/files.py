@@ -114,13 +114,13 @@ def all_gone(trial: Trial) -> str:
             path.unlink()
 
     run = _between_starts(trial, [], strike)
-    seen = run.check_failed("the checkpoints of run are gone", "resubmit run --from-scratch")
-    refused = trial.clusterddp("resubmit", "run")
+    seen = run.check_failed("the checkpoints of run are gone", "resume run --from-scratch")
+    refused = trial.clusterddp("resume", "run")
     if refused.returncode != 2 or "are gone" not in refused.stderr:
-        raise run.differs(f"resubmit: exit {refused.returncode}: {refused.stderr}")
-    again = trial.clusterddp("resubmit", "run", "--from-scratch")
+        raise run.differs(f"resume: exit {refused.returncode}: {refused.stderr}")
+    again = trial.clusterddp("resume", "run", "--from-scratch")
     if again.returncode != 0:
-        raise run.differs(f"resubmit --from-scratch: {again.stderr}")
+        raise run.differs(f"resume --from-scratch: {again.stderr}")
     return f"{seen}; anew: {run.check_same()}"
 
 

@@ -144,9 +144,9 @@ def slurmctld_killed_at_submission(trial: Trial) -> str:
     other.check_same(seconds=200)
     _is_not(run, forgotten, "done")
     if forgotten:
-        done = trial.clusterddp("resubmit", "run")
+        done = trial.clusterddp("resume", "run")
         if done.returncode != 0:
-            raise run.differs(f"resubmit: exit {done.returncode}: {done.stderr}")
+            raise run.differs(f"resume: exit {done.returncode}: {done.stderr}")
     _release(run)
     seen = run.check_same(seconds=200)
     number = ", its number issued again" if again else ""
@@ -197,13 +197,13 @@ def requeue_refused(trial: Trial) -> str:
 
 @fault("no-requeue", conf={"JobRequeue": "0"})
 def no_requeue(trial: Trial) -> str:
-    """--no-requeue causes no other job; a person's resubmit goes on."""
+    """--no-requeue causes no other job; a person's resume goes on."""
     run = trial.start("--no-requeue")
     run.wait_step(60)
     struck = run.struck()
     slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
-    run.check_failed("clusterddp resubmit", states=("stopped",), usable=struck.step)
-    done = trial.clusterddp("resubmit", "run")
+    run.check_failed("clusterddp resume", states=("stopped",), usable=struck.step)
+    done = trial.clusterddp("resume", "run")
     if done.returncode != 0:
-        raise run.differs(f"resubmit: exit {done.returncode}: {done.stderr}")
-    return run.check_same(struck, causes=["signal", "done"]) + "; by resubmit"
+        raise run.differs(f"resume: exit {done.returncode}: {done.stderr}")
+    return run.check_same(struck, causes=["signal", "done"]) + "; by resume"

@@ -197,7 +197,7 @@ def _resume_by_hand(run: Run) -> None:
     _type(run, "cancel")
     run.wait_over(_PATIENCE)
     (run.trial.folder / f"slurm-{run.job_id}.out").unlink()  # left where a job gave no verdict
-    _type(run, "resubmit")
+    _type(run, "resume")
 
 
 def _type(run: Run, command: str) -> None:

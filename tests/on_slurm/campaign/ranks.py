@@ -145,13 +145,13 @@ def srun_killed(trial: Trial) -> str:
 def srun_terminated(trial: Trial) -> str:
     """TERM to srun: it ends the tasks at once and exits with 0, as if all had been done.
 
-    So does `scancel JOB.STEP`, after which nothing starts by itself; a person's resubmit goes on.
+    So does `scancel JOB.STEP`, after which nothing starts by itself; a person's resume goes on.
     """
     run, struck = _struck_srun(trial, signal.SIGTERM)
-    run.check_failed("clusterddp resubmit", states=("cancelled",), usable=40)
-    done = trial.clusterddp("resubmit", "run")
+    run.check_failed("clusterddp resume", states=("cancelled",), usable=40)
+    done = trial.clusterddp("resume", "run")
     if done.returncode:
-        raise run.differs(f"resubmit: exit {done.returncode}: {done.stderr}")
+        raise run.differs(f"resume: exit {done.returncode}: {done.stderr}")
     run.wait_attempt(2)
     return run.check_same(struck, causes=["cancelled", "done"])
 
@@ -178,9 +178,9 @@ def _batch_controller(trial: Trial, kill: Callable[[int], object]) -> str:
     state = run.status()["state"]
     if state != "failed":
         raise run.differs(f"status says {state}")
-    again = trial.clusterddp("resubmit", "run")
+    again = trial.clusterddp("resume", "run")
     if again.returncode != 0:
-        raise run.differs(f"resubmit: {again.stderr}")
+        raise run.differs(f"resume: {again.stderr}")
     return run.check_same(struck, causes=["done"])
 
 

@@ -281,7 +281,7 @@ def requeue_cap(trial: Trial) -> str:
     trial.held("step-200", 2)
     slurm(trial, "scancel", "--batch", "--signal=USR1", run.job_id)
     seen = run.check_failed(
-        "--max-requeues 1", "clusterddp resubmit", states=("stopped",), usable=100
+        "--max-requeues 1", "clusterddp resume", states=("stopped",), usable=100
     )
     if len(run.attempts) != 2:
         raise run.differs(f"{len(run.attempts)} attempts")
@@ -295,7 +295,7 @@ def requeue_cap_from_outside(trial: Trial) -> str:
         run.wait_attempt(attempt)
         run.wait_step(50 * attempt)
         slurm(trial, "scontrol", "requeue", run.job_id)
-    seen = run.check_failed("--max-requeues 1", "clusterddp resubmit", usable=80)
+    seen = run.check_failed("--max-requeues 1", "clusterddp resume", usable=80)
     if len(run.attempts) != 2:
         raise run.differs(f"{len(run.attempts)} attempts")
     return seen

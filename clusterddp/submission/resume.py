@@ -1,4 +1,4 @@
-"""Submits a run once more, or points of a sweep, to resume from their newest checkpoints.
+"""Resumes a run, or points of a sweep, from their newest checkpoints.
 
 A run is a sweep of one: its job has one element, itself. The recorded request may be changed in
 what leaves the weights alone, or as the person allows. Refused submissions leave the records as
@@ -50,14 +50,14 @@ _MOST_FILES = 5
 _MOST_CHANGES = 20
 _MOST_COMMANDS = 20
 _EITHER = (
-    "Name its folder with --template-dir, edit the script and resubmit without options, or add "
+    "Name its folder with --template-dir, edit the script and resume without options, or add "
     "--allow-config-change to have it rendered anew."
 )
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Conditions of a resubmission, beside the request itself."""
+    """Conditions under which a run resumes, besides the request itself."""
 
     allow_config_change: bool = False
     """True allows a change that decides the weights, or of an edited script."""
@@ -67,8 +67,8 @@ class Terms:
     """True replaces the run's own clusterddp by the one at work, as a changed request does."""
     from_scratch: bool = False
     """True gives up the run's checkpoints and begins at step 0."""
-    although_done: bool = False
-    """True starts a COMMAND once more that has ended with exit code 0."""
+    even_if_done: bool = False
+    """True starts a COMMAND again that ended with exit code 0."""
     force: bool = False
     """True warns of what would be refused as nobody here has it (`outlook`, `programs`)."""
     template_folder: Path | None = None
@@ -80,8 +80,8 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Resubmission:
-    """A request with which a run is submitted once more."""
+class Resumption:
+    """A request that resumes a run."""
 
     spec: JobSpec
     script: str
@@ -104,10 +104,10 @@ class Resubmission:
         return self.spec.program.beginning(checkpoint_step(self.source) if self.source else None)
 
 
-def resubmit(
+def resume(
     run: RunDir, change: Callable[[JobSpec], JobSpec], terms: Terms, *, dry_run: bool = False
-) -> Resubmission:
-    """Submit a run once more, or points of a sweep, from the folder of the first submission.
+) -> Resumption:
+    """Resume a run, or points of a sweep, from the folder of the first submission.
 
     run: of a `SweepDir` those points are submitted that have not ended well, or further ones
     (`Terms.more`); those that are done, queued or running are left alone. change: makes the new
@@ -147,7 +147,7 @@ def resubmit(
         if after.command != before.command:
             refuse_launcher(after)
             check_commands(after, script, folder=own_code, force=terms.force)
-        plan = Resubmission(after, script, _source(run, after, terms), tuple(indices))
+        plan = Resumption(after, script, _source(run, after, terms), tuple(indices))
         if claim is None:
             for train in after.trainings:
                 find_own_functions(train, after, code=own_code)
@@ -212,7 +212,7 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
         raise RequestError(
-            f"{run.name} keeps its {', '.join(fixed)}: a resubmission cannot change them. Submit a "
+            f"{run.name} keeps its {', '.join(fixed)}: 'resume' cannot change them. Submit a "
             "new run. [CD0511]"
         )
     if not before.point:
@@ -223,7 +223,7 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     if moved or before.command != after.command:
         raise RequestError(
             f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, and "
-            "stays that. Add a point with other values: clusterddp resubmit "
+            "stays that. Add a point with other values: clusterddp resume "
             f"{before.sweep_name} --sweep …, or submit a new run. [CD0511]"
         )
 
@@ -256,7 +256,7 @@ def _further(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
     if not indices:
         raise RequestError(
             f"{sweep.name} has each of these points already. Those that have not ended "
-            f"well, or are missing: clusterddp resubmit {sweep.cli_name} [CD1103]"
+            f"well, or are missing: clusterddp resume {sweep.cli_name} [CD1103]"
         )
     submit.refuse_existing(
         after,
@@ -282,7 +282,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
         raise RequestError(str(error), code=error.code) from None
 
 
-def _check_start(before: JobSpec, plan: Resubmission, own_code: Path | None, terms: Terms) -> None:
+def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms: Terms) -> None:
     """Check what the job needs from here, as a first submission does."""
     spec = plan.spec
     question = ask_for_partitions(spec) if spec.resources != before.resources else None
@@ -379,11 +379,11 @@ def _check_done(
     if status.state != RunState.DONE:
         return
     if before.train is None or after.train is None:
-        if after.command != before.command or terms.although_done:
+        if after.command != before.command or terms.even_if_done:
             return
         raise RequestError(
             f"{run.name} is done: its command has ended with exit code 0. Give it another COMMAND, "
-            "add --although-done to start it once more, or submit a new run. [CD0510]"
+            "add --even-if-done to start it again, or submit a new run. [CD0510]"
         )
     reached = newest_checkpoint(run.checkpoints)
     old, new = vars(before.train), vars(after.train)
@@ -411,7 +411,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
     indices = [index for index in indices if index not in own]
     if own:
-        commands = [f"clusterddp resubmit {run.cli_name}" for run in own.values()]
+        commands = [f"clusterddp resume {run.cli_name}" for run in own.values()]
         words = (
             "points with options of their own are submitted each by itself: "
             f"{formatting.join_limited(commands, _MOST_COMMANDS, ', ')}"
@@ -422,7 +422,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     if not indices:
         raise RequestError(
             f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
-            f"again. Add points with: clusterddp resubmit {sweep.cli_name} --sweep "
+            f"again. Add points with: clusterddp resume {sweep.cli_name} --sweep "
             "NAME=VALUES [CD1103]"
         )
     return indices
@@ -497,7 +497,7 @@ def _recorded_script(run: RunDir) -> str:
 
 
 def _submit(
-    claims: Sequence[Claim], before: JobSpec, plan: Resubmission, terms: Terms, new: Sequence[str]
+    claims: Sequence[Claim], before: JobSpec, plan: Resumption, terms: Terms, new: Sequence[str]
 ) -> launchers.SentJob:
     """Lay the records down, submit, and put the former records back where that is refused.
 
@@ -527,7 +527,7 @@ def _submit(
         for each in there if runs else [run]:
             latest = attempts.latest(each) if terms.from_scratch else None
             number = latest.number if latest else None
-            events.add(each.events, events.Resubmitted(changes=changes, from_scratch=number))
+            events.add(each.events, events.ResumeAsked(changes=changes, from_scratch=number))
         submission = send(after, plan.script, run, runs)
     chain.update_waiting_jobs(run)
     return submission
@@ -623,7 +623,7 @@ def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
     if spec.sweep:
         return (
             "submit a new sweep, or give each point that has not ended well a copy of its own: "
-            f"clusterddp resubmit {run.cli_name} --code new"
+            f"clusterddp resume {run.cli_name} --code new"
         )
     return "use --code new"
 

@@ -1,4 +1,4 @@
-"""`clusterddp resubmit`: submits a run once more, in its own directory, to resume where it was."""
+"""`clusterddp resume`: resumes a run in its own directory."""
 
 import json
 from functools import partial
@@ -20,7 +20,7 @@ from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission.fields import CONTAINER, changed
-from clusterddp.submission.resubmit import Resubmission, Terms, resubmit
+from clusterddp.submission.resume import Resumption, Terms, resume
 
 # What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
 # from its own checkpoints, which come before those of another run.
@@ -35,7 +35,7 @@ _ASKED = [
 ]
 
 
-class ResubmitCommand(WithCommand):
+class ResumeCommand(WithCommand):
     """Takes its options from the command line alone: whatever is not typed stays as recorded."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -51,8 +51,8 @@ class ResubmitCommand(WithCommand):
 
 
 @click.command(
-    name="resubmit",
-    cls=ResubmitCommand,
+    name="resume",
+    cls=ResumeCommand,
     epilog="Exit codes: 0 submitted, with --wait done; 1 the run failed, or nobody knows whether "
     "it was queued; 2 a wrong request, or Slurm refused it; 75 with --wait: it was stopped and can "
     "resume; 130 interrupted.",
@@ -101,9 +101,9 @@ class ResubmitCommand(WithCommand):
     help="Begin at step 0 again: the run's checkpoints are given up, or are gone.",
 )
 @click.option(
-    "--although-done",
+    "--even-if-done",
     is_flag=True,
-    help="Start the run of a COMMAND once more that is done: it had ended with 0 before its end.",
+    help="Start a COMMAND again although it ended with exit code 0.",
 )
 @click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
@@ -121,7 +121,7 @@ def command(
     max_concurrent: int | None,
     **_values: object,
 ) -> int:
-    """Submit RUN once more: it resumes from its last checkpoint, in its own directory.
+    """Resume RUN in its own directory, from its last checkpoint.
 
     Of a sweep those points are submitted again that have failed, were stopped, cancelled or lost.
     With --sweep or --sweep-file points are added instead: those that the sweep has are left alone.
@@ -158,9 +158,9 @@ def command(
             raise click.UsageError(
                 f"--dry-run, --wait and --max-concurrent are for one job; {run} means several."
             )
-        return _resubmit_each(held, runs_dir, run, terms, as_json=as_json)
+        return _resume_each(held, runs_dir, run, terms, as_json=as_json)
     run_dir = sweep or find_run(runs_dir, run)
-    done = resubmit(run_dir, partial(changed, held), terms, dry_run=dry_run)
+    done = resume(run_dir, partial(changed, held), terms, dry_run=dry_run)
     if dry_run:
         fields: dict[str, object] = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
         if sweep:
@@ -177,7 +177,7 @@ def _terms(held: Given, more: Sweep) -> Terms:
         new_code=values["code"] == "new",
         new_clusterddp=values["clusterddp"] == "new",
         from_scratch=values["from_scratch"],
-        although_done=values["although_done"],
+        even_if_done=values["even_if_done"],
         force=bool(values["force"]),
         template_folder=values["template_dir"],
         snapshot_limit_mb=values["snapshot_limit"],
@@ -185,7 +185,7 @@ def _terms(held: Given, more: Sweep) -> Terms:
     )
 
 
-def _follow(done: Resubmission, run: RunDir, *, wait: bool, as_json: bool) -> int:
+def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
     """Print what was submitted, and follow it where that is asked for; returns the exit code."""
     spec, sent = done.spec, done.submission
     assert sent
@@ -200,7 +200,7 @@ def _follow(done: Resubmission, run: RunDir, *, wait: bool, as_json: bool) -> in
     return follow_submitted(spec, run, sent, words, wait=wait, as_json=as_json, lines=0)
 
 
-def _resubmit_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
+def _resume_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
     """Submit those of several runs again that have not ended well; returns the exit code."""
     runs = select(root, pattern)
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
@@ -211,7 +211,7 @@ def _resubmit_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_js
     code, fields = EXIT_DONE, []
     for run in again:
         try:
-            done = resubmit(run, partial(changed, held), terms)
+            done = resume(run, partial(changed, held), terms)
         except ClusterDDPError as error:
             click.echo(f"clusterddp: {coded(error)}", err=True)
             code = max(code, error.exit_code)

@@ -1,4 +1,4 @@
-"""`clusterddp resubmit`."""
+"""`clusterddp resume`."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.commands import resubmit
+from clusterddp.cli.commands import resume
 from clusterddp.launchers import sbatch
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -22,7 +22,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.history import causes_by_attempt
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import bundle, snapshot
-from clusterddp.submission import resubmit as resubmission
+from clusterddp.submission import resume as resuming
 from clusterddp.version import __version__
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Outcome, Workplace, ended, started, submitted, workplace
@@ -40,7 +40,7 @@ BEGUN = {**started("12"), "attempt": 1}
 def data(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The trainings whose dataset was made sure of; what that does is tested elsewhere."""
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(resubmission, "make_sure", lambda config, *_, **__: seen.append(config))
+    monkeypatch.setattr(resuming, "make_sure", lambda config, *_, **__: seen.append(config))
     return seen
 
 
@@ -73,7 +73,7 @@ def sent(workplace: Workplace) -> str:
 def refused(workplace: Workplace, run: RunDir, *argv: str) -> str:
     """What is said by a refusal, which leaves everything as it was."""
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    got = workplace.invoke("resubmit", run.name, *argv)
+    got = workplace.invoke("resume", run.name, *argv)
     assert (got.code, got.out) == (2, "")
     assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
     assert not (workplace.folder / "sent").exists()
@@ -81,7 +81,7 @@ def refused(workplace: Workplace, run: RunDir, *argv: str) -> str:
 
 
 def accepted(workplace: Workplace, *argv: str) -> Outcome:
-    got = workplace.invoke("resubmit", *argv)
+    got = workplace.invoke("resume", *argv)
     assert got.code == 0, got.err
     return got
 
@@ -128,12 +128,12 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
         made_checkpoints.DAMAGE[harm][0](path)
     said = refused(workplace, run)
     assert ("are gone" if harm == "gone" else "no checkpoint of one is valid") in said
-    assert "clusterddp resubmit one --from-scratch" in said
-    assert workplace.invoke("resubmit", "one", "--dry-run").code == 2
+    assert "clusterddp resume one --from-scratch" in said
+    assert workplace.invoke("resume", "one", "--dry-run").code == 2
     got = accepted(workplace, "one", "--from-scratch")
     assert "it starts from the beginning" in got.out
-    [resubmit] = [event for event in read_events(run) if event["event"] == "resubmit"]
-    assert resubmit["from_scratch"] == 1
+    [asked] = [event for event in read_events(run) if event["event"] == "resume_asked"]
+    assert asked["from_scratch"] == 1
 
 
 def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
@@ -147,7 +147,7 @@ def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
     run = stopped(workplace)
     assert list(causes_by_attempt(events.read(run.events))) == [1]
     accepted(workplace, "one")
-    assert kinds(run)[-2:] == ["resubmit", "submitted"]
+    assert kinds(run)[-2:] == ["resume_asked", "submitted"]
     assert causes_by_attempt(events.read(run.events)) == {}
     assert "queued" in status(workplace, "echo '13|PENDING|None'")
 
@@ -190,19 +190,19 @@ def test_a_dry_run_prints_what_would_be_sent_and_touches_nothing(workplace: Work
     assert "#SBATCH --time=5\n" in json.loads(changed.out)["script"]
     assert (sorted(run.path.rglob("*")), run.events.read_bytes()) == before
     assert workplace.calls == []
-    assert workplace.invoke("resubmit", "one", "--dry-run", "--wait").code == 2
+    assert workplace.invoke("resume", "one", "--dry-run", "--wait").code == 2
 
 
 def test_a_refusal_of_sbatch_leaves_the_former_records(workplace: Workplace) -> None:
     run = stopped(workplace)
     before = run.spec.read_bytes(), run.script.read_bytes()
     workplace.command("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
-    got = workplace.invoke("resubmit", "one", "--partition", "nope")
+    got = workplace.invoke("resume", "one", "--partition", "nope")
     assert got.code == 2
     assert "invalid partition" in got.err
     assert (run.spec.read_bytes(), run.script.read_bytes()) == before
     assert not list(run.path.glob("*-1.*"))
-    assert kinds(run)[-1] == "resubmit"
+    assert kinds(run)[-1] == "resume_asked"
     assert "state       stopped" in status(workplace, FORGOTTEN)
 
 
@@ -232,7 +232,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert (run.path / "script-1.sbatch").read_text() == old[0]
     assert (run.path / "spec-1.json").read_text() == old[1]
     assert run.spec.stat().st_mtime == old[2]  # the order of the runs stays
-    changed = next(e for e in read_events(run) if e["event"] == "resubmit")["changes"]
+    changed = next(e for e in read_events(run) if e["event"] == "resume_asked")["changes"]
     assert "time 60, now 20" in changed
 
 
@@ -284,7 +284,7 @@ def test_what_belongs_to_a_command_can_be_changed(
     expected = {**before, **changed, "resources": after["resources"]}
     assert {n: v for n, v in after.items() if expected[n] != v} == {}
     assert sent(workplace) == sbatch.prepare(run.load_spec(), None)
-    fields = [line.split(" ", 1)[0] for line in resubmissions(run)[-1]]
+    fields = [line.split(" ", 1)[0] for line in recorded_changes(run)[-1]]
     assert {*changed} <= {*fields}
 
 
@@ -407,13 +407,13 @@ def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
     assert f"keeps its clusterddp {former}; 9.9 (" in accepted(workplace, "one").err
     assert bundle.find(run) == former
     workplace.command("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
-    assert workplace.invoke("resubmit", "one", "--time", "20").code == 2
+    assert workplace.invoke("resume", "one", "--time", "20").code == 2
     assert bundle.find(run) == former
     workplace.command("sbatch", "echo 14")
     accepted(workplace, "one", "--time", "20")
     made = bundle.find(run)
     assert made and made.version == "9.9"
-    assert f"clusterddp {former}, now {made}" in resubmissions(run)[-1]
+    assert f"clusterddp {former}, now {made}" in recorded_changes(run)[-1]
 
 
 @pytest.mark.parametrize("options", [(), ("--clusterddp", "new")])
@@ -423,13 +423,13 @@ def test_one_that_was_altered_is_replaced(workplace: Workplace, options: tuple[s
     made.path.write_bytes(b"")
     accepted(workplace, "one", *options)
     assert bundle.find(run) == made
-    assert [*map(list, resubmissions(run))] == [[]]
+    assert [*map(list, recorded_changes(run))] == [[]]
     assert sent(workplace) == run.script.read_text()
 
 
-def resubmissions(run: RunDir) -> list[list[str]]:
+def recorded_changes(run: RunDir) -> list[list[str]]:
     """What changed with each."""
-    return [event["changes"] for event in read_events(run) if event["event"] == "resubmit"]
+    return [event["changes"] for event in read_events(run) if event["event"] == "resume_asked"]
 
 
 def test_a_script_of_another_version_is_rendered_anew_with_other_options(
@@ -451,7 +451,7 @@ def test_the_interpreter_of_the_batch_script_can_be_changed(workplace: Workplace
     python = str(workplace.folder / "bin/python3.13")
     assert f' {python} "$own" batch ' in sent(workplace).replace(" \\\n    ", " ")
     assert run.load_spec().python == "python"
-    assert f"controller_python python3, now {python}" in resubmissions(run)[-1]
+    assert f"controller_python python3, now {python}" in recorded_changes(run)[-1]
 
 
 # -- what else is typed ------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--partition", "a b; touch pwned"], "--partition"),
         (["--max-requeues", "-1"], "--max-requeues"),
         (["--lr", "0", "--allow-config-change"], "--lr"),
-        (["--sbatch", "comment=x"], "one keeps its sbatch: a resubmission cannot change them"),
+        (["--sbatch", "comment=x"], "one keeps its sbatch: 'resume' cannot change them"),
         (["--env", "A=1"], "one keeps its environment"),
         (["--module", "cuda"], "one keeps its modules"),
         (["--setup", "true"], "one keeps its setup"),
@@ -529,7 +529,7 @@ def test_a_wrong_request_changes_nothing(workplace: Workplace, argv: list[str], 
 @pytest.mark.parametrize("value", [value for value in CARRIED if value])
 def test_every_value_is_carried_or_refused(workplace: Workplace, value: str) -> None:
     stopped(workplace)
-    got = workplace.invoke("resubmit", "one", f"--job-name={value}")
+    got = workplace.invoke("resume", "one", f"--job-name={value}")
     assert got.code == 0, got.err
     check = subprocess.run(
         ["/bin/bash", "-n"], input=sent(workplace), capture_output=True, text=True, check=False
@@ -657,7 +657,7 @@ def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> 
     before = code_of(run), run.code_record.read_bytes()
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
-    assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
+    assert workplace.invoke("resume", "one", *root, "--code", "new").code == 2
     assert (code_of(run), run.code_record.read_bytes()) == before
     for name in ("images", "more"):  # neither is large enough to be linked for its size
         Path(name).write_bytes(bytes(900_000))
@@ -677,7 +677,7 @@ def test_a_refused_submission_of_a_run_without_a_copy_leaves_none(
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     root = ["--runs-dir", str(workplace.root)]
-    assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 2
+    assert workplace.invoke("resume", "one", *root, "--code", "new").code == 2
     assert (sorted(run.path.glob("*code*")), run.spec.read_bytes()) == before
 
 
@@ -687,7 +687,7 @@ def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Work
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
     workplace.monkeypatch.setattr("clusterddp.patience.SUBMITTED", 0.0)
-    got = workplace.invoke("resubmit", "one", *root, "--code", "new")
+    got = workplace.invoke("resume", "one", *root, "--code", "new")
     assert (got.code, "it is not known whether" in got.err) == (1, True)
     assert code_of(run)["train.py"] == "print(2)\n"
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
@@ -707,7 +707,7 @@ def test_an_interrupt_while_the_code_is_renewed_leaves_the_former(
     root = ["--runs-dir", str(workplace.root)]
     with monkeypatch.context() as patched:
         patched.setattr(snapshot, "write_atomically", interrupted)
-        assert workplace.invoke("resubmit", "one", *root, "--code", "new").code == 130
+        assert workplace.invoke("resume", "one", *root, "--code", "new").code == 130
     assert (code_of(run), run.code_record.read_bytes()) == before
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
 
@@ -874,13 +874,13 @@ def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     run = copied(workplace)
     Path("train.py").write_text("print(2)\n")
     add_event(run, **{**DONE, "time": time.time()})
-    got = workplace.invoke("resubmit", "one", "--runs-dir", str(workplace.root))
+    got = workplace.invoke("resume", "one", "--runs-dir", str(workplace.root))
     assert "its command has ended with exit code 0" in got.err
     assert "copy of the code" not in got.err
-    assert "--although-done" in got.err
+    assert "--even-if-done" in got.err
     root = ["--runs-dir", str(workplace.root)]
-    accepted(workplace, "one", "--although-done", *root)
-    assert kinds(run)[-2:] == ["resubmit", "submitted"]
+    accepted(workplace, "one", "--even-if-done", *root)
+    assert kinds(run)[-2:] == ["resume_asked", "submitted"]
 
 
 def test_a_failed_and_a_cancelled_run_go_on(workplace: Workplace) -> None:
@@ -947,13 +947,13 @@ def rehearsal(workplace: Workplace) -> RunDir:
 
 def test_a_rehearsal_is_rehearsed_again(workplace: Workplace) -> None:
     run = rehearsal(workplace)
-    got = workplace.invoke("resubmit", "here")
+    got = workplace.invoke("resume", "here")
     assert got.code == 0, got.err + got.out
     assert run.rank_log(0).read_text() == "again\n"
     assert "here: done" in got.err
-    assert kinds(run)[:4] == ["submitted", "resubmit", "submitted", "started"]
+    assert kinds(run)[:4] == ["submitted", "resume_asked", "submitted", "started"]
     assert "nothing" not in workplace.calls
-    assert workplace.invoke("resubmit", "here").code == 2
+    assert workplace.invoke("resume", "here").code == 2
 
 
 def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -> None:
@@ -965,12 +965,12 @@ def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -
     argv = ["--launcher", "local", "--run-name", "own", "--", "sh", "job.sh"]
     assert workplace.invoke("submit", *argv).code == 1
     program.write_text("echo second; cat state; exit 3\n")
-    got = workplace.invoke("resubmit", "own")
+    got = workplace.invoke("resume", "own")
     assert "changed job.sh" in got.err
     assert "--code new" in got.err
     log = RunDir(workplace.root / "own").rank_log(0)
     assert "second" not in log.read_text()
-    got = workplace.invoke("resubmit", "own", "--code", "new")
+    got = workplace.invoke("resume", "own", "--code", "new")
     assert got.code == 1
     # The parts of the attempts, and of the last one alone what is shown when it has failed.
     *_, divider, second, state = log.read_text().splitlines()
@@ -999,18 +999,18 @@ def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Work
     attempt.renew_liveness(3)
     assert "still trains" in refused(workplace, run)
     os.utime(attempt.alive, (1, 1))
-    assert workplace.invoke("resubmit", "here").code == 0
+    assert workplace.invoke("resume", "here").code == 0
 
 
 def test_options_cover_what_submit_asks_slurm_for() -> None:
     """A new option of a request is taken here as well, or left out on purpose."""
-    mine = {parameter.name for parameter in resubmit.command.params}
+    mine = {parameter.name for parameter in resume.command.params}
     fields = {field.name for field in dataclasses.fields(Resources)} - {"gpu_type"}
     assert fields <= mine
     assert {field.name for field in dataclasses.fields(TrainConfig)} - {"init_from"} <= mine
 
 
-def test_a_command_that_hung_is_resubmitted_with_another_watch(workplace: Workplace) -> None:
+def test_a_command_that_hung_is_resumed_with_another_watch(workplace: Workplace) -> None:
     stopped(workplace, train=None, command=("python", "train.py"))
     accepted(workplace, "one", "--no-arm-stacks", "--silence", "5", "--end-silent", "--code", "new")
     script = sent(workplace)
