@@ -300,7 +300,7 @@ def _fields_page() -> str:
         "## Records\n",
         *_classes(records),
         "## Status\n",
-        "What `status --json` and `jobs --json` print; [which of it is promised](../scripts.md).\n",
+        "What `status --json` and `runs --json` print; [which of it is promised](../scripts.md).\n",
         *_classes(status),
         *_classes(sweeps),
     ]

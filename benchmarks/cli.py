@@ -91,8 +91,8 @@ def measure() -> list[Row]:
             row("clusterddp status (of a run that is done)", [*status, str(one), "run-0"]),
             row(f"clusterddp status, the latest of {_RUNS:,} runs", [*status, str(many)], pairs=20),
             row(
-                f"clusterddp jobs, {_RUNS:,} runs, each in squeue",
-                [*COMMAND, "jobs", "--runs-dir", str(many)],
+                f"clusterddp runs, {_RUNS:,} runs, each in squeue",
+                [*COMMAND, "runs", "--runs-dir", str(many)],
                 pairs=20,
             ),
         ]

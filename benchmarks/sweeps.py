@@ -1,4 +1,4 @@
-"""Sweeps as their points grow: submission, `jobs` and `report` of 10, 100 and 1,000 points.
+"""Sweeps as their points grow: submission, `runs` and `report` of 10, 100 and 1,000 points.
 
 Slurm's commands are stand-ins that answer at once: the time is clusterddp's own. Of each sweep nine
 points of ten have ended, with 200 lines of metrics each, and the others are in the queue.
@@ -48,7 +48,7 @@ def measure() -> list[Row]:
             _row(what, count, sample, empty)
             for what, sample in (
                 ("submit --sweep", submitting),
-                ("jobs", asking("jobs")),
+                ("runs", asking("runs")),
                 ("report", asking("report", "s")),
             )
             for count in POINTS

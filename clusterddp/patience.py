@@ -54,7 +54,7 @@ FOLLOWED_SLURM_PAUSES = (1.0, 10.0)
 FOLLOWED_SETTLES = 30.0
 """A failed run's job may take so long to leave until the run's own record is final."""
 WATCHED_LIST_PAUSE = 10.0
-"""Between two lists of `jobs --watch`, each of which is one call of squeue."""
+"""Between two lists of `runs --watch`, each of which is one call of squeue."""
 NOTICE_SETTLES = 90.0
 """Slurm may still show a job at work whose end has let the next one start."""
 NOTICE_UNANSWERED = 480.0

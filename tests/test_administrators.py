@@ -76,12 +76,12 @@ def test_the_calls_for_many_runs(runs: int, site: Workplace) -> None:
     site.sweep("sw", ("lr",), *points)
     counted = {}
 
-    counted["`jobs`, all recorded as done"] = count(site, "jobs", "done-*")
-    counted["`jobs`, all forgotten by slurmctld"] = count(site, "jobs", "r-*")
+    counted["`runs`, all recorded as done"] = count(site, "runs", "done-*")
+    counted["`runs`, all forgotten by slurmctld"] = count(site, "runs", "r-*")
     show(site, "RUNNING", *jobs)
-    counted["`jobs`, all queued or running"] = count(site, "jobs", "r-*")
+    counted["`runs`, all queued or running"] = count(site, "runs", "r-*")
     show(site, "FAILED", *jobs)
-    counted["`jobs`, all ended, and slurmctld still knows them"] = count(site, "jobs", "r-*")
+    counted["`runs`, all ended, and slurmctld still knows them"] = count(site, "runs", "r-*")
     show(site, "RUNNING", *(f"7_{number}" for number in range(runs)))
     counted["`status` of a sweep"] = count(site, "status", "sw")
     counted["`cancel --yes` of a sweep"] = count(site, "cancel", "--yes", "sw")

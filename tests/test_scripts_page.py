@@ -152,9 +152,9 @@ def test_what_is_promised_is_printed(name: str, workplace: Workplace) -> None:
             assert is_of(kind, record[field]), (field, kind, record[field])
 
 
-def test_jobs_prints_what_status_prints(workplace: Workplace) -> None:
+def test_runs_prints_what_status_prints(workplace: Workplace) -> None:
     one_run(workplace)
-    [shown] = answer(workplace, "jobs", "--json")
+    [shown] = answer(workplace, "runs", "--json")
     assert {*shown} == {*answer(workplace, "status", "one", "--json")}
 
 

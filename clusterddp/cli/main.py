@@ -43,7 +43,7 @@ COMMANDS = {
     "train": "Train as one rank: in a task of a run, by hand or under torchrun.",
     "exec": "Derive the distributed environment and become COMMAND.",
     "env": "Show who this task is, and where each value came from.",
-    "jobs": "List the runs.",
+    "runs": "List the runs.",
     "status": "Show how a run is doing.",
     "logs": "Show or follow the logs of a run.",
     "stacks": "Show where each rank of a running job is now.",
@@ -71,7 +71,7 @@ _exit_code = EXIT_FAILED
 OF_HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of click's context. `submit` has them as well, whose options other commands parse."""
 QUICK = {
-    "submit", "check", "import", "jobs", "status", "report", "templates", "site", "explain",
+    "submit", "check", "import", "runs", "status", "report", "templates", "site", "explain",
     "completion",
 }  # fmt: skip
 """Commands that read, print and leave; `submit` calls `go_on` itself when it does more."""

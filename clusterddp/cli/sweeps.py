@@ -206,7 +206,7 @@ def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
             code = ended if code == errors.EXIT_DONE or ended == errors.EXIT_FAILED else code
     except KeyboardInterrupt:
         click.echo(
-            f"\nclusterddp: {sweep.name} goes on; 'clusterddp jobs --watch {sweep.cli_name}' "
+            f"\nclusterddp: {sweep.name} goes on; 'clusterddp runs --watch {sweep.cli_name}' "
             f"follows it, 'clusterddp cancel {sweep.cli_name}' ends it",
             err=True,
         )

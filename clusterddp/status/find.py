@@ -189,5 +189,5 @@ def _hint(runs: Sequence[RunDir], text: str) -> str:
     if near:
         return f" Did you mean {', '.join(near)}?"
     if names:
-        return f" The latest are {', '.join(names[-3:])}; 'clusterddp jobs' lists them all."
+        return f" The latest are {', '.join(names[-3:])}; 'clusterddp runs' lists them all."
     return " There are no runs there. Give the directory of your runs with --runs-dir."

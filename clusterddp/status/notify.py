@@ -215,7 +215,7 @@ def marker(run: RunDir) -> Path:
     history = History.read(run)
     sent = sum(not event.in_place_of for event in history.every(events.Submitted))
     again = len(history.every(events.ResumeAsked))
-    # `resume` precedes a submission event, except for an array task, which has no such event.
+    # `resume_asked` precedes a submission event, except for an array task, which has no such event.
     return run.path / f"notified-{max(sent, again + 1):04d}.json"
 
 

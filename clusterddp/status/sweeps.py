@@ -92,7 +92,7 @@ class SweepStatus:
         """Return what to type next."""
         shown = SweepDir(Path(self.directory)).cli_name
         if ACTIVE & {*self.states}:
-            return f"clusterddp jobs {shown}"
+            return f"clusterddp runs {shown}"
         if {RunState.FAILED, RunState.STOPPED, RunState.CANCELLED} & {*self.states}:
             return f"clusterddp resume {shown}"
         return f"clusterddp report {shown}"

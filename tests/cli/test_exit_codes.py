@@ -45,7 +45,7 @@ def test_every_command_has_a_line(listed: dict[str, str]) -> None:
         ("env --from nothing", 2),
         ("exec -- nothing", 127),
         ("exec -- ./good.sh", 126),
-        ("jobs", 0),
+        ("runs", 0),
         ("status nothing", 2),
         ("logs nothing", 2),
         ("stacks nothing", 2),

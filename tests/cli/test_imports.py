@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--help"], ["--version"], ["submit", "--help"], ["train", "--help"], ["jobs"],
+        ["--help"], ["--version"], ["submit", "--help"], ["train", "--help"], ["runs"],
         ["templates", "list"], ["site"], ["completion", "bash"], ["compare", "--help"],
         ["report", "--help"], ["env"],
     ],

@@ -84,7 +84,7 @@ def test_what_is_still_in_a_buffer_is_printed(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (3, "words")
 
 
-@pytest.mark.parametrize("module", ["clusterddp.cli.main", "click", "clusterddp.cli.commands.jobs"])
+@pytest.mark.parametrize("module", ["clusterddp.cli.main", "click", "clusterddp.cli.commands.runs"])
 def test_an_interruption_during_the_imports_is_no_traceback(module: str, tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -94,7 +94,7 @@ def test_an_interruption_during_the_imports_is_no_traceback(module: str, tmp_pat
         "            raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupted)\n"
     )
-    done = command("jobs", code=code + COMMAND, cwd=tmp_path)
+    done = command("runs", code=code + COMMAND, cwd=tmp_path)
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 

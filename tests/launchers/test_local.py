@@ -154,7 +154,7 @@ def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
     lost = read_json(tmp_path / "jobs/a/attempts/0001/outcomes/rank-0.json")
     assert lost is not None
     assert lost["error"]["peer_lost"], lost
-    for argv in (["status"], ["jobs"], ["report"], ["status", "--json"], ["jobs", "--json"],
+    for argv in (["status"], ["runs"], ["report"], ["status", "--json"], ["runs", "--json"],
                  ["report", "--json"]):  # fmt: skip
         shown = subprocess.run(
             [*CLUSTERDDP, *argv], cwd=tmp_path, capture_output=True, text=True, check=False

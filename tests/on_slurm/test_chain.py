@@ -88,7 +88,7 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resume(
     status = told(cluster, tmp_path, "b")
     assert (status["state"], status["detail"]) == ("queued", "waits for a")
     assert status["waits_for"] == ["a"]
-    assert " waits for a" in typed(cluster, tmp_path, "jobs").stdout
+    assert " waits for a" in typed(cluster, tmp_path, "runs").stdout
     job = told(cluster, tmp_path, "a")["job_id"]
 
     cluster.run(["scontrol", "requeue", job], check=True)

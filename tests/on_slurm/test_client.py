@@ -188,7 +188,7 @@ def clusterddp(cluster: SlurmCluster, root: Path, *argv: str) -> tuple[int, str,
 
 
 def states(cluster: SlurmCluster, root: Path) -> dict[str, str]:
-    code, out, err = clusterddp(cluster, root, "jobs", "--json")
+    code, out, err = clusterddp(cluster, root, "runs", "--json")
     assert code == 0, err
     return {status["name"]: status["state"] for status in json.loads(out)}
 

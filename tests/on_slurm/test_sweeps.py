@@ -76,10 +76,10 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
         "--max-concurrent", "2", "--", "sleep", "{t}", check=True,
     )  # fmt: skip
     wait_for(lambda: len([*tmp_path.glob("jobs/s-*/logs/rank-0.log")]) == 2, "two points run")
-    row = typed(cluster, tmp_path, "jobs").stdout.splitlines()[1]
+    row = typed(cluster, tmp_path, "runs").stdout.splitlines()[1]
     assert row.split()[:2] == ["s", "running"]
     assert row.endswith("5 points: 3 queued, 2 running")
-    assert len(typed(cluster, tmp_path, "jobs", "s-[0-3]").stdout.splitlines()) == 1 + 4
+    assert len(typed(cluster, tmp_path, "runs", "s-[0-3]").stdout.splitlines()) == 1 + 4
     before = all_say(cluster, tmp_path, "s")
     assert sorted(before.values()) == ["queued"] * 3 + ["running"] * 2
     one = typed(cluster, tmp_path, "cancel", "s-3")
@@ -101,10 +101,10 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
 
 
 def all_say(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, str]:
-    """The states of a sweep's points, on which Slurm, `status`, `jobs` and `report` agree."""
+    """The states of a sweep's points, on which Slurm, `status`, `runs` and `report` agree."""
     sweep = status(cluster, folder, name)
     of_status = {point["run"]: point["state"] for point in sweep["points"]}
-    lines = typed(cluster, folder, "jobs", name, check=True).stdout.splitlines()[1:]
+    lines = typed(cluster, folder, "runs", name, check=True).stdout.splitlines()[1:]
     of_jobs = dict(line.split()[:2] for line in lines)
     report = json.loads(typed(cluster, folder, "report", name, "--json", check=True).stdout)
     of_report = {run["run"]: run["state"] for row in report["rows"] for run in row["runs"]}

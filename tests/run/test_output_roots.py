@@ -53,7 +53,7 @@ def test_a_run_elsewhere_is_found(text: str, workplace: Workplace, another: Path
 @pytest.mark.parametrize("text", ["lr", "7"])
 def test_a_sweep_elsewhere_is_found(text: str, workplace: Workplace, another: Path) -> None:
     workplace.sweep("lr", ("lr",), ("1",), ("2",))
-    shown = workplace.invoke("jobs", "lr")
+    shown = workplace.invoke("runs", "lr")
     assert shown.code == 0
     assert "lr-1" in shown.out
 

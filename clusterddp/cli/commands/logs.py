@@ -59,7 +59,7 @@ def command(
         if following:
             raise RequestError(
                 f"-f follows one run, and {run} means {len(several)}: name one, such as "
-                f"{several[0].name}; 'clusterddp jobs {run}' shows them all. [CD0502]"
+                f"{several[0].name}; 'clusterddp runs {run}' shows them all. [CD0502]"
             )
         _print_several(several, ranks, job=job, lines=lines)
         return 0

@@ -102,7 +102,7 @@ def test_each_row_is_a_run_and_a_line_of_the_table(comparing: Answer, workplace:
     assert "100%" in one and "100%" in four and "4.00" in four
     assert "[2/3] ddp, 1 rank …" in got.err
     assert "[3/3] ddp, 4 ranks: 400 images/s, test accuracy 50.00%" in got.err
-    names = [run["name"] for run in json.loads(workplace.invoke("jobs", "--json").out)]
+    names = [run["name"] for run in json.loads(workplace.invoke("runs", "--json").out)]
     assert sorted(names) == ["a-ddp-1", "a-ddp-4", "a-single"]
     assert (workplace.root / "a-ddp-4").stat().st_mode & 0o777 == 0o700
     status = json.loads(workplace.invoke("status", "a-ddp-4", "--json").out)

@@ -134,7 +134,7 @@ def test_a_silent_run_says_since_when_and_which_rank_differs(workplace: Workplac
     attempt.silent.write_text(json.dumps(where))
     workplace.command("squeue", "echo '7|RUNNING|None'")
     silent = f"no rank has printed anything since {formatting.moment(1.0)}; rank 1 is in sleep"
-    for shown in (workplace.invoke("status", "one").out, workplace.invoke("jobs").out):
+    for shown in (workplace.invoke("status", "one").out, workplace.invoke("runs").out):
         assert f"{silent} (a.py:3), most are in b; the job's log has their stacks" in shown
     run.rank_log(0).write_text("step 1\nstep 2\n")
     assert "state       running\n" in workplace.invoke("status", "one").out
@@ -256,7 +256,7 @@ def test_an_element_of_an_array_is_found_by_the_name_that_squeue_shows(
         got = workplace.invoke("status", f"11_{index}")
         assert got.out.startswith(f"run         arr-{index}\n"), got.err
         assert f"\njob         11_{index} (sbatch)\n" in got.out
-        assert f"  11_{index}  " in workplace.invoke("jobs", "-n1").out
+        assert f"  11_{index}  " in workplace.invoke("runs", "-n1").out
     assert workplace.invoke("status", "12").out.startswith("run         arr-0\n")
     got = workplace.invoke("cancel", "11")
     assert got.code == 2

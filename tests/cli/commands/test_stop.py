@@ -51,8 +51,7 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     got = workplace.invoke("stop", "one")
     assert got.code == 0, got.err
     assert got.out == (
-        "one: asked attempt 1 to save a checkpoint and exit\n"
-        "  resume with: clusterddp resume one\n"
+        "one: asked attempt 1 to save a checkpoint and exit\n  resume with: clusterddp resume one\n"
     )
     assert Attempt(run, 1).asked_to_stop() == "stop"
     assert kinds(run)[-1] == "stop_asked"

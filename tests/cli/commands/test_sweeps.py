@@ -125,7 +125,7 @@ def test_who_no_longer_waits_for_a_sweep_is_told_that_it_goes_on(
     got = workplace.invoke("submit", "--run-name=lr", "--no-snapshot", "--wait", "--sweep=n=1,2",
                            "--", "/bin/true", "{n}")  # fmt: skip
     assert got.code == 130
-    assert "lr goes on; 'clusterddp jobs --watch lr' follows it" in got.err
+    assert "lr goes on; 'clusterddp runs --watch lr' follows it" in got.err
     assert "'clusterddp cancel lr' ends it" in got.err
 
 
@@ -136,12 +136,12 @@ def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplac
     record(sweep.element(4), running)
     lines = ["7_4 14|RUNNING|None", *(f"7_{i} 7|PENDING|JobArrayTaskLimit" for i in range(5, 10))]
     workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
-    done = workplace.invoke("jobs")
+    done = workplace.invoke("runs")
     [_, row] = done.out.splitlines()
     assert row.split()[:4] == ["s", "running", "7", "1x1"]
     assert row.endswith("10 points: 5 queued, 1 running, 3 done, 1 failed")
-    assert len(workplace.invoke("jobs", "s-[2-4]").out.splitlines()) == 1 + 3
-    [listed] = json.loads(workplace.invoke("jobs", "--json").out)
+    assert len(workplace.invoke("runs", "s-[2-4]").out.splitlines()) == 1 + 3
+    [listed] = json.loads(workplace.invoke("runs", "--json").out)
     assert listed["counts"] == {"queued": 5, "running": 1, "done": 3, "failed": 1}
     assert "s-2  failed   2" in workplace.invoke("status", "s").out
     assert "squeue -h -a -r -t all -j 12,14,7 -o" in " ".join(workplace.calls)
@@ -161,7 +161,7 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
 
     workplace.command("squeue", f"{PENDING.replace('$N', '7')}; echo '3 3|RUNNING|None'")
     monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_by))
-    got = workplace.invoke("jobs", "--watch")
+    got = workplace.invoke("runs", "--watch")
     assert got.code == 130
     rows = [line for line in got.out.splitlines() if line.startswith("s ")]
     assert [row.partition("points: ")[2] for row in rows] == [
@@ -205,7 +205,7 @@ def test_a_sweep_whose_name_is_a_number_is_known_by_it(workplace: Workplace) -> 
     assert workplace.invoke("submit", "--run-name", "2024", *TEN[3:]).code == 0
     workplace.command("squeue", PENDING.replace("$N", "7"))
     workplace.command("scancel", "")
-    assert "2024-9" in workplace.invoke("jobs", "2024").out
+    assert "2024-9" in workplace.invoke("runs", "2024").out
     for name in ("2024", "7"):
         assert "Cancel 10 runs (10 queued)?" in workplace.invoke("cancel", name).err
     assert workplace.invoke("cancel", "-y", "2024").code == 0

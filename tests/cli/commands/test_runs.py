@@ -1,4 +1,4 @@
-"""`clusterddp jobs`."""
+"""`clusterddp runs`."""
 
 import dataclasses
 import fcntl
@@ -29,7 +29,7 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     workplace.run("third", submitted("3"), age=30)
     workplace.run("fourth")
     workplace.command("squeue", "echo '2|RUNNING|None'; echo '3|PENDING|(Resources)'")
-    got = workplace.invoke("jobs")
+    got = workplace.invoke("runs")
     lines = got.out.splitlines()
     assert lines[0].split() == [
         "NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY",
@@ -48,7 +48,7 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
 def test_the_process_of_a_rehearsal_is_no_job(workplace: Workplace) -> None:
     pid = str(os.getpid())
     workplace.run("one", submitted(pid, launcher="local", pid=os.getpid(), time=time.time()))
-    [_, row] = workplace.invoke("jobs").out.splitlines()
+    [_, row] = workplace.invoke("runs").out.splitlines()
     assert row.split()[:3] == ["one", "queued", f"pid:{pid}"]
     shown = workplace.invoke("status", "one").out
     assert f"\nprocess     {pid} (local)\n" in shown and "\njob " not in shown
@@ -62,7 +62,7 @@ def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) 
     workplace.command("squeue", "echo '4|RUNNING|None'")
 
     def listed(*options: str) -> list[str]:
-        got = workplace.invoke("jobs", *options, "--json")
+        got = workplace.invoke("runs", *options, "--json")
         assert got.code == 0, got.err
         return [status["name"] for status in json.loads(got.out)]
 
@@ -71,9 +71,9 @@ def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) 
     assert listed("--state", "failed", "-n", "1") == ["run-3"]
     assert listed("--state", "done", "--state", "running") == ["run-2", "run-4"]
     assert listed("-n", "9") == [f"run-{number}" for number in range(1, 5)]
-    assert workplace.invoke("jobs", "-n", "0").code == 2
-    assert workplace.invoke("jobs", "--state", "dead").code == 2
-    got = workplace.invoke("jobs", "--state", "stopped")
+    assert workplace.invoke("runs", "-n", "0").code == 2
+    assert workplace.invoke("runs", "--state", "dead").code == 2
+    got = workplace.invoke("runs", "--state", "stopped")
     assert (got.code, got.out) == (0, "")
     assert "no stopped runs below jobs" in got.err
 
@@ -86,7 +86,7 @@ def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
     workplace.run("one", submitted("1"), started("1"), end)
     master, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 82, 0, 0))
-    command = [sys.executable, "-m", "clusterddp", "jobs"]
+    command = [sys.executable, "-m", "clusterddp", "runs"]
     environ = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
     subprocess.run(command, cwd=workplace.folder, env=environ, stdout=terminal, check=True)
     os.close(terminal)
@@ -96,7 +96,7 @@ def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
     assert len(lines[1]) == 82
     assert lines[1].endswith("… [CD1209]")
     assert "rank 3 on h02" in lines[1]
-    assert len(workplace.invoke("jobs").out.splitlines()[1]) > 200
+    assert len(workplace.invoke("runs").out.splitlines()[1]) > 200
 
 
 def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
@@ -105,7 +105,7 @@ def test_slurm_is_asked_once_for_all_runs(workplace: Workplace) -> None:
     workplace.run("over", submitted("9"), started("9"), ended("9", 0))
     running = "; ".join(f"echo '{number}|RUNNING|None'" for number in range(5))
     workplace.command("squeue", running)
-    assert workplace.invoke("jobs").out.count("running") == 5
+    assert workplace.invoke("runs").out.count("running") == 5
     [call] = workplace.calls
     assert "-j 0,1,2,3,4 " in call
 
@@ -126,7 +126,7 @@ def test_a_thousand_runs_are_one_question(workplace: Workplace) -> None:
     answer = "'%s|RUNNING|None\\n%s|PENDING|Priority\\n'"
     loop = f"n=0; while [ $n -lt 1000 ]; do printf {answer} $n $((n + 1)); n=$((n + 4)); done"
     workplace.command("squeue", loop)
-    rows = [line.split() for line in workplace.invoke("jobs").out.splitlines()[1:]]
+    rows = [line.split() for line in workplace.invoke("runs").out.splitlines()[1:]]
     [call] = workplace.calls
     assert call.startswith("squeue")
     assert len(rows) == 1000
@@ -148,7 +148,7 @@ def test_a_stopped_and_a_waiting_run_say_why(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '1|COMPLETED|None'")
     workplace.command("scontrol", "exit 1")
     workplace.run("c", submitted("1"), start, {**end, "cause": "time limit"}, again, age=300)
-    rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
+    rows = {line.split()[0]: line for line in workplace.invoke("runs").out.splitlines()}
     assert "stopped" in rows["a"]
     assert rows["a"].endswith("by 'clusterddp stop' [CD1204]")
     assert "queued" in rows["b"]
@@ -170,7 +170,7 @@ def test_of_a_command_without_a_loop_nobody_says_that_it_resumes(workplace: Work
         (run.attempts / "0001").mkdir(parents=True)
     (workplace.root / "loop/attempts/0001/attempt.json").write_text('{"step": 0}')
     workplace.command("squeue", "echo '1|PENDING|Priority'")
-    rows = {line.split()[0]: line for line in workplace.invoke("jobs").out.splitlines()}
+    rows = {line.split()[0]: line for line in workplace.invoke("runs").out.splitlines()}
     assert " starts again after preemption: Priority" in rows["plain"]
     assert " resumes after preemption: Priority" in rows["loop"]
 
@@ -178,7 +178,7 @@ def test_of_a_command_without_a_loop_nobody_says_that_it_resumes(workplace: Work
 def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
     workplace.run("over", submitted("1"), started("1"), ended("1", 1, first_failure=FAILURE))
     workplace.run("lost", submitted("2"))
-    got = workplace.invoke("jobs")
+    got = workplace.invoke("runs")
     assert got.code == 0
     assert "over  failed   1    2x4" in got.out
     assert BOOM in got.out
@@ -188,34 +188,34 @@ def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
 def test_json_is_a_list_of_statuses(workplace: Workplace) -> None:
     run = workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     run.metrics.write_text('{"step": 3, "loss": NaN}\n')
-    [status] = json.loads(workplace.invoke("jobs", "--json").out)
+    [status] = json.loads(workplace.invoke("runs", "--json").out)
     assert (status["name"], status["state"], status["step"]) == ("one", "done", 3)
     assert status["loss"] is None
 
 
 def test_no_runs_are_no_error(workplace: Workplace) -> None:
-    got = workplace.invoke("jobs", "--runs-dir", "elsewhere")
+    got = workplace.invoke("runs", "--runs-dir", "elsewhere")
     assert (got.code, got.out) == (0, "")
     assert "no runs below elsewhere" in got.err
-    assert workplace.invoke("jobs", "--json").out.strip() == "[]"
+    assert workplace.invoke("runs", "--json").out.strip() == "[]"
 
 
 def test_half_made_runs_are_left_out(workplace: Workplace) -> None:
     run = workplace.run("one")
     run.path.rename(workplace.root / ".one.x7g")
-    assert "no runs" in workplace.invoke("jobs").err
+    assert "no runs" in workplace.invoke("runs").err
 
 
 def test_output_is_plain(workplace: Workplace) -> None:
     workplace.run("one", submitted("1"), started("1"), ended("1", 1))
-    assert "\x1b" not in workplace.invoke("jobs").out
+    assert "\x1b" not in workplace.invoke("runs").out
 
 
 def test_what_a_rank_has_printed_moves_no_cursor(workplace: Workplace) -> None:
     """A failure's words may come from anybody's code, with escape codes in them."""
     failure = {**FAILURE, "reason": "ValueError: \x1b[2Jboom\nand\x07 more"}
     workplace.run("a", submitted("3"), started("3"), ended("3", 1, first_failure=failure))
-    for command in ("jobs", "status"):
+    for command in ("runs", "status"):
         got = workplace.invoke(command)
         assert "\\x1b[2Jboom" in got.out
         assert not {"\x1b", "\x07"} & set(got.out)
@@ -246,16 +246,16 @@ def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
 
     workplace.command("squeue", "echo '2|FAILED|None'; echo '3|PENDING|Priority'")
     monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_by))
-    got = workplace.invoke("jobs", "--watch", "30")
+    got = workplace.invoke("runs", "--watch", "30")
     assert (got.code, looks) == (130, [30.0] * 5)
     assert got.out.count("NAME") == 3
     calls = [call.split()[0] for call in workplace.calls]
     assert calls.count("squeue") == len(looks)
     assert calls.count("scontrol") == 1
     assert calls.count("sacct") == 0
-    refused = workplace.invoke("jobs", "--watch", "--json")
+    refused = workplace.invoke("runs", "--watch", "--json")
     assert (refused.code, "--watch is for a person" in refused.err) == (2, True)
-    assert workplace.invoke("jobs", "--watch", "0.1").code == 2
+    assert workplace.invoke("runs", "--watch", "0.1").code == 2
 
 
 def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
@@ -263,7 +263,7 @@ def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
         workplace.run(f"run-{number:02d}", submitted(str(number)), age=100 - number)
     master, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 60, 0, 0))
-    command = [sys.executable, "-m", "clusterddp", "jobs", "--watch", "3600"]
+    command = [sys.executable, "-m", "clusterddp", "runs", "--watch", "3600"]
     environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     with subprocess.Popen(
         command, cwd=workplace.folder, env=environ, stdout=terminal, stderr=subprocess.PIPE
@@ -294,7 +294,7 @@ def test_a_job_that_is_held_or_waits_for_another_has_no_start(workplace: Workpla
     workplace.run("waits", submitted("6"), waits)
     rows = [f"{n} {n} {then}|PENDING|{reason}|" for n, reason in enumerate([*reasons, ""], 1)]
     workplace.command("squeue", "".join(f"echo '{row}';" for row in rows))
-    listed = json.loads(workplace.invoke("jobs", "--json").out)
+    listed = json.loads(workplace.invoke("runs", "--json").out)
     assert [each["name"] for each in listed if each["expected_start"]] == ["Priority"]
     assert "estimate" not in workplace.invoke("status", "JobHeldUser").out
     earliest = f"BeginTime: not before {then.replace('T', ' ')}"
@@ -314,13 +314,13 @@ def test_what_lies_ahead_is_shown(workplace: Workplace) -> None:
     then = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600))
     rows = f"3 3 {then}|PENDING|Resources|", "4 4 N/A|PENDING|JobHeldUser|", "5 5 |RUNNING|None|"
     workplace.command("squeue", "".join(f"echo '{row}';" for row in rows))
-    waits, held, trains = json.loads(workplace.invoke("jobs", "--json").out)
+    waits, held, trains = json.loads(workplace.invoke("runs", "--json").out)
     assert abs(waits["expected_start"] - time.time() - 3600) < 60
     assert (held["expected_start"], trains["expected_start"]) == (None, None)
     assert [trains[name] for name in ("step", "steps_planned", "percent_done", "seconds_left")] == [
         50, 200, 25.0, 150.0,
     ]  # fmt: skip
-    listed = workplace.invoke("jobs").out.splitlines()
+    listed = workplace.invoke("runs").out.splitlines()
     assert " 50/200 (25%)  2m30s " in listed[3]
     assert any(left in listed[1] for left in (" 59m", " 1h00m"))
     said = workplace.invoke("status", "trains").out

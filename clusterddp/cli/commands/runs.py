@@ -1,4 +1,4 @@
-"""`clusterddp jobs`: the runs below the output root as a table, the latest last."""
+"""`clusterddp runs`: the runs below the output root as a table, the latest last."""
 
 import shutil
 import sys
@@ -25,7 +25,7 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 """Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
 
-@click.command(name="jobs", cls=SettingsCommand)
+@click.command(name="runs", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, metavar="[RUN...]")
 @click.option(
     "-n",
@@ -76,7 +76,7 @@ def command(
     Exit codes: 0 listed, 2 a wrong request, 130 a watch was ended by Ctrl-C.
     """
     if watch is not None and as_json:
-        raise click.UsageError("--watch is for a person; call 'jobs --json' as often as you like.")
+        raise click.UsageError("--watch is for a person; call 'runs --json' as often as you like.")
     if watch is not None:
         from clusterddp.cli import main
 
