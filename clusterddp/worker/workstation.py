@@ -61,7 +61,7 @@ def request(path: str, config: TrainConfig, procs: int, **more: Any) -> JobSpec:
 
 @contextmanager
 def recorded(spec: JobSpec, *, may_exist: bool) -> Iterator[tuple[RunDir, Callable[..., None]]]:
-    """Create the run's directory and the records that `jobs` and `status` read.
+    """Create the run's directory and the records that `runs` and `status` read.
 
     Yields the directory and a function that records the exit code and the first Failure, if any.
     Raises RequestError if the run exists and `may_exist` is False.
