@@ -236,7 +236,7 @@ def _option_row(row: Option) -> tuple[str, ...]:
     forms = ", ".join([*row.flags, *negated]) + value
     if row.name == "requeue":
         forms = ", ".join(RequeueOption.FORMS)
-    usual = _switch(row) if row.type is bool else str(row.default)
+    usual = _switch(row) if row.type is bool else str(row.text(row.default))
     default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
     codes = "<br>".join(map(_code, variables))

@@ -1,5 +1,6 @@
 """Figures as a person reads them, and texts that strangers may have written."""
 
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -34,6 +35,35 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+DURATION = "".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS)
+"""Pattern of a duration such as `10m`; it takes an empty text as well."""
+
+
+def setting(seconds: float) -> str:
+    """Format a duration exactly, as an option takes it: `0`, `90s`, `10m`, `24h`, `7d`."""
+    if seconds != int(seconds):
+        return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    whole = int(seconds)
+    # 24h and 60s read better than 1d and 1m.
+    unit = next((u for u, s in _UNITS.items() if whole % s == 0 and whole >= 2 * s), "s")
+    return f"{whole // _UNITS[unit]}{unit}" if whole else "0"
+
+
+def seconds(text: str) -> float | None:
+    """Return the seconds of `30s`, `1.5h` or `2d04h`, also as `duration` prints them, or of `0`.
+
+    None for any other text.
+    """
+    if text == "0":
+        return 0
+    match = re.fullmatch(DURATION, text)
+    if not match or not text:
+        return None
+    total = sum(float(n) * s for n, s in zip(match.groups(), _UNITS.values(), strict=True) if n)
+    return int(total) if total == int(total) else total
 
 
 def moment(when: float | None) -> str:

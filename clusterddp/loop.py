@@ -39,6 +39,7 @@ from clusterddp.errors import (
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.variables import host_name
 from clusterddp.request.spec import DEFAULT_TEMPLATE
+from clusterddp.request.train_config import Interval
 from clusterddp.run.attempt import Attempt, attempt_at, attempt_here
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
@@ -58,7 +59,6 @@ _WATCHDOG_SECONDS = 300.0
 """Without progress between a batch and its step until the rank that hangs is named."""
 _GROUP_SECONDS = 600.0
 """Time-out of NCCL's process groups, the shorter of torch's two; the verdict comes before it."""
-_INTERVAL = re.compile(r"[1-9]\d{0,8}(step|epoch|minute)s?", re.ASCII)
 
 
 class Loop(Resumable):
@@ -81,7 +81,7 @@ class Loop(Resumable):
         self,
         *,
         folder: str | os.PathLike[str] | None = None,
-        save_every: str = "10minutes",
+        save_every: str = "10m",
         keep_last: int = 3,
         log_every: int = 0,
         random_states: bool = True,
@@ -94,7 +94,7 @@ class Loop(Resumable):
             model is sharded (FSDP), it and its optimizers are saved by
             torch.distributed.checkpoint.
         folder: where to write; by default the run that this process is in, elsewhere jobs/SCRIPT.
-        save_every: `500steps`, `1epoch` or `10minutes`; once in the first minute in any case.
+        save_every: `500steps`, `1epoch` or `10m`; once in the first minute in any case.
         keep_last: checkpoints that are kept.
         log_every: steps between two lines of metrics; 0 is a line a second, of which one in ten
             seconds is printed.
@@ -213,10 +213,12 @@ class Loop(Resumable):
                 raise TypeError(
                     f"Loop({name}=…): a {type(each).__name__} has no state_dict and load_state_dict"
                 )
-        if not _INTERVAL.fullmatch(save_every):
+        try:
+            Interval.parse(save_every)
+        except ValueError:
             raise ValueError(
-                f"save_every={save_every!r}: expected such as '500steps', '1epoch' or '10minutes'"
-            )
+                f"save_every={save_every!r} is not an interval. Use '500steps', '1epoch' or '10m'."
+            ) from None
         if folder is None and not agreement.has_group() and _tasks() > 1:
             raise TrainingError(
                 f"this is one of {_tasks()} tasks by its environment, and there is no process "

@@ -409,8 +409,8 @@ class Odd:
         ({"odd": Odd(Path("/"))}, r"Loop\(odd=…\): its state_dict holds .*PosixPath"),
         ({"odd": Odd(np.float64(1))}, r"Loop\(odd=…\): its state_dict holds .*: numpy\."),
         ({"odd": Odd(lambda: 0)}, r"Loop\(odd=…\): its state_dict holds .*lambda"),
-        ({"model": nn.Linear(1, 1), "save_every": "10 min"}, r"save_every='10 min': expected"),
-        ({"model": nn.Linear(1, 1), "save_every": "0steps"}, r"save_every='0steps': expected"),
+        ({"model": nn.Linear(1, 1), "save_every": "10 min"}, r"save_every='10 min' is not an"),
+        ({"model": nn.Linear(1, 1), "save_every": "0steps"}, r"save_every='0steps' is not an"),
     ],
 )
 def test_a_mistake_is_named_at_once(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:

@@ -223,7 +223,8 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
         of = f"attempt {start.attempt} of {job.run.name}"
         return f"{of} still runs as job {name} on {start.nodelist}"
 
-    refusal = f" after {seconds:g} s. Two jobs cannot write to one run: cancel one of them."
+    waited = formatting.setting(seconds)
+    refusal = f" after {waited}. Two jobs cannot write to one run: cancel one of them."
     attempts.wait_until_idle(at_work, seconds, refusal, every=patience.SLURM_AWAY_PAUSE)
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from clusterddp import log, patience
 from clusterddp.batch import step_watch
 from clusterddp.errors import EXIT_PAUSED, SlurmError
+from clusterddp.formatting import setting
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
@@ -124,7 +125,7 @@ class NodeWatch:
             elif ended:
                 continue
             elif now - since > LIVENESS_TIMEOUT:
-                suspects[node] = f"its records have not changed for {LIVENESS_TIMEOUT:g} s"
+                suspects[node] = f"its records have not changed for {setting(LIVENESS_TIMEOUT)}"
         lost = {node: _with_no_answer(suspects[node]) for node in self._failed_step.look(suspects)}
         if now >= self._idle_due:
             self._idle_due = now + patience.SPARES_IDLE_PAUSE

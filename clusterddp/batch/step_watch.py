@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError, SlurmError
-from clusterddp.formatting import duration
+from clusterddp.formatting import setting
 from clusterddp.processes import table
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, printed_bytes
@@ -188,7 +188,7 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
                     return "every task's end is recorded"
                 first_at_work = 0  # an agent has restarted its ranks, or added some
         elif has_final_record and quiet >= patience.STEP_FINAL_RECORD:
-            seconds = f"{patience.STEP_FINAL_RECORD:g} s"
+            seconds = setting(patience.STEP_FINAL_RECORD)
             return f"the training has ended, with no heartbeat for {seconds}"
     return "a later attempt has begun"  # in the same job, with another srun
 
@@ -225,7 +225,7 @@ def watch_output(
         now = printed_bytes(attempt.run)
         if now != before or not any_began(attempt.outcomes):
             before, silent = now, 0.0
-    log.info(f"no rank has printed anything for {duration(seconds)}. Stacks of the ranks:")
+    log.info(f"no rank has printed anything for {setting(seconds)}. Stacks of the ranks:")
     rank_stacks: list[RankStacks] = []
     try:
         rank_stacks = stacks.gather(attempt.run, world_size=world_size)
@@ -266,7 +266,7 @@ def _record_hung_ranks(
         note_hung(attempt.outcomes, named.ranks, named.reason, ended=True)
         return
     ranks, where = _elsewhere(rank_stacks, world_size)
-    reason = f"no rank printed anything for {duration(seconds)}"
+    reason = f"no rank printed anything for {setting(seconds)}"
     if ranks:
         reason = f"{reason}; it is in {where}"
     elif stacks.places(rank_stacks):

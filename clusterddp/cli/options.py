@@ -23,6 +23,7 @@ from clusterddp.request.options import (
     FLAG,
     GROUPS,
     Choice,
+    Duration,
     Given,
     Option,
     Settings,
@@ -111,6 +112,9 @@ class SettingsCommand(click.Command):
             if where in ("flag", "default"):
                 raise
             raise type(error)(f"{error.message} (from {where})", ctx, error.param) from None
+        except OptionError as error:
+            where = source(ctx, error.option.removeprefix("--").replace("-", "_"))
+            raise error if where in (FLAG, DEFAULT) else error.saying(f"(from {where})") from None
 
     def _load_settings(self, ctx: click.Context, args: list[str]) -> None:
         given = self._peek(ctx, list(args))
@@ -213,6 +217,20 @@ class Completed(click.types.StringParamType):
         return [*map(CompletionItem, words), *more]
 
 
+class DurationType(click.types.StringParamType):
+    """A duration, as seconds."""
+
+    name = "duration"
+
+    def __init__(self, form: Duration) -> None:
+        self._form = form
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the seconds of a text; raises OptionError for another form."""
+        option = param.opts[0] if param else ""
+        return self._form.parse(option, value) if isinstance(value, str) else value
+
+
 class Requeue(click.types.StringParamType):
     """Yes, no or `expedite`, from a flag, a variable or site.cfg."""
 
@@ -292,6 +310,8 @@ def _keywords(row: Option) -> dict[str, Any]:
         keywords["is_flag"] = True
     elif row.type is tuple:
         keywords |= {"type": Line(), "multiple": True}
+    elif isinstance(row.form, Duration):
+        keywords |= {"type": DurationType(row.form), "default": row.text(row.default)}
     elif isinstance(row.form, Choice):
         names = row.form.names
         keywords["type"] = (

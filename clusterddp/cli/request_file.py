@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
-from clusterddp.request.options import FLAG, Given, nearest, options_of
+from clusterddp.request.options import FLAG, Duration, Given, nearest, options_of
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, recipe_settings
 from clusterddp.slurm import forms
@@ -47,7 +47,8 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
     if "env" in values:
         items = [(item.partition("=")[0], item) for item in values["env"]]
         values["env"] = [name if name in secret else item for name, item in items]
-    named = {name.replace("_", "-"): value for name, value in values.items()}
+    flags = {name: name.replace("_", "-") for name in values}
+    named = {flags[name]: OPTIONS[flags[name]].text(value) for name, value in values.items()}
     if spec.command:
         named[_COMMAND] = spec.command
     if path.exists():
@@ -166,8 +167,12 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
                 f"--from {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "
                 "Keys are submit's flags without '--'. [CD0204]"
             )
-        try:
-            values[OPTIONS[key].parameter] = OPTIONS[key].parse(value)
+        row = OPTIONS[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        try:  # a duration has its unit
+            values[row.parameter] = row.parse(
+                str(value) if is_number and isinstance(row.form, Duration) else value
+            )
         except OptionError as error:
             raise error.saying(f"(from {path})") from None
     return values, tuple(command)

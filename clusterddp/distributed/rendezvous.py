@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from clusterddp import log
 from clusterddp.distributed import tcp_store
 from clusterddp.errors import ClusterDDPError, PeerError, TrainingError
+from clusterddp.formatting import setting
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
@@ -135,7 +136,7 @@ def agree(
     except dist.DistStoreError:
         raise PeerError(
             f"rank {env.rank} met rank 0 at {env.master_addr}:{env.master_port}, but was not told "
-            f"to start within {patience:g} s. The log of rank 0 says what it did."
+            f"to start within {setting(patience)}. The log of rank 0 says what it did."
         ) from None
     verdict = take(store, env, "verdict", "rank 0's verdict")
     if "error" in verdict:
@@ -377,7 +378,7 @@ def await_ranks(store: RunStore, env: DistEnv, keys: Sequence[str], timeout: flo
         absent = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
         raise TrainingError(
             f"{len(absent)} of {env.world_size} ranks did not come to "
-            f"{env.master_addr}:{env.master_port} within {timeout:g} s: {_listing(absent)}. "
+            f"{env.master_addr}:{env.master_port} within {setting(timeout)}: {_listing(absent)}. "
             "Their logs say whether they started; --rendezvous-timeout makes rank 0 wait "
             "longer. [CD0902]"
         ) from None

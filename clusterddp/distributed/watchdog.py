@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from clusterddp import log
 from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Signs
+from clusterddp.formatting import duration
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.outcome import note_hung
 
@@ -189,7 +190,7 @@ class Watchdog:
             self._board.wanted, self._board.suspect = range(0), ""
         if logged:
             self._note(None)
-            log.info(f"watchdog: goes on after {still:.0f} s")
+            log.info(f"watchdog: goes on after {duration(still)}")
 
     def _stall(self) -> None:
         if self._signs is None:
@@ -211,7 +212,7 @@ class Watchdog:
         waited = self._deserted or self._still_seconds >= self._leave_seconds
         if self._leave and self.suspect and waited:
             leave, self._leave = self._leave, None
-            still = f"has not moved for {self._still_seconds:.0f} s, {place}"
+            still = f"has not moved for {duration(self._still_seconds)}, {place}"
             leave(f"rank {self._env.rank} on {self._host} {still}: {self.suspect}")
 
     def _print_stacks(self) -> None:
@@ -220,7 +221,7 @@ class Watchdog:
         without = {self._thread.ident, self._board.thread.ident if self._board else None}
         text = (
             f"watchdog: rank {self._env.rank} on {self._host} has not moved for "
-            f"{self._still_seconds:.0f} s, {self._progress.place.words()}. Its threads:\n"
+            f"{duration(self._still_seconds)}, {self._progress.place.words()}. Its threads:\n"
             f"{_stacks(without)}"
         )
         with suppress(OSError):  # stderr is closed
@@ -271,7 +272,7 @@ class Watchdog:
             "silent",
             (0,),
             f"rank 0 on {host} does not answer (stopped, or cut off), nor does its store at "
-            f"{env.master_addr}:{env.master_port}, for {self._now - self._round_at:.0f} s",
+            f"{env.master_addr}:{env.master_port}, for {duration(self._now - self._round_at)}",
             "it did not answer, nor did its store (stopped, or cut off)",
         )
         self._log_verdict(verdict, aloud=speaks)
@@ -302,7 +303,7 @@ class Watchdog:
             self.suspect = "" if verdict.kind == "level" else verdict.text
         if aloud and (verdict.kind, verdict.ranks) != self._logged:
             self._logged = verdict.kind, verdict.ranks
-            log.info(f"watchdog: nothing moved for {self._still_seconds:.0f} s: {verdict.text}")
+            log.info(f"watchdog: nothing moved for {duration(self._still_seconds)}: {verdict.text}")
             self._note(verdict)
 
 
@@ -357,7 +358,7 @@ def judge(
     behind = sorted(rank for rank, posting in postings.items() if posting.place == lowest)
     moved = min(postings[rank].still_seconds for rank in behind)
     if moved < silent_seconds:
-        hint = f"last moved {moved:.0f} s ago"
+        hint = f"last moved {duration(moved)} ago"
     else:
         hint = "its log has its stack" if len(behind) == 1 else "their logs have their stacks"
     where = f"{lowest.words()}, while others are {highest.words()}"
@@ -372,7 +373,7 @@ def judge(
 def _silence(postings: Mapping[int, Posting], silent: Mapping[int, float]) -> Verdict:
     first = min(silent)
     sign = (
-        f"the last sign of rank {first} came {silent[first]:.0f} s ago, "
+        f"the last sign of rank {first} came {duration(silent[first])} ago, "
         f"{postings[first].place.words()}"
         if first in postings
         else f"rank {first} never gave a sign"

@@ -91,7 +91,7 @@ def _examined(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         try:
             result = work.result(max(deadline - time.monotonic(), 0.0))
         except NoResultError:
-            seen = f"no answer within {MOST_SECONDS:g} s"
+            seen = f"no answer within {formatting.setting(MOST_SECONDS)}"
             checks.append(Check(name, BAD, seen, "look whether a file system or Slurm hangs"))
         except (ClusterDDPError, OSError) as error:
             checks.append(Check(name, BAD, str(error), "mend what the message names"))
@@ -242,7 +242,7 @@ def python(spec: JobSpec) -> Check:
     except OSError as error:
         return Check("python", verdict, f"{spec.python} cannot run: {error.strerror}", advice)
     except subprocess.TimeoutExpired:
-        seen = f"{spec.python} has not imported torch within {IMPORT_SECONDS:g} s"
+        seen = f"{spec.python} has not imported torch within {formatting.setting(IMPORT_SECONDS)}"
         advice = "move the environment to a faster file system, or into an image"
         return Check("python", WARNING, seen, advice)
     seconds = time.monotonic() - began

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp import files
+from clusterddp.formatting import setting
 from clusterddp.preflight import evaluation
 from clusterddp.preflight.evaluation import LoadMeasurements, Node, NodeMeasurements, Pair
 from clusterddp.slurm import srun_lines
@@ -228,7 +229,7 @@ class _Collector:
         return {
             host: f"stopped answering during {probe.at}"
             if (probe := self.probes.get(host))
-            else f"{evaluation.NO_ANSWER} within {FIRST_SECONDS:g} s"
+            else f"{evaluation.NO_ANSWER} within {setting(FIRST_SECONDS)}"
             for host in self._hosts
             if ((probe := self.probes.get(host)) and probe.is_due and not probe.is_gone)
             or (not probe and self._exit_codes().get(host, UNREACHED) == UNREACHED)

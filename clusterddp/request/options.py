@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from clusterddp import formatting
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.slurm.forms import WORDS, Form, words
 
@@ -59,6 +60,9 @@ FLAG, DEFAULT = "flag", "default"
 
 NEEDED_DIRECTIVES = ("nodes", "ntasks")
 """Directives that a run cannot do without."""
+
+_MOST = 10000 * 86400.0
+"""Longest duration in seconds."""
 
 _REFERENCE = r"(?a)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
@@ -116,6 +120,38 @@ class Number:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Duration:
+    """A duration: in seconds as a value, `30s`, `10m`, `24h` or `7d` as a text."""
+
+    zero: bool = False
+    """Whether 0 is a valid value: never, or no limit."""
+    least: float = 0.001
+    """Shortest other value in seconds."""
+
+    def check(self, option: str, value: float) -> None:
+        """Raise OptionError unless the seconds lie in the range."""
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not (is_number and (self.least <= value <= _MOST or (self.zero and value == 0))):
+            finite = is_number and math.isfinite(value)
+            shown = formatting.setting(value) if finite else repr(value)
+            least, most = map(formatting.setting, (self.least, _MOST))
+            use = f"Use {least} to {most}{', or 0' if self.zero else ''}."
+            raise OptionError(option, f" {shown}: out of range. {use} [CD0102]")
+
+    def parse(self, option: str, text: str) -> float:
+        """Return the seconds of a text; raises OptionError for another form."""
+        seconds = formatting.seconds(text)
+        if seconds is None and re.fullmatch(r"(?a)\d{1,9}(\.\d{1,9})?", text):
+            units = f"Use {text}s, {text}m or {text}h."
+            raise OptionError(option, f" {text}: no unit. {units} [CD0102]")
+        if seconds is None:
+            units = f"Use 30s, 10m, 24h or 7d{', or 0' if self.zero else ''}."
+            raise OptionError(option, f": {text!r} is not a duration. {units} [CD0102]")
+        self.check(option, seconds)
+        return seconds
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Choice:
     """A set of names; with `or_function` also a user function, `package.module:function`."""
 
@@ -139,7 +175,8 @@ COUNT = Number("a positive whole number", least=1)
 WHOLE = Number("a whole number of at least 0")
 NUMBER = Number("a finite number of at least 0")
 POSITIVE = Number("a finite number above 0", least=math.ulp(0.0))
-HOURS = Number("a number above 0 and below a million", least=math.ulp(0.0), below=1e6)
+DURATION = Duration()
+DURATION_OR_NEVER = Duration(zero=True)
 SHARE = Number("a number from 0 to below 1", below=1)
 
 
@@ -148,7 +185,7 @@ class Option:
     """One option of a request or of the training."""
 
     help: str
-    form: Form | Number | Choice | None = None
+    form: Form | Number | Duration | Choice | None = None
     """Form of a valid value."""
     names: str = ""
     """Other names, as in `--time -t LIMIT SBATCH_TIMELIMIT`: those in sbatch(1), the directive
@@ -217,6 +254,11 @@ class Option:
                 return word
             words = f"neither yes, no nor {self.also}" if self.also else "neither yes nor no"
             raise OptionError(self.flag, f": {value!r} is {words}.")
+        if isinstance(self.form, Duration) and not isinstance(value, bool):
+            if isinstance(value, str):
+                return self.form.parse(self.flag, value)
+            total = getattr(value, "total_seconds", None)  # a timedelta
+            value = total() if total else value
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         takes = {int: (int, str), float: (int, float, str)}.get(self.type, (int, float, str))
@@ -242,11 +284,16 @@ class Option:
             return value
         return shlex.join(value) if self.type is str else tuple(map(shlex.quote, value))
 
+    def text(self, value: Any) -> Any:
+        """Return a value as it is typed or shown, a duration with its unit."""
+        is_duration = isinstance(self.form, Duration) and isinstance(value, numbers.Real)
+        return formatting.setting(float(value)) if is_duration else value
+
     @property
     def metavar(self) -> str | None:
         """Return the name of the value in --help; None leaves it to click."""
         named = (word for word in self.names.split() if not word.startswith(("-", "SBATCH_")))
-        return next(named, None)
+        return next(named, "DURATION" if isinstance(self.form, Duration) else None)
 
 
 class Record:
@@ -269,7 +316,7 @@ class Record:
 def option(
     default: T,
     help: str,
-    form: Form | Number | Choice | None = None,
+    form: Form | Number | Duration | Choice | None = None,
     names: str = "",
     **more: object,
 ) -> T:
@@ -279,7 +326,7 @@ def option(
 
 
 def decisive(
-    default: T, help: str, form: Form | Number | Choice | None = None, names: str = ""
+    default: T, help: str, form: Form | Number | Duration | Choice | None = None, names: str = ""
 ) -> T:
     """Make a field an option that decides the weights with which a training ends."""
     return option(default, help, form, names, decisive=True)

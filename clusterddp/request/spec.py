@@ -205,9 +205,9 @@ class JobSpec(Record):
         group=table.INTERRUPTED,
     )
     avoid_bad_nodes_for: float = option(
-        24.0,
-        "Hours for which a node that this run blames is left out of the next starts.",
-        table.HOURS,
+        86400,
+        "Time for which a node that this run blames is left out of the next starts.",
+        table.DURATION,
         group=table.INTERRUPTED,
     )
     snapshot: bool | None = option(

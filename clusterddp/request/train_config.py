@@ -4,15 +4,19 @@ A recipe, `--recipe NAME`, gives values that were tuned together to options that
 """
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from clusterddp import formatting
 from clusterddp.errors import OptionError
 from clusterddp.request import options as table
 from clusterddp.request.options import (
     COUNT,
+    DURATION,
+    DURATION_OR_NEVER,
     NUMBER,
     POSITIVE,
     SHARE,
@@ -89,10 +93,21 @@ DATASETS = ("mnist", "synthetic")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 AUGMENTATIONS = ("none", "affine")
 
-_INTERVAL = "0*[1-9][0-9]*(?:(?:epoch|step{})s?)?"
-INTERVAL = Form(_INTERVAL.format(""), "interval", "1epoch, 2epochs or 500steps")
-TIMED_INTERVAL = Form(
-    _INTERVAL.format("|minute"), "interval", "1epoch, 2epochs, 500steps or 10minutes"
+_COUNTED = "0*[1-9][0-9]{0,8}(?:epoch|step)s?"
+
+
+class _IntervalForm(Form):
+    """Form of an `Interval`."""
+
+    def check(self, option: str, value: str) -> None:
+        if re.fullmatch("[0-9]+", value):
+            raise OptionError(option, f" {value}: no unit. Use {self.examples}. [CD0102]")
+        super().check(option, value)
+
+
+INTERVAL = _IntervalForm(_COUNTED, "interval", "1epoch, 2epochs or 500steps")
+TIMED_INTERVAL = _IntervalForm(
+    f"{_COUNTED}|(?=.*[1-9]){formatting.DURATION}", "interval", "1epoch, 500steps, 30s, 10m or 1h"
 )
 
 _BINDINGS = ("node", "socket", "exclusive", "core-complex")
@@ -212,14 +227,16 @@ class TrainConfig(Record):
     workers: int = option(2, "Processes of each rank that read for --data-pipeline loader.", NUMBER)
     save_every: str = option(
         "1epoch",
-        "Interval of checkpoints, such as 1epoch, 500steps or 10minutes; one at the end in any "
-        "case.",
+        "Interval of checkpoints: 1epoch, 500steps or 10m; one at the end in any case.",
         TIMED_INTERVAL,
         "INTERVAL",
     )
     keep_last: int = option(3, "Checkpoints to keep, beside the best one.", COUNT)
     eval_every: str = option(
-        "1epoch", "Interval of evaluation; one at the end in any case.", INTERVAL, "INTERVAL"
+        "1epoch",
+        "Interval of evaluation: 1epoch or 500steps; one at the end in any case.",
+        INTERVAL,
+        "INTERVAL",
     )
     log_every: int = option(
         0,
@@ -249,20 +266,20 @@ class TrainConfig(Record):
         False, "Try batch sizes, log the throughput of each, and leave without training."
     )
     allow_config_change: bool = option(False, "Resume from a checkpoint of another configuration.")
-    rendezvous_timeout: int = option(
-        300, "Seconds that a rank waits for the others at the start.", COUNT
+    rendezvous_timeout: float = option(
+        300, "Time that a rank waits for the others at the start.", DURATION
     )
-    process_group_timeout: int = option(
-        600, "Seconds that a rank waits for the others in an exchange.", COUNT
+    process_group_timeout: float = option(
+        600, "Time that a rank waits for the others in a collective operation.", DURATION
     )
-    watchdog: int = option(
-        60, "Seconds without progress until the hanging rank is named; 0 is never.", NUMBER
+    watchdog: float = option(
+        60, "Time without progress until the hanging rank is named; 0 is never.", DURATION_OR_NEVER
     )
-    straggler_window: int = option(
+    straggler_window: float = option(
         60,
-        "Seconds for which a rank computes at less than 80 % of the others' speed until it is "
-        "named; 0 is never.",
-        NUMBER,
+        "Time for which a rank computes at less than 80% of the others' speed until it is named; "
+        "0 is never.",
+        DURATION_OR_NEVER,
     )
 
     def __post_init__(self) -> None:
@@ -387,8 +404,8 @@ class TrainConfig(Record):
         defaults: name those that are as they would be anyway, but for what a site sets. The
         recipe's name is left out: where the flags are read, it must not add to them.
         """
-        values = {row.flag: getattr(self, row.parameter) for row in TRAINING}
-        usual = {row.flag: getattr(TrainConfig, row.parameter) for row in TRAINING}
+        values = {row.flag: row.text(getattr(self, row.parameter)) for row in TRAINING}
+        usual = {row.flag: row.text(getattr(TrainConfig, row.parameter)) for row in TRAINING}
         del values["--recipe"]
         return [
             flag if value is True else f"{flag}={value}"
@@ -448,17 +465,21 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[s
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Interval(Record):
-    """A period of a training: every `count` epochs, steps or minutes."""
+    """A period of a training: every `count` epochs, steps or seconds."""
 
-    count: int
+    count: float
     unit: str
-    """`epoch`, `step` or `minute`."""
+    """`epoch`, `step` or `second`."""
 
     @classmethod
     def parse(cls, value: str) -> "Interval":
-        """Return the interval that a valid text names, such as `2`, `500steps` or `10minutes`."""
-        unit = value.lstrip("0123456789")
-        return cls(int(value.removesuffix(unit)), unit.removesuffix("s") or "epoch")
+        """Return the interval of `500steps`, `1epoch` or `10m`; raises ValueError for others."""
+        if re.fullmatch(_COUNTED, value):
+            unit = value.lstrip("0123456789")
+            return cls(int(value.removesuffix(unit)), unit.removesuffix("s"))
+        if seconds := formatting.seconds(value):
+            return cls(seconds, "second")
+        raise ValueError(value)
 
     def due(self, unit: str, count: int) -> bool:
         """Return whether it is due after so many epochs or steps of the run."""
@@ -467,4 +488,4 @@ class Interval(Record):
     @property
     def seconds(self) -> float:
         """Return the interval in seconds; infinite where its unit is no time."""
-        return self.count * 60.0 if self.unit == "minute" else math.inf
+        return self.count if self.unit == "second" else math.inf

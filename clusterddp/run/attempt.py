@@ -27,6 +27,7 @@ from typing import IO
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
+from clusterddp.formatting import setting
 from clusterddp.processes.table import process_alive
 from clusterddp.ranks.variables import OWN_PIDS_VARIABLE
 from clusterddp.run import events
@@ -284,7 +285,7 @@ def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
         return f"attempt {previous.number} of {run.name} is still trained by {who}"
 
     refusal = (
-        f": rank 0 was active for all of {seconds:g} s. Two jobs cannot write to one run: "
+        f": rank 0 was active for all of {setting(seconds)}. Two jobs cannot write to one run: "
         "cancel one of them, or give this one its own --run-name (a Loop: its own folder)."
     )
     wait_until_idle(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
@@ -305,7 +306,7 @@ def wait_until_idle(
         if is_last:
             raise StartRefused(who + refusal)
         if not is_announced:
-            log.info(f"{who}; waiting up to {seconds:g} s for it to end")
+            log.info(f"{who}; waiting up to {setting(seconds)} for it to end")
             is_announced = True
 
 

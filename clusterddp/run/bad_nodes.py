@@ -84,7 +84,7 @@ def mark_bad(
     number = None if is_remark else attempt.number
     events.add(run.events, events.NodesMarkedBad(job_id=job_id, attempt=number, nodes=nodes, by=by))
     spec = run.read_spec()
-    expires = now + 3600 * (spec.avoid_bad_nodes_for if spec else JobSpec.avoid_bad_nodes_for)
+    expires = now + (spec or JobSpec).avoid_bad_nodes_for
     for host, reason in nodes.items():
         node = BadNode(host, reason, by, run.name, job_id, attempt.number, now, expires)
         files.append_json_line(run.path.parent / FILE_NAME, vars(node), _MODE)
@@ -126,7 +126,7 @@ def _latest_for(history: History) -> dict[str, BadNode]:
     except OSError as error:
         log.info(f"the list of bad nodes cannot be read: {error}")
     run, spec = history.run, history.spec
-    seconds = 3600 * (spec.avoid_bad_nodes_for if spec else JobSpec.avoid_bad_nodes_for)
+    seconds = (spec or JobSpec).avoid_bad_nodes_for
     for event in history.every(events.NodesMarkedBad):
         when = event.time or 0.0
         for host, reason in event.nodes.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp import patience
 from clusterddp.errors import RequestError, SlurmError
+from clusterddp.formatting import setting
 from clusterddp.slurm import forms
 from clusterddp.slurm.states import JobState, State, other_word, parse_exit_code, parse_state
 
@@ -96,7 +97,7 @@ def sbatch(
             f"sbatch does not start: {error.strerror}; nothing is queued. [CD0402]"
         ) from None
     except subprocess.TimeoutExpired:
-        problem = f"sbatch gave no answer within {SBATCH_SECONDS:g} s"
+        problem = f"sbatch gave no answer within {setting(SBATCH_SECONDS)}"
         return _lost(problem, environ, comment, started)
     words = answer.stderr.strip()
     if answer.returncode:
@@ -385,7 +386,8 @@ def ask(
         raise SlurmError(f"{argv[0]} does not start: {error.strerror} [CD0402]") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{argv[0]} gave no answer within {seconds:g} s: is slurmctld down? Try 'scontrol ping'"
+            f"{argv[0]} gave no answer within {setting(seconds)}: is slurmctld down? "
+            "Try 'scontrol ping'"
         ) from None
     if answer.returncode and UNREACHABLE.search(answer.stderr):
         raise SlurmError(f"{argv[0]}: {answer.stderr.strip()}")

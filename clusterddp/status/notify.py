@@ -21,6 +21,7 @@ from pathlib import Path
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError
+from clusterddp.formatting import setting
 from clusterddp.processes.signals import die_with_parent, subreaper
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import events
@@ -270,7 +271,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
         # A copy: processes outside the group can keep the pipe open after the log is closed.
         copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
         copying.start()
-        problem = f"ended after the timeout of {patience.NOTIFIED_PROGRAM:g} s"
+        problem = f"ended after the timeout of {setting(patience.NOTIFIED_PROGRAM)}"
         try:
             if _ends(program, patience.NOTIFIED_PROGRAM):
                 problem = ""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from clusterddp import files, log
 from clusterddp.errors import RequestError
+from clusterddp.formatting import setting
 from clusterddp.processes.table import process_alive
 from clusterddp.request.spec import submission_comment
 from clusterddp.run.records import ClaimHolder
@@ -63,8 +64,8 @@ class Claim:
         if latest != self:
             who = latest.refusal if latest else f"{self.run.name} was resumed by another process."
             raise RequestError(
-                f"{who} This process took longer than {EXPIRES_SECONDS:.0f} s, and has submitted "
-                "nothing. [CD0508]"
+                f"{who} This process took longer than {setting(EXPIRES_SECONDS)}, and has "
+                "submitted nothing. [CD0508]"
             )
 
     @property

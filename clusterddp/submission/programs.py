@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
+from clusterddp.formatting import setting
 from clusterddp.launchers import SHIPPED
 from clusterddp.request.spec import JobSpec
 
@@ -312,7 +313,9 @@ def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None
     except OSError as error:
         raise RequestError(f"{asked} cannot run: {error.strerror}. [CD0310]") from None
     except subprocess.TimeoutExpired:
-        log.warning(f"{asked} had not imported its packages within {_IMPORT_SECONDS:g} s [CD0310]")
+        log.warning(
+            f"{asked} had not imported its packages within {setting(_IMPORT_SECONDS)} [CD0310]"
+        )
         return
     if answer.returncode == 0:
         return

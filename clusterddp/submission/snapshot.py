@@ -735,8 +735,8 @@ def _git(folder: str, *arguments: str) -> tuple[bytes, str]:
         return b"", f"git: {error.strerror}"
     except subprocess.TimeoutExpired:
         raise RequestError(
-            f"git {arguments[0]} gave no answer within {GIT_SECONDS:g} s in {folder}. "
-            "Try again, or use --no-snapshot to run from the folder itself. [CD0312]"
+            f"git {arguments[0]} gave no answer within {formatting.setting(GIT_SECONDS)} in "
+            f"{folder}. Try again, or use --no-snapshot to run from the folder itself. [CD0312]"
         ) from None
     if answer.returncode:
         words = answer.stderr.decode(errors="replace").strip().splitlines()

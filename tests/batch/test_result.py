@@ -242,11 +242,11 @@ def test_a_command_that_was_ended_for_its_silence_has_hung_however_its_ranks_end
     for rank, fields in ends.items():
         record(run, rank, 0, **fields)
     run.job_log.write_text("x, job 17 on h01, Tue\nsrun: error: h01: task 0: Killed\n")
-    hung = {"ranks": [1], "reason": "no rank printed anything for 30m00s", "ended": True}
+    hung = {"ranks": [1], "reason": "no rank printed anything for 30m", "ended": True}
     (Attempt(run, 1).outcomes / "hung.json").write_text(json.dumps(hung))
     got = finish_attempt(workplace, run, srun_code)
     assert got.code == 1
-    assert "rank 1 on h01 failed first: hung: no rank printed anything for 30m00s" in got.out
+    assert "rank 1 on h01 failed first: hung: no rank printed anything for 30m" in got.out
     assert last(run, "ended")["cause"] == "failed"
 
 
@@ -257,11 +257,11 @@ def test_a_silence_for_which_no_rank_is_to_blame_names_none(
     run = command_run(workplace)
     record(run, 0, 143, signal="SIGTERM")
     record(run, 1, 143, signal="SIGTERM")
-    hung = {"ranks": [], "reason": "no rank printed anything for 30m00s", "ended": True}
+    hung = {"ranks": [], "reason": "no rank printed anything for 30m", "ended": True}
     (Attempt(run, 1).outcomes / "hung.json").write_text(json.dumps(hung))
     got = finish_attempt(workplace, run, code)
     assert got.code == 1
-    told = "the job was ended: no rank printed anything for 30m00s"
+    told = "the job was ended: no rank printed anything for 30m"
     assert told in got.out and "failed first" not in got.out
     ended = last(run, "ended")
     assert (ended["cause"], ended.get("first_failure"), ended["how"]) == ("failed", None, told)

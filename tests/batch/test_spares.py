@@ -213,7 +213,7 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) 
     assert [watch.look(now) for now in (late / 2, late)] == [{}, {}]
     [(lost, why)] = watch.look(late + 1).items()  # it has not even recorded a start
     assert (lost, asked.asked) == ("h03", {"h02", "h03"})  # h02 as a witness
-    assert why == "its records have not changed for 15 s, and its slurmd does not answer"
+    assert why == "its records have not changed for 15s, and its slurmd does not answer"
 
 
 def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt, asked: Nodes) -> None:

@@ -159,7 +159,7 @@ def test_rank_0_may_take_its_time_to_decide_where_it_was_given_that(
     if patient:
         assert second == first()
     else:
-        assert "was not told to start within 0.7 s" in str(second)
+        assert "was not told to start within 0.7s" in str(second)
 
 
 @pytest.fixture

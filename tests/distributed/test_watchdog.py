@@ -61,13 +61,13 @@ def test_a_single_rank_says_so_and_prints_its_stack_once_a_stall(
         clock.now += 1
         dog._tick()
     assert logged == [
-        "watchdog: nothing moved for 30 s: fetching the batch of step 58; this log has the stack"
+        "watchdog: nothing moved for 30.0s: fetching the batch of step 58; this log has the stack"
     ]
     for _ in range(10):
         progress.mark(58, BACKWARD)
         clock.now += 1
         dog._tick()
-    assert logged[1:] == ["watchdog: goes on after 35 s"]
+    assert logged[1:] == ["watchdog: goes on after 35.0s"]
     assert dog.suspect == ""
     for _ in range(35):
         clock.now += 1
@@ -198,7 +198,7 @@ def test_a_rank_leaves_once_for_a_suspect_and_never_without_one(logged: list[str
     assert not told, "it has moved since"
     pass_time(50)
     assert told == [
-        "rank 1 on h01 has not moved for 100 s, exchanging the gradients of step 59: rank 0 cannot "
+        "rank 1 on h01 has not moved for 1m40s, exchanging the gradients of step 59: rank 0 cannot "
         "be reached at 127.0.0.1:1 (Broken pipe): it has ended, or the network is cut"
     ]
 
@@ -501,7 +501,7 @@ DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
         pytest.param([posting(57, BACKWARD), posting(57, BACKWARD), posting(56, BACKWARD,
           host="h02")], {2: 31.4}, "silent", (2,),
          ["rank 2 on h02 does not answer",
-          "the last sign of rank 2 came 31 s ago, exchanging the gradients of step 56"],
+          "the last sign of rank 2 came 31.4s ago, exchanging the gradients of step 56"],
          id="stopped"),
         pytest.param([posting(57, BACKWARD), posting(58, BACKWARD)], {1: 31}, "silent", (1,),
          ["rank 1 on h01 does not answer"], id="stopped where it is ahead"),
@@ -514,7 +514,7 @@ DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
          id="rank 0's save comes before the next step"),
         pytest.param([posting(58, Phase.COUNT), posting(58, Phase.EVALUATE, still=3.0)], {},
          "behind", (1,),
-         ["rank 1 on h01 is behind: evaluating after step 58", "last moved 3 s ago"], id="slow"),
+         ["rank 1 on h01 is behind: evaluating after step 58", "last moved 3.0s ago"], id="slow"),
         pytest.param([posting(1, DATA), posting(0, Phase.START), posting(0, Phase.START,
           host="h02")], {}, "behind", (1, 2),
          ["rank 1 on h01 and rank 2 on h02 are behind: starting,", "their logs have"],

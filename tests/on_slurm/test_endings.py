@@ -163,8 +163,8 @@ WAYS = {
         (*TRAINING, "--model", "model:leave"), launchers=OF_RANKS
     ),
     "a rank hangs, and the others have given up (`--process-group-timeout`)": Way(
-        (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--watchdog", "2",
-         "--process-group-timeout", "10"),
+        (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--watchdog", "2s",
+         "--process-group-timeout", "10s"),
         launchers=OF_RANKS,
     ),
     "a line of the set-up fails, here with 4": Way(

@@ -51,7 +51,7 @@ STEPS = 180
 TRAINING = [
     "--nodes", "2", "--tasks-per-node", "2", "--dataset", "synthetic", "--threads", "1",
     "--batch-size", "32", "--warmup-steps", "2", "--epochs", "100", "--max-steps", str(STEPS),
-    "--log-every", "5", "--straggler-window", "2", "--eval-every", "1000epochs",
+    "--log-every", "5", "--straggler-window", "2s", "--eval-every", "1000epochs",
     "--save-every", "1000epochs", "--model", "paced:Paced", "--wait",
 ]  # fmt: skip
 

@@ -136,7 +136,7 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
     found = job.collect("a", "b", "c", "d")
     assert found.silent == {
         "b": f"stopped answering during the check of its local disk {tmp_path}",
-        "c": "no answer within 60 s",
+        "c": "no answer within 60s",
     }
     assert [node.host for node in found.nodes] == ["a", "d"]
 

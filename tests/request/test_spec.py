@@ -96,21 +96,20 @@ def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_expected(
         record(**fields)
 
 
-def test_intervals_are_epochs_unless_steps_are_named() -> None:
-    assert Interval.parse("2") == Interval(2, "epoch")
+def test_an_interval_is_of_epochs_steps_or_seconds() -> None:
     assert Interval.parse("1epoch") == Interval(1, "epoch")
     assert Interval.parse("500steps") == Interval(500, "step")
-    assert Interval.parse("10minutes") == Interval(10, "minute")
-    assert Interval.parse("1minute").seconds == 60.0
+    assert Interval.parse("10m") == Interval(600, "second")
+    assert Interval.parse("1.5h").seconds == 5400.0
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("eval_every", "10minutes"),
-        ("save_every", "0minutes"),
-        ("save_every", "10s"),
-        ("save_every", "5m"),
+        ("eval_every", "10m"),
+        ("save_every", "0m"),
+        ("save_every", "10minutes"),
+        ("save_every", "1m1h"),
         ("save_every", ""),
     ],
 )
@@ -119,8 +118,14 @@ def test_no_other_interval_is_taken(field: str, value: str) -> None:
         TrainConfig(**{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("option", ["save_every", "eval_every"])
+def test_an_interval_has_a_unit(option: str) -> None:
+    with pytest.raises(RequestError, match=r"every 2: no unit. Use 1epoch, "):
+        TrainConfig(**{option: "2"})  # type: ignore[arg-type]
+
+
 def test_intervals_are_due_after_each_of_their_unit_and_minutes_by_the_clock_alone() -> None:
-    steps, minutes = Interval(3, "step"), Interval(2, "minute")
+    steps, minutes = Interval(3, "step"), Interval(120, "second")
     assert [count for count in range(1, 10) if steps.due("step", count)] == [3, 6, 9]
     assert not steps.due("epoch", 3) and steps.seconds == math.inf
     assert not any(minutes.due(unit, 2) for unit in ("step", "epoch"))

@@ -147,7 +147,7 @@ def test_another_job_at_work_is_waited_for_and_named(run: RunDir, logged: list[s
     for words in ("attempt 1 of", "job 6 on elsewhere", "--run-name"):
         assert words in str(caught.value)
     assert len(logged) == 1
-    assert "waiting up to 0.2 s" in logged[0]
+    assert "waiting up to 0.2s" in logged[0]
 
 
 def test_a_clock_that_was_set_since_does_not_end_an_attempt(run: RunDir) -> None:

@@ -71,7 +71,7 @@ def test_a_node_is_used_again_after_its_time(
 
 def test_the_time_is_that_which_the_run_asks_for(workplace: Workplace) -> None:
     run = workplace.run("a")
-    spec = dataclasses.replace(run.load_spec(), avoid_bad_nodes_for=0.5)
+    spec = dataclasses.replace(run.load_spec(), avoid_bad_nodes_for=1800)
     run.spec.write_text(spec.to_json())
     bad_nodes.mark_bad(Attempt(run, 1), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     node = bad_nodes.read(workplace.root)["h02"]

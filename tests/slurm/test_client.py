@@ -235,7 +235,7 @@ def test_a_slurmctld_that_is_away_is_asked_once_for_the_job_and_that_is_said(
 def test_an_sbatch_that_hangs_is_given_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clusterddp.slurm.client.SBATCH_SECONDS", 0.3)
     environ = fake(sbatch="exec /bin/sleep 100", squeue="exit 1")
-    with pytest.raises(SlurmError, match=r"no answer within 0.3 s.*not known whether"):
+    with pytest.raises(SlurmError, match=r"no answer within 0.3s.*not known whether"):
         sbatch(SCRIPT, environ, comment=COMMENT)
 
 

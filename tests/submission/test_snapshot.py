@@ -664,7 +664,7 @@ def test_a_git_that_does_not_answer_is_not_waited_for(
     (tmp_path / "bin/git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr("clusterddp.submission.snapshot.GIT_SECONDS", 0.2)
-    with pytest.raises(RequestError, match=r"git ls-files gave no answer within 0.2 s"):
+    with pytest.raises(RequestError, match=r"git ls-files gave no answer within 0.2s"):
         take(tree, target)
     assert not target.exists()
 

@@ -275,7 +275,7 @@ def test_a_line_is_written_at_steps_that_the_ranks_agree_on(
 def test_an_interval_of_minutes_goes_by_the_clock(
     synthetic_dir: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = config(synthetic_dir, save_every="2minutes", keep_last=99, log_every=100)
+    settings = config(synthetic_dir, save_every="2m", keep_last=99, log_every=100)
     ours = timed(Clock(monkeypatch), settings, tmp_path, 35.0)
     assert train(ours) == ""
     # The first after 40 s, so that its cost is known; then every four steps, and the end.

@@ -581,7 +581,7 @@ class LeftBehind:
 
     def leave(self) -> None:
         """As the watchdog's thread does; waits for its end."""
-        why = "rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not answer"
+        why = "rank 0 on h01 has not moved for 10m00s: rank 1 on h02 does not answer"
         thread = threading.Thread(target=self.ending.leave, args=(self.attempt, why))
         thread.start()
         thread.join()
@@ -605,7 +605,7 @@ def test_a_step_that_is_stuck_is_reported_saved_and_left(
     assert left.done == done
     [error] = left.reported
     assert isinstance(error, PeerError)
-    assert str(error).startswith("rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not")
+    assert str(error).startswith("rank 0 on h01 has not moved for 10m00s: rank 1 on h02 does not")
     assert capfd.readouterr().err == f"clusterddp: {error} [CD0909]\n"
 
 

@@ -1,6 +1,5 @@
 """`clusterddp clean`: removes what can be spared of old runs."""
 
-import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 import click
 
 from clusterddp import errors, formatting
-from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.options import DurationType, SettingsCommand
 from clusterddp.cli.runs import (
     JSON_OPTION,
     RUN,
@@ -19,29 +18,22 @@ from clusterddp.cli.runs import (
     echo_failures,
     echo_json,
 )
+from clusterddp.request.options import DURATION_OR_NEVER
 from clusterddp.run.run_dir import find_runs
 from clusterddp.status.find import find_sweep, find_sweeps, select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
 
 _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_AGE = re.compile(r"(\d{1,9})([smhdw])", re.ASCII)
-
-
-def _age(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float:
-    age = _AGE.fullmatch(text or "0s")
-    if not age:
-        raise click.BadParameter(f"{text!r} is no age: give one such as 12h, 30d or 8w.")
-    return float(int(age[1]) * _SECONDS[age[2]])
 
 
 @click.command(name="clean", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, metavar="[RUN...]")
 @click.option(
     "--older-than",
-    metavar="AGE",
-    callback=_age,
-    help="Only runs that ended that long ago: 12h, 30d, 8w.",
+    metavar="DURATION",
+    type=DurationType(DURATION_OR_NEVER),
+    default=0,
+    help="Only runs that ended that long ago: 12h, 30d.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing.")

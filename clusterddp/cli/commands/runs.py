@@ -10,9 +10,10 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting, patience
-from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.options import DurationType, SettingsCommand
 from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import CODE_AT_END
+from clusterddp.request.options import Duration
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.slurm.states import JobState
 from clusterddp.status.find import grouped, select_each
@@ -43,11 +44,12 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 )
 @click.option(
     "--watch",
-    type=click.FloatRange(1, 86400),
+    type=DurationType(Duration(least=1)),
     is_flag=False,
-    flag_value=patience.WATCHED_LIST_PAUSE,
-    metavar="[SECONDS]",
-    help=f"Look again every so often (alone: {patience.WATCHED_LIST_PAUSE:g}) until Ctrl-C.",
+    flag_value=formatting.setting(patience.WATCHED_LIST_PAUSE),
+    metavar="[DURATION]",
+    help="Print the list again at this interval until Ctrl-C; "
+    f"{formatting.setting(patience.WATCHED_LIST_PAUSE)} if none is given.",
 )
 @RUNS_DIR_OPTION
 @JSON_OPTION
@@ -127,7 +129,8 @@ def _watch(
         listed = _listed(root, names, last, state, known)
         if sys.stdout.isatty():
             size = shutil.get_terminal_size()
-            head = f"{root}, {time.strftime('%H:%M:%S')}, every {seconds:g} s; Ctrl-C ends it"
+            every = formatting.setting(seconds)
+            head = f"{root}, {time.strftime('%H:%M:%S')}, every {every}; Ctrl-C ends it"
             lines = [_cut(head, size.columns), *_lines(listed, size.columns)]
             if len(lines) > size.lines:  # the latest runs matter most
                 lines = [*lines[:2], *lines[2 - max(size.lines, 3) :]]

@@ -153,9 +153,10 @@ def _print_table(
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
     width = max(map(len, rows))
-    values = max(len(_shown(row["value"])) for row in rows.values())
+    shown = {name: _shown(OPTIONS[name].text(row["value"])) for name, row in rows.items()}
+    values = min(max(map(len, shown.values())), 40)
     for name, row in rows.items():
-        click.echo(f"{name:{width}}  {_shown(row['value']):{min(values, 40)}}  {row['source']}")
+        click.echo(f"{name:{width}}  {shown[name]:{values}}  {row['source']}")
     for variable, value in site.environment.items():
         click.echo(f"{variable}={value}  {site.path} [environment]")
 

@@ -7,6 +7,7 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.options import held_by, options
+from clusterddp.formatting import setting
 from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
@@ -77,8 +78,8 @@ def command(
         change_environment({}, without=dist_env.foreign(os.environ))
         if env.world_size > 1:
             click.echo(
-                f"clusterddp: rank {env.rank} waits up to {config.rendezvous_timeout} s for all "
-                f"{env.world_size} at {env.master_addr}:{env.master_port}",
+                f"clusterddp: rank {env.rank} waits up to {setting(config.rendezvous_timeout)} for "
+                f"all {env.world_size} at {env.master_addr}:{env.master_port}",
                 err=True,
             )
     else:

@@ -216,9 +216,11 @@ def test_only_runs_that_ended_long_enough_ago(workplace: Workplace) -> None:
         attempt(run, 1, 100, 200)
     assert workplace.invoke("clean", "--older-than", "30d", "--yes").code == 0
     assert (len(checkpoints(old)), len(checkpoints(new))) == (1, 2)
-    for wrong in ("30", "d", "-3d", "3 d", "\u0661d", "3y", "$(id)d"):
+    for wrong in ("d", "-3d", "3 d", "\u0661d", "3y", "$(id)d"):
         got = workplace.invoke("clean", "--older-than", wrong, "--dry-run")
-        assert (got.code, "is no age" in got.err) == (2, True), wrong
+        assert (got.code, "is not a duration" in got.err) == (2, True), wrong
+    got = workplace.invoke("clean", "--older-than", "30", "--dry-run")
+    assert (got.code, "--older-than 30: no unit. Use 30s, 30m or 30h." in got.err) == (2, True)
 
 
 def test_no_link_is_followed_out_of_a_run(workplace: Workplace, tmp_path: Path) -> None:

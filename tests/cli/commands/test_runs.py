@@ -246,7 +246,7 @@ def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
 
     workplace.command("squeue", "echo '2|FAILED|None'; echo '3|PENDING|Priority'")
     monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_by))
-    got = workplace.invoke("runs", "--watch", "30")
+    got = workplace.invoke("runs", "--watch", "30s")
     assert (got.code, looks) == (130, [30.0] * 5)
     assert got.out.count("NAME") == 3
     calls = [call.split()[0] for call in workplace.calls]
@@ -255,7 +255,7 @@ def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
     assert calls.count("sacct") == 0
     refused = workplace.invoke("runs", "--watch", "--json")
     assert (refused.code, "--watch is for a person" in refused.err) == (2, True)
-    assert workplace.invoke("runs", "--watch", "0.1").code == 2
+    assert workplace.invoke("runs", "--watch", "0.1s").code == 2
 
 
 def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
@@ -263,7 +263,7 @@ def test_a_watch_draws_in_place_in_a_terminal(workplace: Workplace) -> None:
         workplace.run(f"run-{number:02d}", submitted(str(number)), age=100 - number)
     master, terminal = os.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 60, 0, 0))
-    command = [sys.executable, "-m", "clusterddp", "runs", "--watch", "3600"]
+    command = [sys.executable, "-m", "clusterddp", "runs", "--watch", "1h"]
     environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
     with subprocess.Popen(
         command, cwd=workplace.folder, env=environ, stdout=terminal, stderr=subprocess.PIPE

@@ -256,7 +256,7 @@ REFUSALS: list[tuple[list[str], list[str]]] = [
     (["--sbatch", "arra=0-3"], ["one run"]),
     (["--omit-directive", "men"], ["men", "'mem'"]),
     (["--template", "_submitit.sbatch.j2"], ["_submitit.sbatch.j2"]),
-    (["--save-every", "10s"], ["10s", "500steps"]),
+    (["--save-every", "10S"], ["10S", "500steps"]),
     (["--sbatch", "array=0-3"], ["one run"]),
     (["--sbatch", "=x"], ["--sbatch"]),
     (["--omit-directive", "nodes"], ["nodes"]),

@@ -152,7 +152,7 @@ def test_two_hand_started_ranks_train_to_the_weights_that_torchrun_gives(
     port = free_port()
     flags = ["--rank=1", "--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     second = start([*argv, *flags], SHELL_OF_A_JOB)
-    wait_until(second, f"rank 1 waits up to 300 s for all 2 at 127.0.0.1:{port}")
+    wait_until(second, f"rank 1 waits up to 5m for all 2 at 127.0.0.1:{port}")
     first = start(argv, ranks(2, port)[0])
     processes = [first, second]
     outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
@@ -202,8 +202,8 @@ def test_ranks_that_wait_in_nccl_save_and_leave_and_name_the_one_that_hangs(
 ) -> None:
     attempt = begin(RunDir(tmp_path))
     argv = train_argv(
-        synthetic_dir, tmp_path, "--attempt=1", "--save-every=2steps", "--watchdog=1",
-        "--process-group-timeout=6",
+        synthetic_dir, tmp_path, "--attempt=1", "--save-every=2steps", "--watchdog=1s",
+        "--process-group-timeout=6s",
     )  # fmt: skip
     argv[1:3] = ["-c", WAITING_RANKS]
     processes = [start(argv, env) for env in ranks(2, free_port())]
@@ -245,11 +245,11 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     argv = train_argv(synthetic_dir, tmp_path, *LONG, "--save-every=1steps")
     first = start(argv)
     wait_until(first)
-    second = start([*argv, "--rendezvous-timeout=1"])
+    second = start([*argv, "--rendezvous-timeout=1s"])
     output = second.communicate(timeout=PATIENCE)[0]
     assert second.returncode == 1
     who = f"attempt 1 of {tmp_path.name} is still trained by job (none) on {socket.gethostname()}"
-    assert f"{who}; waiting up to 1 s" in output
+    assert f"{who}; waiting up to 1s" in output
     assert f"{who}: rank 0 was active" in output and "Traceback" not in output
     assert first.poll() is None
     assert not (tmp_path / "attempts/0002").exists()

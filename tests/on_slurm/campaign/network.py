@@ -65,7 +65,7 @@ def network_cut_for_seconds(trial: Trial) -> str:
     return run.check_same(struck, causes=["done"])
 
 
-SHORT = ["--process-group-timeout", "10", "--watchdog", "4"]
+SHORT = ["--process-group-timeout", "10s", "--watchdog", "4s"]
 
 
 @fault("network-cut-for-good", conf=SOON, hosts=3)
@@ -180,7 +180,7 @@ def port_taken_before(trial: Trial) -> str:
 def _taken_late(trial: Trial, how: str) -> str:
     """The port is taken between its choice and rank 0's own use of it."""
     trial.want("import")
-    run = trial.start("--nodelist", "h[01-02]", "--retries", "1", "--rendezvous-timeout", "20")
+    run = trial.start("--nodelist", "h[01-02]", "--retries", "1", "--rendezvous-timeout", "20s")
     trial.held("import", 2)
     struck = run.struck()
     port = port_of(run)
@@ -223,7 +223,7 @@ def two_runs_on_one_port(trial: Trial) -> str:
     both = ["--nodelist", "h[01-02]", "--env", "MASTER_PORT=11999", "--retries", "1"]
     first = trial.start(*both, name="first")
     trial.held("step-100", 2)
-    second = trial.start(*both, "--rendezvous-timeout", "20", name="second")
+    second = trial.start(*both, "--rendezvous-timeout", "20s", name="second")
     second.wait(lambda: second.causes, "the second's failure")
     if "port 11999" not in second.rank_logs:
         raise second.differs("its ranks do not name the port")

@@ -328,7 +328,7 @@ def fault_in_the_restart(trial: Trial) -> str:
 
 def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
     """SIGSTOP: the others wait in an exchange until the process group's time-out."""
-    short = ["--process-group-timeout", "12", *options]
+    short = ["--process-group-timeout", "12s", *options]
     run = trial.start_held(60, "--retries", "1", *short)
     struck = run.struck()
     pid = run.kill(rank, signal.SIGSTOP)
@@ -345,7 +345,7 @@ def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
 
 @fault("stopped-for-good", conf={})
 def stopped_for_good(trial: Trial) -> str:
-    return _stop_for_good(trial, 1, "--watchdog", "4")
+    return _stop_for_good(trial, 1, "--watchdog", "4s")
 
 
 @fault("stopped-with-a-time-out-under-the-watchdogs", conf={}, quick=True)
@@ -355,7 +355,7 @@ def stopped_with_a_time_out_under_the_watchdogs(trial: Trial) -> str:
 
 @fault("stopped-for-seconds")
 def stopped_for_seconds(trial: Trial) -> str:
-    run = trial.start("--process-group-timeout", "60", "--watchdog", "4")
+    run = trial.start("--process-group-timeout", "60s", "--watchdog", "4s")
     run.wait_step(60)
     pid = run.kill(1, signal.SIGSTOP)
     run.wait_said("is stopped (SIGSTOP)")
