@@ -374,14 +374,14 @@ def _train(
         by_person = final_record and final_record.reason == "stop"
         raise TrainingError(
             f"it was stopped and has saved; resume it with run_dir={str(path)!r}.",
-            code=end_codes.OF_CAUSE[Cause.STOPPED if by_person else Cause.SIGNAL],
+            code=end_codes.BY_CAUSE[Cause.STOPPED if by_person else Cause.SIGNAL],
         )
     if failure is None:
         words = f"the training failed; the logs are in {run.logs}"
         raise TrainingError(words, code=end_codes.UNEXPLAINED)
     outcomes = read_outcomes(attempt.outcomes)
     raise TrainingError(
-        _how_it_failed(attempt, failure), code=end_codes.of_failure(failure, outcomes)
+        _how_it_failed(attempt, failure), code=end_codes.code_of_failure(failure, outcomes)
     )
 
 

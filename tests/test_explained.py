@@ -96,7 +96,7 @@ def test_every_error_and_warning_has_a_code() -> None:
 
 def test_every_cause_of_an_end_has_a_code() -> None:
     """A failure has one by its words, and a run that is done needs none."""
-    assert {*Cause} - {*end_codes.OF_CAUSE} == {Cause.DONE, Cause.FAILED}
+    assert {*Cause} - {*end_codes.BY_CAUSE} == {Cause.DONE, Cause.FAILED}
 
 
 def test_every_code_has_its_page_and_every_page_its_code() -> None:

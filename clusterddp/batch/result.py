@@ -145,8 +145,8 @@ def _code(evidence: "Evidence", ended: Ended, hardware: str) -> str:
     if ended.code or ended.cause == Cause.DONE:
         return ended.code
     if ended.cause != Cause.FAILED or ended.first_failure is None:
-        return end_codes.OF_CAUSE[ended.cause]
-    return end_codes.of_failure(ended.first_failure, evidence.outcomes, hardware)
+        return end_codes.BY_CAUSE[ended.cause]
+    return end_codes.code_of_failure(ended.first_failure, evidence.outcomes, hardware)
 
 
 class Evidence:
@@ -459,7 +459,7 @@ def _signalled(evidence: Evidence) -> AttemptResult | None:
     how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_RESTART}"
     if evidence.stop_signal:
         how = f"{evidence.stop_signal}, on which the command exited with code 0"
-    code = end_codes.TOLD if evidence.stop_signal else ""
+    code = end_codes.EXITED_ON_SIGNAL if evidence.stop_signal else ""
     return AttemptResult(
         Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how, code=code),
         (evidence.saved_clause,),
@@ -495,7 +495,7 @@ def _failed(evidence: Evidence) -> AttemptResult | None:
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.keeps_records and any(o.rank == failure.rank for o in evidence.outcomes):
             why = "the command does not handle that signal, and it is not known what it had saved"
-            line, code = f"{failure.describe()}: {why}", end_codes.NO_SAVING
+            line, code = f"{failure.describe()}: {why}", end_codes.NOT_SAVED
             return AttemptResult(
                 Ended(
                     cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure, code=code

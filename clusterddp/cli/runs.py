@@ -16,7 +16,7 @@ from clusterddp.launchers import SentJob
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, find_runs
-from clusterddp.status.find import DEFAULT_ROOT, find_sweeps, means_several, select_each
+from clusterddp.status.find import DEFAULT_ROOT, find_sweeps, names_several, select_each
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses
 
@@ -73,7 +73,7 @@ def act_on_each(
 
     runs, failed = select_each(root, names)
     known = statuses(runs)
-    if confirm and len(runs) > 1 and any(means_several(root, name) for name in names):
+    if confirm and len(runs) > 1 and any(names_several(root, name) for name in names):
         confirm(known)
     reached, results = [], []
     for run, result in zip(runs, apply_to_all(act, [*zip(runs, known, strict=True)]), strict=True):

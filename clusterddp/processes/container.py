@@ -59,7 +59,7 @@ Signals reach the task directly. The shell ignores them, because bash may lose t
 signal interrupts `wait`. The exit code goes to descriptor 4: podman itself exits with 0 if it is
 terminated before the container starts.
 """
-PASSING_ON = """\
+FORWARDING = """\
 for name in HUP INT TERM USR1 USR2; do trap "kill -$name -1" "$name"; done
 sh -c "$0" sh "$@" &
 while kill -0 "$!" 2>/dev/null; do wait "$!"; done"""
@@ -237,7 +237,7 @@ class ContainerStart:
         """
         main = ["sh", "-c", MAIN, "sh", *task]
         if self.signals_podman:
-            main[2:4] = [PASSING_ON, MAIN]
+            main[2:4] = [FORWARDING, MAIN]
         return self._command(main, self.name, ("--preserve-fds=2",))
 
     def probe(self, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:

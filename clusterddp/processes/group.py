@@ -78,7 +78,7 @@ class TaskGroup:
                 start_new_session=True,
                 preexec_fn=lambda: _begin(parent),  # noqa: PLW1509 -- only calls of the system
             )
-        self._take_in(_Task(process, reader, log))
+        self._add(_Task(process, reader, log))
 
     def call(
         self,
@@ -106,9 +106,9 @@ class TaskGroup:
         # Only the fork server knows its child's exit code. For other methods the sentinel is
         # useless: descendants that outlive the process keep it open.
         sentinel = process.sentinel if method == "forkserver" else None
-        self._take_in(_Task(process, reader, log, sentinel))
+        self._add(_Task(process, reader, log, sentinel))
 
-    def _take_in(self, task: _Task) -> None:
+    def _add(self, task: _Task) -> None:
         if task.reader is not None:
             self._selector.register(task.reader, selectors.EVENT_READ, task)
         self._selector.register(task.events, selectors.EVENT_READ, task)
@@ -131,7 +131,7 @@ class TaskGroup:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self.signal_all(signal.SIGKILL)
                 self._kill_at = None
-        self._clear_away()
+        self._clean_up()
         return [task.status or 0 for task in self._tasks]
 
     def signal_all(self, number: int) -> None:
@@ -156,7 +156,7 @@ class TaskGroup:
                 self.wait()
         finally:  # a second Ctrl-C arrives here while the tasks have time to end
             self.signal_all(signal.SIGKILL)
-            self._clear_away()
+            self._clean_up()
             self._selector.close()
 
     def _take_events(self, timeout: float | None) -> None:
@@ -176,7 +176,7 @@ class TaskGroup:
             elif not task.copy_output(self._show):
                 self._selector.unregister(key.fd)
 
-    def _clear_away(self) -> None:
+    def _clean_up(self) -> None:
         """Kill the remaining processes of the sessions, then reap the leaders.
 
         Not the other way round: a reaped leader's id may be reused.

@@ -159,7 +159,7 @@ def _refuse_cuda() -> None:
     torch = sys.modules.get("torch")
     if torch is None or not has_nvidia_driver():
         return
-    if torch.cuda.is_initialized() or _spoils_its_copies(torch):
+    if torch.cuda.is_initialized() or _fork_loses_cuda(torch):
         raise RequestError(
             "start method fork: this process has already used CUDA (a tensor on a GPU, or just "
             "torch.cuda.is_available()), so a forked copy cannot. Restart the notebook kernel and "
@@ -168,7 +168,7 @@ def _refuse_cuda() -> None:
         )
 
 
-def _spoils_its_copies(torch: ModuleType) -> bool:
+def _fork_loses_cuda(torch: ModuleType) -> bool:
     """Return whether torch would refuse CUDA in a copy of this process; tested in a copy.
 
     False for a torch without the test function (2.15 has it): the copy then gets torch's own error.

@@ -101,7 +101,7 @@ class Awaited:
         return self.run.name if self.condition == OK else f"{self.run.name}:{self.condition}"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Name and state of the run: `a (failed: exit code 3)`."""
         return f"{self.run.name} ({self.state}{': ' if self.detail else ''}{self.detail})"
 
@@ -171,7 +171,7 @@ def describe(awaited: Sequence[Awaited]) -> str:
     """Describe what a submission waits for; empty if it waits for nothing."""
     waits = [each for each in awaited if each.readiness is not Readiness.MET]
     jobs = " and ".join(job for each in waits for job in each.jobs)
-    words = f"waits for {', '.join(each.words for each in waits)}" if waits else ""
+    words = f"waits for {', '.join(each.description for each in waits)}" if waits else ""
     return f"{words}, currently job {jobs}" if jobs else words
 
 
@@ -184,7 +184,7 @@ def check(
     has_queue: False for a rehearsal, which cannot wait in a queue.
     """
     for each in awaited:
-        asked, again = f"--after {each.text}: {each.words}", each.run.resume_command
+        asked, again = f"--after {each.text}: {each.description}", each.run.resume_command
         if each.readiness is Readiness.NEVER:
             raise RequestError(
                 f"{asked} has not ended as requested. Submit it again with '{again}', wait for "
@@ -209,7 +209,7 @@ def check(
             raise RequestError(
                 f"{asked} has no Slurm job to wait for. Wait until it has ended. [CD1105]"
             )
-    if spec and (names := _circle(spec, awaited)):
+    if spec and (names := _find_circle(spec, awaited)):
         waits = ", ".join(f"{one} waits for {other}" for one, other in itertools.pairwise(names))
         raise RequestError(
             f"--after {names[0]}: {waits}, so {spec.run_name} would wait for itself. Cancel "
@@ -217,7 +217,7 @@ def check(
         )
 
 
-def _circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
+def _find_circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
     """Find a circular wait that starts at an awaited run; return the names on it.
 
     Follows the waits of each queued run, and stops at records that cannot be read.
@@ -298,10 +298,10 @@ def requeue_until_due(run: RunDir, job_id: str, restart: int) -> str:
     awaited = _check_until_known(spec)
     for each in awaited:
         if each.readiness in (Readiness.NEVER, Readiness.UNKNOWN):
-            raise NotDue(f"not started, because it waits for {each.text}: {each.words}")
+            raise NotDue(f"not started, because it waits for {each.text}: {each.description}")
     waits = [each for each in awaited if each.readiness is not Readiness.MET]
     if not waits:
-        log.info(f"awaited runs have ended: {', '.join(each.words for each in awaited)}")
+        log.info(f"awaited runs have ended: {', '.join(each.description for each in awaited)}")
         return ""
     if slurm.ending(name, restart) is slurm.Ending.CANCELLED:
         raise NotDue("the job was cancelled while it waited [CD1203]", Cause.CANCELLED)
@@ -309,14 +309,14 @@ def requeue_until_due(run: RunDir, job_id: str, restart: int) -> str:
     try:
         slurm.put_back(name, dependency(waits))
     except slurm.LeftHeld as error:
-        trouble = _left_held(name, error)
+        trouble = _held_hint(name, error)
     except SlurmError as error:
-        why = f"not started: it cannot wait again for {waits[0].words}: {error}"
+        why = f"not started: it cannot wait again for {waits[0].description}: {error}"
         raise NotDue(why, Cause.FAILED, code=error.code) from None
     _record_wait(run, name, awaited, trouble=trouble)
     if trouble or not dependency(waits):
         _release_if_due(run, name, spec)
-    return f"waits for {', '.join(each.words for each in waits)}{trouble}"
+    return f"waits for {', '.join(each.description for each in waits)}{trouble}"
 
 
 def _release_if_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
@@ -332,7 +332,7 @@ def _release_if_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
             slurm.depend(job_id, jobs)
         slurm.release(job_id)
     except ClusterDDPError as error:
-        log.info(f"the awaited runs cannot be checked{_left_held(job_id, error)}")
+        log.info(f"the awaited runs cannot be checked{_held_hint(job_id, error)}")
         return
     log.info("an awaited run was submitted in the meantime: the job is released")
     _record_wait(run, job_id, awaited)
@@ -374,7 +374,7 @@ def _update_waiting(renewed: Sequence[RunDir], waiting: RunDir) -> None:
         jobs = _replace_dependency(spec, queued)
     except ClusterDDPError as error:
         if held := slurm.in_arrays([name for name, is_held in queued.values() if is_held]):
-            trouble = _left_held(",".join(held), error)
+            trouble = _held_hint(",".join(held), error)
             log.info(f"{waiting.name} does not wait for the new job of {renewed[0].name}{trouble}")
             return
         raise
@@ -445,7 +445,7 @@ def _check_until_known(spec: JobSpec) -> list[Awaited]:
     awaited: list[Awaited] = []
     for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
         awaited = check_awaited(spec)
-        unknown = [each.words for each in awaited if each.readiness is Readiness.UNKNOWN]
+        unknown = [each.description for each in awaited if each.readiness is Readiness.UNKNOWN]
         if not unknown:
             break
         if not is_last:
@@ -453,7 +453,7 @@ def _check_until_known(spec: JobSpec) -> list[Awaited]:
     return awaited
 
 
-def _left_held(job_id: str, error: Exception) -> str:
+def _held_hint(job_id: str, error: Exception) -> str:
     """Return the end of a message about a job that must be released manually."""
     release = f"scontrol release {shlex.quote(job_id)}"
     return f"; Slurm holds it ({error}). To have it check again: '{release}'"
@@ -471,7 +471,7 @@ def _record_wait(
         event = events.Waits(
             job_id=job_id,
             runs=tuple(each.text for each in waits),
-            why=f"{', '.join(each.words for each in waits)}{trouble}",
+            why=f"{', '.join(each.description for each in waits)}{trouble}",
             held=bool(trouble) or not any(each.jobs for each in waits),
         )
         (events.add if sync else events.note)(run.events, event)

@@ -11,7 +11,7 @@ from clusterddp.run.records import Outcome
 from clusterddp.slurm.states import State
 from clusterddp.status.state import RunState
 
-OF_CAUSE: dict[str, str] = {
+BY_CAUSE: dict[str, str] = {
     Cause.SUPERSEDED: "CD1201",
     Cause.NODE_LOST: "CD1202",
     Cause.CANCELLED: "CD1203",
@@ -25,7 +25,7 @@ OF_CAUSE: dict[str, str] = {
     Cause.NOT_DUE: "CD1106",
 }
 """Codes by cause, except failures (several codes) and done (no code)."""
-OF_STATE = {
+BY_JOB_STATE = {
     State.FAILED: "CD1218",
     State.TIMEOUT: "CD1205",
     State.PREEMPTED: "CD1206",
@@ -35,11 +35,15 @@ OF_STATE = {
     State.BOOT_FAIL: "CD1202",
 }
 """Codes of a job whose failure only Slurm reports."""
-OF_RUN = {RunState.CANCELLED: "CD1203", RunState.STOPPED: "CD1208", RunState.UNKNOWN: "CD0509"}
+BY_RUN_STATE = {
+    RunState.CANCELLED: "CD1203",
+    RunState.STOPPED: "CD1208",
+    RunState.UNKNOWN: "CD0509",
+}
 """Codes of a run without a recorded end, by its state."""
-NO_SAVING = "CD1220"
+NOT_SAVED = "CD1220"
 """Code of a command that was killed by the signal that asks it to save."""
-TOLD = "CD1229"
+EXITED_ON_SIGNAL = "CD1229"
 """Code of a command that exited with 0 because of a signal."""
 HUNG, CRASH, EXIT_CODE = "CD1214", "CD1209", "CD1210"
 NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
@@ -84,7 +88,7 @@ _OF_REASONS = (
 """Codes by a failed rank's reason; the first match counts."""
 
 
-def of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
+def code_of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware: str = "") -> str:
     """Return the code of the first failure: the error's own code, or one that fits its reason.
 
     outcomes: the ranks' records, if any. hardware: the hardware fault that was found, if any.

@@ -139,7 +139,7 @@ def select(root: Path, text: str) -> list[RunDir]:
     return found
 
 
-def means_several(root: Path, text: str) -> bool:
+def names_several(root: Path, text: str) -> bool:
     """Return whether a text may name several runs: a sweep or a pattern."""
     return is_pattern(text) or find_sweep(root, text) is not None
 
@@ -156,7 +156,7 @@ def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[Cl
     return list(runs.values()), wrong
 
 
-def grouped(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
+def group_points(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
     """Return the runs below a runs directory, with each sweep instead of its points.
 
     The points of a sweep with a damaged request are returned themselves.

@@ -17,7 +17,7 @@ from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import query
 from clusterddp.slurm.states import JobState, State
-from clusterddp.status.state import RunState, Submission, jobs_to_ask, latest_submission
+from clusterddp.status.state import RunState, Submission, jobs_to_query, latest_submission
 from clusterddp.status.status import RunStatus, run_status
 
 FORGOTTEN_ANSWERS = 3
@@ -200,7 +200,7 @@ class _Watch:
         if changed:
             self._submission = latest_submission(events.read(self._run.events))
             self._job_id = self._submission.job_id if self._submission else self._job_id
-        asked = jobs_to_ask([self._submission])
+        asked = jobs_to_query([self._submission])
         answered = bool(asked) and (now >= self._next_question or changed)
         if answered:
             self._states = query(asked)

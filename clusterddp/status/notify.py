@@ -34,7 +34,7 @@ from clusterddp.status.status import RunStatus, run_status, statuses
 from clusterddp.status.sweeps import SweepStatus, has_failed, sweep_status
 
 _MOST_OUTPUT_BYTES = 1 << 20
-_OURS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
+_RESET_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
 """Signals that the batch controller or Python ignores; the program gets default actions."""
 
 
@@ -239,7 +239,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
     parent = os.getpid()
 
     def begin() -> None:
-        for name in _OURS:
+        for name in _RESET_SIGNALS:
             signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         die_with_parent(parent)

@@ -119,9 +119,9 @@ def gather(
             raise RequestError(f"{run.name} runs on {host}: run this command there. [CD0507]")
         rank_stacks += _read(at_work, workers=workers)
     elif at_work and at_work[0].job_id:
-        rank_stacks += _ask_hosts(run, at_work, ranks, workers=workers)
+        rank_stacks += _query_hosts(run, at_work, ranks, workers=workers)
     else:
-        rank_stacks += here(run, ranks, workers=workers)
+        rank_stacks += read_here(run, ranks, workers=workers)
         known = {each.rank for each in rank_stacks}
         rank_stacks += [
             RankStacks(outcome.rank, outcome.host, note=f"runs on {outcome.host}: try there")
@@ -131,14 +131,14 @@ def gather(
     return sorted(rank_stacks, key=lambda each: each.rank)
 
 
-def here(run: RunDir, ranks: Sequence[int] = (), *, workers: bool = False) -> list[RankStacks]:
+def read_here(run: RunDir, ranks: Sequence[int] = (), *, workers: bool = False) -> list[RankStacks]:
     """Read the stacks of the ranks that run on this host."""
     names = {os.environ.get("SLURMD_NODENAME"), os.uname().nodename}
     outcomes = (outcome for outcome in _outcomes(run, ranks) if outcome.host in names)
     return _read([o for o in outcomes if o.ended is None and o.ticks], workers=workers)
 
 
-def as_lines(rank_stacks: Sequence[RankStacks], host: str) -> Iterator[str]:
+def encode_lines(rank_stacks: Sequence[RankStacks], host: str) -> Iterator[str]:
     """Encode an answer as lines, which srun may interleave with the lines of other hosts."""
     content = json.dumps([asdict(each) for each in rank_stacks]).encode()
     text = base64.b64encode(zlib.compress(content)).decode()
@@ -146,7 +146,7 @@ def as_lines(rank_stacks: Sequence[RankStacks], host: str) -> Iterator[str]:
         yield f"{_ANSWER} {host} {text[start : start + _CHUNK]}"
 
 
-def from_lines(text: str) -> list[RankStacks]:
+def decode_lines(text: str) -> list[RankStacks]:
     """Decode the hosts' answers; skip incomplete ones."""
     parts: dict[str, list[str]] = {}
     for words in map(str.split, text.splitlines()):
@@ -178,7 +178,7 @@ def _read(outcomes: Sequence[Outcome], *, workers: bool) -> list[RankStacks]:
         return list(pool.map(read_one, outcomes))
 
 
-def _ask_hosts(
+def _query_hosts(
     run: RunDir, outcomes: Sequence[Outcome], ranks: Sequence[int], *, workers: bool
 ) -> list[RankStacks]:
     """Read the stacks on each host with an additional job step."""
@@ -214,7 +214,7 @@ def _ask_hosts(
         ) from None
     with srun:
         answer, words = _communicate(srun)
-    rank_stacks = from_lines(answer)
+    rank_stacks = decode_lines(answer)
     if not rank_stacks:
         raise SlurmError(
             f"no host of job {outcomes[0].job_id} has answered srun --overlap: "
@@ -273,10 +273,10 @@ def format_stacks(rank_stacks: Sequence[RankStacks], *, whole: bool = False) -> 
         if program.threads:
             frames = program.threads[0].frames
             ways = ", ".join(sorted({entry.program.how for entry in group}))
-            lines.append(f"{_who(group, total)} in {_place(frames)} ({ways})")
+            lines.append(f"{_describe_ranks(group, total)} in {_place(frames)} ({ways})")
             lines += _traceback(frames)
         else:
-            lines.append(f"{_who(group, total)}: {program.note}")
+            lines.append(f"{_describe_ranks(group, total)}: {program.note}")
     return clean("\n".join(lines))
 
 
@@ -307,7 +307,7 @@ def _entries(rank_stacks: Sequence[RankStacks]) -> Iterator[_Entry]:
             yield _Entry(rank, each.host, program, ranks[program.rank] > 1)
 
 
-def _who(group: Sequence[_Entry], total: int) -> str:
+def _describe_ranks(group: Sequence[_Entry], total: int) -> str:
     """Return `rank 17 on gpu03`, or `61 of 64 (ranks 0-16, 18-61)`."""
     if len(group) == 1:
         return group[0].name

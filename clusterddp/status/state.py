@@ -182,7 +182,7 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
         # A job can start before its submission is recorded, so the job id decides. Tasks of a local
         # run may record another id, so there the order decides.
         if event.job_id == job_id or (launcher == "local" and index > position):
-            submission = _after(submission, event)
+            submission = _apply_event(submission, event)
     causes = causes_by_attempt(history)
     ends = [event for event in history if isinstance(event, Ended)]
     by_clock = {end.attempt for end in ends if end.how == OWN_CLOCK}
@@ -198,7 +198,7 @@ def latest_submission(history: Sequence[Event]) -> Submission | None:
     )
 
 
-def jobs_to_ask(submissions: Sequence[Submission | None]) -> list[str]:
+def jobs_to_query(submissions: Sequence[Submission | None]) -> list[str]:
     """Return the job ids whose state must be queried from Slurm.
 
     A recorded end with exit code 0 is final. Another end may be followed by a requeue, or may be a
@@ -217,7 +217,7 @@ def reason(cause: str) -> str:
     return _REASONS.get(cause, cause)
 
 
-def _after(before: Submission, event: Event) -> Submission:
+def _apply_event(before: Submission, event: Event) -> Submission:
     """Return the submission updated with one event."""
     if isinstance(event, Submitted):
         after = replace(before, submitted=event.time, pid=event.pid, host=event.host)
@@ -231,7 +231,7 @@ def _after(before: Submission, event: Event) -> Submission:
         return replace(before, stop_asked=isinstance(event, StopAsked), stop_asked_time=event.time)
     if isinstance(event, CancelAsked | CancelFailed):
         return replace(before, cancelled=isinstance(event, CancelAsked))
-    if _is_late(event, before):
+    if _is_outdated(event, before):
         return before
     if isinstance(event, Ended):
         after = replace(before, end=event)
@@ -247,7 +247,7 @@ def _after(before: Submission, event: Event) -> Submission:
     return before
 
 
-def _is_late(event: Event, submission: Submission) -> bool:
+def _is_outdated(event: Event, submission: Submission) -> bool:
     """Return whether an event belongs to an attempt before the latest one."""
     if event.attempt is not None and submission.start.attempt is not None:
         return event.attempt != submission.start.attempt

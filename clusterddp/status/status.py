@@ -41,7 +41,7 @@ from clusterddp.status.state import (
     NOT_LAUNCHED,
     RunState,
     Submission,
-    jobs_to_ask,
+    jobs_to_query,
     judge,
     latest_submission,
     reason,
@@ -171,7 +171,7 @@ class RunStatus:
 def run_status(
     run: RunDir, slurm_states: Mapping[str, JobState], now: float | None = None
 ) -> RunStatus:
-    """Build the status of a run; `slurm_states`: Slurm's answers for `jobs_to_ask`."""
+    """Build the status of a run; `slurm_states`: Slurm's answers for `jobs_to_query`."""
     now = time.time() if now is None else now
     history = History.read(run)  # not earlier: a run can record its end during the query
     submission = latest_submission(history.events)
@@ -564,25 +564,25 @@ def _code(
     if state == RunState.QUEUED:
         return end_codes.NEVER_STARTS if job and job.reason in NEVER_STARTS else ""
     if state == RunState.UNKNOWN:  # regardless of the last attempt's end
-        return end_codes.OF_RUN[state]
+        return end_codes.BY_RUN_STATE[state]
     if state not in ENDED or state == RunState.DONE:
         return ""
     # A requeued job's code is not that of its previous attempt.
     end = None if submission.requeue_reason else submission.end
     if state == RunState.CANCELLED and not (end and end.cause == Cause.NOT_DUE):
-        return end_codes.OF_RUN[state]
+        return end_codes.BY_RUN_STATE[state]
     if state == RunState.STOPPED and submission.requeue_error:
         return end_codes.NOT_RESUMED
-    if end and (code := end.code or end_codes.OF_CAUSE.get(end.cause, "")):
+    if end and (code := end.code or end_codes.BY_CAUSE.get(end.cause, "")):
         return code
-    says_why = job and job.state in end_codes.OF_STATE.keys() - {State.FAILED}
+    says_why = job and job.state in end_codes.BY_JOB_STATE.keys() - {State.FAILED}
     if failure and not says_why:
-        return end_codes.of_failure(failure)
+        return end_codes.code_of_failure(failure)
     if state != RunState.FAILED:
-        return end_codes.OF_RUN[state]
+        return end_codes.BY_RUN_STATE[state]
     if job is None or (job.state is State.FAILED and submission.start.time):
         return end_codes.UNEXPLAINED
-    return end_codes.OF_STATE.get(job.state, end_codes.UNEXPLAINED)
+    return end_codes.BY_JOB_STATE.get(job.state, end_codes.UNEXPLAINED)
 
 
 def _exit_code(state: RunState, submission: Submission | None, job: JobState | None) -> int | None:
@@ -698,7 +698,7 @@ def _query_all(
     """Read the runs' events, and query Slurm for the jobs whose state they do not settle."""
     read = [History.read(run) for run in runs]
     looked = [(history, latest_submission(history.events)) for history in read]
-    return looked, query(jobs_to_ask([each for _, each in looked]), known=known), time.time()
+    return looked, query(jobs_to_query([each for _, each in looked]), known=known), time.time()
 
 
 _PACE_LINES = 20

@@ -136,7 +136,7 @@ def apply_to_all(
                 slurm.cancel_all(list(jobs))
             except SlurmError as error:
                 for run in jobs.values():
-                    _take_back(run)
+                    _record_cancel_failure(run)
                     results[run.path] = error
     return [results[run.path] for run, _ in runs]
 
@@ -150,7 +150,7 @@ def _note(jobs: dict[str, RunDir], run: RunDir, job: str) -> None:
     jobs[job] = run
 
 
-def _take_back(run: RunDir) -> None:
+def _record_cancel_failure(run: RunDir) -> None:
     """Record that a cancellation has failed."""
     with contextlib.suppress(OSError):
         submission = latest_submission(events.read(run.events))
@@ -206,7 +206,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(submission.pid, signal.SIGTERM)
     except (SlurmError, OSError) as error:
-        _take_back(run)
+        _record_cancel_failure(run)
         if isinstance(error, OSError):
             raise RequestError(
                 f"{run.name}: {name} cannot be signalled: {error.strerror}. [CD0507]"

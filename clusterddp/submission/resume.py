@@ -29,7 +29,7 @@ from clusterddp.slurm.client import query
 from clusterddp.slurm.site import array_limits
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status import chain
-from clusterddp.status.state import ACTIVE, RunState, jobs_to_ask, latest_submission
+from clusterddp.status.state import ACTIVE, RunState, jobs_to_query, latest_submission
 from clusterddp.status.status import RunStatus, run_status, statuses
 from clusterddp.status.sweeps import has_failed
 from clusterddp.submission import bundle, outlook, snapshot, submit
@@ -339,7 +339,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
         _check_done(run, before, after, run_status(run, {}), terms)
         return
     submission = latest_submission(events.read(run.events))
-    states = query(jobs_to_ask([submission]))
+    states = query(jobs_to_query([submission]))
     status = run_status(run, states)
     job = states.get(status.job_id, JobState(State.UNKNOWN))
     detail = f" ({status.detail})" if status.detail else ""

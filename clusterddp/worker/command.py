@@ -71,7 +71,7 @@ def run_command(
                 print(f"clusterddp: PATH={environ.get('PATH', '')}", file=sys.stderr)
             raise
 
-    explain, began = _watching(env, environ, own.outcomes if own else None)
+    explain, began = _callbacks(env, environ, own.outcomes if own else None)
     return supervise(
         run_dir,
         env,
@@ -84,7 +84,7 @@ def run_command(
     )
 
 
-def _watching(
+def _callbacks(
     env: DistEnv, environ: Mapping[str, str], outcomes: Path | None
 ) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None]]":
     """Return two callbacks: one explains COMMAND's end, one starts to watch it."""
@@ -128,7 +128,7 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     if not program:
         raise CommandNotFound("the command is empty. Put a program after '--'.")
     try:
-        with _usual_signals():
+        with _default_signals():
             os.execvpe(program, list(argv), dict(environ))
     except (FileNotFoundError, NotADirectoryError) as error:
         if "/" in program and Path(program).exists():
@@ -149,7 +149,7 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 
 @contextmanager
-def _usual_signals() -> Iterator[None]:
+def _default_signals() -> Iterator[None]:
     """Restore the default actions of signals that Python ignores: an exec keeps ignored signals.
 
     If the exec fails, this process ignores them again: its error message may meet a closed pipe.

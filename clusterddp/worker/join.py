@@ -85,24 +85,24 @@ def join(
     Raises ClusterDDPError; PeerError if another rank caused the failure.
     """
     try:
-        hello = introduce(config, env, environ)
+        hello = describe_rank(config, env, environ)
     except ClusterDDPError as error:
         rendezvous.decline(store, env, error)
         raise
     checks_nodes = bool(environ.get(FULL_PREFLIGHT_VARIABLE))
-    joined = _meet(config, env, store, hello, settle, checks_nodes)
+    joined = _rendezvous(config, env, store, hello, settle, checks_nodes)
     agreed = joined.agreed
     interface = ""
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
         interface = lookups.gloo_interface()
     defaults = _variables(config, joined, interface)
     change_environment({name: environ.get(name, value) for name, value in defaults.items()})
-    _enter_group(config, joined, env, store)
-    announce(config, agreed, joined.hello, env)
+    _init_group(config, joined, env, store)
+    log_settings(config, agreed, joined.hello, env)
     return joined
 
 
-def _meet(
+def _rendezvous(
     config: TrainConfig,
     env: DistEnv,
     store: RunStore,
@@ -170,7 +170,7 @@ def _variables(config: TrainConfig, joined: Joined, interface: str) -> dict[str,
     return {name: value for name, value in variables.items() if value}
 
 
-def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+def describe_rank(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
     """Choose the device of this rank, and return the rank's information for rank 0.
 
     Raises TrainingError if the rank cannot train here.
@@ -196,7 +196,7 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
     warnings = [warning]
     gpus: tuple[str, ...] = ()
     if choice.kind == "cuda":
-        gpus = _take_gpu(choice.index, visible, environ)
+        gpus = _select_gpu(choice.index, visible, environ)
         if threads == 1:
             warnings.append(
                 "a GPU rank has one CPU: training, NCCL, data loading and checkpoints compete for "
@@ -220,7 +220,7 @@ def introduce(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> 
     )
 
 
-def _take_gpu(index: int, visible: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _select_gpu(index: int, visible: int, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Select this GPU before any other CUDA call; return the UUIDs of the visible GPUs.
 
     Empty if torch has no UUIDs: two ranks on one GPU are then not detected.
@@ -259,7 +259,7 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
     return max(usable // local_world_size, 1)
 
 
-def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunStore) -> None:
+def _init_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunStore) -> None:
     agreed, device = joined.agreed, joined.device
     ends_first = config.watchdog and agreed.backend == "nccl"
     timeout = config.process_group_timeout + (_NCCL_GRACE_SECONDS if ends_first else 0)
@@ -284,7 +284,7 @@ def _enter_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunSt
     )
 
 
-def announce(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv) -> None:
+def log_settings(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv) -> None:
     """Log this rank's device; on rank 0 also the common settings."""
     log.info(
         f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "

@@ -135,7 +135,7 @@ def train(
         words = f"rank {rank} failed first; see {run.rank_log(rank)}"
         log.info(coded(words, end_codes.UNEXPLAINED))
         return EXIT_FAILED, None
-    log.info(coded(failure.describe(), end_codes.of_failure(failure, outcomes)))
+    log.info(coded(failure.describe(), end_codes.code_of_failure(failure, outcomes)))
     log.info(f"the logs are in {run.logs}")
     return EXIT_FAILED, failure
 

@@ -76,7 +76,7 @@ def test_a_sweep_is_waited_for_by_its_arrays(tmp_path: Path) -> None:
     ]
     seen = Awaited.of(SweepDir(tmp_path / "s"), "any", known)
     assert chain.dependency([seen]) == "afterany:7,afterany:21"
-    assert (seen.text, seen.words) == ("s:any", "s (running: 2 queued, 1 running, 1 failed)")
+    assert (seen.text, seen.description) == ("s:any", "s (running: 2 queued, 1 running, 1 failed)")
 
 
 def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
@@ -195,7 +195,10 @@ def test_a_rehearsal_waits_for_nothing_that_goes_on() -> None:
 @pytest.mark.parametrize("condition", ["ok", "any", "failed"])
 def test_a_run_whose_directory_is_gone_comes_to_no_end(tmp_path: Path, condition: str) -> None:
     [seen] = chain.check_awaited(request(tmp_path, after=((str(tmp_path / "jobs/a"), condition),)))
-    assert (seen.readiness, seen.words) == (Readiness.NEVER, f"a (gone: no {tmp_path}/jobs/a)")
+    assert (seen.readiness, seen.description) == (
+        Readiness.NEVER,
+        f"a (gone: no {tmp_path}/jobs/a)",
+    )
 
 
 def request(folder: Path, **more: Any) -> JobSpec:

@@ -43,7 +43,7 @@ OUTCOME = Outcome(3, 1, 1, "h02", 4711, "89", 0, "0", 1.0, ended=2.0, exit_code=
 )
 def test_a_failed_ranks_error_gives_the_code(error: TaskError | None, code: str) -> None:
     outcome = dataclasses.replace(OUTCOME, error=error)
-    assert end_codes.of_failure(failure_of(outcome), [outcome]) == code
+    assert end_codes.code_of_failure(failure_of(outcome), [outcome]) == code
     assert code in catalogue()
 
 
@@ -70,11 +70,11 @@ def test_a_failed_ranks_error_gives_the_code(error: TaskError | None, code: str)
     ],
 )
 def test_what_srun_says_gives_the_code(reason: str, code: str) -> None:
-    assert end_codes.of_failure(Failure(3, "h02", reason, "logs/rank-3.log")) == code
+    assert end_codes.code_of_failure(Failure(3, "h02", reason, "logs/rank-3.log")) == code
 
 
 def test_hardware_and_a_hang_come_before_the_error() -> None:
     outcome = dataclasses.replace(OUTCOME, error=TaskError("RuntimeError", "CUDA out of memory"))
-    assert end_codes.of_failure(failure_of(outcome), [outcome], "Xid") == "CD1216"
+    assert end_codes.code_of_failure(failure_of(outcome), [outcome], "Xid") == "CD1216"
     hung = dataclasses.replace(outcome, hung="no step for 600 s")
-    assert end_codes.of_failure(failure_of(hung), [hung]) == "CD1214"
+    assert end_codes.code_of_failure(failure_of(hung), [hung]) == "CD1214"

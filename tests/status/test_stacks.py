@@ -19,7 +19,14 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
-from clusterddp.status.stacks import RankStacks, as_lines, format_stacks, from_lines, gather, places
+from clusterddp.status.stacks import (
+    RankStacks,
+    decode_lines,
+    encode_lines,
+    format_stacks,
+    gather,
+    places,
+)
 from tests.data.made_sets import NOBODY
 from tests.event_lines import add_event
 from tests.waiting import wait_for
@@ -118,21 +125,21 @@ def test_what_a_program_is_called_moves_no_terminals_cursor() -> None:
 def test_answers_come_through_whatever_order_their_lines_have() -> None:
     deep = tuple(Frame(f"f{n}", f"/home/me/é{random.random()}.py", n) for n in range(150))
     one, other = [at(0, deep)], [at(4, deep, "gpu02"), RankStacks(5, "gpu02", note="gone")]
-    lines = [[*as_lines(one, "gpu01")], [*as_lines(other, "gpu02")]]
+    lines = [[*encode_lines(one, "gpu01")], [*encode_lines(other, "gpu02")]]
     assert all(len(line) < 1000 for each in lines for line in each)  # srun passes these on whole
     mixed = ["Loading a module ...", "clusterddp-stacks x"]
     while any(lines):
         mixed.append(random.choice([each for each in lines if each]).pop(0))
-    assert sorted(from_lines("\n".join(mixed)), key=lambda each: each.rank) == one + other
+    assert sorted(decode_lines("\n".join(mixed)), key=lambda each: each.rank) == one + other
 
 
 @pytest.mark.parametrize("damage", [slice(0, -1), slice(1, None), slice(1, 2)])
 def test_a_torn_answer_is_none(damage: slice) -> None:
     deep = tuple(Frame(f"f{n}", f"/home/me/{random.random()}.py", n) for n in range(150))
-    lines = [*as_lines([at(0, deep)], "gpu01")]
+    lines = [*encode_lines([at(0, deep)], "gpu01")]
     assert len(lines) > 2
-    whole = [*as_lines([at(1, host="gpu02")], "gpu02")]
-    assert from_lines("\n".join([*lines[damage], *whole])) == [at(1, host="gpu02")]
+    whole = [*encode_lines([at(1, host="gpu02")], "gpu02")]
+    assert decode_lines("\n".join([*lines[damage], *whole])) == [at(1, host="gpu02")]
 
 
 HOSTILE = [
@@ -144,7 +151,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nonsense_is_no_answer(text: str) -> None:
-    assert from_lines(text) == []
+    assert decode_lines(text) == []
 
 
 @pytest.fixture
@@ -233,7 +240,7 @@ def test_a_host_that_does_not_answer_in_time_costs_its_own_ranks_alone(
     communicate = stacks._communicate
     monkeypatch.setattr(stacks, "_communicate", later)
     monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.05)
-    (tmp_path / "answer").write_text("\n".join(as_lines([at(0, host="h01")], "h01")))
+    (tmp_path / "answer").write_text("\n".join(encode_lines([at(0, host="h01")], "h01")))
     script = f"cat {tmp_path}/answer\n: >{tmp_path}/shown\nexec sleep 1000"
     fake_srun(tmp_path / "bin", monkeypatch, script)
     for rank in range(2):
@@ -246,7 +253,7 @@ def test_it_asks_by_a_step_that_takes_nothing_from_the_job(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "99")  # of the shell in which it is typed
-    lines = "\n".join(as_lines([at(0, host="h01")], "h01"))
+    lines = "\n".join(encode_lines([at(0, host="h01")], "h01"))
     fake_srun(
         tmp_path / "bin", monkeypatch,
         f"echo \"$@\" > {tmp_path}/asked; env > {tmp_path}/env; echo '{lines}'",
@@ -273,7 +280,7 @@ def test_ranks_of_an_image_are_looked_at_by_their_hosts_python(
     )  # fmt: skip
     run.spec.write_text(spec.to_json())
     run.bundle.touch()
-    lines = "\n".join(as_lines([at(0, host="h01")], "h01"))
+    lines = "\n".join(encode_lines([at(0, host="h01")], "h01"))
     fake_srun(tmp_path / "bin", monkeypatch, f"echo \"$@\" > {tmp_path}/asked; echo '{lines}'")
     record(run, 0, job_id="7", host="h01", python="/image/python")
     gather(run)

@@ -11,7 +11,7 @@ import pytest
 from clusterddp.run.events import parse
 from clusterddp.run.history import NO_RESTART
 from clusterddp.slurm.states import JobState, State
-from clusterddp.status.state import Submission, jobs_to_ask, judge, latest_submission
+from clusterddp.status.state import Submission, jobs_to_query, judge, latest_submission
 from tests.made_events import (
     FORGOTTEN,
     SILENT,
@@ -222,7 +222,7 @@ def test_slurm_is_asked_only_where_it_has_something_to_say() -> None:
     )
     going_on = latest_submission([parse(e) for e in [submitted("4"), started("4")]])
     here = latest_submission([parse(e) for e in [local()]])
-    assert jobs_to_ask([settled, failed, given_up, going_on, here, None]) == ["2", "4"]
+    assert jobs_to_query([settled, failed, given_up, going_on, here, None]) == ["2", "4"]
 
 
 def test_a_local_process_is_seen_until_it_is_gone() -> None:

@@ -321,7 +321,7 @@ def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
     agreed = Agreement("gloo", "cuda", threads=torch.get_num_threads(), precision=precision)
     joined = join.Joined(hello(0, 1), agreed, torch.device("cuda", 0))
     env = DistEnv.from_environ({})
-    join._enter_group(TrainConfig(), joined, env, dist.HashStore())
+    join._init_group(TrainConfig(), joined, env, dist.HashStore())
     dist.destroy_process_group()
     assert tf32_settings() == (precision == "tf32",) * 2
 

@@ -158,9 +158,9 @@ def test_data_parallel_with_fewer_than_two_gpus_says_what_it_does(
     from clusterddp.ranks.dist_env import DistEnv
 
     env = DistEnv.from_environ({})
-    told = join.introduce(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
+    told = join.describe_rank(TrainConfig(strategy="dp", device="cpu"), env, {}).warning
     assert "--strategy dp has no GPU here" in told
-    assert join.introduce(TrainConfig(device="cpu"), env, {}).warning == ""
+    assert join.describe_rank(TrainConfig(device="cpu"), env, {}).warning == ""
 
 
 @pytest.mark.gpu2

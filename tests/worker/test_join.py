@@ -78,7 +78,9 @@ def meet(
             "nccl.version": lambda: nccl,
         }.items():
             monkeypatch.setattr(f"torch.cuda.{name}", value)
-        hellos.append(join.introduce(config, env, {"SLURM_CPUS_PER_TASK": "8", **environ, **own}))
+        hellos.append(
+            join.describe_rank(config, env, {"SLURM_CPUS_PER_TASK": "8", **environ, **own})
+        )
     placed = agreement.share_out(hellos)
     for task, hello in enumerate(placed):  # what the identifier says is what the number leads to
         if not hello.gpu.startswith("MIG-"):
@@ -163,9 +165,9 @@ def test_a_rank_on_the_cpu_does_not_even_ask_for_gpus(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", asked)
     (env,) = local_ranks(1, 0)
-    assert join.introduce(TrainConfig(device="cpu"), env, {}).device == "cpu"
+    assert join.describe_rank(TrainConfig(device="cpu"), env, {}).device == "cpu"
     with pytest.raises(AssertionError, match="driver was asked"):
-        join.introduce(TrainConfig(), env, {})
+        join.describe_rank(TrainConfig(), env, {})
 
 
 # Notes what this process opens below the two folders, where it listens, and what it imports of
@@ -280,7 +282,7 @@ def test_nccl_waits_longer_than_our_own_watchdog_does(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **more: asked.update(more))
     config = TrainConfig(watchdog=watchdog)
     store = rendezvous.RunStore(dist.HashStore(), rendezvous.Identity("", ""))
-    join._enter_group(config, joined(backend), DistEnv.from_environ({}), store)
+    join._init_group(config, joined(backend), DistEnv.from_environ({}), store)
     assert asked["timeout"].total_seconds() == seconds
 
 
@@ -293,7 +295,7 @@ def test_a_rank_is_bound_where_that_is_asked_for_and_one_on_a_cpu_says_that_it_i
     def enter(mode: str) -> None:
         store = rendezvous.RunStore(dist.HashStore(), rendezvous.Identity("", ""))
         config = TrainConfig(numa_binding=mode)
-        join._enter_group(config, joined("gloo"), DistEnv.from_environ({}), store)
+        join._init_group(config, joined("gloo"), DistEnv.from_environ({}), store)
 
     enter("none")
     assert logged == []

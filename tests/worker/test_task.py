@@ -271,7 +271,7 @@ def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(
 def test_ctrl_c_before_the_training_begins_ends_at_once(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(join, "announce", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(join, "log_settings", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         run_task(config, tmp_path)
     assert not list(tmp_path.rglob("*.pt"))
@@ -406,7 +406,7 @@ def test_the_process_group_is_gone_after_every_error(
         assert dist.is_initialized()
         raise error
 
-    monkeypatch.setattr(join, "announce", fail)
+    monkeypatch.setattr(join, "log_settings", fail)
     with pytest.raises(type(error)):
         run_task(config, tmp_path)
     assert not dist.is_initialized()

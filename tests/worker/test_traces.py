@@ -228,4 +228,4 @@ def test_a_module_that_python_does_not_find_is_the_error(words: list[str]) -> No
     assert error.type == "ModuleNotFoundError"
     assert "no_such_pkg" in error.message
     failure = Failure(0, "h01", f"{error.type}: {error.message}", "logs/rank-0.log", 1)
-    assert end_codes.of_failure(failure) == "CD1217"
+    assert end_codes.code_of_failure(failure) == "CD1217"

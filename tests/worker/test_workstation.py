@@ -131,16 +131,16 @@ def test_an_interrupt_while_the_ranks_start_leaves_none_of_them(
     pids: list[int] = []
     delivered, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
-    take_in = TaskGroup._take_in
+    add = TaskGroup._add
 
     def interrupted(group: TaskGroup, process: Any, *rest: Any) -> int:
         pids.append(process.pid)
         if len(pids) == 1:
             os.kill(os.getpid(), signal.SIGINT)
             os.read(delivered, 1)  # Python's own handler has run, in whichever thread
-        return take_in(group, process, *rest)
+        return add(group, process, *rest)
 
-    monkeypatch.setattr(TaskGroup, "_take_in", interrupted)
+    monkeypatch.setattr(TaskGroup, "_add", interrupted)
     leave = threading.Event()
     other = threading.Thread(target=leave.wait)
     other.start()

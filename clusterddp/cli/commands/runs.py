@@ -16,7 +16,7 @@ from clusterddp.errors import CODE_AT_END
 from clusterddp.request.options import Duration
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.slurm.states import JobState
-from clusterddp.status.find import grouped, select_each
+from clusterddp.status.find import group_points, select_each
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses_and_states
 from clusterddp.status.sweeps import SweepStatus, sweep_status
@@ -112,7 +112,7 @@ def _listed(
         here = {each.path.absolute() for each in chosen}
         chosen += [each for each in found if each.path.absolute() not in here]
     else:
-        chosen = runs if state else grouped(root, runs)
+        chosen = runs if state else group_points(root, runs)
     listed = _statuses(chosen[-last:] if last and not state else chosen, known)
     if state:
         return [status for status in listed if status.state in state][-(last or 0) :]

@@ -50,8 +50,9 @@ def command(
     answer, 2 there is no such run, or it does not run.
     """
     if here:
-        for line in stacks.as_lines(
-            stacks.here(RunDir(Path(run or ".")), ranks, workers=workers), host_name(os.environ)
+        for line in stacks.encode_lines(
+            stacks.read_here(RunDir(Path(run or ".")), ranks, workers=workers),
+            host_name(os.environ),
         ):
             click.echo(line)
         return EXIT_DONE

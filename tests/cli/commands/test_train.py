@@ -59,7 +59,7 @@ def supervise(run_dir, env, child, **more):
         from clusterddp.checkpoints.writer import Saver
         from clusterddp.data.loader import Images
         from clusterddp.worker import join, task
-        enter, joins = join._enter_group, join.join
+        enter, joins = join._init_group, join.join
         batches, publish = Images.batches, Saver._publish
         def enters(config, *more):
             enter(dataclasses.replace(config, process_group_timeout=3600), *more)
@@ -76,7 +76,7 @@ def supervise(run_dir, env, child, **more):
             while not (run_dir / "may-save").exists():
                 time.sleep(0.02)
             return publish(self, *what)
-        join._enter_group, join.join = enters, as_over_nccl
+        join._init_group, join.join = enters, as_over_nccl
         Images.batches, Saver._publish = batches_until_it_hangs, publish_when_it_may
         if env.rank:
             task._SAVE_SECONDS = 0.1
