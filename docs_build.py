@@ -235,7 +235,7 @@ def _option_row(row: Option) -> tuple[str, ...]:
     value = "" if row.type is bool else f" {row.metavar or _kind(row)}"
     forms = ", ".join([*row.flags, *negated]) + value
     if row.name == "requeue":
-        forms = ", ".join(RequeueOption.FORMS)
+        forms = ", ".join([RequeueOption.FORM.replace("[no-]", ""), *negated, "--no-requeue"])
     usual = _switch(row) if row.type is bool else str(row.text(row.default))
     default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]

@@ -46,7 +46,7 @@ def test_every_option_has_words_and_shows_its_default() -> None:
         assert len(rows) > least
         assert [row for row in rows if row.endswith("|  |")] == []
     assert "| `--check, --no-check` | off |" in made["options.md"]
-    assert "| `--time, -t LIMIT` | the partition's |" in made["options.md"]
+    assert "| `--tasks-per-node, --ntasks-per-node N` | one per GPU, or one |" in made["options.md"]
     for name, command in docs_build.commands():
         for option in command.params:
             value = isinstance(option, click.Option) and not option.hidden and option.default

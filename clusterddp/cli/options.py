@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 FROM = "request_from"
+_GENERAL = "General"
+_HELP_ALL = "help-all"
 
 
 def options(
@@ -81,25 +83,68 @@ def from_option(function: F) -> F:
         "--from",
         FROM,
         metavar="RUN|FILE.toml",
-        help="Take the request of a run, or of a file with flags as its keys; flags come over it.",
+        help="Start from the options of a run or a file.",
     )(function)
 
 
 def site_options(function: F) -> F:
     """Add --site and --cluster, which `SettingsCommand` reads ahead of the other options."""
     for name, metavar, text in (
-        ("--cluster", "NAME", "The [cluster:NAME] of site.cfg to use."),
-        ("--site", "FILE", "The site.cfg to use; 'clusterddp site' shows which it is."),
+        ("--cluster", "NAME", "Section [cluster:NAME] of site.cfg to use."),
+        ("--site", "FILE", "site.cfg to use; see 'clusterddp site'."),
     ):
         function = click.option(name, metavar=metavar, expose_value=False, help=text)(function)
     return function
 
 
-class SettingsCommand(click.Command):
-    """A command whose options can be set in site.cfg and by SBATCH_* variables too."""
+class GroupedCommand(click.Command):
+    """A command whose --help lists options in groups, one line each if possible."""
 
     titles: ClassVar[dict[str, str]] = {}
-    """Sections of --help for parameters of its own, by their names."""
+    """Groups of the command's own parameters, by name; General by default."""
+    common: ClassVar[tuple[str, ...]] = ()
+    """Parameters that --help shows if the command has --help-all; empty for all."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in groups, or only the common ones."""
+        named = {parameter.name or "": parameter for parameter in self.get_params(ctx)}
+        titles = {row.parameter: row.group for row in OPTIONS.values()} | self.titles
+        if self.common and not ctx.meta.get(_HELP_ALL):
+            named = {name: named[name] for name in self.common} | dict([*named.items()][-1:])
+            titles = dict.fromkeys(named, "Common options")
+        sections: dict[str, list[tuple[str, str]]] = {
+            title: [] for title in ("Common options", *self.titles.values(), *GROUPS, _GENERAL)
+        }
+        for name, parameter in named.items():
+            if record := _columns(parameter, ctx):
+                sections[titles.get(name, _GENERAL)].append(record)
+        filled = {title: records for title, records in sections.items() if records}
+        for title, records in filled.items():
+            with formatter.section(title if len(filled) > 1 or self.common else "Options"):
+                formatter.write_dl(records, col_max=24)
+
+
+def help_all_option(function: F) -> F:
+    """Add --help-all to a command with `common` options."""
+
+    def show(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:
+            ctx.meta[_HELP_ALL] = True
+            click.echo(ctx.get_help(), color=ctx.color)
+            ctx.exit()
+
+    return click.option(
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=show,
+        help="Show all options and exit.",
+    )(function)
+
+
+class SettingsCommand(GroupedCommand):
+    """A command whose options can also be set in site.cfg and by SBATCH_* variables."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Completion must print nothing, even where site.cfg is broken.
@@ -141,18 +186,6 @@ class SettingsCommand(click.Command):
             return {}  # the parsing proper reports it
         return {k: v for k, v in values.items() if k in ("site", "cluster") and isinstance(v, str)}
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {row.parameter: row.group for row in OPTIONS.values()} | self.titles
-        in_order = (*self.titles.values(), *GROUPS, "Options")
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in in_order}
-        for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
-                sections[titles.get(parameter.name or "", "Options")].append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
 
 class WithCommand(SettingsCommand):
     """Takes what stands behind `--` as the COMMAND, untouched."""
@@ -176,6 +209,35 @@ def source(ctx: click.Context, name: str) -> str:
         assert isinstance(ctx.obj, Settings)
         return ctx.obj.sources[name.replace("_", "-")]
     return DEFAULT
+
+
+def _columns(parameter: click.Parameter, ctx: click.Context) -> tuple[str, str] | None:
+    """Return the two columns of a parameter in --help: what to type, and its help."""
+    record = parameter.get_help_record(ctx)
+    if not record or not isinstance(parameter, click.Option):
+        return record
+    short = [name for name in parameter.opts if name[1] != "-"]
+    long = [name for name in parameter.opts if name[1] == "-"]
+    typed = ", ".join([*short, *long[:1]])
+    if parameter.secondary_opts:
+        typed = typed.replace("--", "--[no-]")
+    elif isinstance(parameter, RequeueOption):
+        typed = parameter.FORM
+    elif not parameter.is_flag:
+        typed += f" {parameter.metavar or _value_name(parameter.type)}"
+    text, _, extra = record[1].rpartition("  [")
+    if not text:
+        return typed, record[1]
+    # Click puts words for a default in parentheses, and adds ranges, which the refusal names.
+    items = [item.replace("(", "").replace(")", "") for item in extra.rstrip("]").split("; ")]
+    kept = "; ".join(item for item in items if ": " in item or item == "required")
+    return typed, f"{text} [{kept}]" if kept else text
+
+
+def _value_name(kind: Any) -> str:
+    if isinstance(kind, click.Choice):
+        return "|".join(kind.choices)
+    return str({"integer": "N", "float": "X"}.get(kind.name.partition(" ")[0], kind.name.upper()))
 
 
 def _is_default(ctx: click.Context, name: str) -> bool:
@@ -247,7 +309,7 @@ class Requeue(click.types.StringParamType):
 class RequeueOption(click.Option):
     """`--requeue`, `--requeue=expedite` and `--no-requeue`, as sbatch has them."""
 
-    FORMS = (f"--requeue[={EXPEDITE}]", "--no-requeue")
+    FORM = f"--[no-]requeue[={EXPEDITE}]"
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         """Register all forms for one value."""
@@ -257,11 +319,6 @@ class RequeueOption(click.Option):
         )
         parse = parser.parse_args
         parser.parse_args = lambda args: parse(_with_value(args))
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the two columns of --help."""
-        record = super().get_help_record(ctx)
-        return record and (" / ".join(self.FORMS), record[1])
 
 
 def _with_value(args: list[str]) -> list[str]:
@@ -301,7 +358,7 @@ def _keywords(row: Option) -> dict[str, Any]:
         "help": row.help,
         "metavar": row.metavar,
         "default": row.default,
-        "show_default": row.shown or row.type is not bool or row.negatable,
+        "show_default": row.shown or row.type is not bool or (row.default and "on"),
         "type": row.type,
     }
     if row.name in _SPECIAL:

@@ -28,24 +28,22 @@ def sweep_options(function: F) -> F:
         "--sweep": {
             "multiple": True,
             "metavar": "NAME=VALUES",
-            "help": "Submit a run for each value, lr=0.1,0.3 or seed=0..4, and for each "
-            "combination of several; repeatable.",
+            "help": "One run per value: lr=0.1,0.3 or seed=0..4; repeatable.",
         },
         "--sweep-file": {
             "type": click.Path(path_type=Path, dir_okay=False),
             "metavar": "FILE",
-            "help": "Points of your own: a *.csv with names in its first line, or a *.jsonl.",
+            "help": "Read points from a .csv with a header or a .jsonl.",
         },
         "--sample": {
             "type": int,
             "metavar": "N",
-            "help": "Draw N points at random from the values of --sweep: of lists, "
-            "log:1e-4..1e-1 or lin:0.0..1.0.",
+            "help": "Draw N random points from lists, log:1e-4..1e-1 or lin:0.0..1.0.",
         },
         "--sample-seed": {
             "type": click.IntRange(0, _SEEDS - 1),
             "metavar": "SEED",
-            "help": "Seed of the draws; made up when absent, shown and recorded.",
+            "help": "Seed of the draws. [default: random, recorded]",
         },
     }
     for name, keywords in reversed(rows.items()):

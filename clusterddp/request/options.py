@@ -34,14 +34,14 @@ from clusterddp.slurm.forms import WORDS, Form, words
 
 T = TypeVar("T")
 
-ASKED = "What Slurm is asked for"
-START = "How the tasks start"
-INTERRUPTED = "When it is interrupted"
-CODE = "What runs"
-KEPT = "Where it is kept"
-TRAINED = "What the tasks train"
-GROUPS = (ASKED, START, INTERRUPTED, CODE, KEPT, TRAINED)
-"""Sections of --help, in their order."""
+RESOURCES = "Resources"
+LAUNCH = "Environment and launch"
+FAULT_TOLERANCE = "Fault tolerance"
+CODE = "Code"
+OUTPUT = "Output"
+BUILT_IN = "Built-in training"
+GROUPS = (RESOURCES, LAUNCH, FAULT_TOLERANCE, CODE, OUTPUT, BUILT_IN)
+"""Sections of --help-all, in order."""
 
 SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")
 EXPEDITE = "expedite"
@@ -201,7 +201,7 @@ class Option:
     default: object = None
     shown: str = ""
     """Words for the default in --help where it depends on something else."""
-    group: str = ASKED
+    group: str = RESOURCES
     negatable: bool = False
     """True for --NAME / --no-NAME."""
     bare: str = ""

@@ -13,73 +13,70 @@ class Resources(Record):
     """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
 
     nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
-    spare_nodes: int = option(
-        0, "Further nodes of the job, idle until one takes the place of a lost one.", WHOLE
-    )
+    spare_nodes: int = option(0, "Idle nodes that replace failed ones.", WHOLE)
     gpus_per_node: int = option(
-        0, "GPUs on each node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
+        0, "GPUs per node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
     )
     gpu_type: str = ""
     gpu_directive: str = option(
         "gpus-per-node",
-        "Directive that asks for the GPUs; sites differ.",
+        "Directive for GPUs.",
         Choice(("gpus-per-node", "gres", "gpus-per-task")),
     )
     tasks_per_node: int = option(
-        0, "Ranks on each node.", COUNT, "--ntasks-per-node", shown="one per GPU, or one"
+        0, "Ranks per node.", COUNT, "--ntasks-per-node", shown="one per GPU, or one"
     )
     cpus_per_task: int | None = option(
-        None, "CPUs for each rank.", COUNT, "--cpus-per-task -c", shown="the site's"
+        None, "CPUs per rank.", COUNT, "--cpus-per-task -c", shown="the site's"
     )
     mem: str = option(
         "",
-        "Memory of each node: 64G, 4000 (megabytes), or 0 for all of it.",
+        "Memory per node: 64G, 4000 (MB), 0 for all.",
         forms.MEMORY,
         "--mem SBATCH_MEM_PER_NODE SIZE",
-        shown="the site's",
     )
     time: str = option(
         "",
-        "Time limit: 90 (minutes), 02:30:00 or 1-12 (days-hours).",
+        "Time limit: 90 (minutes), 02:30:00 or 1-12 (d-h).",
         forms.TIME_LIMIT,
         "--time -t SBATCH_TIMELIMIT LIMIT",
-        shown="the partition's",
     )
     partition: str = option(
         "",
-        "Partition, or several with commas.",
+        "Partitions, comma-separated.",
         forms.PARTITIONS,
-        "--partition -p SBATCH_PARTITION",
-        shown="the site's",
+        "--partition -p SBATCH_PARTITION NAMES",
     )
     account: str = option(
         "",
         "Account to charge.",
         forms.ACCOUNT,
         "--account -A SBATCH_ACCOUNT NAME",
-        shown="your usual one",
     )
     qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
     constraint: str = option(
-        "", "Features of the nodes.", forms.CONSTRAINT, "--constraint -C SBATCH_CONSTRAINT FEATURES"
+        "",
+        "Required node features.",
+        forms.CONSTRAINT,
+        "--constraint -C SBATCH_CONSTRAINT FEATURES",
     )
     reservation: str = option(
         "", "Reservation to use.", forms.RESERVATIONS, "--reservation SBATCH_RESERVATION NAME"
     )
     nodelist: str = option(
-        "", "Hosts that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
+        "", "Nodes that must be in the job: gpu[01-03].", names="--nodelist -w HOSTS"
     )
-    exclude: str = option("", "Hosts that must not be in the job.", LINE, "--exclude -x HOSTS")
+    exclude: str = option("", "Nodes that must not be in the job.", LINE, "--exclude -x HOSTS")
     dependency: str = option(
-        "", "Jobs to wait for, such as afterok:1234.", forms.DEPENDENCY, "--dependency -d LIST"
+        "", "Jobs to wait for: afterok:1234.", forms.DEPENDENCY, "--dependency -d LIST"
     )
     exclusive: bool = option(
-        False, "Share no node with other jobs.", names="--exclusive SBATCH_EXCLUSIVE"
+        False, "Do not share nodes with other jobs.", names="--exclusive SBATCH_EXCLUSIVE"
     )
     mail_type: str = option(
-        "", "Events to mail about, such as END,FAIL.", forms.MAIL_EVENTS, "--mail-type EVENTS"
+        "", "Events that send mail: END,FAIL.", forms.MAIL_EVENTS, "--mail-type EVENTS"
     )
-    mail_user: str = option("", "Address to mail to.", forms.MAIL_USER, "--mail-user ADDRESS")
+    mail_user: str = option("", "Address for the mail.", forms.MAIL_USER, "--mail-user ADDRESS")
 
     def __post_init__(self) -> None:
         if self.tasks_per_node == 0:

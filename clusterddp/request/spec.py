@@ -68,14 +68,14 @@ class JobSpec(Record):
     resources: Resources
     python: str = option(
         sys.executable,
-        "Interpreter of the tasks.",
+        "Python of the tasks.",
         PATH,
         "FILE",
-        shown="this one; with an image, its python3",
+        shown="this one, or the image's python3",
     )
     controller_python: str = option(
         sys.executable,
-        "Interpreter of the batch script: Python 3.10 or later, and nothing more.",
+        "Python of the batch script, 3.10+.",
         PATH,
         "FILE",
         shown="this one",
@@ -87,44 +87,41 @@ class JobSpec(Record):
     None of a COMMAND, which shows it by beginning a Loop. Defaults hang on it."""
     allow_launcher: bool = option(
         False,
-        "Take a COMMAND that is a launcher itself (torchrun, accelerate launch, mpirun, srun "
-        "…): every task starts it.",
+        "Allow COMMAND to be a launcher (torchrun, srun …).",
     )
     job_name: str = option(
         "",
-        "Slurm's job name.",
+        "Slurm job name.",
         LINE,
         "--job-name -J SBATCH_JOB_NAME NAME",
         shown="the run's name",
-        group=table.KEPT,
+        group=table.OUTPUT,
     )
-    launcher: str = option(
-        "sbatch", "Launcher; local rehearses the run on this workstation.", Choice(LAUNCHERS)
-    )
+    launcher: str = option("sbatch", "Launcher; local runs it here.", Choice(LAUNCHERS))
     template: str = option(
-        DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates list'.", names="NAME|FILE"
+        DEFAULT_TEMPLATE, "Script template; see 'clusterddp templates'.", names="NAME|FILE"
     )
     after: tuple[tuple[str, str], ...] = option(
         (),
-        "Wait until a run, or a sweep, is done (ok), over its requeues and further jobs, until it "
-        "has failed, or until it has ended at all; repeatable.",
+        "Wait until a run or sweep succeeds (ok), fails or ends (any), requeues included; "
+        "repeatable.",
         names="RUN[:ok|any|failed]",
-        group=table.ASKED,
+        group=table.RESOURCES,
     )
     """Directories of the runs that it waits for, and the end that each is to come to."""
     sbatch: tuple[tuple[str, str | None], ...] = option(
-        (), "Any other directive; repeatable.", names="KEY=VALUE", group=table.ASKED
+        (), "Any other sbatch directive; repeatable.", names="KEY=VALUE", group=table.RESOURCES
     )
     omit_directives: tuple[str, ...] = option(
         (),
-        "Leave a directive out that the site rejects, such as mem; repeatable.",
+        "Drop a directive the site rejects; repeatable.",
         forms.DIRECTIVE,
         "KEY",
         name="omit-directive",
-        group=table.ASKED,
+        group=table.RESOURCES,
     )
     srun_args: tuple[str, ...] = option(
-        (), "Further arguments for srun, quoted as in a shell; repeatable.", WORDS, "WORDS"
+        (), "srun arguments, shell-quoted; repeatable.", WORDS, "ARGS"
     )
     environment: tuple[tuple[str, str], ...] = ()
     """Variables written into the script."""
@@ -132,107 +129,102 @@ class JobSpec(Record):
     """Variables carried by name from the submitting shell."""
     export: str = option(
         "ALL",
-        "Your shell's other variables: all reach the job, or none.",
+        "Pass your shell's variables to the job.",
         Choice(("ALL", "NONE")),
         "--export SBATCH_EXPORT",
     )
     slurm_folder: str = ""
     """Folder of Slurm's commands where it was submitted, if it is none of those on every PATH."""
     setup: tuple[str, ...] = option(
-        (), "Shell line to run before the tasks, on the first node; repeatable.", LINE, "LINE"
+        (), "Shell line run before the tasks; repeatable.", LINE, "LINE"
     )
     teardown: tuple[str, ...] = option(
-        (), "Shell line to run after them, however they end; repeatable.", LINE, "LINE"
+        (), "Shell line run after the tasks; repeatable.", LINE, "LINE"
     )
     modules: tuple[str, ...] = option(
         (), "Environment module to load; repeatable.", forms.MODULE, "NAME", name="module"
     )
     network_interface: str = option(
         "",
-        "Sets NCCL_SOCKET_IFNAME, and GLOO_SOCKET_IFNAME without =; ^NAME is for NCCL alone.",
+        "Interface of NCCL and Gloo (^NAME: NCCL only).",
         forms.NETWORK_INTERFACE,
         "NAME",
     )
     wrapper: tuple[str, ...] = option(
-        (), "Words put before each task: 'apptainer exec --nv IMG'.", WORDS, "WORDS", type=str
+        (), "Command prefix: 'apptainer exec --nv IMG'.", WORDS, "ARGS", type=str
     )
     container_image: str = option(
         "",
-        "Image in which each task runs: a file, a folder or a name in a registry.",
+        "Container image: file, directory or registry name.",
         Form(r"[^-\s].*", "image", "torch.sif, docker://pytorch/pytorch or localhost/torch:2.9"),
         names="IMAGE",
     )
     container_runtime: str = option(
         "auto",
-        "What runs the containers; auto: pyxis where srun has it, else what each node has.",
+        "auto is pyxis if srun has it.",
         Choice(("auto", "pyxis", "apptainer", "podman")),
     )
     container_mounts: tuple[str, ...] = option(
         (),
-        "Folder or file of the nodes that the containers see, beside the run's directory, the "
-        "dataset and your code; repeatable.",
+        "Extra bind mount; repeatable.",
         LINE,
         "SRC[:DST[:ro]]",
         name="container-mount",
     )
     container_workdir: str = option(
         "",
-        "Folder in the container in which the tasks start.",
+        "Working directory.",
         Form(r"/.*", "absolute path", "/workspace"),
         "DIR",
-        shown="that of the code",
+        shown="the code's directory",
     )
     requeue: bool | str | None = option(
         None,
-        "Resume after the time limit, preemption or a lost node. expedite (Slurm 25.11 and "
-        "later): after a hardware failure, ahead of all other jobs.",
+        "Requeue and resume after the time limit, preemption or node failure; expedite: at top "
+        "priority after a hardware failure (Slurm 25.11+).",
         names="--requeue SBATCH_REQUEUE",
         also=EXPEDITE,
-        shown="on for the training, and for a COMMAND once it has begun a Loop",
-        group=table.INTERRUPTED,
+        shown="on if the program can resume",
+        group=table.FAULT_TOLERANCE,
     )
     max_requeues: int = option(
-        20, "Most attempts after the first, whatever the cause.", WHOLE, group=table.INTERRUPTED
+        20, "Maximum attempts after the first.", WHOLE, group=table.FAULT_TOLERANCE
     )
-    retries: int = option(
-        0, "Most attempts that may follow a crash.", WHOLE, group=table.INTERRUPTED
-    )
+    retries: int = option(0, "Maximum attempts after a crash.", WHOLE, group=table.FAULT_TOLERANCE)
     max_restarts: int = option(
         0,
-        "Most restarts of a failed rank inside the job, with all others, before the job ends; "
-        "with --template torchrun.sbatch.j2.",
+        "Restarts of all ranks within a job after one fails; needs --template torchrun.",
         WHOLE,
-        group=table.INTERRUPTED,
+        group=table.FAULT_TOLERANCE,
     )
     avoid_bad_nodes_for: float = option(
         86400,
-        "Time for which a node that this run blames is left out of the next starts.",
+        "Time to avoid a node that was marked bad.",
         table.DURATION,
-        group=table.INTERRUPTED,
+        group=table.FAULT_TOLERANCE,
     )
     snapshot: bool | None = option(
         None,
-        "Copy this folder's files, except those that git ignores, into the run: every attempt "
-        "uses the copy, whatever is edited meanwhile.",
+        "Run from a copy of this directory, without git-ignored files.",
         negatable=True,
-        shown="on for code of your own, if it is not too large",
+        shown="on for your own code, up to --snapshot-limit",
         group=table.CODE,
     )
     signal: str | None = option(
         None,
-        "Slurm's signal ahead of the time limit, on which the ranks save and leave, or none. B: "
-        "is to the batch script, which asks the ranks to stop.",
+        "Slurm's signal before the time limit, on which ranks checkpoint and exit; B: sends it "
+        "to the batch script; or none.",
         forms.SIGNAL,
         "--signal SBATCH_SIGNAL SIGNAL@SECONDS",
-        shown="B:USR1@120, a fifth of a --time below 10 minutes; of a COMMAND none",
-        group=table.INTERRUPTED,
+        shown="B:USR1@120, or a fifth of a --time below 10 minutes, none for a COMMAND",
+        group=table.FAULT_TOLERANCE,
     )
 
     arm_stacks: bool = option(
         True,
         "Have every Python of a COMMAND take part in 'clusterddp stacks': a handler of SIGURG, "
         "armed as it starts.",
-        group=table.INTERRUPTED,
+        group=table.FAULT_TOLERANCE,
         negatable=True,
     )
     silence: float | None = option(
@@ -242,33 +234,31 @@ class JobSpec(Record):
         table.NUMBER,
         "MINUTES",
         shown="30.0",
-        group=table.INTERRUPTED,
+        group=table.FAULT_TOLERANCE,
     )
-    end_silent: bool = option(False, "End the job then, as failed.", group=table.INTERRUPTED)
+    end_silent: bool = option(False, "End the job then, as failed.", group=table.FAULT_TOLERANCE)
     notify: tuple[str, ...] = option(
         (),
-        "Program that gets the verdict as JSON on its standard input, once, when the run, or the "
-        "whole sweep, has ended for good, with its arguments as in a shell.",
+        "Command run once at the end; JSON result on stdin.",
         WORDS,
         "COMMAND",
         type=str,
-        group=table.KEPT,
+        group=table.OUTPUT,
     )
     tracker: str = option(
         "",
         "Have a COMMAND's rank 0 continue one tracked run over all starts: wandb, mlflow or both.",
         Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),
         "LIST",
-        group=table.KEPT,
+        group=table.OUTPUT,
     )
     preflight: str | None = option(
         None,
-        "Check the job's nodes against each other: quick before the tasks start, in a second or "
-        "two; full also in the training's own processes, before the first step: matrix products "
-        "and all-reduces. A node that fails is named, and the run starts without it.",
+        "Test the nodes before training and exclude bad ones; full also times matrix products "
+        "and all-reduces.",
         Choice(PREFLIGHTS),
         shown="quick for more than one node",
-        group=table.INTERRUPTED,
+        group=table.FAULT_TOLERANCE,
     )
     sweep: Sweep = NO_SWEEP
     """Points of the sweep that it asks for; empty for one run."""
@@ -746,37 +736,32 @@ class _Terms:
         False,
         "Ask Slurm before the submission when it would start (sbatch --test-only), and warn when "
         "it finds no nodes for it.",
-        group=table.ASKED,
+        group=table.RESOURCES,
         negatable=True,
     )
     force: bool = option(
         False,
-        "Submit all the same where no partition can give what is asked for, as sinfo says, or "
-        "where COMMAND's program is not on the PATH here.",
-        group=table.ASKED,
+        "Submit even if no partition fits, or COMMAND is not on the PATH here.",
+        group=table.RESOURCES,
         negatable=True,
     )
     check_python: bool = option(
         False,
-        "Start the tasks' Python here before the submission, and COMMAND's, and refuse one that "
-        "cannot import torch.",
+        "Check that Python imports torch before submitting.",
         group=table.CODE,
         negatable=True,
     )
-    template_dir: str = option("", "Folder of your own templates.", names="DIR")
+    template_dir: str = option("", "Directory of your own templates.", names="DIR")
     env: tuple[str, ...] = option(
         (),
-        "NAME=VALUE is written into the script (not for secrets); NAME passes the variable that "
-        "is set where you submit; repeatable.",
+        "Set a variable in the script (no secrets), or pass yours by NAME; repeatable.",
         names="NAME[=VALUE]",
     )
-    snapshot_limit: float = option(
-        50.0, "Most megabytes that such a copy may have.", names="MB", group=table.CODE
-    )
-    runs_dir: str = option("jobs", "Folder in which runs are kept.", names="DIR", group=table.KEPT)
+    snapshot_limit: float = option(50.0, "Maximum size of the copy.", names="MB", group=table.CODE)
+    runs_dir: str = option("jobs", "Directory for runs.", names="DIR", group=table.OUTPUT)
 
 
-_RECORDS = ((Resources, table.ASKED), (JobSpec, table.START), (_Terms, table.START))
+_RECORDS = ((Resources, table.RESOURCES), (JobSpec, table.LAUNCH), (_Terms, table.LAUNCH))
 _ROWS = (row for record, group in _RECORDS for row in table.options_of(record, group))
 REQUEST = tuple(sorted(_ROWS, key=lambda option: table.GROUPS.index(option.group)))
 """Options of what is asked for, in the order of --help."""

@@ -119,166 +119,131 @@ class TrainConfig(Record):
 
     recipe: str = option(
         "",
-        f"Settings that go together, for those that are not given: {SUMMARIES}.",
+        f"Tuned settings for options not given: {SUMMARIES}.",
         Choice(tuple(RECIPES)),
         "NAME",
         shown="none",
     )
     model: str = decisive(
         "convnet",
-        f"Model to train: {', '.join(MODELS)}, or your own function that returns one.",
+        f"Model: {', '.join(MODELS)}, or your own function that returns one.",
         Choice(MODELS, or_function=True),
         "NAME|MODULE:FUNCTION",
     )
     strategy: str = option(
         "ddp",
-        "Division of a step among processors: ddp, a rank each; dp, one process with all GPUs "
-        "of its host (DataParallel); single, one of them.",
+        "ddp: one rank per device; dp: DataParallel in one process; single: one device.",
         Choice(STRATEGIES),
     )
-    sync_batchnorm: bool = decisive(
-        False, "Have BatchNorm take its statistics over the batches of all ranks."
-    )
+    sync_batchnorm: bool = decisive(False, "Compute BatchNorm statistics over all ranks.")
     dataset: str = decisive(
         "mnist",
-        f"Dataset: {', '.join(DATASETS)} (rendered on first use, without a network), or "
-        "your own function that returns one.",
+        f"Dataset: {', '.join(DATASETS)} (generated locally), or your own function.",
         Choice(DATASETS, or_function=True),
         "NAME|MODULE:FUNCTION",
     )
-    data_dir: str = option(
-        "data", "Folder that holds MNIST/raw, torchvision's layout.", PATH, "DIR"
-    )
+    data_dir: str = option("data", "Directory with MNIST/raw.", PATH, "DIR")
     epochs: int = decisive(2, "Passes over the training set.", COUNT)
-    batch_size: int = decisive(64, "Images per rank in one forward pass.", COUNT)
-    gradient_accumulation_steps: int = decisive(
-        1, "Batches over whose gradients one optimizer step takes the mean.", COUNT
-    )
-    lr: float = decisive(0.001, "Learning rate of one rank; see --lr-scaling.", POSITIVE)
+    batch_size: int = decisive(64, "Images per rank and pass.", COUNT)
+    gradient_accumulation_steps: int = decisive(1, "Batches per optimizer step.", COUNT)
+    lr: float = decisive(0.001, "Learning rate for one rank.", POSITIVE)
     lr_scaling: str = decisive(
         "linear",
-        "Factor on --lr for N ranks: linear N, sqrt the root of N, none 1.",
+        "Scale --lr for N ranks by N, sqrt(N) or 1.",
         Choice(("linear", "sqrt", "none")),
     )
-    warmup_steps: int = decisive(
-        100, "Steps over which the learning rate rises to its full value.", NUMBER
-    )
+    warmup_steps: int = decisive(100, "Learning rate warmup steps.", NUMBER)
     optimizer: str = decisive("adam", "Optimizer.", Choice(OPTIMIZERS))
-    momentum: float = decisive(0.9, "Momentum of sgd, first beta of adam and adamw.", NUMBER)
-    beta2: float = decisive(0.999, "Second beta of adam and adamw.", SHARE)
+    momentum: float = decisive(0.9, "SGD momentum or Adam beta1.", NUMBER)
+    beta2: float = decisive(0.999, "Adam beta2.", SHARE)
     weight_decay: float = decisive(0.0, "Weight decay.", NUMBER)
-    label_smoothing: float = decisive(
-        0.0, "Share of each label that the loss gives evenly to all classes.", SHARE
-    )
+    label_smoothing: float = decisive(0.0, "Label smoothing.", SHARE)
     augment: str = decisive(
         "none",
-        "Change training images at random: affine turns, stretches and shifts them a bit.",
+        "Random affine augmentation.",
         Choice(AUGMENTATIONS),
     )
     seed: int = decisive(
         0,
-        "Seed of the weights and of the order of the images.",
+        "Seed of weights and shuffling.",
         table.Number(f"within 0 and {2**32 - 1}", below=2**32),
     )
-    deterministic: bool = option(
-        False, "Use only algorithms that repeat bit for bit on GPUs, or fail."
-    )
+    deterministic: bool = option(False, "Use only deterministic GPU algorithms, or fail.")
     precision: str = decisive(
         "auto",
-        "Precision of the passes; auto is bf16 where the processor has it. fp32 is exact; tf32 "
-        "rounds what convolutions and matrix products read on a GPU.",
+        "Compute precision; auto is bf16 if the device supports it.",
         Choice(("auto", "fp32", "tf32", "bf16", "fp16")),
     )
     backend: str = option(
         "auto",
-        "Backend by which ranks exchange; auto is nccl between GPUs and gloo between CPUs.",
+        "Backend; auto: nccl or gloo.",
         Choice(("auto", "nccl", "gloo")),
     )
-    device: str = option(
-        "auto", "Processor; auto is the GPU where torch sees one.", Choice(("auto", "cuda", "cpu"))
-    )
-    threads: int = option(
-        0, "Compute threads per rank; 0 takes the CPUs that a rank was given.", NUMBER
-    )
+    device: str = option("auto", "Device; auto: a GPU if any.", Choice(("auto", "cuda", "cpu")))
+    threads: int = option(0, "CPU threads per rank; 0: its CPUs.", NUMBER)
     numa_binding: str = option(
         "none",
-        "Bind a GPU's rank to the CPUs near it, as torchrun does: those of its NUMA node, its "
-        "socket, or a share of them.",
+        "Bind each rank to the CPUs near its GPU, as torchrun does.",
         Choice(("none", *_BINDINGS)),
     )
-    bucket_cap_mb: float = decisive(25.0, "Size of DDP's gradient buckets, megabytes.", POSITIVE)
+    bucket_cap_mb: float = decisive(25.0, "DDP bucket size in MB.", POSITIVE)
     comm_hook: str = decisive(
         "none",
-        "Precision to which gradients are rounded for their exchange between ranks.",
+        "Gradient compression.",
         Choice(("none", "bf16", "fp16")),
     )
     cuda_graph: str = option(
         "auto",
-        "Replay the whole step as one CUDA graph: on does, or fails (experimental with several "
-        "ranks or a model of your own); auto does not, in this version.",
+        "CUDA graph of a step; auto: off.",
         Choice(("auto", "on", "off")),
     )
-    compile: bool = decisive(False, "Compile the model with torch.compile; the start takes longer.")
+    compile: bool = decisive(False, "Compile the model with torch.compile.")
     data_pipeline: str = option(
         "memory",
-        "Keep the set in memory, or read it by torch's DataLoader.",
+        "Keep the data in memory, or use torch's DataLoader.",
         Choice(("memory", "loader")),
     )
     workers: int = option(2, "Processes of each rank that read for --data-pipeline loader.", NUMBER)
     save_every: str = option(
         "1epoch",
-        "Interval of checkpoints: 1epoch, 500steps or 10m; one at the end in any case.",
+        "Checkpoint interval: 1epoch, 500steps or 10m.",
         TIMED_INTERVAL,
         "INTERVAL",
     )
-    keep_last: int = option(3, "Checkpoints to keep, beside the best one.", COUNT)
-    eval_every: str = option(
-        "1epoch",
-        "Interval of evaluation: 1epoch or 500steps; one at the end in any case.",
-        INTERVAL,
-        "INTERVAL",
-    )
+    keep_last: int = option(3, "Checkpoints to keep, plus the best.", COUNT)
+    eval_every: str = option("1epoch", "Evaluation interval.", INTERVAL, "INTERVAL")
     log_every: int = option(
         0,
-        "Steps between two lines of metrics; 0 is every 100, and two lines a second at most.",
+        "Steps per log line; 0: automatic.",
         NUMBER,
     )
-    max_steps: int = option(
-        0, "Steps of the run to stop after, 0 is none; the learning rate goes by --epochs.", NUMBER
-    )
+    max_steps: int = option(0, "Stop after N steps; 0: no limit.", NUMBER)
     init_from: str = option(
         "",
-        "Run or checkpoint to start from; the run's own checkpoints come first.",
+        "Run or checkpoint to start a new run from.",
         LINE,
         "RUN|FILE",
         shown="none",
     )
     profile: str = option(
         "",
-        "Record a few steps of a rank (0 when none is named) with torch.profiler.",
+        "Profile a rank (0) with torch.profiler.",
         Form("[0-9]+", "rank", "0"),
         "[RANK]",
         bare="0",
         shown="none",
     )
-    tensorboard: bool = option(False, "Write the metrics as TensorBoard files too.")
-    find_batch_size: bool = option(
-        False, "Try batch sizes, log the throughput of each, and leave without training."
-    )
-    allow_config_change: bool = option(False, "Resume from a checkpoint of another configuration.")
-    rendezvous_timeout: float = option(
-        300, "Time that a rank waits for the others at the start.", DURATION
-    )
-    process_group_timeout: float = option(
-        600, "Time that a rank waits for the others in a collective operation.", DURATION
-    )
+    tensorboard: bool = option(False, "Also write metrics for TensorBoard.")
+    find_batch_size: bool = option(False, "Time batch sizes and exit without training.")
+    allow_config_change: bool = option(False, "Resume despite a changed configuration.")
+    rendezvous_timeout: float = option(300, "Time to wait for all ranks.", DURATION)
+    process_group_timeout: float = option(600, "Timeout of collectives.", DURATION)
     watchdog: float = option(
         60, "Time without progress until the hanging rank is named; 0 is never.", DURATION_OR_NEVER
     )
     straggler_window: float = option(
         60,
-        "Time for which a rank computes at less than 80% of the others' speed until it is named; "
-        "0 is never.",
+        "Report a rank below 80% of the others' speed for so long; 0: never.",
         DURATION_OR_NEVER,
     )
 
@@ -419,7 +384,7 @@ def recipe_settings(name: str | None) -> FieldValues:
     return RECIPES[name].settings if name in RECIPES else {}
 
 
-TRAINING = tuple(table.options_of(TrainConfig, table.TRAINED))
+TRAINING = tuple(table.options_of(TrainConfig, table.BUILT_IN))
 """Options of the training, in the order of their fields."""
 
 _ONE_PROCESS = "it goes over ranks, and there is one"

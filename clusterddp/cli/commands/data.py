@@ -48,7 +48,7 @@ def _images_option(purpose: str, count: int) -> Callable[[F], F]:
 class DataCommand(SettingsCommand):
     """A command whose options have the names of a training's, and are none of it."""
 
-    titles = dict.fromkeys(("data_dir", "dataset", "seed"), "Options")
+    titles = dict.fromkeys(("data_dir", "dataset", "seed"), "General")
 
 
 @click.group()

@@ -11,7 +11,7 @@ from clusterddp.cli.options import SettingsCommand, WithCommand, held_by, option
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
-from clusterddp.request.options import ASKED, INTERRUPTED, KEPT, Given
+from clusterddp.request.options import FAULT_TOLERANCE, OUTPUT, RESOURCES, Given
 from clusterddp.request.spec import REQUEST
 from clusterddp.request.sweep import Sweep
 from clusterddp.request.train_config import TRAINING
@@ -30,7 +30,7 @@ _TRAINED = [row for row in TRAINING if row.name not in _FIXED]
 _ASKED = [
     row
     for row in REQUEST
-    if (row.group in (ASKED, INTERRUPTED, KEPT) and row.name not in _FIXED)
+    if (row.group in (RESOURCES, FAULT_TOLERANCE, OUTPUT) and row.name not in _FIXED)
     or row.parameter in ("python", "controller_python", *CONTAINER, *_OF_COMMAND)
 ]
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import main
-from clusterddp.cli.options import WithCommand, from_option, held_by, options, site_options
+from clusterddp.cli.options import (
+    WithCommand,
+    from_option,
+    held_by,
+    help_all_option,
+    options,
+    site_options,
+)
 from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
@@ -17,7 +24,12 @@ from clusterddp.submission.fields import job_spec, made_up_name, remarks, templa
 
 
 class SubmitCommand(WithCommand):
-    """Answers sbatch's other forms with ours."""
+    """Refuses options of sbatch that have another name here, and names it."""
+
+    common = (
+        *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account"),
+        *("run_name", "launcher", "dry_run", "wait", "help_all"),
+    )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -41,21 +53,20 @@ class SubmitCommand(WithCommand):
     cls=SubmitCommand,
     context_settings=main.OF_HELP,
     options_metavar="[OPTIONS] [-- COMMAND…]",
-    epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, the SBATCH_* variables of this "
-    "shell, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait "
-    "done; 1 the run failed, or nobody knows whether it was queued; 2 a wrong request, or Slurm "
-    "refused it; 75 with --wait: it was stopped and can resume; 130 interrupted.",
+    epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, SBATCH_* variables, site.cfg, "
+    "--recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is "
+    "unknown whether it was queued; 2 usage error, or refused; 75 with --wait: stopped after a "
+    "checkpoint, can resume; 130 interrupted.",
 )
 @options(OPTIONS.values())
-@click.option("--run-name", metavar="NAME", help="Name of the run; made up when absent.")
+@click.option("--run-name", metavar="NAME", help="Name of the run. [default: generated]")
 @from_option
 @click.option(
     "--save",
     "save_to",
     metavar="FILE.toml",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the request to a new file, for --from, also with --dry-run; the values of "
-    "variables that are secret by their names are left out.",
+    help="Write the request (no secrets) for --from.",
 )
 @sweep_options
 @click.option(
@@ -63,12 +74,13 @@ class SubmitCommand(WithCommand):
     type=click.IntRange(1),
     metavar="N",
     show_default="all",
-    help="Most points of the sweep that run at once.",
+    help="Maximum points running at once.",
 )
 @site_options
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
-@click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
+@click.option("--dry-run", is_flag=True, help="Print the sbatch script and change nothing.")
+@click.option("--wait", is_flag=True, help="Follow the run; exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@help_all_option
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -83,9 +95,12 @@ def command(
 ) -> int:
     """Render an sbatch script, check it, and submit it as a run.
 
-    Trains MNIST on every task, or runs COMMAND there with RANK, WORLD_SIZE, MASTER_ADDR … set.
-    With --sweep it submits a run for each point: of the training's options, or of a COMMAND's
-    arguments, which have {NAME} where a value belongs.
+    Put your own command after '--'. Every rank runs COMMAND with RANK, WORLD_SIZE, MASTER_ADDR and
+    so on set. Without a COMMAND, the ranks train MNIST.
+
+    \b
+    clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py
+    clusterddp submit --sweep lr=0.1,0.3 -- python train.py --lr {lr}
     """
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import main
-from clusterddp.cli.options import held_by, options
+from clusterddp.cli.options import GroupedCommand, held_by, options
 from clusterddp.formatting import setting
 from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
@@ -19,7 +19,7 @@ _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "l
 """Options of a rank that is started by hand."""
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @options(TRAINING, settings=False)
 @click.option(
     "--run-dir",

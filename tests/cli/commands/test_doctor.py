@@ -130,7 +130,7 @@ def test_the_form_in_which_gpus_are_asked_for_is_found_out(
     diagnosis = site.diagnosis(code=1 if verdict == BAD else 0)
     [check] = [check for check in diagnosis["checks"] if check["name"] == "GPUs"]
     assert check["verdict"] == verdict and seen in check["seen"]
-    assert (f"\ngpu-request = {setting}\n" in diagnosis["site_cfg"]) == (setting is not None)
+    assert (f"\ngpu-directive = {setting}\n" in diagnosis["site_cfg"]) == (setting is not None)
 
 
 def test_a_type_that_is_asked_for_is_one_that_is_tried(site: Site) -> None:

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
+from clusterddp.cli.commands.submit import command
 from clusterddp.cli.main import cli
 from clusterddp.errors import ClusterDDPError, coded
 from clusterddp.launchers import sbatch
+from clusterddp.request.options import GROUPS
 from tests.hostile import CARRIED, REFUSED
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -473,11 +476,17 @@ def test_a_mistake_in_site_cfg_is_named(elsewhere: Path, content: str, words: li
         assert word in message
 
 
-def test_help_groups_the_options_and_shows_defaults() -> None:
-    text = run("--help").output
-    for title in ("What Slurm is asked for:", "How the tasks start:", "Where it is kept:"):
-        assert title in text
+def test_help_shows_what_everybody_needs_and_help_all_groups_all_options() -> None:
+    short, text = run("--help").output, run("--help-all").output
+    shown = re.findall(r"^  (?:-\w, )?--(\S+)", short, re.MULTILINE)
+    assert shown[:2] == ["nodes", "gpus-per-node"] and len(shown) <= 12
+    assert "help-all" in shown and "help" in shown
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert titles == [*GROUPS, "General"]
     assert "[default: ddp.sbatch.j2]" in text
+    for option in (each for each in command.params if isinstance(each, click.Option)):
+        assert option.hidden or option.opts[0].lstrip("-") in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_shipped_site_cfg_is_valid_with_every_line_uncommented(elsewhere: Path) -> None:

@@ -710,7 +710,7 @@ def test_draws_show_their_seed(workplace: Workplace) -> None:
 
 
 def test_the_example_of_draws_in_the_help_draws_fractions(workplace: Workplace) -> None:
-    words = " ".join(workplace.invoke("submit", "--help").out.split())
+    words = " ".join(workplace.invoke("submit", "--help-all").out.split())
     [example] = re.findall(r"lin:\S+[0-9]", words)
     points = parse([f"lr={example}"], sample=9, seed=1).points
     assert any(float(text) % 1 for (text,) in points)

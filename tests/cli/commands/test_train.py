@@ -310,7 +310,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
     text = " ".join(process.stdout.split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')} " in text
-        shown = field.default if field.default != "" else "(none)"
+        shown = field.default if field.default != "" else "none"
         assert field.type is bool or f"[default: {shown}]" in text
 
 
