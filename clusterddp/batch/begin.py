@@ -315,7 +315,7 @@ def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, ne
         # SLURM_NTASKS_PER_NODE: the torchrun template starts one agent per node.
         each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
         tasks = asked * (int(each) if each.isdecimal() else spec.resources.tasks_per_node)
-        slurm.ask_for_nodes(job.name, asked, tasks)
+        slurm.set_node_count(job.name, asked, tasks)
     except SlurmError as error:
         log.warning(f"the job cannot ask for {asked} nodes: {error} [CD0401]")
     raise BackInQueue(f"{words}: job {job.id} is back in the queue, for {asked}")

@@ -284,7 +284,7 @@ def release_nodes(job: str, allocation: Allocation) -> None:
 
     def shrink() -> str:
         try:
-            slurm.give_back(job, allocation.left)
+            slurm.release_nodes(job, allocation.left)
         except SlurmError as error:
             return str(error)
         return ""

@@ -19,7 +19,7 @@ from clusterddp.launchers import load
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.slurm import forms, site
-from clusterddp.slurm.client import lists_exit_code, outlook
+from clusterddp.slurm.client import lists_exit_code, predict_start
 from clusterddp.slurm.site import Partition, read_partitions
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         # The directives are the same for every launcher.
         asked = dataclasses.replace(spec, resources=resources, launcher="sbatch")
         script = load("sbatch").prepare(asked, template_folder)
-        return beside(lambda: outlook(script, os.environ))
+        return beside(lambda: predict_start(script, os.environ))
 
     config_asked = beside(site.configuration)
     accounting, accounts = beside(site.check_accounting), beside(site.accounts)

@@ -91,7 +91,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
     try:
         job = executor.submit(task)
     except submitit.core.utils.FailedJobError as error:
-        words = client.explained(" ".join(str(error).split()), script, os.environ)
+        words = client.with_cause(" ".join(str(error).split()), script, os.environ)
         raise RequestError(f"sbatch refused the job: {words} [CD0403]") from None
     finally:
         replace_environment(kept)

@@ -1,1 +1,1 @@
-"""Places of tasks: ranks and addresses, from torch's variables, a Slurm step or flags."""
+"""Ranks and addresses of tasks, from torch's variables, a Slurm step or flags."""

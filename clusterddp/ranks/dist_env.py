@@ -1,7 +1,7 @@
-"""Place of a task in its run: its ranks and where the ranks meet, from variables or flags.
+"""A task's place in its run: its ranks and the rendezvous address.
 
-Derives from torch's variables, a Slurm step or neither; reads no os.environ, opens no socket and
-starts nothing. Exporting the result is left to the caller.
+Derived from torch's variables, a Slurm step, flags, or defaults. Pure: reads no os.environ, opens
+no socket, starts no process. The caller exports the result.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ _PORTS = 20000
 HIGHEST_PORT = LOWEST_PORT + _PORTS - 1
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 MOST_RANKS = 100_000
-"""Most ranks of a run that are started by hand: torch's store waits for no more than 128 x 1024
-keys at once (MAX_KEY_COUNT of its TCPStoreBackend.cpp), and rank 0 for one of every rank."""
+"""Limit of ranks started by hand: torch's store waits for at most 128 x 1024 keys at once
+(MAX_KEY_COUNT in TCPStoreBackend.cpp), and rank 0 waits for one key per rank."""
 MOST_PROCS = 1024
-"""Ranks of one workstation; a number above it is a slip of the finger."""
-# A surrounding job's or agent's variables, which would tell a rank that it is its task.
+"""Limit of ranks on one workstation; a higher number is a typing error."""
+# Variables of a surrounding job or agent, which would make a rank look like its task.
 _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
 
 
 @dataclass(frozen=True)
 class DistEnv:
-    """Place of a task in its run, in torch's words; checked against itself at construction.
+    """A task's place in its run, in torch's terms; validated at construction.
 
-    Raises DistEnvError when the numbers contradict each other: the message shows each with the
-    variable it came from.
+    Raises DistEnvError if the numbers contradict each other, with the source of each number.
     """
 
     rank: int
@@ -47,34 +46,33 @@ class DistEnv:
     num_nodes: int
     master_addr: str
     master_port: int  # 0, in a world of one only: any free port
-    # One name a node, in the order of the node ranks; empty where the variables do not tell.
+    # One name per node, in order of node ranks; empty if unknown.
     hostnames: tuple[str, ...]
     origin: Origin
-    # For each field above, the variable or the rule it came from.
+    # The variable or rule that each field above came from.
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DistEnv:
         """Derive a task's place from its environment variables.
 
-        In this order: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, all four of them (torchrun,
-        or exported by hand); a Slurm step (srun); a single process, which is also what a batch
-        script or an salloc shell is. MASTER_ADDR and MASTER_PORT alone are presets that a step
-        and a single process honour.
+        In this order: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together (torchrun, or exported
+        by hand); a Slurm step (srun); a single process, also in a batch script or salloc shell.
+        MASTER_ADDR and MASTER_PORT without the others are presets for a step or single process.
 
-        Raises DistEnvError for variables that are empty, malformed, half set or contradictory.
+        Raises DistEnvError for variables that are empty, malformed, incomplete or contradictory.
         """
         if variables.torch_variables_are_set(environ):
             return _derived(environ, "torch", variables.read_torch_variables(environ))
         if variables.is_in_step(environ):
             return _derived(environ, "slurm", variables.read_step(environ))
-        return _derived(environ, "single", _alone(environ))
+        return _derived(environ, "single", _single(environ))
 
     def to_environ(self) -> dict[str, str]:
-        """Return the variables to export: what torchrun gives its workers, and NODE_RANK.
+        """Return the variables to export: those that torchrun gives its workers, and NODE_RANK.
 
-        The list is that of torch's local_elastic_agent.py without TORCHELASTIC_*, which would
-        claim an elastic agent that is not there.
+        They are the variables of torch's local_elastic_agent.py without TORCHELASTIC_*, which would
+        claim an elastic agent.
         """
         return {
             "RANK": str(self.rank),
@@ -101,7 +99,7 @@ class DistEnv:
         elsewhere, other_nodes = self.world_size - self.local_world_size, self.num_nodes - 1
         if elsewhere < other_nodes or (elsewhere and not other_nodes):
             self._refuse(
-                f"the {elsewhere} ranks beyond this node's to fill {other_nodes} further nodes",
+                f"the {elsewhere} ranks on other nodes to fill {other_nodes} other nodes",
                 *_COUNTS.values(),
             )
         lowest_port = 0 if self.world_size == 1 else 1
@@ -111,25 +109,25 @@ class DistEnv:
             self._refuse("a host name or an address", "master_addr")
 
     def _refuse(self, expected: str, *fields: str) -> NoReturn:
-        variables.contradiction(", ".join(map(self._shown, fields)), expected)
+        variables.contradiction(", ".join(map(self._assignment, fields)), expected)
 
-    def _shown(self, name: str) -> str:
-        value, source = variables.shown_value(str(getattr(self, name))), self.sources.get(name, "")
+    def _assignment(self, name: str) -> str:
+        value, source = variables.format_value(str(getattr(self, name))), self.sources.get(name, "")
         if _VARIABLE.fullmatch(source):
             return f"{source}={value}"
         return f"{name}={value} ({source})" if source else f"{name}={value}"
 
 
 def of_hosts(rank: int, hosts: Sequence[str], master_addr: str, master_port: int) -> DistEnv:
-    """Return the place of a rank of a process group that is there, by the host of each rank."""
+    """Return the place of a rank in an existing process group, from the host of each rank."""
     names = tuple(dict.fromkeys(hosts))
-    own = hosts[rank]
+    host = hosts[rank]
     return DistEnv(
         rank=rank,
-        local_rank=list(hosts[:rank]).count(own),
-        node_rank=names.index(own),
+        local_rank=list(hosts[:rank]).count(host),
+        node_rank=names.index(host),
         world_size=len(hosts),
-        local_world_size=list(hosts).count(own),
+        local_world_size=list(hosts).count(host),
         num_nodes=len(names),
         master_addr=master_addr,
         master_port=master_port,
@@ -139,26 +137,26 @@ def of_hosts(rank: int, hosts: Sequence[str], master_addr: str, master_port: int
 
 
 def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 0) -> int:
-    """Return the port where the ranks of a step meet: `candidate` 0 first, then further ones.
+    """Return the rendezvous port of a step; candidates 1, 2, … are alternatives to candidate 0.
 
-    Every rank computes the same without talking to another, from SLURM_JOB_ID, SLURM_STEP_ID and
-    SLURM_RESTART_COUNT. All ports lie in 12000 to 31999: above the well-known ones and below
-    32768 to 60999, from which Linux hands out ports of its own (ip_local_port_range). Slurm's job
-    ids are consecutive, so jobs sharing a node get ports 97 apart, its steps 11 apart, and a
-    requeued job does not meet its predecessor's listener. 97 and 4001 are prime to 20000: ids
-    collide only at 20000 jobs' distance, and the candidates visit every port.
+    Every rank computes the same port independently from SLURM_JOB_ID, SLURM_STEP_ID and
+    SLURM_RESTART_COUNT. All ports are in 12000 to 31999: above the well-known ones and below Linux'
+    ephemeral range, 32768 to 60999 (ip_local_port_range). Slurm's job ids are consecutive, so jobs
+    sharing a node get ports 97 apart, steps 11 apart, and a requeued job avoids its predecessor's
+    listener. 97 and 4001 are coprime to 20000: only ids 20000 apart collide, and the candidates
+    cover every port.
     """
     offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
     return LOWEST_PORT + offset % _PORTS
 
 
 def foreign(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of a surrounding job, which do not hold for ranks outside its tasks."""
+    """Return the variables of a surrounding job, which are wrong for ranks outside its tasks."""
     return [name for name in environ if name.startswith(_FOREIGN)]
 
 
 def local_ranks(procs: int, port: int) -> list[DistEnv]:
-    """Return the places of `procs` ranks on this very host, which meet at a port."""
+    """Return the places of `procs` ranks on this host with this rendezvous port."""
     return [_placed(rank, procs, "127.0.0.1", port, procs) for rank in range(procs)]
 
 
@@ -170,10 +168,10 @@ def from_flags(
     local_rank: int | None,
     local_world_size: int | None,
 ) -> DistEnv | None:
-    """Return the place that `train`'s flags of these names give a rank; None where none was typed.
+    """Return a rank's place from `train`'s flags of these names, or None if none is given.
 
-    Without local_world_size all ranks are taken to be on one host; with it, consecutive ranks
-    share a host, as many on each. Raises RequestError, naming the flags as they were typed.
+    Without local_world_size, all ranks are on one host; with it, each host has this number of
+    consecutive ranks. Raises RequestError, quoting the flags.
     """
     given = {
         "--rank": rank,
@@ -190,9 +188,9 @@ def from_flags(
         needed = ("--rank", "--world-size", "--master-port")
         missing = [name for name in needed if given[name] is None]
         raise RequestError(
-            f"{', '.join(typed)} without {' and '.join(missing)}: a rank that is started by hand "
-            f"needs {', '.join(needed[:2])} and {needed[2]}, the same world size and port in every "
-            "shell. Give them all, or none of them to take the ranks from the environment. [CD0802]"
+            f"{', '.join(typed)} without {' and '.join(missing)}: a rank started by hand needs "
+            f"{', '.join(needed[:2])} and {needed[2]}, with the same world size and port in every "
+            "shell. Give all of them, or none to read the ranks from the environment. [CD0802]"
         )
     _within("--world-size", world_size, 1, MOST_RANKS)
     _within("--rank", rank, 0, world_size - 1, f" (--world-size {world_size})")
@@ -200,28 +198,28 @@ def from_flags(
         _within("--master-port", master_port, 1, 65535)
     if master_addr is not None and not variables.PRINTABLE.fullmatch(master_addr):
         raise RequestError(
-            f"--master-addr: {master_addr!a} is no host name or address; "
-            "give that of the host on which rank 0 is. [CD0802]"
+            f"--master-addr: {master_addr!a} is not a host name or address; "
+            "give that of rank 0's host. [CD0802]"
         )
-    local_world_size = _ranks_of_a_host(rank, world_size, local_rank, local_world_size)
+    local_world_size = _ranks_per_host(rank, world_size, local_rank, local_world_size)
     return _placed(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
 
 
 def check_address(addr: str) -> None:
-    """Raise RequestError for a name that leads nowhere, for which ranks would wait in vain."""
+    """Raise RequestError for a name that does not resolve, instead of a wait for the timeout."""
     import socket
 
     try:
         socket.getaddrinfo(addr, None)
     except OSError as error:
         raise RequestError(
-            f"--master-addr {addr}: {error.strerror or error}. Name the host on which rank 0 is "
-            "as this one knows it, or give its address. [CD0904]"
+            f"--master-addr {addr}: {error.strerror or error}. Give a name of rank 0's host that "
+            "resolves on this host, or its address. [CD0904]"
         ) from None
 
 
 def _derived(environ: Mapping[str, str], origin: Origin, place: Place) -> DistEnv:
-    """Return the place, and where the ranks meet: by MASTER_ADDR and MASTER_PORT where set."""
+    """Add the rendezvous address to a place: MASTER_ADDR and MASTER_PORT if set, else derived."""
     addr, addr_source = "127.0.0.1", place.hosts_source
     if "MASTER_ADDR" in environ:
         addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
@@ -229,7 +227,7 @@ def _derived(environ: Mapping[str, str], origin: Origin, place: Place) -> DistEn
         addr, addr_source = place.hosts[0], f"{place.hosts_source} (first host)"
     if "MASTER_PORT" in environ:
         port = variables.number(environ, "MASTER_PORT")
-        if origin != "torch" and not 1 <= port.value <= 65535:  # DistEnv takes a 0 for any port
+        if origin != "torch" and not 1 <= port.value <= 65535:  # to DistEnv, 0 means any port
             variables.refuse(environ, ("MASTER_PORT",), "a port from 1 to 65535")
     elif origin == "slurm":
         port = _step_port(environ)
@@ -249,12 +247,12 @@ def _derived(environ: Mapping[str, str], origin: Origin, place: Place) -> DistEn
     )
 
 
-def _alone(environ: Mapping[str, str]) -> Place:
+def _single(environ: Mapping[str, str]) -> Place:
     variables.refuse_heterogeneous(environ)
     default = "default: single process"
     name = variables.first_set(environ, variables.JOB_ID)
     if name:
-        default += f" ({name} is set but this shell is no step; start tasks with srun)"
+        default += f" ({name} is set but this shell is not in a step; start tasks with srun)"
     first, only = Number(0, default), Number(1, default)
     numbers = {
         **dict.fromkeys(("rank", "local_rank", "node_rank"), first),
@@ -271,29 +269,30 @@ def _step_port(environ: Mapping[str, str]) -> Number:
     return Number(master_port(job_id, step_id, sum(restarts)), f"computed from {', '.join(names)}")
 
 
-def _ranks_of_a_host(
+def _ranks_per_host(
     rank: int, world_size: int, local_rank: int | None, local_world_size: int | None
 ) -> int:
-    """Return the number of ranks on each host. Raises RequestError where the flags do not fit."""
+    """Return the number of ranks per host. Raises RequestError if the flags contradict."""
     if local_world_size is None:
         if local_rank is not None:
             raise RequestError(
-                f"--local-rank {local_rank} without --local-world-size: how many ranks are on a "
-                "host? Give it too, or leave both out where all ranks are on one host. [CD0802]"
+                f"--local-rank {local_rank} without --local-world-size: the number of ranks per "
+                "host is unknown. Give it, or omit both if all ranks are on one host. [CD0802]"
             )
         return world_size
     _within("--local-world-size", local_world_size, 1, world_size, f" (--world-size {world_size})")
     if world_size % local_world_size:
         raise RequestError(
-            f"--world-size {world_size} is no multiple of --local-world-size {local_world_size}: "
-            "these flags take as many ranks on each host. For others export torch's variables, "
-            "LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE among them. [CD0802]"
+            f"--world-size {world_size} is not a multiple of --local-world-size "
+            f"{local_world_size}: these flags need the same number of ranks on each host. For "
+            "other layouts export torch's variables, including LOCAL_RANK, LOCAL_WORLD_SIZE, "
+            "GROUP_RANK and GROUP_WORLD_SIZE. [CD0802]"
         )
     if local_rank not in (None, rank % local_world_size):
         raise RequestError(
-            f"--local-rank {local_rank} against --rank {rank} and --local-world-size "
-            f"{local_world_size}: expected {rank % local_world_size}, for consecutive ranks share "
-            "a host. Leave --local-rank out, or number the ranks host by host. [CD0802]"
+            f"--local-rank {local_rank} conflicts with --rank {rank} and --local-world-size "
+            f"{local_world_size}: expected {rank % local_world_size}, because consecutive ranks "
+            "share a host. Omit --local-rank, or number the ranks host by host. [CD0802]"
         )
     return local_world_size
 

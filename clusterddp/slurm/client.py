@@ -1,6 +1,6 @@
-"""Calls of Slurm's commands: sbatch, questions about jobs and the site, changes to a job.
+"""Calls of Slurm's commands: sbatch, queries about jobs and the site, changes to a job.
 
-A process inside a job asks here, too, why its job ends, and how long it still has.
+Processes inside a job also ask here why the job is ending and how much time is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUERY_SECONDS = 15.0
 _QUERY_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_")
 UNREACHABLE = re.compile(
     r"Socket timed out|Unable to contact|connect failure|connection (?:refused|timed out)"
-    # What scontrol says of a job when slurmctld refuses the connection (22.05).
+    # scontrol's message if slurmctld refuses the connection (22.05).
     r"|Unexpected message received"
     r"|Communication connection failure|Zero Bytes were transmitted|Slurm backup controller",
     re.IGNORECASE,
@@ -35,19 +35,19 @@ UNREACHABLE = re.compile(
 _CONFIGURATION = (
     "SLURM_CONF SLURM_CONF_SERVER SLURM_CLUSTERS SLURM_JWT SLURM_SACK_JWKS SLURM_SACK_KEY"
 )
-"""Variables that name the Slurm to speak to, and the key: a login shell has these as well."""
+"""Variables that select the Slurm cluster and its key: a login shell has these as well."""
 _JOB_PREFIXES = "SLURM_ SLURMD_ SBATCH_ SRUN_ SALLOC_ PMI TORCHELASTIC_ OMPI_COMM_WORLD_"
 _DEVICES = "CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK"
-"""Slurm sets them in a job that was given devices; elsewhere they are the user's own choice."""
+"""Slurm sets these in a job with devices; elsewhere the user has chosen their values."""
 SBATCH_SECONDS = 60.0
-"""Bound on sbatch; its own MessageTimeout is 10 s, and some sites set it to 60."""
-# Words of getopt, and so of sbatch, for an option that another release has.
+"""Timeout of sbatch; its own MessageTimeout is 10 s, and some sites set it to 60."""
+# getopt's, and so sbatch's, messages for an option of another release.
 _NO_SUCH_OPTION = re.compile(r"unrecognized option|doesn't allow an argument|invalid option")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
 COMPLETION_SECONDS = 3.0
 MOST_SCONTROL_CALLS = 8
-"""scontrol shows one job a call; it only adds the exit code of a job that recorded none."""
-# Of a folder that may not be searched, or of a file that may not be run, execve(2) says EACCES.
+"""Limit of calls, one per job, that only add the exit codes of jobs without a recorded one."""
+# execve(2) returns EACCES for an unsearchable directory or a non-executable file.
 _NOT_ON_PATH = (FileNotFoundError, PermissionError)
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MULTILINE)
@@ -68,17 +68,16 @@ def sbatch(
     dependency: str = "",
     array: str = "",
 ) -> str:
-    """Queue a script and return the job id.
+    """Submit a script and return the job id.
 
-    comment: the job comment that the script itself sets, or empty; a submission whose answer was
-        lost is looked for by it, among this user's jobs of the last minutes.
-    exclude: nodes to leave out, in place of those that the script itself leaves out.
-    dependency: what to wait for, in place of what the script itself waits for.
-    array: elements to start, `0-3,7%2`, in place of those that the script names; sbatch is given
-        the comment then, too.
+    comment: the job comment that the script sets, or empty. It identifies a submission whose answer
+        was lost among the user's jobs of the last minutes.
+    exclude: nodes to exclude, instead of the script's own.
+    dependency: jobs to wait for, instead of the script's own.
+    array: array tasks to start, `0-3,7%2`, instead of the script's own; passes the comment, too.
 
-    Raises RequestError when there is no sbatch or it refuses, with its own words; SlurmError when
-    it is not known whether the job was queued.
+    Raises RequestError if there is no sbatch or it refuses, with its message; SlurmError if it is
+    unknown whether the job was queued.
     """
     import subprocess
 
@@ -89,7 +88,7 @@ def sbatch(
     except _NOT_ON_PATH:
         raise RequestError(
             "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
-            "use --launcher local to rehearse the run here, or --dry-run to see its "
+            "use --launcher local to rehearse the run here, or --dry-run to print its "
             "script. [CD0402]"
         ) from None
     except OSError as error:
@@ -103,12 +102,12 @@ def sbatch(
     if answer.returncode:
         if UNREACHABLE.search(words):
             return _lost(words, environ, comment, started)
-        words = explained(words, script, environ)
+        words = with_cause(words, script, environ)
         raise RequestError(
             f"sbatch refused the job: {words or answer.stdout.strip() or 'it said nothing'} "
             f"(exit code {answer.returncode}). Nothing was queued. [CD0403]"
         )
-    for line in reversed(answer.stdout.splitlines()):  # a site's wrapper may print before it
+    for line in reversed(answer.stdout.splitlines()):  # a site's wrapper may print more
         job_id = _PARSABLE.fullmatch(line.strip())
         if job_id:
             return job_id[1]
@@ -119,33 +118,33 @@ def sbatch(
 def sbatch_options(
     comment: str, *, exclude: Sequence[str] = (), dependency: str = "", array: str = ""
 ) -> list[str]:
-    """Return the options that `sbatch` gives in place of the script's own lines."""
+    """Return the options with which `sbatch` overrides the script's directives."""
     options = [f"--exclude={','.join(exclude)}"] if exclude else []
     options += [f"--dependency={dependency}"] if dependency else []
     options += [f"--array={array}"] if array else []
     return options + ([f"--comment={comment}"] if array and comment else [])
 
 
-def outlook(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
-    """Return whether Slurm would find nodes for a script now, and its words; queues nothing.
+def predict_start(script: str, environ: Mapping[str, str]) -> tuple[bool, str]:
+    """Return whether Slurm would find nodes for a script now, and its message; queue nothing.
 
-    A no is no refusal: seen on 22.05, `sbatch --test-only` says "Requested node configuration is
-    not available" of a job that asks for more than there is, and the same of one that would wait
-    for a drained node or a partition that is down. What it can tell for certain, such as an unknown
-    feature, sbatch itself refuses. Raises SlurmError when Slurm could not be asked.
+    False does not mean that sbatch would refuse: seen on 22.05, `sbatch --test-only` reports
+    "Requested node configuration is not available" both for a request that no node can satisfy and
+    for a job that would wait for a drained node or a partition that is down. sbatch itself refuses
+    certain errors, such as an unknown feature. Raises SlurmError if Slurm cannot be asked.
     """
     answer = ask(["sbatch", "--test-only"], environ, stdin=script)
     lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-    # `Job 24`: the number is not the one that it will have.
+    # `Job 24`: not the number that the job will have.
     lead = r"(?:sbatch: |error: |allocation failure: |Job \d+ )*"
     words = re.sub(lead, "", lines[-1], count=1) if lines else ""
     return answer.returncode == 0, words or f"exit code {answer.returncode}"
 
 
 def check_expedite(environ: Mapping[str, str]) -> None:
-    """Refuse --requeue=expedite where Slurm is too old for it; raises RequestError.
+    """Raise RequestError if Slurm is too old for --requeue=expedite.
 
-    25.11 is the first release whose sbatch takes it (its release notes).
+    sbatch accepts it since 25.11 (its release notes).
     """
     here = _version(environ)
     if here and not _reaches(here, (25, 11)):
@@ -155,11 +154,11 @@ def check_expedite(environ: Mapping[str, str]) -> None:
         )
 
 
-def explained(words: str, script: str, environ: Mapping[str, str]) -> str:
-    """Return sbatch's words, with the cause where they do not name it.
+def with_cause(words: str, script: str, environ: Mapping[str, str]) -> str:
+    """Return sbatch's message, with its cause added if the message does not name it.
 
-    An option that this release lacks gets the release; an expedited requeue that the site has
-    switched off (seen on 26.05: "not supported on this system") the setting that allows it.
+    The cause is the release, for an option that it lacks, or the setting that enables expedited
+    requeue, if the site has disabled it (seen on 26.05: "not supported on this system").
     """
     if _NO_SUCH_OPTION.search(words) and (here := _version(environ)):
         return f"{words} (this is Slurm {here})"
@@ -172,8 +171,8 @@ def explained(words: str, script: str, environ: Mapping[str, str]) -> str:
 
 
 def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float) -> str:
-    """Return the id of a job that was queued without an answer; SlurmError when unknown."""
-    # %V is local time; two minutes of grace for a slurmctld whose clock is behind ours.
+    """Return the id of a job queued without an answer. Raises SlurmError if it is not found."""
+    # %V is local time; two minutes of grace for a slurmctld whose clock is late.
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(started - 120))
     seen = f"Slurm shows no job with the comment {comment!r}"
     if not comment:
@@ -183,7 +182,7 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         try:
             answer = ask(argv, environ)
-        except SlurmError:  # slurmctld is away, as each further look would find after 9 s
+        except SlurmError:  # slurmctld is away; each further query would take 9 s to fail
             seen = "squeue does not reach Slurm either"
             break
         rows = [line.split("|", 2) for line in answer.stdout.splitlines()]
@@ -205,10 +204,9 @@ def query(
 ) -> dict[str, JobState]:
     """Return the state of each job: from one squeue call, then scontrol and sacct.
 
-    known: answers of an earlier call, of which only squeue's can change: no other command is called
-    for these jobs.
-    Never raises: a job that no command knows, an id that is none of Slurm's, and every job on a
-    machine without Slurm are `State.UNKNOWN`; `problem` says when Slurm could not be asked.
+    known: states from an earlier call; only squeue is called for these jobs.
+    Never raises: a job that no command knows, an invalid id, and every job on a machine without
+    Slurm are `State.UNKNOWN`; `problem` is set if Slurm could not be asked.
     """
     valid_ids = [job_id for job_id in dict.fromkeys(job_ids) if _JOB_ID.fullmatch(job_id)]
     unknown = JobState(State.UNKNOWN)
@@ -232,27 +230,27 @@ def query(
 
 
 def partitions(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of the partitions; none where no Slurm answers quickly."""
+    """Return the names of the partitions; none if Slurm does not answer quickly."""
     names = output_of(["sinfo", "-h", "-o", "%R"], environ, COMPLETION_SECONDS)
     return list(dict.fromkeys(names.split()))
 
 
 def _version(environ: Mapping[str, str]) -> str:
-    """Return the version of sbatch, `22.05.8`; empty where it cannot be told."""
+    """Return the version of sbatch, `22.05.8`; empty if unknown."""
     number = re.search(r"\d+\.\d+(?:\.\d+)?", output_of(["sbatch", "--version"], environ))
     return number[0] if number else ""
 
 
 def _reaches(version: str, first: tuple[int, int]) -> bool:
-    """Return whether a version, such as `22.05.8`, is of that release or a later one."""
+    """Return whether a version, for example `22.05.8`, is at least this release."""
     year, month = version.split(".")[:2]
     return (int(year), int(month)) >= first
 
 
 def requeue_exits() -> list[str]:
-    """Return slurm.conf's RequeueExit and RequeueExitHold as written there: `RequeueExit=1-9,18`.
+    """Return slurm.conf's RequeueExit and RequeueExitHold lines: `RequeueExit=1-9,18`.
 
-    They list exit codes for which Slurm requeues a job; none where Slurm could not be asked.
+    They list the exit codes for which Slurm requeues a job; empty if Slurm cannot be asked.
     """
     return [f"{name}={codes}" for name, codes in _REQUEUE_EXIT.findall(slurm_conf())]
 
@@ -267,8 +265,8 @@ def lists_exit_code(setting: str, exit_code: int) -> bool:
 
 
 def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
-    """Return the jobs that slurmctld remembers, ended ones too; may raise SlurmError."""
-    # An array's waiting elements have no numbers yet, and stand in one line without -r.
+    """Return the jobs that slurmctld remembers, including ended ones. Raises SlurmError."""
+    # Pending array tasks have no job ids yet, and share one line without -r.
     asked = [*dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids)]
     each = ["-r"] if any("_" in job_id for job_id in job_ids) else []
     ids, form = ",".join(asked), "%i %A %S|%T|%r|%k"
@@ -292,12 +290,12 @@ def _squeue(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[s
             start=_expected(start) if parse_state(state) is State.PENDING else None,
             word=other_word(state),
         )
-        # The SLURM_JOB_ID of an array's element is its raw id; that of the last one is the array's.
+        # An array task's SLURM_JOB_ID is its raw id; the last task's is the array's id.
         job_id = raw_id if raw_id in job_ids else name
         if job_id in job_ids:
             jobs[job_id] = job
         elif array in job_ids and (array not in arrays or arrays[array].state.is_final):
-            # The job is the array, which is as alive as its liveliest element.
+            # The job is the array, which lives as long as any of its tasks.
             arrays[array] = replace(job, element="")
     return arrays | jobs
 
@@ -313,7 +311,7 @@ def _add_exit_codes(
         except SlurmError:
             return  # the states are known; only their exit codes are not
         record = _SCONTROL.search(answer.stdout)
-        # The state is squeue's: a job name with " JobState=" in it stands before the real one here.
+        # The state comes from squeue: here a job name containing " JobState=" would come first.
         if answer.returncode == 0 and record:
             code, restarts = parse_exit_code(record[1]), _RESTARTS.search(record[0])
             count = int(restarts[1]) if restarts else None
@@ -321,8 +319,8 @@ def _add_exit_codes(
 
 
 def _sacct(job_ids: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, JobState]:
-    """Return the jobs that accounting remembers; none where it is off, as on many sites."""
-    names = [job_id for job_id in job_ids if "_" in job_id]  # which JobIDRaw never is
+    """Return the jobs that accounting remembers; none if it is off, which is common."""
+    names = [job_id for job_id in job_ids if "_" in job_id]  # JobIDRaw has no underscore
     if names and len(names) < len(job_ids):
         others = [job_id for job_id in job_ids if job_id not in names]
         return _sacct(names, environ) | _sacct(others, environ)
@@ -355,7 +353,7 @@ def _reason(text: str) -> str:
 
 
 class RequeueRefused(SlurmError):
-    """This cluster, or this job, allows no requeue; carries scontrol's words."""
+    """The cluster or the job does not allow a requeue; carries scontrol's message."""
 
     code = "CD0406"
 
@@ -367,16 +365,16 @@ def ask(
     stdin: str = "",
     folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command that shows, tries or cancels jobs.
+    """Run a command that shows, tests or changes jobs.
 
-    environ: os.environ by default. seconds: QUERY_SECONDS by default. folder: this one by default.
-    Raises SlurmError when the command is missing or silent.
+    environ: os.environ by default. seconds: QUERY_SECONDS by default. folder: the current one by
+    default. Raises SlurmError if the command is missing or does not answer.
     """
     import subprocess
 
     environ = os.environ if environ is None else environ
     seconds = QUERY_SECONDS if seconds is None else seconds
-    # A user's own SQUEUE_PARTITION, say, would hide jobs: seen on 22.05.
+    # A user's SQUEUE_PARTITION, for example, would hide jobs: seen on 22.05.
     plain = {n: v for n, v in environ.items() if not n.startswith(_QUERY_PREFIXES)}
     try:
         answer = call(argv, plain, seconds, stdin, folder)
@@ -395,9 +393,9 @@ def ask(
 
 
 def slurm_conf() -> str:
-    """Return slurm.conf as slurmctld has it; nothing where it does not answer.
+    """Return slurmctld's slurm.conf; empty if it does not answer.
 
-    The exit code is that of a ping at the end, and takes nothing from what was printed before.
+    The command ends with a ping; its exit code does not invalidate the preceding output.
     """
     try:
         return ask(["scontrol", "show", "config"]).stdout
@@ -406,9 +404,9 @@ def slurm_conf() -> str:
 
 
 def slurmd_timeout() -> float:
-    """Return the seconds after which slurmctld takes a silent node for lost.
+    """Return the seconds after which slurmctld marks a silent node DOWN.
 
-    300 by default, and for 0, by which it never does.
+    300 by default; also for 0, which means never.
     """
     found = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", slurm_conf(), re.MULTILINE)
     return float(found[1]) or 300.0 if found else 300.0
@@ -417,7 +415,7 @@ def slurmd_timeout() -> float:
 def output_of(
     argv: Sequence[str], environ: Mapping[str, str] | None = None, seconds: float | None = None
 ) -> str:
-    """Return what a command prints, as `ask` runs it; nothing where it fails."""
+    """Return a command's output, run as by `ask`; empty if it fails."""
     try:
         answer = ask(argv, environ, seconds)
     except SlurmError:
@@ -432,10 +430,10 @@ def call(
     stdin: str = "",
     folder: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as from a login shell; raises what subprocess.run does."""
+    """Run a command as from a login shell. Raises the errors of subprocess.run."""
     import subprocess
 
-    return subprocess.run(  # which looks for it on the PATH of `env`, not of this process
+    return subprocess.run(  # searches the PATH of `env`, not of this process
         argv,
         env=submission_environment(environ),
         cwd=folder,
@@ -449,23 +447,23 @@ def call(
 
 
 def cancel(job_id: str, environ: Mapping[str, str] | None = None) -> None:
-    """Cancel a job. One that Slurm has forgotten is passed over, as scancel itself does.
+    """Cancel a job; like scancel, ignore a job that Slurm has forgotten.
 
-    Raises SlurmError with scancel's own words.
+    Raises SlurmError with scancel's message.
     """
     _change(["scancel", job_id], environ)
 
 
 def cancel_all(job_ids: Sequence[str]) -> None:
-    """Cancel jobs at once, so that no element of an array starts in the place of another.
+    """Cancel jobs in one call, so that no array task starts when another one ends.
 
     Raises SlurmError as `cancel` does.
     """
-    _change(["scancel", *in_arrays(job_ids)])
+    _change(["scancel", *join_array_tasks(job_ids)])
 
 
-def in_arrays(job_ids: Sequence[str]) -> list[str]:
-    """Return jobs as scancel and scontrol take them, the elements of an array as one: `89_[0-3,7]`.
+def join_array_tasks(job_ids: Sequence[str]) -> list[str]:
+    """Return jobs for scancel and scontrol, with the tasks of each array joined: `89_[0-3,7]`.
 
     Other jobs come first.
     """
@@ -478,27 +476,27 @@ def in_arrays(job_ids: Sequence[str]) -> list[str]:
 
 
 def kill_step(step: str) -> None:
-    """Kill a step's tasks at once. Raises SlurmError with scancel's own words."""
+    """Kill a step's tasks immediately. Raises SlurmError with scancel's message."""
     _change(["scancel", "--signal=KILL", step])
 
 
-def give_back(job_id: str, kept: Sequence[str]) -> None:
-    """Have a job keep these nodes alone; its steps end on the others. Raises SlurmError.
+def release_nodes(job_id: str, kept: Sequence[str]) -> None:
+    """Shrink a job to these nodes; its steps end on the others. Raises SlurmError.
 
-    Seen on 22.05: at once, though a node is lost, and its loss then ends no job any more.
+    Seen on 22.05: it takes effect at once, even with a lost node, whose loss then ends no job.
     """
     import tempfile
 
     argv = ["scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"]
-    # scontrol writes slurm_job_ID_resize.sh and .csh into its folder, with SLURM_JOBID set (22.05).
+    # scontrol writes slurm_job_ID_resize.sh and .csh into its directory if SLURM_JOBID is set.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         _change(argv, folder=folder)
 
 
 def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Return where each node's slurmd listens; none where slurmctld does not answer.
+    """Return the address of each node's slurmd; none if slurmctld does not answer.
 
-    Slurm shows a node's port where it is not that of slurm.conf (seen on 22.05).
+    Slurm shows a node's port only if it differs from slurm.conf's (seen on 22.05).
     """
     try:
         usual = _slurmd_port()
@@ -514,7 +512,7 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 @functools.cache
 def _slurmd_port() -> int:
-    """Return slurm.conf's port of slurmd, asked once: slurmd keeps it. Raises SlurmError."""
+    """Return slurmd's port from slurm.conf; cached, since slurmd keeps it. Raises SlurmError."""
     config = slurm_conf()
     if not config:
         raise SlurmError("slurmctld does not show its configuration")
@@ -523,90 +521,92 @@ def _slurmd_port() -> int:
 
 
 def signal_script(job_id: str) -> None:
-    """Send USR1 to a job's batch script alone. Raises SlurmError with scancel's own words."""
-    # For a job that does not run, scancel complains and may yet exit with 0.
+    """Send USR1 only to a job's batch script. Raises SlurmError with scancel's message."""
+    # For a job that does not run, scancel prints an error but may exit with 0.
     _change(["scancel", "--batch", "--signal=USR1", job_id], may_complain=False)
 
 
 def forbid_requeue(job_id: str) -> None:
-    """Forbid Slurm to requeue a job. Raises SlurmError with scontrol's own words."""
+    """Forbid Slurm to requeue a job. Raises SlurmError with scontrol's message."""
     _change(["scontrol", "update", f"JobId={job_id}", "Requeue=0"])
 
 
 @dataclass(frozen=True)
 class JobNodes:
-    """Partition of a job, and the nodes that it leaves out."""
+    """Partition of a job and its excluded nodes."""
 
     partition: str = ""
     excluded: tuple[str, ...] = ()
 
 
 def job_nodes(job_id: str) -> JobNodes:
-    """Return where a job may start. Raises SlurmError where Slurm does not tell."""
+    """Return where a job may start. Raises SlurmError if Slurm does not report it."""
     fields = _job_fields(job_id)
     if "Partition" not in fields:
-        raise SlurmError(f"Slurm does not say where job {job_id} may start")
+        raise SlurmError(f"Slurm does not report the partition of job {job_id}")
     hosts = forms.hosts_of(fields.get("ExcNodeList", "").replace("(null)", ""))
     return JobNodes(fields["Partition"], tuple(hosts))
 
 
 def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
-    """Have a job leave out these nodes from its next start on, and no others.
+    """Exclude exactly these nodes from a job's next start on.
 
-    Slurm takes it of the user's own job that waits or completes, as after a requeue, and refuses it
-    of one that runs (seen on 22.05). Raises SlurmError with scontrol's own words.
+    Slurm accepts this for the user's pending or completing job (after a requeue), and refuses it
+    for a running one (seen on 22.05). Raises SlurmError with scontrol's message.
     """
     _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
 
 
-def ask_for_nodes(job_id: str, count: int, tasks: int) -> None:
-    """Have a job that waits ask for so many nodes, no fewer and no more, and so many tasks.
+def set_node_count(job_id: str, count: int, tasks: int) -> None:
+    """Set the exact number of nodes and of tasks that a pending job requests.
 
-    Taken from the moment of a requeue on (seen on 22.05). Raises SlurmError with scontrol's words.
+    Slurm accepts this as soon as a job is requeued (seen on 22.05). Raises SlurmError with
+    scontrol's message.
     """
     sizes = f"NumNodes={count}-{count}", f"NumTasks={tasks}"
     _change(["scontrol", "update", f"JobId={job_id}", *sizes])
 
 
 def dependency_of(job_id: str) -> list[str]:
-    """Return what a job waits for, `afterany:12` each; raises SlurmError where Slurm does not say.
+    """Return a job's open dependencies, for example `afterany:12`.
 
-    What is fulfilled is no longer among it (seen on 22.05).
+    Fulfilled ones are gone (seen on 22.05). Raises SlurmError if Slurm does not report them.
     """
     fields = _job_fields(job_id)
     if "Dependency" not in fields:
-        raise SlurmError(f"Slurm does not say what job {job_id} waits for")
+        raise SlurmError(f"Slurm does not report the dependencies of job {job_id}")
     named = fields["Dependency"].replace("(null)", "").split(",")
     return [re.sub(r"\(.*", "", item) for item in named if item]
 
 
-def depend(job_id: str, dependency: str) -> None:
-    """Have a job in the queue wait for other jobs, in place of those that it waits for.
+def set_dependency(job_id: str, dependency: str) -> None:
+    """Replace the dependencies of a queued job.
 
-    Slurm takes it also of a job in DependencyNeverSatisfied, held, or completing after a requeue,
-    and refuses it of one that runs (seen on 22.05). Raises SlurmError with scontrol's words.
+    Slurm also accepts this for a job that is held, in DependencyNeverSatisfied, or completing after
+    a requeue, and refuses it for a running one (seen on 22.05). Raises SlurmError with scontrol's
+    message.
     """
     _change(["scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}"])
 
 
 def release(job_id: str) -> None:
-    """Let a held job go; it may be completing after a requeue still (seen on 22.05 and 24.11).
+    """Release a held job; it may still be completing after a requeue (seen on 22.05 and 24.11).
 
-    One that is not held stays as it is. Raises SlurmError with scontrol's own words.
+    No effect on a job that is not held. Raises SlurmError with scontrol's message.
     """
     _change(["scontrol", "release", job_id])
 
 
-class LeftHeld(SlurmError):
-    """Job that is back in the queue, and held: Slurm did not take what it is to wait for."""
+class StillHeld(SlurmError):
+    """The job is requeued but stays held: Slurm refused its dependency."""
 
 
-def put_back(job_id: str, dependency: str) -> None:
-    """Put this running job back into the queue, behind other jobs; without any it stays held.
+def requeue_with_dependency(job_id: str, dependency: str) -> None:
+    """Requeue this running job with a dependency; without one it stays held.
 
-    It is held until Slurm has taken the dependency. It may be one of --no-requeue, as none of its
-    tasks has started: its owner may allow it, and forbid it again (seen on 22.05). Raises LeftHeld
-    where it is in the queue and stays held, otherwise SlurmError.
+    The job is held until Slurm has accepted the dependency. --no-requeue is no obstacle, because no
+    task has started: the owner may allow requeues and forbid them again (seen on 22.05). Raises
+    StillHeld if the job is requeued but stays held, SlurmError for other failures.
     """
     allowed = _job_fields(job_id).get("Requeue") == "1"
     if not allowed:
@@ -616,17 +616,17 @@ def put_back(job_id: str, dependency: str) -> None:
         if not allowed:
             forbid_requeue(job_id)
         if dependency:
-            depend(job_id, dependency)
+            set_dependency(job_id, dependency)
             release(job_id)
     except SlurmError as error:
-        raise LeftHeld(str(error)) from None
+        raise StillHeld(str(error)) from None
 
 
 def requeue(job_id: str, *, hold: bool = False) -> None:
-    """Put a job back into the queue; one that is there already stays.
+    """Requeue a job; no effect on a pending one.
 
-    hold: it starts only once it is released. Raises RequeueRefused where that is not allowed,
-    SlurmError where Slurm does not answer.
+    hold: hold it until it is released. Raises RequeueRefused if requeues are not allowed,
+    SlurmError if Slurm does not answer.
     """
     answer = ask(["scontrol", "requeuehold" if hold else "requeue", job_id])
     words = f"{answer.stdout} {answer.stderr}".strip()
@@ -635,10 +635,10 @@ def requeue(job_id: str, *, hold: bool = False) -> None:
 
 
 def submission_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which sbatch runs, as a login shell would have it.
+    """Return the environment for sbatch, like that of a login shell.
 
-    SBATCH_* would override the script's directives, and the SLURM_* and rank variables of a
-    surrounding job would reach the new one (an inherited SLURM_CPU_BIND crowds its tasks).
+    Without this, SBATCH_* would override the script's directives, and the new job would inherit the
+    SLURM_* and rank variables of a surrounding one (SLURM_CPU_BIND crowds its tasks).
     """
     kept, prefixes = _CONFIGURATION.split(), tuple(_JOB_PREFIXES.split())
     dropped = {*forms.RANK_VARIABLES, *forms.TASK_VARIABLES}
@@ -658,23 +658,23 @@ def _change(
     may_complain: bool = True,
     folder: str | None = None,
 ) -> None:
-    """Run a command that changes a job. may_complain: an error on stderr alone is none."""
+    """Run a command that changes a job. may_complain: exit code 0 overrides errors on stderr."""
     answer = ask(argv, environ, folder=folder)
     complains = "error" in answer.stderr.lower()
     if answer.returncode or (complains and not may_complain):
-        silent = f"exit code {answer.returncode}, without a word: the job may have ended meanwhile"
+        silent = f"exit code {answer.returncode} without a message; the job may have ended"
         raise SlurmError(f"{' '.join(argv)}: {answer.stderr.strip() or silent}")
 
 
 class Ending(str, Enum):
-    """Reason for which a job whose script is still there ends, as slurmctld sees it."""
+    """Reason why a job ends while its script still runs, according to slurmctld."""
 
     NONE = "none"
     """The job runs."""
     TIME_LIMIT = "time limit"
     PREEMPTED = "preempted"
     REQUEUED = "requeued"
-    """The job is in the queue again already."""
+    """The job is already requeued."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
 
@@ -690,9 +690,9 @@ _ENDINGS = {
 def ending(job_id: str, restart: int) -> Ending:
     """Return why the job is ending; from inside, Slurm shows COMPLETING for every reason.
 
-    restart: the SLURM_RESTART_COUNT of the start that asks. Seen on 22.05: a requeue has raised
-    Restarts by then, preemption with a grace leaves the job RUNNING with a PreemptTime, and the
-    time limit and scancel differ only in how long the job ran.
+    restart: SLURM_RESTART_COUNT of the calling attempt. Seen on 22.05: a requeue has already
+    incremented Restarts, preemption with a grace time leaves the job RUNNING with a PreemptTime,
+    and time limit and scancel differ only in the job's run time.
     """
     fields = _job_fields(job_id)
     if "JobState" not in fields:
@@ -710,12 +710,11 @@ def ending(job_id: str, restart: int) -> Ending:
 
 
 def requeued_after_grace(job_id: str) -> bool:
-    """Return whether Slurm itself requeues a preempted job that ends within its grace.
+    """Return whether Slurm requeues a preempted job that ends within its grace time.
 
-    It does since 24.05 (slurmctld's proc_req.c, GRACE_PREEMPT; seen on 24.11.5), where the job's
-    PreemptMode is REQUEUE. A requeue of the job's own would leave Slurm's mark on it, which counts
-    at the job's next end then, be it done or not. False where it cannot be told, as with modes that
-    belong to a QOS.
+    It does since 24.05 (slurmctld's proc_req.c, GRACE_PREEMPT; seen on 24.11.5) if the job's
+    PreemptMode is REQUEUE. If the job requeued itself, Slurm's mark would remain and requeue it
+    again at its next end, even after success. False if unknown, for example if a QOS sets the mode.
     """
     config = slurm_conf()
     version = re.search(r"^SLURM_VERSION\s*=\s*(\d+\.\d+)", config, re.MULTILINE)
@@ -734,10 +733,10 @@ def requeued_after_grace(job_id: str) -> bool:
 def _job_fields(job_id: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`; none for an unknown job."""
     record = output_of(["scontrol", "show", "job", "-o", job_id])
-    # The last of each name: a job's name and comment, which can hold anything, stand before them.
+    # The last of each name counts: the job's name and comment, with arbitrary text, come earlier.
     return dict(re.findall(r" ([A-Za-z]+)=(\S*)", record.partition(" Command=")[0]))
 
 
 def seconds_left(job_id: str) -> float | None:
-    """Return the seconds until the job's time limit; None without one, or where it is unknown."""
+    """Return the seconds until the job's time limit, or None if it has none or is unknown."""
     return forms.time_seconds(output_of(["squeue", "-h", "-j", job_id, "-o", "%L"]).strip())

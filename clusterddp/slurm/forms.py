@@ -1,14 +1,14 @@
-"""Forms of the values that Slurm takes and writes: times, memory, GPU counts, names, host lists.
+"""Formats of Slurm's values: times, memory, GPU counts, names, host lists.
 
-A value of another form raises OptionError with the option, the value and valid examples. The forms
-are those of sbatch(1); a value that Slurm accepts but a script cannot carry is refused.
+An invalid value raises OptionError with the option, the value and valid examples. The formats
+follow sbatch(1); a value that Slurm accepts but a script line cannot hold is refused.
 
-Two compressed lists are expanded: hosts (`gpu[01-03,07]`) and tasks per node (`4(x2),3`). Pure text
-in, plain lists out: `scontrol show hostnames` needs a Slurm configuration, which many containers
-lack. Order, zero padding and duplicates are scontrol's (Slurm 22.05, src/common/hostlist.c). Two
-differences are meant: a suffix after the last bracket (`gpu[01-03]-ib`), which that scontrol
-refuses, is understood, and what scontrol silently repairs (`a[1`, `a[1-]`, `a,,b`, `a b`) is
-refused, because Slurm itself never writes it.
+Two compressed lists are expanded in pure Python: hosts (`gpu[01-03,07]`) and tasks per node
+(`4(x2),3`), because `scontrol show hostnames` needs a Slurm configuration, which many containers
+lack. Order, zero padding and duplicates match scontrol (Slurm 22.05, src/common/hostlist.c), with
+two deliberate differences: a suffix after the last bracket (`gpu[01-03]-ib`), which that scontrol
+refuses, is accepted; malformed lists that scontrol silently repairs (`a[1`, `a[1-]`, `a,,b`, `a b`)
+are refused, because Slurm never writes them.
 """
 
 import itertools
@@ -24,9 +24,9 @@ from clusterddp.errors import OptionError, RequestError
 # Slurm copies a directive's argument into a buffer of BUFSIZ (8192) bytes: src/common/slurm_opt.c.
 LONGEST_DIRECTIVE_BYTES = 8000
 
-# Patterns are texts, which `re` compiles at their first use and keeps: a start uses few of them.
+# Patterns are texts: `re` compiles and caches them at first use, and a start uses few of them.
 _CONTROL = r"[\x00-\x08\x0a-\x1f\x7f]"
-# A type can begin with a digit: MIG devices are of types such as 3g.40gb.
+# A type can begin with a digit: MIG devices have types such as 3g.40gb.
 _GPUS = r"(?:(?P<type>[A-Za-z0-9][A-Za-z0-9_.-]*):)?(?P<count>[0-9]+)"
 _GPU_GRES = r"(?:^|,)gpu(?::(?P<type>[^:,()]+))??(?::(?P<count>\d{1,9}))?(?=[(,]|$)"
 
@@ -38,59 +38,59 @@ RANK_VARIABLES = (
 """Variables that torchrun gives its workers (torch's local_elastic_agent.py), and NODE_RANK."""
 
 NONCE_VARIABLE = "CLUSTERDDP_NONCE"
-"""Variable with the secret that the ranks of one attempt share (`distributed.rendezvous`)."""
+"""Variable with the shared secret of an attempt's ranks (`distributed.rendezvous`)."""
 
 ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
-"""Variable with the number of the attempt, which a batch script gives to its tasks."""
+"""Variable with the attempt's number, from the batch script to its tasks."""
 
 BATCH_VARIABLE = "CLUSTERDDP_BATCH"
-"""Variable with the job's id by which a batch script knows that the controller runs its lines."""
+"""Variable with the job id; tells a batch script that the controller runs its lines."""
 
 NODES_VARIABLE = "CLUSTERDDP_NODES"
-"""Variable of a script's lines with the nodes of the step, in a job that has some to spare."""
+"""Variable with the step's nodes, for a script's lines in a job with spare nodes."""
 
 SPARES_VARIABLE = "CLUSTERDDP_SPARE_NODES"
-"""Variable of the tasks of a job with spare nodes: they show their nodes' life."""
+"""Variable that makes the tasks of a job with spare nodes write heartbeats of their nodes."""
 
 FULL_PREFLIGHT_VARIABLE = "CLUSTERDDP_FULL_PREFLIGHT"
-"""Variable of the tasks of an attempt whose ranks are to check their nodes before they train."""
+"""Variable that makes an attempt's ranks check their nodes before they train."""
 
 LOOP_VARIABLE = "CLUSTERDDP_LOOP"
-"""Variable by which a COMMAND's loop finds its attempt (`run.attempt`)."""
+"""Variable with which a COMMAND's loop finds its attempt (`run.attempt`)."""
 
 CODE_VARIABLE = "CLUSTERDDP_RUN_CODE"
-"""Variable of the tasks with the run's copy of the code (`processes.armed`)."""
+"""Variable with the run's copy of the code, for the tasks (`processes.armed`)."""
 
 CODE_OF_VARIABLE = "CLUSTERDDP_RUN_CODE_OF"
-"""Variable of the tasks with the folder of which that is a copy."""
+"""Variable with the original directory of that copy, for the tasks."""
 
 ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
-"""Variable of a COMMAND: 0 under --no-arm-stacks."""
+"""Variable of a COMMAND; 0 with --no-arm-stacks."""
 
 TASK_VARIABLES = (
     *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),
     *(LOOP_VARIABLE, CODE_VARIABLE, CODE_OF_VARIABLE, ARM_VARIABLE),
 )
-"""Variables of the tasks of one attempt, which mean nothing to a job that a task submits."""
+"""Variables of one attempt's tasks; jobs that a task submits must not inherit them."""
 
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 SECRET = r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$|_)"
-"""Part of a variable's name that says that its value is secret."""
+"""Part of a variable's name that marks its value as secret."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Form:
-    """The form of a text: a pattern, its name in messages, and valid examples."""
+    """Format of a text: a pattern, its name in messages, and valid examples."""
 
     pattern: str
     noun: str
     examples: str
 
     def check(self, option: str, value: str) -> None:
-        """Raise RequestError unless the text is wholly of the form, and fits into a script."""
+        """Raise RequestError unless the whole text matches and fits into a script."""
         if not re.fullmatch(self.pattern, text(option, value)):
-            problem = f": {value!r} is no {self.noun}, such as {self.examples}. [CD0102]"
+            problem = f": {value!r} is not a valid {self.noun}. Examples: {self.examples}. [CD0102]"
             raise OptionError(option, problem)
 
 
@@ -107,7 +107,7 @@ _EVENT = (
 
 LINE = Form(r".*", "line", "text without control characters")
 WORDS = Form(r".*", "line", "text without control characters")
-"""Words as in a shell: of one line, or of each that is typed."""
+"""Words as in a shell, in one line or several."""
 PATH = Form(r".+", "path", "data or /usr/bin/python3")
 TIME_LIMIT = Form(
     r"(?ia)\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?"
@@ -120,7 +120,7 @@ MEMORY = Form(
 )
 SIGNAL = Form(
     r"(?:(?:B:)?(?:USR1|USR2|TERM)@[0-9]{1,5})?",
-    "signal ahead of the time limit",
+    "signal before the time limit",
     "B:USR1@120 (to the script, seconds before the end), USR1@60 (to the tasks), or none",
 )
 DEPENDENCY = Form(
@@ -148,7 +148,7 @@ MODULE = Form(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*", "environment module", "cuda/12
 
 
 def array_indices(indices: Iterable[int]) -> str:
-    """Write indices in order as Slurm does: `0-3,7`."""
+    """Format ascending indices like Slurm: `0-3,7`."""
     spans: list[list[int]] = []
     for index in indices:
         if spans and spans[-1][1] == index - 1:
@@ -159,25 +159,24 @@ def array_indices(indices: Iterable[int]) -> str:
 
 
 def run_name(option: str, value: str) -> str:
-    """Return a name that a directory, a job and a shell's word can have; refuse any other."""
+    """Return a name that is valid for a directory, a job and a shell word; refuse others."""
     if not re.fullmatch(RUN_NAME, value):
         raise OptionError(
             option,
-            f": {value!r} is no name of a run: up to 100 letters, digits, "
-            "'.', '_' and '-', a letter or digit first.",
+            f": {value!r} is not a valid run name. Use up to 100 letters, digits, "
+            "'.', '_' and '-', starting with a letter or digit.",
         )
     return value
 
 
 def text(option: str, value: str) -> str:
-    """Return a text that a line of script can carry: no control character, valid UTF-8."""
+    """Return a text that fits on a script line: valid UTF-8 without control characters."""
     control = re.search(_CONTROL, value)
     if control:
         raise OptionError(
             option,
-            f": {value!r} holds the control character {control.group()!r}; "
-            "a script line cannot carry it faithfully. Remove it, or put the text into a "
-            "file. [CD0102]",
+            f": {value!r} contains the control character {control.group()!r}, which a script "
+            "line cannot hold. Remove it, or put the text into a file. [CD0102]",
         )
     try:
         value.encode()
@@ -188,12 +187,12 @@ def text(option: str, value: str) -> str:
 
 
 def limit_seconds(value: str) -> int | None:
-    """Return a valid time limit in seconds; None for none, which 0 is to sbatch(1) as well."""
+    """Return a valid time limit in seconds, or None for unlimited, which includes 0 (sbatch(1))."""
     return time_seconds(value) or None
 
 
 def time_seconds(value: str) -> int | None:
-    """Return a time as Slurm takes and prints it in seconds; None for UNLIMITED and the like."""
+    """Return the seconds of a time in Slurm's format, or None for UNLIMITED and other words."""
     if not value[:1].isdigit() or not re.fullmatch(TIME_LIMIT.pattern, value):
         return None
     days, dash, rest = value.rpartition("-")
@@ -208,20 +207,22 @@ def gpu_count(option: str, value: str) -> tuple[str, int]:
     """Return the type, or "", and the count of `[TYPE:]N`."""
     gpus = re.fullmatch(_GPUS, text(option, value))
     if not gpus:
-        raise OptionError(option, f": {value!r} is no GPU count, such as 4 or a100:4.")
+        raise OptionError(option, f": {value!r} is not a valid GPU count. Examples: 4, a100:4.")
     if gpus["type"] == "gpu":
         count = gpus["count"]
-        raise OptionError(option, f" {value}: gpu is no type, but what is counted; type {count}.")
+        raise OptionError(option, f" {value}: 'gpu' is not a GPU type. Use {count}.")
     if gpus["type"] and not int(gpus["count"]):
-        raise OptionError(option, f" {value}: none of a type cannot be asked for; type 0, or N.")
+        raise OptionError(
+            option, f" {value}: a count of 0 takes no type. Use 0, or a higher count."
+        )
     return gpus["type"] or "", int(gpus["count"])
 
 
 def gpus_of(gres: str, *, bare: int = 0) -> dict[str, int]:
-    """Return GPUs by their type, and all of them by an empty one.
+    """Return GPU counts by type, and their total under an empty type.
 
-    gres: such as `gpu:a100:4(S:0-1),gpu:v100:2,nvme:1`, as sinfo and the option --gres have it.
-    bare: number that `gpu` and `gpu:TYPE` stand for, 1 in a request.
+    gres: from sinfo or --gres, for example `gpu:a100:4(S:0-1),gpu:v100:2,nvme:1`. bare: count of
+    `gpu` and `gpu:TYPE` without a number, 1 in a request.
     """
     gpus: dict[str, int] = {}
     for match in re.finditer(_GPU_GRES, gres):
@@ -235,7 +236,7 @@ def gpus_of(gres: str, *, bare: int = 0) -> dict[str, int]:
 
 
 def words(option: str, value: str) -> tuple[str, ...]:
-    """Split a line of arguments as a shell would, without running anything."""
+    """Split a line of arguments like a shell, without running anything."""
     try:
         return tuple(shlex.split(text(option, value)))
     except ValueError as error:
@@ -250,26 +251,25 @@ MAX_DIGITS = 20
 
 _HOSTLIST_EXAMPLE = "gpu[01-03,07] or r[1-2]n[01-16],login"
 _TASKS_EXAMPLE = "4(x2),3"
-# Zero tasks or zero repeats cannot be: Slurm gives a step no node that runs none of its tasks.
+# Zero tasks or repeats are invalid: every node of a step runs at least one of its tasks.
 _TASKS = r"0*([1-9][0-9]{0,8})(?:\(x0*([1-9][0-9]{0,8})\))?"
 _FOREIGN_CHARACTER = r"[^A-Za-z0-9._:,\[\]-]"
 _BRACKET = r"\[([^\[\]]*)\]"
 _BALANCED = rf"[^\[\]]*(?:{_BRACKET}[^\[\]]*)*"
 _COMMA = r",(?![^\[\]]*\])"
-"""Comma between two names, which is in no bracket."""
+"""Comma between two names, outside brackets."""
 _RANGE = r"([0-9]+)(?:-([0-9]+))?"
 
 _Range = tuple[int, int, int]
-"""First and last number, and the digits of the first as written: shorter ones are padded to it."""
+"""First number, last number, and the width to which numbers are zero-padded."""
 
 
 def expand_nodelist(text: str) -> list[str]:
     """Return every host of a Slurm host list, in the order of `scontrol show hostnames`.
 
-    Takes comma separated names, each with any number of brackets: `r[1-2]n[01-03],login-1`. The
-    width of a range's first number is kept (`[08-10]` gives 08, 09, 10); duplicates are kept too.
-    Raises RequestError, with what was seen and where, for a list that cannot be read and for one
-    of more than 1,000,000 hosts.
+    Accepts comma-separated names, each with any number of brackets: `r[1-2]n[01-03],login-1`. Keeps
+    the width of a range's first number (`[08-10]` gives 08, 09, 10) and duplicates. Raises
+    RequestError, with the error's position, for a malformed list or more than 1,000,000 hosts.
     """
     names = list(_parse(text))
     total = sum(
@@ -278,14 +278,14 @@ def expand_nodelist(text: str) -> list[str]:
     )
     if total > MAX_HOSTS:
         raise RequestError(
-            f"host list {_excerpt(text)} stands for {total} hosts; "
-            f"at most {MAX_HOSTS} are expanded. Check the ranges in it. [CD0405]"
+            f"host list {_excerpt(text)} expands to {total} hosts; the limit is {MAX_HOSTS}. "
+            "Check its ranges. [CD0405]"
         )
     return [host for literals, brackets in names for host in _expand(literals, brackets)]
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """Return every host of a list; none of an empty one, and one that cannot be read as a host."""
+    """Return every host of a list; a malformed list counts as one host."""
     try:
         return expand_nodelist(nodelist) if nodelist else []
     except RequestError:
@@ -295,15 +295,15 @@ def hosts_of(nodelist: str) -> list[str]:
 def expand_tasks_per_node(text: str) -> list[int]:
     """Return the number of tasks on each node: `4(x2),3` gives [4, 4, 3].
 
-    Takes the form of SLURM_STEP_TASKS_PER_NODE (documented in srun(1)). Raises RequestError, with
-    what was seen and where, for anything else and for more than 1,000,000 nodes.
+    The format is that of SLURM_STEP_TASKS_PER_NODE (srun(1)). Raises RequestError, with the error's
+    position, for a malformed list or more than 1,000,000 nodes.
     """
     counts: list[int] = []
     position = 0
     for item in text.split(","):
         match = re.fullmatch(_TASKS, item)
         if match is None:
-            what = f"{_excerpt(item)} is no count" if item else "there is an empty item"
+            what = f"{_excerpt(item)} is not a count" if item else "there is an empty item"
             _refuse("tasks per node", text, position, what, _TASKS_EXAMPLE)
         repeats = int(match[2] or 1)
         if len(counts) + repeats > MAX_HOSTS:
@@ -314,7 +314,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def _expand(literals: list[str], brackets: list[list[_Range]]) -> list[str]:
-    """Return the hosts of one name: a literal, and one after each bracket."""
+    """Return the hosts of one name. literals: one more than there are brackets."""
     if not brackets:
         return literals
     labels = [
@@ -333,7 +333,7 @@ def _expand(literals: list[str], brackets: list[list[_Range]]) -> list[str]:
 
 
 def _parse(text: str) -> Iterator[tuple[list[str], list[list[_Range]]]]:
-    """Yield each name's literals, and the brackets between them."""
+    """Yield each name's literals and the brackets between them."""
     if not text:
         raise RequestError(
             f"the host list is empty; a valid one looks like {_HOSTLIST_EXAMPLE}. [CD0405]"
@@ -369,7 +369,9 @@ def _parse_ranges(text: str, start: int, content: str) -> Iterator[_Range]:
     for item in content.split(","):
         match = re.fullmatch(_RANGE, item)
         if match is None:
-            what = f"{_excerpt(item)} is no number or range" if item else "there is an empty item"
+            what = (
+                f"{_excerpt(item)} is not a number or range" if item else "there is an empty item"
+            )
             _refuse_hosts(text, start, what)
         low, high = match[1], match[2] or match[1]
         if max(len(low), len(high)) > MAX_DIGITS:
@@ -392,7 +394,7 @@ def _refuse(kind: str, text: str, position: int, what: str, example: str) -> NoR
 
 
 def _excerpt(text: str, position: int = 0) -> str:
-    """Return the text around `position`, quoted so that control characters show."""
+    """Return the text around `position`, quoted so that control characters are visible."""
     start = max(0, position - 40)
     end = start + 80
     before = "..." if start else ""

@@ -1,4 +1,4 @@
-"""Slurm's account of a site: slurm.conf, its partitions and nodes, bounds of arrays, accounting."""
+"""Queries about a site: slurm.conf, partitions and nodes, array limits, accounting."""
 
 import contextlib
 import grp
@@ -20,9 +20,9 @@ _FIELD = re.compile(r"(?:^| )([A-Za-z]+)=(\S*)")
 
 
 def configuration() -> dict[str, str]:
-    """Return slurm.conf as slurmctld has it, by key. Raises SlurmError where it does not answer.
+    """Return slurmctld's slurm.conf by key. Raises SlurmError if it does not answer.
 
-    scontrol's exit code is that of a ping at the end, and says nothing of what it printed before.
+    scontrol ends with a ping; its exit code does not invalidate the preceding output.
     """
     answer = ask(["scontrol", "show", "config"])
     settings: dict[str, str] = {}
@@ -35,8 +35,8 @@ def configuration() -> dict[str, str]:
 
 
 def cluster_name(environ: Mapping[str, str]) -> str:
-    """Return ClusterName of slurm.conf; empty where there is no Slurm, or it does not answer."""
-    if name := environ.get("SLURM_CLUSTER_NAME"):  # a job has it
+    """Return ClusterName of slurm.conf; empty without Slurm or an answer."""
+    if name := environ.get("SLURM_CLUSTER_NAME"):  # set in a job
         return name
     try:
         return configuration().get("ClusterName", "")
@@ -45,9 +45,9 @@ def cluster_name(environ: Mapping[str, str]) -> str:
 
 
 def partition_settings() -> dict[str, dict[str, str]]:
-    """Return the fields of `scontrol show partition` by the partition's name, hidden ones too.
+    """Return the fields of `scontrol show partition` by partition, including hidden ones.
 
-    Raises SlurmError where it does not answer, or fails.
+    Raises SlurmError if it fails or does not answer.
     """
     answer = ask(["scontrol", "-a", "-o", "show", "partition"])
     if answer.returncode:
@@ -59,21 +59,21 @@ def partition_settings() -> dict[str, dict[str, str]]:
 def why_closed(
     partition: Mapping[str, str], groups: Collection[str], accounts: Collection[str]
 ) -> str:
-    """Return why a partition takes no job of a user, by its settings; empty where it may.
+    """Return why a partition's settings exclude a user's jobs; empty if they do not.
 
-    groups, accounts: the user's; none where they are not known. sbatch does not always refuse such
-    a job: seen on 24.11 with EnforcePartLimits=NO, where one of a user who is in none of
-    AllowGroups is queued, and waits for ever. 22.05 refuses it.
+    groups, accounts: the user's; empty if unknown. sbatch does not always refuse such a job: seen
+    on 24.11 with EnforcePartLimits=NO, a job of a user outside AllowGroups is queued and waits
+    indefinitely. 22.05 refuses it.
     """
-    for key, own in (("AllowGroups", groups), ("AllowAccounts", accounts)):
+    for key, users in (("AllowGroups", groups), ("AllowAccounts", accounts)):
         allowed = partition.get(key, "ALL")
-        if own and not {"ALL", *own} & set(allowed.split(",")):
+        if users and not {"ALL", *users} & set(allowed.split(",")):
             return f"{key}={allowed}: none of these is yours"
     return ""
 
 
 def groups() -> set[str]:
-    """Return the names of this user's groups; none of root's, whom no partition keeps out."""
+    """Return the names of this user's groups; none for root, whom no partition excludes."""
     names = set[str]()
     if os.getuid() == 0:
         return names
@@ -86,14 +86,14 @@ def groups() -> set[str]:
 
 
 def check_accounting() -> None:
-    """Raise SlurmError, with sacct's words, where it cannot show jobs that have ended."""
+    """Raise SlurmError with sacct's message if it cannot show ended jobs."""
     answer = ask(["sacct", "-P", "-n", "-X", "-S", "now", "-o", "JobIDRaw"])
     if answer.returncode:
         raise SlurmError(answer.stderr.strip() or f"sacct: exit code {answer.returncode}")
 
 
 def accounts() -> list[str]:
-    """Return the accounts that this user can charge; none where there is no accounting."""
+    """Return the accounts that this user can charge; none without accounting."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
         argv = ["sacctmgr", "-n", "-P", "show", "associations", f"user={user}", "format=Account"]
@@ -105,24 +105,24 @@ def accounts() -> list[str]:
 
 @dataclass(frozen=True)
 class ArrayLimits:
-    """Bounds of a job array as Slurm's settings have them; None where there is none or no word."""
+    """Limits of a job array in Slurm's settings; None if unset or unknown."""
 
     size: int | None = None
-    """MaxArraySize of slurm.conf: an index is below it."""
+    """MaxArraySize of slurm.conf; indices must be lower."""
     tasks: int | None = None
     """max_array_tasks of SchedulerParameters."""
     jobs: int | None = None
-    """MaxJobCount of slurm.conf: jobs that slurmctld can hold, of all users."""
+    """MaxJobCount of slurm.conf: limit of slurmctld's jobs, all users together."""
     submitted: int | None = None
-    """MaxSubmitJobs of the user's associations and their QOS: jobs queued and running at once."""
+    """MaxSubmitJobs of the user's associations and QOS: limit of queued and running jobs."""
     present: int = 0
-    """Jobs of this user that are queued and running, elements of arrays each."""
+    """The user's queued and running jobs, each array task counted."""
 
 
 def array_limits(account: str = "") -> ArrayLimits:
-    """Return the bounds of an array submitted now; `submitted` only where the site enforces it.
+    """Return the limits of an array submitted now; `submitted` only if the site enforces it.
 
-    account: the one to be charged; the user's default one where empty.
+    account: account to charge; the user's default if empty.
     """
     import getpass
 
@@ -134,7 +134,7 @@ def array_limits(account: str = "") -> ArrayLimits:
         where = [f"user={getpass.getuser()}", *([f"account={account}"] if account else [])]
         shown = ["sacctmgr", "-n", "-P", "show", "assoc", *where, "format=MaxSubmitJobs"]
         bounds = [int(line) for line in output_of(shown).split() if line.isdecimal()]
-        submitted = max(bounds, default=None)  # of several accounts, which one is not known here
+        submitted = max(bounds, default=None)  # unknown which of several accounts is charged
         if bounds:
             present = len(output_of(["squeue", "-h", "-r", "--me", "-o", "%i"]).split())
     return ArrayLimits(
@@ -146,12 +146,12 @@ def array_limits(account: str = "") -> ArrayLimits:
     )
 
 
-# Exact (-e): nodes of different CPUs or GPUs stand on lines of their own. Hidden ones (-a) too.
+# Exact (-e): one line per combination of CPUs and GPUs. Hidden partitions (-a), too.
 _SINFO = ["sinfo", "-h", "-a", "-e", "-o", "%P|%l|%c|%D|%G"]
-# All partitions, of which hidden ones show with -a alone, which goes with no -p (22.05).
+# All partitions: only -a shows hidden ones, and it excludes -p (22.05).
 _SINFO_NODES = ["sinfo", "-h", "-a", "-N", "-o", "%N|%P|%T|%c|%G|%f|%m"]
-# States, and marks behind them, of nodes that Slurm gives to no job now: sinfo(1), NODE STATE
-# CODES. It does give those that are powered off (~) or up (#), completing (+) or planned (-).
+# States and state suffixes of nodes that Slurm does not allocate now: sinfo(1), NODE STATE CODES.
+# It does allocate nodes that are powered off (~), powering up (#), completing (+) or planned (-).
 _NOT_GIVEN = (
     *("drain", "fail", "error", "unk", "future", "inval", "maint", "reboot", "reserved"),
     *("power_down", "powering_down", "blocked", "perfctrs", "no_respond"),
@@ -162,22 +162,22 @@ _FEATURE = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Partition:
-    """Partition, with the most that one of its nodes has; None where that is not known."""
+    """A partition with the maximum of each resource over its nodes."""
 
     name: str
     is_default: bool = False
     limit_seconds: int | None = None
     """Longest time of a job; None without a limit."""
     limit: str = ""
-    """The same in Slurm's words."""
+    """Time limit in Slurm's format."""
     nodes: int = 0
     cpus: int = 0
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """Most GPUs of a node by their type; the type is empty for those of all types together."""
+    """Highest number of GPUs per node by type; their total under an empty type."""
 
 
 class Question:
-    """Asks for the partitions beside other work: from its making, for at most a second."""
+    """Query for the partitions in a thread, for at most a second from construction."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ, self._partitions = environ, dict[str, Partition]()
@@ -186,7 +186,7 @@ class Question:
         self._asking.start()
 
     def answer(self) -> dict[str, Partition]:
-        """Return the partitions by name; none where no Slurm has answered in time."""
+        """Return the partitions by name; none if Slurm has not answered in time."""
         self._asking.join(max(self._deadline - time.monotonic(), 0.0))
         return self._partitions
 
@@ -198,9 +198,9 @@ class Question:
 def read_partitions(
     environ: Mapping[str, str] | None = None, seconds: float | None = None
 ) -> dict[str, Partition]:
-    """Return the partitions by name, as sinfo shows them; see `ask` for the defaults.
+    """Return sinfo's partitions by name; see `ask` for the defaults.
 
-    Raises SlurmError where it does not answer, or fails.
+    Raises SlurmError if it fails or does not answer.
     """
     answer = ask(_SINFO, environ, seconds)
     if answer.returncode:
@@ -209,7 +209,7 @@ def read_partitions(
 
 
 def parse_partitions(lines: Iterable[str]) -> dict[str, Partition]:
-    """Read sinfo's lines, one for each kind of node of a partition."""
+    """Parse sinfo's lines, one per kind of node in a partition."""
     partitions: dict[str, Partition] = {}
     for line in lines:
         fields = line.strip().split("|")
@@ -235,11 +235,11 @@ def parse_partitions(lines: Iterable[str]) -> dict[str, Partition]:
 
 @dataclass(frozen=True)
 class Node:
-    """Node of a partition, as sinfo shows it."""
+    """A node of a partition, from sinfo."""
 
     name: str
     state: str = "idle"
-    """In sinfo's words, `down*` say: the sign of a node that does not answer."""
+    """sinfo's state; `*` marks a node that does not answer, as in `down*`."""
     cpus: int = 0
     gpus: Mapping[str, int] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
@@ -249,20 +249,20 @@ class Node:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether it is down or does not answer."""
+        """Return whether the node is down or does not answer."""
         return self.state.startswith("down") or self.state.endswith("*")
 
     @property
     def is_usable(self) -> bool:
-        """Return whether Slurm gives it to jobs."""
+        """Return whether Slurm allocates the node to jobs."""
         is_given = not self.state.startswith(_NOT_GIVEN)
         return is_given and not self.is_lost and not self.state.endswith(_MARKS_NOT_GIVEN)
 
 
 def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) -> list[Node]:
-    """Return the nodes of some partitions, or of the default one, once for each that has them.
+    """Return the nodes of some partitions; a node in several of them occurs several times.
 
-    names: `gpu,long`; empty for the default. seconds: bound on sinfo's answer. Raises SlurmError.
+    names: `gpu,long`; empty for the default partition. seconds: timeout. Raises SlurmError.
     """
     answer = ask(_SINFO_NODES, environ, seconds)
     if answer.returncode:
@@ -283,5 +283,5 @@ def nodes(names: str, environ: Mapping[str, str], seconds: float | None = None) 
 
 
 def features_of(constraint: str) -> frozenset[str]:
-    """Return all features that a constraint names, whatever joins them: a node with all fits."""
+    """Return all features in a constraint, whatever its operators: a node with all of them fits."""
     return frozenset(word for word in _FEATURE.findall(constraint) if not word.isdecimal())

@@ -1,4 +1,4 @@
-"""Reads the lines of srun and slurmstepd in a job's log: ended tasks, lost nodes, an ended step."""
+"""Parses messages of srun and slurmstepd in a job's log: ended tasks, lost nodes, ended steps."""
 
 import re
 import signal
@@ -13,19 +13,19 @@ _TASKS_ENDED = re.compile(
     r"^srun: error: (?P<host>[^\s:]+): tasks? (?P<ranks>[\d,-]+): (?P<what>.+?)\s*$"
 )
 _EXITED = re.compile(r"Exited with exit code (\d+)")
-# 22.05 says who says so: srun: launch/slurm: _step_signal: Terminating StepId=17.0
+# 22.05 adds the origin: srun: launch/slurm: _step_signal: Terminating StepId=17.0
 _ENDING = re.compile(
     r"^(srun: (?:\S+: \w+: )?Terminating|slurmstepd: error: \*\*\* STEP .* CANCELLED)"
 )
-# From inside the job a lost node looks like scancel, but for srun's own lines.
+# Inside the job, only srun's messages distinguish a lost node from scancel.
 _STEP_ENDED = re.compile(r"^slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED", re.MULTILINE)
 _STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION", re.MULTILINE)
-# srun's first line where its step is ended from outside; one that fails by itself is named before.
+# srun's first message if its step is ended from outside; a failed task is reported earlier.
 _STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 _FATAL = [signal.Signals[f"SIG{name}"] for name in ("KILL", "SEGV", "ABRT", "BUS", "ILL", "FPE")]
-"""Signals that nobody sends to ask for an end."""
-# srun prints strsignal(3)'s words.
+"""Signals that are never a request to end."""
+# srun prints strsignal(3)'s text.
 _SIGNAL_WORDS = {
     signal.strsignal(number): (f"killed by {number.name}", 128 + number)
     for number in (*_FATAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,27 +36,27 @@ _KILLED = {"Out Of Memory", *map(signal.strsignal, _FATAL)}
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """End of one task in srun's words."""
+    """End of a task, reported by srun."""
 
     rank: int
     host: str
     words: str
     primary: bool
-    """Said before srun began to end the other tasks, and no answer to its SIGTERM."""
+    """True if srun had not yet begun to end the other tasks, and SIGTERM is not the cause."""
 
     @property
     def exit_code(self) -> int | None:
-        """Code with which the task exited; None where something else ended it."""
+        """Return the task's exit code, or None if it did not exit."""
         exited = _EXITED.fullmatch(self.words)
         return int(exited[1]) if exited else None
 
     @property
     def was_killed(self) -> bool:
-        """Return whether a signal has ended it that nobody sends to ask for an end."""
+        """Return whether a fatal signal ended the task."""
         return self._signal in _KILLED
 
     def explain(self) -> tuple[str, int | None]:
-        """Return what has ended it, and its exit code as a shell shows it, if that is known."""
+        """Return the cause of the end, and the shell's exit code or None."""
         if self.exit_code is not None:
             return f"exit code {self.exit_code}", self.exit_code
         return _SIGNAL_WORDS.get(self._signal, (self.words, None))
@@ -67,7 +67,7 @@ class TaskEnd:
 
 
 def task_ends(log: str) -> list[TaskEnd]:
-    """Return the ends of tasks in the order in which srun has seen them."""
+    """Return the ends of tasks in the order reported by srun."""
     ends = []
     is_ending = False
     for line in log.splitlines():
@@ -82,8 +82,8 @@ def task_ends(log: str) -> list[TaskEnd]:
 
 
 def exit_codes(log: str) -> dict[str, int]:
-    """Return the exit codes of failed tasks by their nodes, of a step with one task per node."""
-    # srun names several in one line where they come by one message: h[02-04].
+    """Return the exit codes of failed tasks by node, for a step with one task per node."""
+    # srun may join several nodes in one line: h[02-04].
     return {
         host: int(exited[1])
         for line in log.splitlines()
@@ -93,23 +93,23 @@ def exit_codes(log: str) -> dict[str, int]:
 
 
 def lost_nodes(log: str) -> tuple[str, ...]:
-    """Return the nodes that srun has seen fail."""
+    """Return the nodes that srun reported as failed."""
     lists = _NODE_LOST.findall(log)
     return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
 
 
 def was_ended(log: str) -> bool:
-    """Return whether slurmstepd was told to end the step."""
+    """Return whether slurmstepd was ordered to end the step."""
     return bool(_STEP_ENDED.search(log))
 
 
 def was_preempted(log: str) -> bool:
-    """Return whether slurmstepd was told to end the step by a preemption."""
+    """Return whether slurmstepd ended the step because of a preemption."""
     return bool(_STEP_PREEMPTED.search(log))
 
 
 def was_aborted(log: str) -> bool:
-    """Return whether srun was told of the step's end before it saw a task end."""
+    """Return whether srun learned of the step's end before any task's end."""
     lines = [line for line in log.splitlines() if line.startswith("srun: ")]
     return _STEP_ABORTED.match("\n".join(lines)) is not None
 

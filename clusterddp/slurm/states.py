@@ -1,18 +1,18 @@
-"""Slurm's words for the state of a job, as plain values."""
+"""Job states and exit codes, parsed from Slurm's output."""
 
 import re
 from dataclasses import dataclass
 from enum import Enum
 
 HELD = "job requeued in held state"
-"""Slurm's reason of a job that `scontrol requeuehold` holds (seen on 22.05 and 24.11), and of one
-with --requeue=expedite that failed on healthy nodes (26.05). A person's own hold has another."""
-# sacct shows an exit code of 128 + signal without the 128; these are signals more often than codes.
+"""Slurm's reason for a job held by `scontrol requeuehold` (seen on 22.05 and 24.11), or with
+--requeue=expedite that failed on healthy nodes (26.05). A user's hold has another reason."""
+# sacct shows an exit code of 128 + signal without the 128; these values are usually signals.
 _SACCT_SIGNALS = (6, 9, 11, 15)
 
 
 class State(str, Enum):
-    """State of a job, whatever the version of Slurm calls it."""
+    """State of a job, independent of Slurm's version."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -28,12 +28,12 @@ class State(str, Enum):
     DEADLINE = "deadline"
     BOOT_FAIL = "boot_fail"
     OTHER = "other"
-    """Slurm knows the job, in a state for which this table has no word: a later release's."""
+    """A state of a later Slurm release that this table lacks."""
     UNKNOWN = "unknown"
 
     @property
     def is_final(self) -> bool:
-        """Return whether the job is over, as far as this word can tell: a requeue may follow."""
+        """Return whether this is a final state; a requeue may still follow."""
         waits_or_runs = self in (State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING)
         return not waits_or_runs and self not in (State.OTHER, State.UNKNOWN)
 
@@ -41,7 +41,7 @@ class State(str, Enum):
 # squeue(1), sacct(1), scontrol(1): JOB STATE CODES.
 _WORDS = {
     State.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD "
-    # 25.11 and later: waits to start again, ahead of all others.
+    # 25.11 and later: waits to restart before all other jobs.
     "SPECIAL_EXIT EXPEDITING",
     State.RUNNING: "RUNNING RESIZING SIGNALING",
     State.SUSPENDED: "SUSPENDED STOPPED",
@@ -60,29 +60,29 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class JobState:
-    """One job as Slurm knows it."""
+    """A job's state in Slurm."""
 
     state: State
     reason: str = ""
-    """Slurm's reason for the state, such as Resources or NonZeroExitCode."""
+    """Slurm's reason for the state, for example Resources or NonZeroExitCode."""
     exit_code: int | None = None
-    """Exit code of an ended job, as a shell would show it: 128 + N for signal N."""
+    """Exit code of an ended job, as in a shell: 128 + N for signal N."""
     problem: str = ""
-    """Reason that Slurm could not be asked. Unknown without a problem: Slurm knows no such job."""
+    """Reason why Slurm could not be asked; empty if Slurm answered."""
     comment: str = ""
-    """The job's comment, by which a run knows a job of its own."""
+    """Comment, which identifies the run's jobs."""
     element: str = ""
-    """The name of an array's element, 89_0: its raw id can be that of the whole array."""
+    """Name of an array task, 89_0, since its raw id may equal the array's."""
     start: float | None = None
-    """Time at which Slurm expects a job to start that is pending, in seconds since the epoch."""
+    """Expected start of a pending job, in seconds since the epoch."""
     restarts: int | None = None
-    """Number of times that Slurm has put an ended job back into the queue; None where unknown."""
+    """Number of requeues; None if unknown."""
     word: str = ""
     """Slurm's own word for `State.OTHER`."""
 
 
 def parse_state(text: str) -> State:
-    """Return the state of Slurm's word, also of a decorated one: `CANCELLED by 0`, `RUNNING+`."""
+    """Return the state for Slurm's word, also with additions: `CANCELLED by 0`, `RUNNING+`."""
     words = re.findall(r"[A-Z_]+", text.upper())
     if not words:
         return State.UNKNOWN
@@ -90,15 +90,15 @@ def parse_state(text: str) -> State:
 
 
 def other_word(text: str) -> str:
-    """Return Slurm's word where `parse_state` has none for it, otherwise nothing."""
+    """Return Slurm's word if `parse_state` does not know it, else an empty text."""
     return text.strip() if parse_state(text) is State.OTHER else ""
 
 
 def parse_exit_code(text: str, source: str = "scontrol") -> int | None:
-    """Return `CODE:SIGNAL` as a shell shows it, the same number from scontrol and sacct.
+    """Return the shell's exit code for `CODE:SIGNAL`, the same from scontrol and sacct.
 
-    For a job whose srun was killed by signal 9, scontrol shows 137:0 and sacct 9:0: sacct takes
-    128 off, so that its 9:0 can be either. The signals that end ranks are taken for signals.
+    For a job whose srun was killed by signal 9, scontrol shows 137:0 and sacct 9:0: sacct subtracts
+    128, so 9:0 is ambiguous. Numbers of signals that typically end ranks count as signals.
     """
     parts = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if not parts:

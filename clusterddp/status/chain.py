@@ -272,7 +272,7 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
         try:
             events.add(each.run.events, events.AwaitedBy(by=by))
         except OSError as error:
-            held = shlex.quote(",".join(slurm.in_arrays([*jobs.values()])))
+            held = shlex.quote(",".join(slurm.join_array_tasks([*jobs.values()])))
             log.warning(
                 f"cannot record in {each.run.name} that {run.name} waits for it "
                 f"({error.strerror}). {run.name} still checks it at its start. If Slurm holds "
@@ -307,8 +307,8 @@ def requeue_until_due(run: RunDir, job_id: str, restart: int) -> str:
         raise NotDue("the job was cancelled while it waited [CD1203]", Cause.CANCELLED)
     trouble = ""
     try:
-        slurm.put_back(name, dependency(waits))
-    except slurm.LeftHeld as error:
+        slurm.requeue_with_dependency(name, dependency(waits))
+    except slurm.StillHeld as error:
         trouble = _held_hint(name, error)
     except SlurmError as error:
         why = f"not started: it cannot wait again for {waits[0].description}: {error}"
@@ -329,7 +329,7 @@ def _release_if_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
         ):
             return
         if jobs:
-            slurm.depend(job_id, jobs)
+            slurm.set_dependency(job_id, jobs)
         slurm.release(job_id)
     except ClusterDDPError as error:
         log.info(f"the awaited runs cannot be checked{_held_hint(job_id, error)}")
@@ -373,7 +373,7 @@ def _update_waiting(renewed: Sequence[RunDir], waiting: RunDir) -> None:
     try:
         jobs = _replace_dependency(spec, queued)
     except ClusterDDPError as error:
-        if held := slurm.in_arrays([name for name, is_held in queued.values() if is_held]):
+        if held := slurm.join_array_tasks([name for name, is_held in queued.values() if is_held]):
             trouble = _held_hint(",".join(held), error)
             log.info(f"{waiting.name} does not wait for the new job of {renewed[0].name}{trouble}")
             return
@@ -388,10 +388,10 @@ def _replace_dependency(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]
     former = {f"afterany:{job_id}" for run in awaited_runs for job_id in job_ids(run)}
     first = next(iter(queued.values()))[0]
     others = [d for d in slurm.dependency_of(first) if d.removesuffix("_*") not in former]
-    jobs = slurm.in_arrays([name for name, _ in queued.values()])
+    jobs = slurm.join_array_tasks([name for name, _ in queued.values()])
     for job in jobs:
-        slurm.depend(job, dependency(awaited, others))
-    for job in slurm.in_arrays([name for name, held in queued.values() if held]):
+        slurm.set_dependency(job, dependency(awaited, others))
+    for job in slurm.join_array_tasks([name for name, held in queued.values() if held]):
         slurm.release(job)
     for run, (name, _) in queued.items():
         _record_wait(run, name, awaited, sync=len(queued) == 1)

@@ -118,10 +118,10 @@ def check_directives(spec: JobSpec) -> None:
 
 def log_forecast(script: str) -> None:
     """Log Slurm's forecast; sbatch itself refuses what can never run."""
-    from clusterddp.slurm.client import outlook, requeue_exits
+    from clusterddp.slurm.client import predict_start, requeue_exits
 
     try:
-        can_start, words = outlook(script, os.environ)
+        can_start, words = predict_start(script, os.environ)
     except SlurmError as error:
         log.warning(f"Slurm could not be asked: {error}. [CD0401]")
     else:

@@ -420,7 +420,7 @@ def test_a_lost_node_that_slurm_does_not_take_back_yet_is_offered_again(
             raise SlurmError("the DB index is being set, try again in a bit for job 7")
 
     monkeypatch.setattr(patience, "STEP_PAUSE", 0.01)
-    monkeypatch.setattr(spares.slurm, "give_back", release_nodes)
+    monkeypatch.setattr(spares.slurm, "release_nodes", release_nodes)
     allocation = spares.Allocation("h[01-03]", 2)
     allocation.lost.add("h02")
     spares.release_nodes("7", allocation)

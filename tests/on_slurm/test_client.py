@@ -88,8 +88,8 @@ def test_a_job_is_put_back_behind_others_or_is_held_until_it_is_released(
     program.write_text(
         "import os, sys\nfrom clusterddp.slurm import client\n"
         "own = os.environ['SLURM_JOB_ID']\n"
-        "try:\n    client.put_back(own, sys.argv[1].replace('OWN', own))\n"
-        "except client.LeftHeld as error:\n    print(error)\n"
+        "try:\n    client.requeue_with_dependency(own, sys.argv[1].replace('OWN', own))\n"
+        "except client.StillHeld as error:\n    print(error)\n"
     )
     seen = {}
     for name, dependency in (("behind", f"afterany:{other}"), ("refused", "afterany:OWN")):

@@ -219,7 +219,7 @@ def test_what_is_neither_a_step_nor_torchs_is_a_single_process(environ: dict[str
     assert place(env) == (0, 0, 0, 1, 1, 1)
     assert (env.master_addr, env.master_port) == ("127.0.0.1", 0)
     assert env.hostnames == ("localhost",)
-    told = "SLURM_JOB_ID is set but this shell is no step; start tasks with srun"
+    told = "SLURM_JOB_ID is set but this shell is not in a step; start tasks with srun"
     assert all((told in source) == ("SLURM_JOB_ID" in environ) for source in env.sources.values())
 
 
@@ -268,9 +268,9 @@ CONTRADICTIONS: list[tuple[dict[str, str], list[str]]] = [
     ({**TORCHRUN, "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}, ["GROUP_WORLD_SIZE=1"]),
     ({**TORCHRUN, "GROUP_RANK": "2"}, ["GROUP_RANK=2", "GROUP_WORLD_SIZE=2", "from 0 to 1"]),
     ({**TORCHRUN, "NODE_RANK": "0"}, ["GROUP_RANK=1", "NODE_RANK=0", "the same"]),
-    ({**TORCH, "LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE, to know"]),
-    ({**TORCH, "NODE_RANK": "1"}, ["NODE_RANK=1", "LOCAL_WORLD_SIZE, to know"]),
-    ({**TORCH, "GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3", "LOCAL_WORLD_SIZE, to know"]),
+    ({**TORCH, "LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE, the number"]),
+    ({**TORCH, "NODE_RANK": "1"}, ["NODE_RANK=1", "LOCAL_WORLD_SIZE, the number"]),
+    ({**TORCH, "GROUP_WORLD_SIZE": "3"}, ["GROUP_WORLD_SIZE=3", "LOCAL_WORLD_SIZE, the number"]),
     ({**TORCH, "GROUP_WORLD_SIZE": "0"}, ["GROUP_WORLD_SIZE=0"]),
     ({**TORCH, "LOCAL_WORLD_SIZE": "3"}, ["LOCAL_WORLD_SIZE=3", "GROUP_WORLD_SIZE"]),
     ({**STEP, "SLURM_PROCID": "8"}, ["SLURM_PROCID=8", "SLURM_STEP_NUM_TASKS=8", "0 to 7"]),
@@ -451,9 +451,9 @@ def test_flags_give_a_ranks_place(
         ({"rank": 0, "world_size": 2, "master_port": 7, "local_world_size": 3},
          "--local-world-size: 3 is not a number from 1 to 2"),
         ({"rank": 0, "world_size": 3, "master_port": 7, "local_world_size": 2},
-         "--world-size 3 is no multiple of --local-world-size 2"),
+         "--world-size 3 is not a multiple of --local-world-size 2"),
         ({"rank": 3, "world_size": 4, "master_port": 7, "local_world_size": 2, "local_rank": 0},
-         "--local-rank 0 against --rank 3 and --local-world-size 2: expected 1"),
+         "--local-rank 0 conflicts with --rank 3 and --local-world-size 2: expected 1"),
     ],
 )  # fmt: skip
 def test_halves_and_values_out_of_range_name_what_was_typed(

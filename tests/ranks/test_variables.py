@@ -45,9 +45,9 @@ def test_what_env_prints_is_read_back(value: str) -> None:
     [
         ("", "no NAME=value line"),
         ("hello\n", "no NAME=value line"),
-        ('declare -x A="1"\n', "a shell's own list"),
-        ("export A='1'\n", "a shell's own list"),
-        ("SLURM_PROCID=0\nSLURM_PROCID=1\n", "that of one task"),
+        ('declare -x A="1"\n', "a shell's declarations"),
+        ("export A='1'\n", "a shell's declarations"),
+        ("SLURM_PROCID=0\nSLURM_PROCID=1\n", "expected one task's variables"),
     ],
 )
 def test_a_paste_that_cannot_be_read_is_refused(text: str, message: str) -> None:

@@ -114,7 +114,9 @@ def test_an_interval_is_of_epochs_steps_or_seconds() -> None:
     ],
 )
 def test_no_other_interval_is_taken(field: str, value: str) -> None:
-    with pytest.raises(RequestError, match=r"--\w+-every: .* is no interval, such as 1epoch"):
+    with pytest.raises(
+        RequestError, match=r"--\w+-every: .* is not a valid interval. Examples: 1epoch"
+    ):
         TrainConfig(**{field: value})  # type: ignore[arg-type]
 
 
@@ -417,8 +419,8 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"compile": True, "strategy": "dp"}, "--compile against --strategy dp"),
         ({"strategy": "fsdp"}, "--strategy: 'fsdp' is not one of ddp, dp, single"),
         ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm against --strategy dp"),
-        ({"profile": "-1"}, "--profile: '-1' is no rank"),
-        ({"profile": "²"}, "--profile: '²' is no rank"),
+        ({"profile": "-1"}, "--profile: '-1' is not a valid rank"),
+        ({"profile": "²"}, "--profile: '²' is not a valid rank"),
         ({"model": "resnet"}, "--model: 'resnet' is not one of convnet"),
         ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
     ],

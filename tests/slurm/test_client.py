@@ -439,7 +439,7 @@ def test_what_scontrol_writes_into_its_folder_stays_out_of_the_persons(
     work.mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setattr("os.environ", fake(scontrol="echo >slurm_job_7_resize.sh"))
-    client.give_back("7", ["h01", "h02"])
+    client.release_nodes("7", ["h01", "h02"])
     assert calls(tmp_path) == ["scontrol update JobId=7 NodeList=h01,h02"]
     assert list(work.iterdir()) == []
 
@@ -467,9 +467,9 @@ def test_a_job_is_held_in_the_queue_until_it_waits_for_others(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_requeue: str, others: list[str]
 ) -> None:
     monkeypatch.setattr("os.environ", fake(scontrol=PUT_BACK % may_requeue))
-    client.put_back("5", "afterany:4")
-    with pytest.raises(client.LeftHeld, match="Job dependency problem"):
-        client.put_back("5", "afterany:5")
+    client.requeue_with_dependency("5", "afterany:4")
+    with pytest.raises(client.StillHeld, match="Job dependency problem"):
+        client.requeue_with_dependency("5", "afterany:5")
     allowing, forbidding = [f"update JobId=5 Requeue={each}" for each in others] or ["", ""]
     begin = ["show job -o 5", allowing, "requeuehold 5", forbidding]
     told = [*begin, "update JobId=5 Dependency=afterany:4", "release 5"]

@@ -275,7 +275,7 @@ def test_a_job_that_cannot_go_back_ends_with_the_reason(
     def refuse(*_: str) -> None:
         raise chain.slurm.RequeueRefused("not on this cluster")
 
-    monkeypatch.setattr(chain.slurm, "put_back", refuse)
+    monkeypatch.setattr(chain.slurm, "requeue_with_dependency", refuse)
     with pytest.raises(chain.NotDue, match=r"cannot wait again for a \(running\): not on") as seen:
         chain.requeue_until_due(waiting, "5", 0)
     assert (seen.value.cause, seen.value.code) == ("failed", "CD0406")
@@ -286,9 +286,9 @@ def test_a_job_that_slurm_holds_in_the_queue_has_not_ended(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leave_held(*_: str) -> None:
-        raise chain.slurm.LeftHeld("Job dependency problem")
+        raise chain.slurm.StillHeld("Job dependency problem")
 
-    monkeypatch.setattr(chain.slurm, "put_back", leave_held)
+    monkeypatch.setattr(chain.slurm, "requeue_with_dependency", leave_held)
     words = chain.requeue_until_due(waiting, "5", 0)
     [event] = events.read(waiting.events)
     assert isinstance(event, events.Waits)
@@ -302,7 +302,7 @@ def test_a_job_that_slurm_holds_in_the_queue_has_not_ended(
 def changes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What Slurm is asked to change."""
     asked: list[tuple[str, ...]] = []
-    for name in ("put_back", "depend", "release"):
+    for name in ("requeue_with_dependency", "set_dependency", "release"):
         monkeypatch.setattr(chain.slurm, name, lambda *args, name=name: asked.append((name, *args)))
     return asked
 
@@ -310,7 +310,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("then", "let_go"),
     [
-        ("queued", [("depend", "5", "afterany:12"), ("release", "5")]),
+        ("queued", [("set_dependency", "5", "afterany:12"), ("release", "5")]),
         ("done", [("release", "5")]),
         ("failed", [("release", "5")]),  # its start says so
         ("unknown", [("release", "5")]),  # its start asks for a while
@@ -325,7 +325,7 @@ def test_a_job_is_let_go_where_the_awaited_run_has_gone_on_while_it_was_being_he
         chain, "check_awaited", lambda _: [awaited("a", then if changes else "stopped")]
     )
     assert chain.requeue_until_due(waiting, "5", 0) == "waits for a (stopped)"
-    assert changes == [("put_back", "5", ""), *let_go]
+    assert changes == [("requeue_with_dependency", "5", ""), *let_go]
 
 
 def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
@@ -338,7 +338,7 @@ def test_a_job_that_cannot_be_let_go_stays_held_with_the_remedy(
     monkeypatch.setattr(
         chain, "check_awaited", lambda _: [awaited("a", "queued" if changes else "stopped")]
     )
-    monkeypatch.setattr(chain.slurm, "depend", refuse)
+    monkeypatch.setattr(chain.slurm, "set_dependency", refuse)
     chain.requeue_until_due(waiting, "5", 0)
     assert (
         "Slurm holds it (no answer). To have it check again: 'scontrol release 5'"
@@ -360,7 +360,7 @@ def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_
     a.make()
     events.add(a.events, events.AwaitedBy(by=str(waiting.path)))
     chain.update_waiting_jobs(a)
-    depends = [("depend", "5", "afterany:12")] if held or state is State.PENDING else []
+    depends = [("set_dependency", "5", "afterany:12")] if held or state is State.PENDING else []
     assert changes == [*depends, *([("release", "5")] if held else [])]
 
 
@@ -392,7 +392,9 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_back: list[tuple[str, ...]] = []
-    monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
+    monkeypatch.setattr(
+        chain.slurm, "requeue_with_dependency", lambda *asked: put_back.append(asked)
+    )
     events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     assert chain.requeue_until_due(waiting, "5", 0) == "waits for a (running)"
     assert put_back == [("5", "afterany:12")]
@@ -407,7 +409,9 @@ def test_a_point_waits_again_by_its_name_until_it_begins(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_back: list[tuple[str, ...]] = []
-    monkeypatch.setattr(chain.slurm, "put_back", lambda *asked: put_back.append(asked))
+    monkeypatch.setattr(
+        chain.slurm, "requeue_with_dependency", lambda *asked: put_back.append(asked)
+    )
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     events.add(waiting.events, events.Submitted(job_id="7_3", launcher="sbatch"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.ranks.variables import JOB_ID, own_mig_device, shown_value
+from clusterddp.ranks.variables import JOB_ID, format_value, own_mig_device
 from clusterddp.slurm.forms import ARM_VARIABLE, ATTEMPT_VARIABLE, CODE_VARIABLE
 from clusterddp.version import armed_path
 from clusterddp.worker.command import become, run_command
@@ -60,8 +60,8 @@ def command(
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(
-            f"clusterddp: warning: this shell is in Slurm's job {shown_value(job)}, but in no step "
-            "of it: COMMAND is rank 0 of a world of one. For a rank in every task: "
+            f"clusterddp: warning: this shell is in Slurm's job {format_value(job)}, but in no "
+            "step of it: COMMAND is rank 0 of a world of one. For a rank in every task: "
             f"srun clusterddp exec -- {shlex.join(argv)} [CD0801]",
             err=True,
         )

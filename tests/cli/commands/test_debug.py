@@ -414,7 +414,7 @@ def test_a_wrong_request_starts_nothing(workplace: Workplace) -> None:
 def test_a_name_that_no_run_can_have_is_refused(name: str, workplace: Workplace) -> None:
     got = workplace.invoke("debug", "--dataset=synthetic", f"--run-name={name}")
     assert got.code == 2
-    assert f"--run-name: {name!r} is no name of a run" in got.err
+    assert f"--run-name: {name!r} is not a valid run name" in got.err
     assert list(workplace.root.iterdir()) == []
 
 

@@ -160,7 +160,7 @@ def test_a_command_of_slurm_that_fails_in_silence_is_explained(workplace: Workpl
     workplace.command("scancel", "exit 229")
     got = workplace.invoke("stop", "one")
     assert got.code == 1
-    assert "exit code 229, without a word: the job may have ended meanwhile" in got.err
+    assert "exit code 229 without a message; the job may have ended" in got.err
     assert kinds(run)[-1] == "stop_failed"
 
 
