@@ -238,8 +238,11 @@ def test_a_finished_loop_has_nothing_left_to_do(tmp_path: Path, logged: list[str
     again = Training(tmp_path)
     assert same(again.run(), weights)
     assert again.events == []
-    assert "resumes from step 6, after epoch 2: step-00000006.pt" in logged
-    assert f"nothing is left to train: epoch 2 is done; remove {tmp_path} to begin anew" in logged
+    assert "resuming from step 6, after epoch 2: step-00000006.pt" in logged
+    assert (
+        f"nothing left to train: epoch 2 is done. To start again, remove {tmp_path} to begin anew"
+        in logged
+    )
 
 
 def test_after_the_loop_signals_have_their_usual_effect(tmp_path: Path) -> None:
@@ -277,7 +280,7 @@ def test_a_loop_that_is_left_by_break_is_finished(tmp_path: Path) -> None:
 
 def test_two_loops_of_a_process_do_not_share_a_folder(tmp_path: Path) -> None:
     first = Loop(folder=tmp_path, model=nn.Linear(1, 1))
-    with pytest.raises(TrainingError, match=f"this process has a Loop in {tmp_path} already"):
+    with pytest.raises(TrainingError, match=f"this process already has a Loop in {tmp_path}"):
         Loop(folder=tmp_path, model=nn.Linear(1, 1))
     first.close()
     Loop(folder=tmp_path, model=nn.Linear(1, 1)).close()
@@ -344,10 +347,10 @@ def test_it_leaves_with_the_step_that_it_has_saved(
             signal.raise_signal(number)
 
     assert left(training, at_second) == code
-    assert f"stopped at step 2 ({reason}); start the run again to resume from there" in logged
-    final_record = training.loop.attempt.read_final_record()
-    assert final_record and (final_record.cause, final_record.reason) == ("stopped", reason)
-    assert (final_record.step, final_record.saved) == (2, 2)
+    assert f"stopped at step 2 ({reason}). To resume from there, start the run again" in logged
+    last_word = training.loop.attempt.read_last_word()
+    assert last_word and (last_word.cause, last_word.reason) == ("stopped", reason)
+    assert (last_word.step, last_word.saved) == (2, 2)
 
 
 def test_it_leaves_before_the_limit_that_it_knows_of(tmp_path: Path) -> None:
@@ -403,14 +406,29 @@ class Odd:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, r"needs what it is to save"),
-        ({"step": nn.Linear(1, 1)}, r"Loop\(step=…\): a checkpoint has that name"),
+        ({}, r"has nothing to save"),
+        ({"step": nn.Linear(1, 1)}, r"Loop\(step=…\): this name is reserved"),
         ({"lr": 0.1}, r"Loop\(lr=…\): a float has no state_dict"),
-        ({"odd": Odd(Path("/"))}, r"Loop\(odd=…\): its state_dict holds .*PosixPath"),
-        ({"odd": Odd(np.float64(1))}, r"Loop\(odd=…\): its state_dict holds .*: numpy\."),
-        ({"odd": Odd(lambda: 0)}, r"Loop\(odd=…\): its state_dict holds .*lambda"),
-        ({"model": nn.Linear(1, 1), "save_every": "10 min"}, r"save_every='10 min' is not an"),
-        ({"model": nn.Linear(1, 1), "save_every": "0steps"}, r"save_every='0steps' is not an"),
+        (
+            {"odd": Odd(Path("/"))},
+            r"Loop\(odd=…\): torch.load with weights_only=True refuses its state_dict: .*PosixPath",
+        ),
+        (
+            {"odd": Odd(np.float64(1))},
+            r"Loop\(odd=…\): torch.load with weights_only=True refuses its state_dict: .*: numpy\.",
+        ),
+        (
+            {"odd": Odd(lambda: 0)},
+            r"Loop\(odd=…\): torch.load with weights_only=True refuses its state_dict: .*lambda",
+        ),
+        (
+            {"model": nn.Linear(1, 1), "save_every": "10 min"},
+            r"save_every='10 min' is not an interval",
+        ),
+        (
+            {"model": nn.Linear(1, 1), "save_every": "0steps"},
+            r"save_every='0steps' is not an interval",
+        ),
     ],
 )
 def test_a_mistake_is_named_at_once(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
@@ -424,7 +442,7 @@ def test_ranks_without_a_process_group_are_no_world(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "2")
-    with pytest.raises(TrainingError, match=r"one of 2 tasks .*init_process_group\(\) before"):
+    with pytest.raises(TrainingError, match=r"names 2 tasks, .*init_process_group\(\) before"):
         Loop(model=nn.Linear(1, 1))
 
 
@@ -473,7 +491,7 @@ def test_a_second_step_without_batches_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_states_is_refused(tmp_path: Path) -> None:
     Training(tmp_path).run()
-    with pytest.raises(CheckpointError, match=r"holds model, optimizer, scheduler, and .* model"):
+    with pytest.raises(CheckpointError, match=r"holds model, optimizer, scheduler, but .* model"):
         Loop(folder=tmp_path, model=nn.Linear(1, 1))
 
 
@@ -659,7 +677,7 @@ def test_two_scripts_of_one_attempt_do_not_share_its_checkpoints(
     loop.finish()
     loop.close()
     monkeypatch.setattr(sys, "argv", ["finetune.py"])
-    with pytest.raises(CheckpointError, match=r"by pretrain\.py, and this is finetune\.py"):
+    with pytest.raises(CheckpointError, match=r"by pretrain\.py, but this script is finetune\.py"):
         Loop(model=nn.Linear(1, 1))
     later = begin(attempt.run)  # of a COMMAND that was changed
     monkeypatch.setenv(LOOP_VARIABLE, f":{later.path}")
@@ -696,7 +714,7 @@ def test_worlds_of_a_runs_tasks_do_not_share_its_attempt(
     if nodes == "2" or template:
         Loop(model=nn.Linear(1, 1)).close()
     else:
-        with pytest.raises(TrainingError, match=r"has 2 tasks, .* of 1 of them: .*folder=…"):
+        with pytest.raises(TrainingError, match=r"has 2 tasks, .* has 1 of them\. .*folder=…"):
             Loop(model=nn.Linear(1, 1))
 
 
@@ -709,7 +727,7 @@ def test_a_signal_that_comes_too_late_is_warned_of(
     assert loop._saver and loop._saver.wait()
     loop.step()
     loop.close()
-    assert any("Slurm's signal comes 5 s ahead" in line for line in logged)
+    assert any("Slurm sends its signal 5 s before" in line for line in logged)
 
 
 def test_a_job_submitted_from_within_a_run_is_not_in_it(
@@ -728,7 +746,7 @@ def test_a_job_submitted_from_within_a_run_is_not_in_it(
 
 def test_an_attempt_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
-    with pytest.raises(TrainingError, match="attempts/0001 is gone"):
+    with pytest.raises(TrainingError, match="attempts/0001 does not exist"):
         Loop(model=nn.Linear(1, 1))
 
 
@@ -755,8 +773,8 @@ def test_a_mark_of_the_run_is_heard(tmp_path: Path) -> None:
     def mark(step: int) -> None:
         if step == 2:
             training.loop.attempt.ask_to_stop("stop")
-            assert training.loop._presence
-            training.loop._presence._look()
+            assert training.loop._liveness_writer
+            training.loop._liveness_writer._look()
 
     assert left(training, mark) == 75
     final_record = training.loop.attempt.read_final_record()
@@ -944,7 +962,7 @@ def test_a_sharded_state_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         assert "Loop(average=…)" in refusals[0] and "full_tensor()" in refusals[0]
         assert "the SGD has parameters of no one module" in refusals[1]
     for told, words in ((said[4], "size mismatch for model.weight"), (said[7], "model.0.weight")):
-        assert "does not fit what this loop was given: " in told and words in told
+        assert "does not fit this loop's states: " in told and words in told
 
 
 def rank_counts(rank: int, world_size: int, folder: Path) -> int:
@@ -1023,7 +1041,7 @@ def test_in_an_epoch_that_nobody_deals_out_another_number_of_ranks_is_refused(
 ) -> None:
     run_ranks(2, rank_reads, tmp_path, 4)
     [said] = run_ranks(1, rank_reads, tmp_path, 0)
-    assert "is of 2 ranks, and this world has 1" in said and "start 2 ranks again" in said
+    assert "has 2 ranks, but this world has 1" in said and "start 2 ranks." in said
 
 
 def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str], Any, bool]:
@@ -1158,7 +1176,10 @@ def test_a_plain_process_saves_and_exits_with_75(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     asked = forked.run(script, "asked", cwd=tmp_path / "stopped")
     assert (asked.returncode, asked.stdout) == (75, ""), asked.stderr
-    assert "clusterddp: stopped at step 3 (SIGTERM); start the run again" in asked.stderr
+    assert (
+        "clusterddp: stopped at step 3 (SIGTERM). To resume from there, start the run again"
+        in asked.stderr
+    )
     again, whole = (forked.run(script, cwd=tmp_path / name) for name in ("stopped", "undisturbed"))
     assert "resumes from step 3" in again.stderr
     assert again.stdout == whole.stdout and again.stdout, (again, whole)

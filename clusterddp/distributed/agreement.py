@@ -1,15 +1,14 @@
-"""Agreements of the ranks: before they train, on what the request left open; then on stops.
+"""Agreements of the ranks: before training on the open settings, during training on stops.
 
-Rank 0 checks all ranks' hellos and decides. Whatever the request left at `auto` is decided here
-once, and recorded, so that a later attempt decides the same. While they train, the ranks agree
-about twice a second whether to stop or to save now: one exchange of a few numbers, in step with
-the training, so that all of them learn of a request at the same step. Which steps those are
-follows from how long steps take; that too is exchanged.
+Rank 0 checks all ranks' hellos and decides every setting left at `auto`. The decision is recorded,
+so that a later attempt decides the same. During training the ranks agree about twice a second
+whether to stop or to save: one exchange of a few numbers at a common step, so that all ranks learn
+of a request at the same step. The interval in steps follows from the exchanged step times.
 
-An exchange leaves nothing behind in gloo's threads. One of these drops the tensors a moment after
-who waits for it goes on. Where Python made a tensor that takes Python's lock, and ends the process
-by SIGABRT once the interpreter is ending. So exchanges return when gloo has dropped theirs. Without
-a process group they are of a rank alone.
+Every exchange waits until gloo's threads have released its tensors. They do so slightly after the
+waiting thread continues; releasing a tensor that Python created takes Python's lock, which aborts
+the process (SIGABRT) if the interpreter is shutting down. Without a process group an exchange
+involves only this rank.
 """
 
 import dataclasses
@@ -33,16 +32,16 @@ T = TypeVar("T")
 
 _DROPPED_SECONDS = 5.0
 AUTO_CAPTURES = False
-"""True for `--cuda-graph auto` to capture the built-in models on a single GPU: not before the tests
-that are marked `gpu` have passed on one."""
+"""Whether `--cuda-graph auto` captures the built-in models on a single GPU; false until the tests
+marked `gpu` have passed on one."""
 POLL_SECONDS = 0.5
 _MOST_STEPS = 1000
-_UNKNOWN = 10**9  # steps: more than any processor does in POLL_SECONDS
+_UNKNOWN = 10**9  # steps: more than any device does in POLL_SECONDS
 
 
 @dataclass(frozen=True)
 class Hello:
-    """Description of a rank, by itself."""
+    """Description that a rank sends of itself."""
 
     rank: int
     world_size: int
@@ -54,17 +53,17 @@ class Hello:
     device: str
     """`cuda:1` or `cpu`."""
     gpu: str
-    """The GPU's own identifier, empty on a CPU."""
+    """UUID of the GPU; empty on a CPU."""
     threads: int
-    """Compute threads that this rank could use."""
+    """Number of compute threads available to this rank."""
     torch: str
     """Version of torch."""
     bf16: bool = False
-    """True where the rank's processor computes in bf16."""
+    """Whether the rank's device computes in bf16."""
     gpus: tuple[str, ...] = ()
-    """Identifiers of all GPUs that this rank is shown, by number."""
+    """UUIDs of all GPUs visible to this rank, by number."""
     shares_gpu: bool = False
-    """True where NCCL was told to take several ranks on one GPU, and can."""
+    """Whether NCCL is set to allow several ranks on one GPU, and can."""
     warning: str = ""
 
     @property
@@ -73,16 +72,16 @@ class Hello:
         return f"rank {self.rank} on {self.host}"
 
 
-def share_out(hellos: Sequence[Hello]) -> list[Hello]:
-    """Give each rank a GPU of its own among those that it is shown, as far as there are enough.
+def assign_gpus(hellos: Sequence[Hello]) -> list[Hello]:
+    """Assign each rank a different GPU among its visible ones, if there are enough.
 
-    What a rank has chosen stays where it can. A site can show each task those of its socket, and
-    deal tasks out over sockets in turn: then no rank can tell by itself which to leave to others.
+    Keeps a rank's choice if possible. A site can show each task the GPUs of its socket and
+    distribute tasks over sockets in turn: then a rank cannot choose without the others.
     """
     owners: dict[tuple[str, str], Hello] = {}
 
     def place(hello: Hello, tried: set[str]) -> bool:
-        """Find it a GPU, be it another rank's that finds a new one (Kuhn's bipartite matching)."""
+        """Find a GPU, perhaps another rank's that can move (Kuhn's bipartite matching)."""
         free_first = sorted(
             hello.gpus, key=lambda gpu: ((hello.host, gpu) in owners, gpu != hello.gpu)
         )
@@ -109,10 +108,10 @@ def share_out(hellos: Sequence[Hello]) -> list[Hello]:
 def decide(
     config: TrainConfig, hellos: Sequence[Hello], recorded: Agreement | None = None
 ) -> Agreement:
-    """Check that the ranks can train together, and settle what the request left at auto.
+    """Check that the ranks can train together and decide the settings left at auto.
 
-    `recorded` is the agreement of an earlier attempt: at the same world size its values
-    are taken again. Raises TrainingError naming the ranks that do not fit together.
+    recorded: agreement of an earlier attempt, whose values are kept at the same world size.
+    Raises TrainingError with the ranks that do not match.
     """
     _check_alike(hellos)
     shared = _shared_gpus(config, hellos)
@@ -122,9 +121,9 @@ def decide(
     if recorded and recorded.world_size == len(hellos):
         if config.device == "auto" and recorded.kind not in ("", kind):
             raise TrainingError(
-                f"this run started on {recorded.kind}, but {hellos[0].name} has "
-                f"{hellos[0].device} now, so it would not train to the same weights. Give it "
-                f"{recorded.kind} again, or choose on purpose with --device {kind}. [CD0806]"
+                f"this run started on {recorded.kind}, but {hellos[0].name} now has "
+                f"{hellos[0].device}, which would change the weights. Give it "
+                f"{recorded.kind} again, or force the change with --device {kind}. [CD0806]"
             )
         if backend == "auto" and recorded.kind == kind:
             backend = recorded.backend or backend
@@ -137,12 +136,12 @@ def decide(
     check_precision(config, precision, hellos)
     warnings = [f"{hello.host}: {hello.warning}" for hello in hellos if hello.warning] + shared
     if backend == "auto":
-        # A rank alone exchanges nothing: it needs no NCCL, which takes its time to start.
+        # A single rank communicates with no other and skips the slow start of NCCL.
         backend = "nccl" if kind == "cuda" and len(hellos) > 1 else "gloo"
     if backend == "nccl" and kind == "cpu":
         raise TrainingError(
-            f"--backend nccl exchanges between GPUs, but {hellos[0].name} computes on the CPU. "
-            "Use --backend gloo, or start the ranks where they have GPUs. [CD0807]"
+            f"--backend nccl needs GPUs, but {hellos[0].name} computes on the CPU. "
+            "Use --backend gloo, or nodes with GPUs. [CD0807]"
         )
     return Agreement(
         backend=backend,
@@ -158,10 +157,10 @@ def decide(
 
 
 def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]) -> None:
-    """Raise TrainingError where a rank's processor does not compute at the precision.
+    """Raise TrainingError if a rank's device does not support the precision.
 
-    precision: what was asked for, or recorded where `config` leaves it open. bf16 that was asked
-    for is let through, as torch emulates it, slowly; so is bf16 on CPUs.
+    precision: the requested one, or the recorded one if `config` leaves it open. Requested bf16
+    passes, because torch emulates it slowly; so does bf16 on CPUs.
     """
     open_to_us = config.precision == "auto"
     lacking = next((hello for hello in hellos if not hello.bf16), None)
@@ -170,32 +169,32 @@ def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]
     elif precision != "bf16" or not open_to_us or hellos[0].kind == "cpu":
         return
     if lacking:
-        wanted = f"this run was begun in {precision}" if open_to_us else f"--precision {precision}"
+        wanted = f"this run started in {precision}" if open_to_us else f"--precision {precision}"
         raise TrainingError(
-            f"{wanted}, in which {lacking.name} does not compute ({lacking.device}): GPUs do from "
-            "Ampere on. Ask for such GPUs (--constraint), or change the precision on purpose: "
+            f"{wanted}, which {lacking.name} does not support ({lacking.device}): it needs an "
+            "Ampere GPU or later. Request such GPUs (--constraint), or change the precision: "
             f"--precision fp32{' --allow-config-change' if open_to_us else ''}. [CD0807]"
         )
 
 
 class Poll:
-    """Exchange of the ranks' wishes at steps that they all know."""
+    """Exchange of the ranks' wishes at agreed steps."""
 
     def __init__(self) -> None:
         self._next = 0
         self._stride = 1
         self._last: tuple[int, float] | None = None
         self.step_seconds = 0.0
-        """Seconds from one step to the next, of late."""
+        """Recent seconds per step."""
         self.pace = _UNKNOWN
-        """Steps in POLL_SECONDS, as the ranks have agreed: the same on all of them."""
+        """Agreed number of steps in POLL_SECONDS, the same on all ranks."""
 
     def due(self, step: int) -> bool:
         """Return whether the ranks exchange their wishes at this step."""
         return step >= self._next
 
     def ask(self, step: int, wishes: list[int]) -> list[int]:
-        """Give the largest of each wish over all ranks; every rank calls it at the same step."""
+        """Return the maximum of each wish over all ranks; collective, at the same step."""
         now = time.monotonic()
         if self._last and step > self._last[0]:
             self.step_seconds = (now - self._last[1]) / (step - self._last[0])
@@ -204,7 +203,7 @@ class Poll:
         largest(answer)
         *answers, slowest = answer.tolist()
         self.pace = -slowest
-        # Careful at first: a step that is slow to begin with is soon faster, and the other way.
+        # Adjust slowly: the first steps are often slower, or faster, than later ones.
         self._stride = max(1, min(self.pace, self._stride * 2, _MOST_STEPS))
         self._next = step + self._stride
         self._last = (step, time.monotonic())
@@ -221,23 +220,23 @@ def _wants_graph(
 ) -> bool:
     if config.cuda_graph == "on" and kind == "cpu":
         raise TrainingError(
-            "--cuda-graph on: the ranks compute on CPUs, and graphs are replayed by GPUs. Leave it "
-            "at auto, or start the ranks where they have GPUs. [CD0808]"
+            "--cuda-graph on needs GPUs, but the ranks compute on CPUs. Leave it at auto, or use "
+            "nodes with GPUs. [CD0808]"
         )
     if config.cuda_graph == "on" and world_size > 1 and backend != "nccl":
         raise TrainingError(
-            f"--cuda-graph on with {world_size} ranks: what --backend {backend} exchanges goes "
-            "through the hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph "
-            "off. [CD0808]"
+            f"--cuda-graph on with {world_size} ranks: --backend {backend} communicates through "
+            "the hosts, which a graph cannot capture. Use --backend nccl, or --cuda-graph off. "
+            "[CD0808]"
         )
     if config.cuda_graph != "auto" or kind == "cpu":
         return config.cuda_graph == "on"
     fits = precision != "fp16" and not config.compile
-    fits = fits and config.strategy != "dp"  # whose parts are copied to their GPUs at every step
+    fits = fits and config.strategy != "dp"  # DataParallel copies the model at every step
     fits = fits and (world_size == 1 or backend == "nccl")
     if recorded and (recorded.kind, recorded.world_size) == (kind, world_size):
         return fits and recorded.cuda_graph
-    # Python of a model of one's own would run at the capture only, and what it counts stand still.
+    # Python code of a user model would run only at the capture.
     return AUTO_CAPTURES and fits and world_size == 1 and not is_reference(config.model)
 
 
@@ -245,12 +244,12 @@ def _check_ranks(config: TrainConfig, world_size: int) -> None:
     if config.strategy != "ddp" and world_size > 1:
         raise TrainingError(
             f"--strategy {config.strategy} trains in one process, but {world_size} were started. "
-            "Start one, or use --strategy ddp. [CD0807]"
+            "Start one process, or use --strategy ddp. [CD0807]"
         )
     if config.profile and int(config.profile) >= world_size:
         raise TrainingError(
-            f"--profile {config.profile}: there is no such rank; the {world_size} that were "
-            "started are numbered from 0. [CD0807]"
+            f"--profile {config.profile}: there is no such rank. Use 0 to {world_size - 1}. "
+            "[CD0807]"
         )
 
 
@@ -265,12 +264,12 @@ def _check_alike(hellos: Sequence[Hello]) -> None:
         if hello.kind != first.kind:
             raise TrainingError(
                 f"{first.name} computes on {first.device}, {hello.name} on {hello.device}. "
-                "Ask for GPUs for every rank, or use --device cpu. [CD0806]"
+                "Request GPUs for every rank, or use --device cpu. [CD0806]"
             )
 
 
 def _shared_gpus(config: TrainConfig, hellos: Sequence[Hello]) -> list[str]:
-    """Return a warning for each GPU with several ranks; refuses what nobody asked for."""
+    """Return a warning for each GPU with several ranks; raise if sharing was not requested."""
     ranks: dict[tuple[str, str], list[Hello]] = {}
     for hello in hellos:
         if hello.gpu:
@@ -281,13 +280,13 @@ def _shared_gpus(config: TrainConfig, hellos: Sequence[Hello]) -> list[str]:
         if config.backend != "gloo" and not all(hello.shares_gpu for hello in group):
             raise TrainingError(
                 f"rank {one.rank} and rank {other.rank} are on one GPU of {host}: {gpu} "
-                f"({one.device} and {other.device}). Ask for as many GPUs as tasks on each node "
-                "(--gpus-per-node), and for no --gpu-bind that hides some of them; or use "
-                f"--device cpu. To share it on purpose: --backend gloo, or {SHARING}. [CD0805]"
+                f"({one.device} and {other.device}). Request as many GPUs as tasks on each node "
+                "(--gpus-per-node), without a --gpu-bind that hides some of them, or use "
+                f"--device cpu. To share a GPU: --backend gloo, or {SHARING}. [CD0805]"
             )
     return [
-        f"{host}: ranks {', '.join(str(hello.rank) for hello in group)} share a GPU ({gpu}), its "
-        "time and its memory"
+        f"{host}: ranks {', '.join(str(hello.rank) for hello in group)} share the time and memory "
+        f"of a GPU ({gpu})"
         for (host, gpu), group in shared.items()
     ]
 
@@ -315,21 +314,21 @@ def world() -> tuple[int, int]:
 
 
 def device() -> torch.device:
-    """Return where the default process group exchanges small values: NCCL on GPUs alone."""
+    """Return the device for small values of the default process group: NCCL supports only GPUs."""
     if has_group() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def largest(values: torch.Tensor) -> None:
-    """Set each value to the largest over all ranks."""
+    """Set each value to its maximum over all ranks."""
     if has_group():
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         _await_dropped([values])
 
 
 def rows(values: list[float]) -> list[list[float]]:
-    """Return the numbers of all ranks, a row a rank."""
+    """Return the numbers of all ranks, one row per rank."""
     if world()[1] == 1:
         return [values]
     sent = torch.tensor(values, dtype=torch.float64, device=device())
@@ -340,7 +339,7 @@ def rows(values: list[float]) -> list[list[float]]:
 
 
 def gather(value: T, *, on_first: bool = False) -> list[T]:
-    """Return the values of all ranks, which are pickled; empty on others than rank 0 if `on_first`.
+    """Return the pickled and exchanged values of all ranks; with `on_first` only on rank 0.
 
     Collective over the default process group.
     """
@@ -366,7 +365,7 @@ def gather(value: T, *, on_first: bool = False) -> list[T]:
 
 
 def _await_dropped(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until nobody but Python has the tensors; those of NCCL are dropped otherwise."""
+    """Wait until only Python holds the tensors; not needed for NCCL's."""
     deadline = time.monotonic() + _DROPPED_SECONDS
     for each in tensors:
         users: Callable[[], int] = getattr(each, "_use_count")  # noqa: B009 -- torch's stubs lack it

@@ -1,4 +1,4 @@
-"""Heartbeats: where each rank is in its training, posted in rank 0's store for all watchdogs."""
+"""Heartbeats: the training position of each rank, posted to rank 0's store for all watchdogs."""
 
 import json
 import threading
@@ -18,10 +18,10 @@ _STOP_SECONDS = 1.0
 
 
 class Phase(IntEnum):
-    """Phases of a step, in their order, after those of the checks ahead of the first one."""
+    """Phases of a step in order, after those of the preflight checks."""
 
     words: str
-    """Activity of a rank in it, with a place for the step."""
+    """Description of the activity, with a placeholder for the step."""
 
     def __new__(cls, number: int, words: str = "") -> "Phase":
         phase = int.__new__(cls, number)
@@ -29,7 +29,7 @@ class Phase(IntEnum):
         return phase
 
     MULTIPLY = -3, "multiplying matrices in its preflight"
-    PAIR = -2, "exchanging with a rank of another node in its preflight"
+    PAIR = -2, "communicating with a rank of another node in its preflight"
     TOGETHER = -1, "waiting for all ranks in its preflight"
     START = 0, "starting, after step {}"
     DATA = 1, "fetching the batch of step {}"
@@ -41,39 +41,39 @@ class Phase(IntEnum):
     COUNT = 7, "adding up the evaluation after step {}"
     SAVE = 8, "saving after step {}"
     DONE = 9, "done after step {}"
-    OWN = 10, "in code of its own after step {}"
+    OWN = 10, "in user code after step {}"
 
 
 class Place(NamedTuple):
-    """Position of a rank in its training; a rank that is further has the greater one."""
+    """Position of a rank in its training; later positions compare greater."""
 
     step: int
     turn: int
-    """Number of returns of the step to an earlier phase, as it makes to accumulate gradients."""
+    """Number of returns to an earlier phase within the step, for gradient accumulation."""
     phase: int
 
     def words(self) -> str:
-        """Describe it, as `in the forward pass of step 3`."""
+        """Describe the position: `in the forward pass of step 3`."""
         if self.phase == Phase.START and not self.step:
             return "starting"
         return Phase(self.phase).words.format(self.step)
 
 
 class Progress:
-    """Position of this rank: written by its training loop, read by the watchdog's threads."""
+    """Position of this rank, written by its training loop and read by the watchdog's threads."""
 
     __slots__ = ("state",)
 
     def __init__(self) -> None:
-        # The number of marks, and the place. Replaced as a whole, so that no reader needs a lock.
+        # Number of marks and place, replaced as one tuple, so that readers need no lock.
         self.state = (0, 0, 0, int(Phase.START))
 
     def mark(self, step: int, phase: int) -> None:
-        """Set the phase in which this rank is from now on, and the number of its step.
+        """Set this rank's current phase and step.
 
-        The first step is number 1. What comes after a step (EVALUATE, SAVE) has its number, and
-        START that of the last finished one. All ranks mark the same; a mark that changes nothing
-        shows that a long phase goes on.
+        The first step is number 1. A phase after a step (EVALUATE, SAVE) has its number, START the
+        number of the last finished step. All ranks mark the same; repeating a mark shows that a
+        long phase makes progress.
         """
         marks, last_step, turn, last_phase = self.state
         if step != last_step:
@@ -84,7 +84,7 @@ class Progress:
 
     @property
     def place(self) -> Place:
-        """Position as of the last mark."""
+        """Position at the last mark."""
         return Place(*self.state[1:])
 
 
@@ -96,16 +96,16 @@ class Posting(NamedTuple):
     still_seconds: float
     """Seconds since it last moved."""
     number: int
-    """Number of this posting: where it does not grow, the rank does not answer."""
+    """Number of this posting; if it does not grow, the rank does not respond."""
     left: bool = False
 
     def to_json(self) -> str:
-        """Write it, for `from_json`."""
+        """Serialize for `from_json`."""
         return json.dumps(self._asdict())
 
     @classmethod
     def from_json(cls, text: bytes) -> "Posting | None":
-        """Read it; None where it is no posting, as the store takes anything from anybody."""
+        """Parse a posting; None for other content, because any client can write to the store."""
         try:
             fields = json.loads(text)
             step, turn, phase = map(int, fields["place"])
@@ -121,28 +121,28 @@ class Posting(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Postings of some ranks that the store held at one moment."""
+    """Postings of some ranks, read from the store at one moment."""
 
     ranks: range
     postings: Mapping[int, Posting]
     suspect: str
-    """The rank to blame, as the speaking rank has posted it."""
+    """The suspected rank, as posted by the reporting rank."""
 
 
-class Signs:
-    """Tells which ranks still answer: those whose postings' number grows."""
+class Responses:
+    """Tracks which ranks respond: those whose posting numbers grow."""
 
     def __init__(self, ranks: range, quiet: float) -> None:
         self.ranks, self._quiet = ranks, quiet
         self._began = self._looked_at = 0.0
         self._look: Look | None = None
-        # For each rank its number, when that was first read, whether it has grown since we look.
+        # For each rank: number, time it was first read, whether it has grown since the start.
         self._numbers: dict[int, tuple[int | None, float, bool]] = {}
 
     def update(self, look: Look, now: float) -> None:
-        """Take in the store's latest answer, at this moment."""
+        """Add the store's latest answer, read at `now`."""
         if look is self._look:
-            return  # the store has not answered again; that alone silences nobody
+            return  # no new answer from the store, which is no evidence against a rank
         if self._look is None:
             self._began = now
         self._look, self._looked_at = look, now
@@ -154,13 +154,13 @@ class Signs:
                 self._numbers[rank] = number, now, True
 
     def ready(self) -> bool:
-        """Return whether the store was watched for long enough to call a rank silent."""
+        """Return whether the store was watched long enough to call a rank silent."""
         return self._looked_at - self._began >= self._quiet
 
     def silent(self, now: float, still_seconds: float) -> dict[int, float]:
-        """Give each rank that does not answer, with the seconds since its last sign.
+        """Return the seconds since the last response of each rank that does not respond.
 
-        A rank that has given none since we look stopped about when everything did.
+        A rank without a response since the watch began stopped about when the training did.
         """
         return {
             rank: now - at if grown else still_seconds
@@ -170,7 +170,7 @@ class Signs:
 
 
 def address_of_group() -> tuple[str, int] | None:
-    """Return where the default process group's store listens; None where it is of another kind."""
+    """Return the address of the default process group's store; None unless it is a TCPStore."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -181,21 +181,21 @@ def address_of_group() -> tuple[str, int] | None:
 
 
 def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store:
-    """Connect to rank 0's store for the watchdog alone; raises TimeoutError or RuntimeError.
+    """Open a separate connection to rank 0's store for the watchdog.
 
-    A connection of its own, as a call of torch's that waits keeps a shared one from all others.
+    A waiting torch call blocks a shared connection. Raises TimeoutError or RuntimeError.
     """
     store = tcp_store.client(env.master_addr, env.master_port, timeout)
-    # torchrun starts failed workers anew against the same store.
+    # torchrun restarts failed workers against the same store.
     return PrefixStore(f"watchdog/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 class Board:
-    """Connects to the store, posts to it and reads from it, in a thread of its own.
+    """Connects to the store, posts and reads in a separate thread.
 
-    The training depends on none of it, so it does not wait for the connection, and one that fails
-    is tried again. A call to a store whose process is stopped does not return, whatever its
-    timeout: a reader of `rounds` notices.
+    The training does not depend on it and does not wait for the connection; a failed one is
+    retried. A call to a store of a stopped process never returns, whatever its timeout: readers
+    see that `rounds` stops growing.
     """
 
     def __init__(
@@ -209,11 +209,11 @@ class Board:
         self.suspect = ""
         self.look: Look | None = None
         self.rounds = 0
-        """Rounds of posting; 0 until the store has answered."""
+        """Rounds of posting; 0 until the store responds."""
         self.unconnected = ""
-        """Reason for which the first try to connect has failed."""
+        """Error of the first attempt to connect."""
         self.failure = ""
-        """Reason for which the store is gone for good."""
+        """Error after which the store is gone for good."""
         self.thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
         self._connect, self._rank, self._beat, self._posting = connect, rank, beat, posting
         self._stopping = threading.Event()
@@ -221,7 +221,7 @@ class Board:
         self._published = ""
 
     def stop(self) -> None:
-        """Post that this rank has left; waits a second for it at most."""
+        """Post that this rank has left; wait at most a second."""
         self._stopping.set()
         if self.thread.is_alive():
             self.thread.join(_STOP_SECONDS)
@@ -234,7 +234,7 @@ class Board:
                 self._stopping.wait(self._beat)
             if store:
                 self._post(store, left=True)
-        except Exception as error:  # the training goes on without
+        except Exception as error:  # training continues without the watchdog
             self.failure = _reason(error)
 
     def _open(self) -> Store | None:
@@ -252,7 +252,7 @@ class Board:
             self._published = self.suspect
             store.set("suspect", self._published)
         if wanted := self.wanted:
-            with suppress(dist.DistStoreError):  # late, and the next round tries again
+            with suppress(dist.DistStoreError):  # late; the next round retries
                 self.look = self._read(store, wanted)
         self.rounds += 1
 
@@ -261,7 +261,7 @@ class Board:
         store.set(f"progress/{self._rank}", posting.to_json())
 
     def _read(self, store: Store, ranks: range) -> Look:
-        # Reading a key that nobody has set would wait for it.
+        # Reading a missing key would wait for it.
         keys = {f"progress/{rank}": rank for rank in ranks}
         missing = [key for key in (*keys, "suspect") if key not in self._present]
         if missing and store.check(missing):
@@ -282,5 +282,5 @@ def _reason(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Keep the printable characters, at most 1,000."""
+    """Return the printable characters, at most 1,000."""
     return "".join(character for character in text if character.isprintable())[:1000]

@@ -1,19 +1,19 @@
-"""Ranks meet before torch's process group, in a store, with a roll call; and part after it.
+"""Rendezvous of the ranks in a store before torch's process group starts, and its end.
 
-Every wait has a deadline of its own, as torch's TCPStore could not say which rank never came.
+Every wait has its own deadline, because torch's TCPStore does not report which rank is missing.
 
-Under torchrun the ranks meet in the store of its agents, which outlives the workers. There rank 0
-begins a round for each start; the others enter rounds until one begins with them in it. The
-agents' restart counts cannot name a start: with the c10d rendezvous an agent whose workers still
-ran when it was asked to start again does not count that.
+Under torchrun the ranks meet in the store of its agents, which outlives the workers. Rank 0 opens
+a round for each start; the others enter rounds until one starts with them in it. The agents'
+restart counts cannot identify a start: with the c10d rendezvous an agent does not count a restart
+that it is asked for while its workers still run.
 
-Whoever reaches the port can list, read and write the store. So each message between the ranks of
-one start carries a proof that its writer holds the run's nonce, an HMAC over its key and what it
-says, and nothing but JSON is read. This keeps strangers from being taken for a rank; it does not
-keep them from disturbing a start, which then ends with an error.
+Any client that reaches the port can list, read and write the store. Each message between the ranks
+of a start therefore carries an HMAC over its key and content, made with the run's nonce, and only
+JSON is read. An unauthenticated client cannot pass for a rank. It can disturb a start, which then
+fails with an error.
 
-As they meet, rank 0 measures how far each host's wall clock is ahead of its own: the times at which
-ranks end are compared across hosts, to tell which of them failed first.
+Rank 0 also measures the offset of each host's wall clock from its own: comparing the end times of
+ranks across hosts shows which failed first.
 """
 
 import hashlib
@@ -42,19 +42,19 @@ from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
 Message = dict[str, object]
-"""JSON object that one rank leaves for others."""
+"""JSON object from one rank to others."""
 
-# Seconds for which a rank waits for the verdict beyond those that rank 0 waits for the last rank.
+# Seconds that a rank waits for the decision after rank 0's wait for the last rank ends.
 GRACE_SECONDS = 10.0
-# Before the keys of a run, in a store that may hold other things.
+# Prefix of a run's keys in a shared store.
 PREFIX = "clusterddp"
-# Seconds for which rank 0 stays for the others to read that the start is called off.
+# Seconds that rank 0 waits for the others to read its abort.
 _HEARING_SECONDS = 2.0
 # Seconds for the flight recorder of NCCL.
 _DUMP_SECONDS = 5.0
-# Seconds for which a rank under an agent waits in one round before it looks for a later one.
+# Seconds that a rank under an agent waits in one round before it looks for a later one.
 _LOOK_SECONDS = 1.0
-# Seconds for a host's clock. The ranks have just met: a host that takes longer is left out.
+# Seconds to wait for a host's clock. The ranks have just met; a slower host is skipped.
 _ANSWER_SECONDS = 2.0
 _PART_SECONDS = 30.0
 
@@ -69,13 +69,13 @@ def open_store(
 ) -> "RunStore":
     """Open the store of this start: rank 0 listens at the master address, the others connect.
 
-    Under a torchrun agent, which listens there itself, all connect, and return once all are there.
-    A single process needs no port. No rank writes to a store before it has found its own run's
-    identity there.
+    Under a torchrun agent, which listens at the address, all ranks connect and return once all are
+    present. A single process needs no port. No rank writes to a store before it has checked the
+    run's identity in it.
 
-    timeout: seconds to listen or connect within.
-    bound: rank 0's socket where `tcp_store.bind` has made it already; taken over.
-    answered: whether name servers answer; where they do not, none is asked from here on.
+    timeout: seconds to listen or connect.
+    bound: rank 0's socket, if `tcp_store.bind` has created it; this function takes ownership.
+    answered: returns whether name servers respond; if not, they are no longer used.
 
     Raises TrainingError with the rank, the address and the remedy.
     """
@@ -95,7 +95,7 @@ def open_store(
         try:
             identity.await_in(store, env, max(deadline - time.monotonic(), 1.0))
         except dist.DistStoreError:
-            raise nobody(env) from None
+            raise rank_0_missing(env) from None
     return RunStore(store, identity)
 
 
@@ -107,48 +107,48 @@ def agree(
     timeout: float,
     decision_seconds: float = GRACE_SECONDS,
 ) -> Message:
-    """Collect every rank's `hello`, let rank 0 `decide`, and return its verdict on every rank.
+    """Collect every rank's `hello`, let rank 0 `decide`, and return the decision on every rank.
 
-    A hello holds at least the rank's `world_size`. decision_seconds: the time that rank 0 has to
-    decide, once all have come.
+    hello: holds at least the rank's `world_size`. decision_seconds: time for rank 0 to decide once
+    all ranks are present.
 
-    An error raised by `decide` is raised on all ranks: there as it is, elsewhere as PeerError.
-    Raises TrainingError where ranks do not come within `timeout` seconds, naming them.
+    An error in `decide` is raised on rank 0, and as PeerError on the others. Raises TrainingError
+    with the missing ranks if they do not join within `timeout` seconds.
     """
     if store.add(f"claim/{env.rank}", 1) > 1:
         raise TrainingError(
-            f"two processes say that they are rank {env.rank} of {env.world_size}: this is the "
-            "second one. Give each process a RANK of its own. [CD0907]"
+            f"two processes have rank {env.rank} of {env.world_size}; this is the second one. "
+            "Give each process a different RANK. [CD0907]"
         )
     put(store, f"hello/{env.rank}", hello)
     if env.rank == 0:
         try:
-            verdict = decide(_roll_call(store, env, timeout))
+            decision = decide(_roll_call(store, env, timeout))
         except BaseException as error:
             is_ours = isinstance(error, ClusterDDPError)
-            _call_off(store, env, str(error) if is_ours else "its log says why.")
+            _abort_start(store, env, str(error) if is_ours else "its log says why.")
             raise
-        put(store, "verdict", verdict)
-        return verdict
+        put(store, "decision", decision)
+        return decision
     patience = timeout + decision_seconds
     try:
-        wait(store, ["verdict"], patience)
+        wait(store, ["decision"], patience)
     except dist.DistStoreError:
         raise PeerError(
-            f"rank {env.rank} met rank 0 at {env.master_addr}:{env.master_port}, but was not told "
-            f"to start within {setting(patience)}. The log of rank 0 says what it did."
+            f"rank {env.rank} reached rank 0 at {env.master_addr}:{env.master_port}, but rank 0 "
+            f"did not start the training within {setting(patience)}. See the log of rank 0."
         ) from None
-    verdict = take(store, env, "verdict", "rank 0's verdict")
-    if "error" in verdict:
+    decision = take(store, env, "decision", "rank 0's decision")
+    if "error" in decision:
         store.set(f"heard/{env.rank}", "")
-        raise PeerError(f"rank 0 called the start off: {verdict['error']}")
-    return verdict
+        raise PeerError(f"rank 0 aborted the start: {decision['error']}")
+    return decision
 
 
-def decline(store: "RunStore", env: DistEnv, error: BaseException) -> None:
-    """Tell rank 0, which would wait, that this rank cannot take part; rank 0 tells all others."""
+def report_refusal(store: "RunStore", env: DistEnv, error: BaseException) -> None:
+    """Report to rank 0 that this rank cannot join; rank 0 aborts the start on all ranks."""
     if env.rank == 0:
-        _call_off(store, env, str(error))
+        _abort_start(store, env, str(error))
     else:
         put(store, f"hello/{env.rank}", {"declines": str(error)})
 
@@ -157,75 +157,75 @@ def leave(store: "RunStore", env: DistEnv, timeout: float = 5.0) -> None:
     """Keep rank 0's store open until every rank has left, or for `timeout` seconds."""
     store.set(f"left/{env.rank}", "1")
     if env.rank == 0:
-        with suppress(dist.DistStoreError):  # one of them takes its time; the work is done
+        with suppress(dist.DistStoreError):  # a rank is slow; the work is done
             wait(store, [f"left/{rank}" for rank in range(env.world_size)], timeout)
 
 
-def break_off(env: DistEnv) -> None:
-    """Leave the process group without waiting for ranks that may be gone.
+def abort_group(env: DistEnv) -> None:
+    """Abort the process group without waiting for ranks that may be gone.
 
-    The process ends soon after and takes its sockets with it; a destructor that hangs must not
-    keep it, so it gets a few seconds.
+    Limited to a few seconds, so that a hanging destructor cannot block the exit.
     """
     if not dist.is_initialized():
         return
-    # Private; of torch 2.4 to 2.15. Without it the group is left as any other.
+    # Private, in torch 2.4 to 2.15. Without it the group is destroyed normally.
     abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
     leave_group = abort if dist.get_backend() == "nccl" else dist.destroy_process_group
-    _leave_group(leave_group, 1.0 if env.world_size == 1 else 5.0)
+    _destroy_group(leave_group, 1.0 if env.world_size == 1 else 5.0)
 
 
-def part() -> None:
-    """Leave the process group when all is done: for half a minute at most, whatever NCCL or a rank
-    that is gone by now keeps it waiting for.
+def leave_group() -> None:
+    """Destroy the process group at the end of the training, for at most half a minute.
+
+    NCCL or a missing rank could block it for longer.
     """
-    _leave_group(dist.destroy_process_group, _PART_SECONDS)
+    _destroy_group(dist.destroy_process_group, _PART_SECONDS)
 
 
-def _leave_group(leave_group: Callable[[], None], seconds: float) -> None:
+def _destroy_group(leave_group: Callable[[], None], seconds: float) -> None:
     try:
         tcp_store.bounded(leave_group, seconds)
     except Exception as error:
-        log.info(f"leaving the process group: {str(error) or 'it did not answer'}")
+        log.info(f"cannot leave the process group: {str(error) or 'it did not respond'}")
 
 
 def dump_flight_recorder(path: Path) -> None:
-    """Write NCCL's latest exchanges of this rank, for torchfrtrace; nothing where there are none.
+    """Write this rank's latest NCCL collectives for torchfrtrace, if there are any.
 
-    Waits a few seconds at most for the file. A CUDA that hangs while it is asked for them holds up
-    every thread of Python, as torch keeps its lock meanwhile: whatever must be done comes before.
+    Waits at most a few seconds for the file. If CUDA hangs in this call, every Python thread is
+    blocked, because torch holds the interpreter lock: do everything else before.
     """
-    # Private; of torch 2.4 to 2.15, with NCCL.
+    # Private, in torch 2.4 to 2.15, with NCCL.
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     if dump:
         try:
             tcp_store.bounded(lambda: path.write_bytes(dump()), _DUMP_SECONDS)
         except Exception as error:
-            log.info(f"NCCL's flight recorder: {str(error) or 'it did not answer'}")
+            log.info(f"NCCL's flight recorder: {str(error) or 'it did not respond'}")
 
 
-def time_tellers(hellos: Sequence[Message]) -> dict[int, str]:
-    """Give the first rank of each host but rank 0's, with the host: these tell their time."""
+def clock_senders(hellos: Sequence[Message]) -> dict[int, str]:
+    """Return the first rank of each host except rank 0's, with the host: these send their time."""
     first: dict[str, int] = {}
     for rank, hello in enumerate(hellos):
         first.setdefault(str(hello["host"]), rank)
     return {rank: host for host, rank in first.items() if rank != 0}
 
 
-def tell_time(store: "RunStore", env: DistEnv, now: float) -> None:
-    """Tell rank 0 this host's time; `now` is that at which its verdict came."""
+def send_clock(store: "RunStore", env: DistEnv, now: float) -> None:
+    """Send this host's time to rank 0; now: the time at which the decision arrived."""
     put(store, f"clock/{env.rank}", {"time": now})
 
 
 def collect_clocks(
-    store: "RunStore", env: DistEnv, tellers: Mapping[int, str], sent: float
+    store: "RunStore", env: DistEnv, senders: Mapping[int, str], sent: float
 ) -> dict[str, float]:
-    """Give, on rank 0, the seconds by which each host's clock is ahead of this host's.
+    """Return, on rank 0, the seconds by which each host's clock is ahead of this host's.
 
-    tellers: as of `time_tellers`. sent: the time at which the verdict was on its way to them.
-    A host that does not answer is left out.
+    senders: as of `clock_senders`. sent: time at which rank 0 published the decision. Hosts without
+    an answer are omitted.
     """
-    keys = {f"clock/{rank}": host for rank, host in tellers.items()}
+    keys = {f"clock/{rank}": host for rank, host in senders.items()}
     with suppress(dist.DistStoreError):
         wait(store, list(keys), _ANSWER_SECONDS)
     ahead = {}
@@ -238,10 +238,10 @@ def collect_clocks(
 
 
 def clock_offset(sent: float, shown: float, received: float) -> float:
-    """Give the seconds by which a clock that showed `shown` between two times of ours is ahead.
+    """Return the seconds by which a clock that showed `shown` between two local times is ahead.
 
-    It is known to within the round trip: 0 where that allows it, as hosts usually keep their
-    clocks together more closely than a busy rank answers; else the middle.
+    The round trip limits the precision. Returns 0 if it is possible, because clocks usually agree
+    more closely than a busy rank responds, else the middle of the interval.
     """
     least, most = shown - received, shown - sent
     return 0.0 if least <= 0 <= most else (least + most) / 2
@@ -251,42 +251,42 @@ def clock_offset(sent: float, shown: float, received: float) -> float:
 class Identity:
     """Identity of one start of a run: its job and attempt, its nonce, and torchrun's round.
 
-    Rank 0 publishes it, and every other rank checks it before it writes anything: a reused port can
-    lead to another run's store. What is published proves the nonce without telling it.
+    Rank 0 publishes it, and every other rank checks it before it writes, because a reused port can
+    lead to another run's store. The published proof does not reveal the nonce.
     """
 
     run: str
     nonce: str = field(repr=False)
     round: int = 0
-    """Number of torchrun's round, from 1; 0 without torchrun."""
+    """Number of the torchrun round, from 1; 0 without torchrun."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "Identity":
-        """Read it from the environment of a task; raises TrainingError for an empty nonce."""
+        """Read the identity from a task's environment. Raises TrainingError for an empty nonce."""
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
         run = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
         if environ.get(NONCE_VARIABLE) == "":
             raise TrainingError(
-                f"{NONCE_VARIABLE} is empty: expected the random hex digits that all ranks of a "
-                "run share. Unset it to start ranks without. [CD0801]"
+                f"{NONCE_VARIABLE} is empty; expected random hex digits, the same for all ranks of "
+                "a run. Unset it to start without a nonce. [CD0801]"
             )
         return cls(run, environ.get(NONCE_VARIABLE, ""))
 
     def prove(self, key: str, text: str) -> str:
-        """Give the proof of what is written under a key; empty without a nonce."""
+        """Return the proof for a key and its content; empty without a nonce."""
         return self._digest(key, text) if self.nonce else ""
 
     def publish(self, store: Store) -> None:
-        """Publish it, as rank 0 of this start."""
+        """Publish the identity, as rank 0."""
         store.set(self.key, json.dumps({"run": self.run, "proof": self._digest("proof")}))
 
     def await_in(self, store: Store, env: DistEnv, seconds: float) -> None:
-        """Wait for rank 0's, and check it; raises DistStoreError where none comes in time."""
+        """Wait for rank 0's identity and check it. Raises DistStoreError on a timeout."""
         wait(store, [self.key], seconds)
         self.check(store, env)
 
     def check(self, store: Store, env: DistEnv) -> None:
-        """Raise TrainingError where another run, or no run, has published its identity there."""
+        """Raise TrainingError unless this run's identity is published in the store."""
         published = _object_in(store.get(self.key), env, "what names the run")
         if published.get("proof") == self._digest("proof"):
             return
@@ -296,56 +296,56 @@ class Identity:
         theirs = printable(str(published.get("run", ""))) or "no Slurm step"
         raise TrainingError(
             f"rank {env.rank} reached another run's rank 0 at {env.master_addr}:{env.master_port}: "
-            f"that one is {theirs}, this one {self.run or 'no Slurm step'}.{hint} Set MASTER_PORT "
+            f"expected {self.run or 'no Slurm step'}, found {theirs}.{hint} Set MASTER_PORT "
             "to another port for this job. [CD0906]"
         )
 
     @property
     def key(self) -> str:
-        """Key under which rank 0 publishes it."""
+        """Key of the published identity."""
         return f"{PREFIX}/{self.round}/identity"
 
     def _digest(self, *words: str) -> str:
-        """Return the HMAC of what this start is and of some words, by the nonce, if it has one."""
+        """Return the HMAC of this identity and the given words, keyed with the nonce, if any."""
         scope = json.dumps([self.run, self.round, *words])
         secret = self.nonce.encode(errors="surrogateescape")
         return hmac.new(secret, scope.encode(), hashlib.sha256).hexdigest()
 
 
 class RunStore(PrefixStore):
-    """Part of a store in which the ranks of one start leave messages for each other."""
+    """Part of a store for the messages between the ranks of one start."""
 
     def __init__(self, store: Store, identity: Identity) -> None:
         super().__init__(f"{PREFIX}/{identity._digest('keys')}", store)
         self.identity = identity
 
 
-def nobody(env: DistEnv) -> PeerError:
-    """Give the error of a rank to which rank 0 did not come."""
+def rank_0_missing(env: DistEnv) -> PeerError:
+    """Return the error of a rank that waited for rank 0 without success."""
     return PeerError(
         f"rank {env.rank} waited for rank 0 at {env.master_addr}:{env.master_port}, but rank "
-        "0 did not come. Its log says whether it started. [CD0903]"
+        "0 did not join. See its log. [CD0903]"
     )
 
 
 def put(store: RunStore, key: str, content: Mapping[str, object]) -> None:
-    """Leave a message for other ranks of this run, with its proof."""
+    """Write a message for other ranks of this run, with its proof."""
     text = json.dumps(dict(content))
     store.set(key, json.dumps({"content": text, "proof": store.identity.prove(key, text)}))
 
 
 def ask(store: RunStore, env: DistEnv, key: str, what: str) -> Message | None:
-    """Take a message that was left before now, or None."""
+    """Read a message if it is present, else return None."""
     return take(store, env, key, what) if store.check([key]) else None
 
 
 def take(store: RunStore, env: DistEnv, key: str, what: str) -> Message:
-    """Read a message; raises TrainingError, naming it `what`, where no rank wrote it."""
+    """Read a message. Raises TrainingError, calling it `what`, if no rank of the run wrote it."""
     message = store.get(key)
     sealed = _object_in(message, env, what)
     text, proof = str(sealed.get("content")), str(sealed.get("proof"))
     if not hmac.compare_digest(proof.encode(), store.identity.prove(key, text).encode()):
-        raise strange(env, what, message)
+        raise foreign_content(env, what, message)
     return _object_in(text.encode(), env, what)
 
 
@@ -355,46 +355,45 @@ def _object_in(message: bytes, env: DistEnv, what: str) -> Message:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise strange(env, what, message)
+        raise foreign_content(env, what, message)
     return content
 
 
 def wait(store: Store, keys: Sequence[str], seconds: float) -> None:
-    """Wait for all keys; raises DistStoreError when they are not there in time."""
+    """Wait for all keys. Raises DistStoreError on a timeout."""
     patience = timedelta(seconds=seconds)
     try:
         tcp_store.bounded(lambda: store.wait(list(keys), patience), seconds + GRACE_SECONDS)
     except TimeoutError:
-        raise dist.DistStoreError("the store does not answer") from None
+        raise dist.DistStoreError("the store does not respond") from None
     except dist.DistNetworkError as error:
-        raise PeerError(f"rank 0's store went away: {str(error).splitlines()[0]}") from None
+        raise PeerError(f"rank 0's store was closed: {str(error).splitlines()[0]}") from None
 
 
 def await_ranks(store: RunStore, env: DistEnv, keys: Sequence[str], timeout: float) -> None:
-    """Wait until all ranks have written, each its key NAME/RANK; name those that have not."""
+    """Wait until every rank has written its key NAME/RANK. Raises TrainingError with the others."""
     try:
         wait(store, keys, timeout)
     except dist.DistStoreError:
         absent = [int(key.rpartition("/")[2]) for key in keys if not store.check([key])]
         raise TrainingError(
-            f"{len(absent)} of {env.world_size} ranks did not come to "
+            f"{len(absent)} of {env.world_size} ranks did not join at "
             f"{env.master_addr}:{env.master_port} within {setting(timeout)}: {_listing(absent)}. "
-            "Their logs say whether they started; --rendezvous-timeout makes rank 0 wait "
-            "longer. [CD0902]"
+            "See their logs; --rendezvous-timeout makes rank 0 wait longer. [CD0902]"
         ) from None
 
 
-def strange(env: DistEnv, what: str, message: bytes) -> TrainingError:
-    """Give the error for content that no rank of any run writes."""
+def foreign_content(env: DistEnv, what: str, message: bytes) -> TrainingError:
+    """Return the error for content that no rank has written."""
     return TrainingError(
-        f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} is not what "
-        f"a rank writes: {printable(message.decode(errors='replace'))}. Somebody else "
-        "reached the port: set MASTER_PORT to another. [CD0906]"
+        f"rank {env.rank}: {what} in the store at {env.master_addr}:{env.master_port} was not "
+        f"written by a rank: {printable(message.decode(errors='replace'))}. Another client "
+        "reached the port. Set MASTER_PORT to another port. [CD0906]"
     )
 
 
 def printable(text: str) -> str:
-    """Give at most a line of what a stranger may have written, safe for a log."""
+    """Return at most a line of untrusted text, safe for a log."""
     return text if text.isprintable() and len(text) <= 200 else ascii(text[:200])
 
 
@@ -405,7 +404,7 @@ def _roll_call(store: RunStore, env: DistEnv, timeout: float) -> list[Message]:
     hellos = [take(store, env, key, f"the hello of rank {rank}") for rank, key in enumerate(keys)]
     for rank, hello in enumerate(hellos):
         if "declines" in hello:
-            raise PeerError(f"rank {rank} cannot take part: {hello['declines']}")
+            raise PeerError(f"rank {rank} cannot join: {hello['declines']}")
         if hello.get("world_size") != env.world_size:
             raise TrainingError(
                 f"rank {rank} was started with a world size of {hello.get('world_size')}, rank 0 "
@@ -414,15 +413,15 @@ def _roll_call(store: RunStore, env: DistEnv, timeout: float) -> list[Message]:
     return hellos
 
 
-def _call_off(store: RunStore, env: DistEnv, reason: str) -> None:
-    """Publish an error, and stay until the ranks that wait for the verdict have read it."""
-    put(store, "verdict", {"error": reason})
-    # As far as a look at each gets within the time that they have.
+def _abort_start(store: RunStore, env: DistEnv, reason: str) -> None:
+    """Publish an error and wait until the ranks that expect the decision have read it."""
+    put(store, "decision", {"error": reason})
+    # Only the ranks that can be checked within the time.
     deadline = time.monotonic() + _HEARING_SECONDS
     ranks = itertools.takewhile(lambda _: time.monotonic() < deadline, range(1, env.world_size))
     waiting = [rank for rank in ranks if _waits(store, env, rank)]
     if waiting:
-        # They find the store gone, which tells them as much.
+        # The others find the store closed, which has the same effect.
         with suppress(TrainingError, dist.DistStoreError):
             wait(store, [f"heard/{rank}" for rank in waiting], _HEARING_SECONDS)
 
@@ -431,12 +430,12 @@ def _waits(store: RunStore, env: DistEnv, rank: int) -> bool:
     try:
         hello = ask(store, env, f"hello/{rank}", "a hello")
     except TrainingError:
-        return False  # no rank of this run
+        return False  # not a rank of this run
     return hello is not None and "declines" not in hello
 
 
 def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> RunStore:
-    """Begin a new round, as rank 0, and wait for all to enter it."""
+    """Open a new round as rank 0 and wait for all ranks to enter it."""
     last = replace(identity, round=_last_round(agents, env))
     if last.round and agents.check([last.key]):
         last.check(agents, env)
@@ -465,7 +464,7 @@ def _begin_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
 
 
 def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float) -> RunStore:
-    """Enter rounds until rank 0 begins one with this very process in it."""
+    """Enter rounds until rank 0 starts one that includes this process."""
     token, number, entered = secrets.token_hex(8), 1, 0
     deadline = time.monotonic() + timeout
     while True:
@@ -480,13 +479,13 @@ def _enter_round(agents: Store, env: DistEnv, identity: Identity, timeout: float
             wait(store, ["begins"], _LOOK_SECONDS)
         except dist.DistStoreError:
             if time.monotonic() > deadline:
-                raise nobody(env) from None
+                raise rank_0_missing(env) from None
             continue
         begins = take(store, env, "begins", "what rank 0 wrote")
         if begins.get(str(env.rank)) != token:
-            number += 1  # that round's processes are gone
+            number += 1  # the processes of that round are gone
         elif error := begins.get("error"):
-            raise PeerError(f"rank 0 called the start off: {error}")
+            raise PeerError(f"rank 0 aborted the start: {error}")
         else:
             return store
 
@@ -496,7 +495,7 @@ def _last_round(agents: Store, env: DistEnv) -> int:
     key = f"{PREFIX}/rounds"
     count = agents.get(key) if agents.check([key]) else b"0"
     if not count.isdigit() or len(count) > 18:
-        raise strange(env, "the count of rounds", count)
+        raise foreign_content(env, "the count of rounds", count)
     return int(count)
 
 

@@ -1,14 +1,13 @@
-"""Opens torch's store at the master address: rank 0 listens there, and the others connect.
+"""Opens torch's store at the master address: rank 0 listens, the others connect.
 
-torch's TCPStore alone would hang for minutes on a listener that is no store. torch takes seconds to
-import, so rank 0's socket is bound before: from then on the kernel accepts the other ranks'
-connections, and none of them has to try again.
+torch's TCPStore hangs for minutes on a listener that is not a store. torch takes seconds to
+import, so rank 0's socket is bound before: the kernel then accepts the other ranks' connections
+and none of them has to retry.
 
 torch looks up the name of the address it connects to, for its messages (c10d's formatSockAddr),
-and gloo the addresses of this host's own name. Where no hosts file knows them and the name servers
-do not answer, as on many an isolated compute node, each such look-up lasts 5 to 30 seconds
-(resolv.conf(5): timeout x attempts x name servers). So they are made early, beside the imports;
-what is not answered when these are done is not asked again.
+and gloo looks up this host's name. On an isolated compute node without name servers, each lookup
+that no hosts file answers takes 5 to 30 seconds (resolv.conf(5): timeout x attempts x name
+servers). Lookups therefore start early, during the imports, and unanswered ones are not repeated.
 """
 
 import array
@@ -43,10 +42,10 @@ _NAMELESS = "127.93.41.7"  # Linux answers on all of 127.0.0.0/8
 
 
 def bind(env: DistEnv, environ: Mapping[str, str]) -> socket.socket | None:
-    """Bind the socket on which this rank listens; None where it is not the one that does.
+    """Bind the socket on which this rank listens; None if it does not listen.
 
-    On every address, as the others may know this host by any of them; or on the loopback alone.
-    Under a torchrun agent the agent listens, and a single process needs no port. Raises
+    Binds every address, because the others may know this host by any of them, or only the
+    loopback. Under a torchrun agent the agent listens, and a single process needs no port. Raises
     TrainingError with the port and the remedy.
     """
     agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -58,8 +57,8 @@ def bind(env: DistEnv, environ: Mapping[str, str]) -> socket.socket | None:
         cause = f"{error.strerror}. Set MASTER_PORT to a port from 1024 to 65535."
         if error.errno == errno.EADDRINUSE:
             cause = (
-                "the port is in use: another run, or a second rank 0. Give every rank another "
-                "--master-port (MASTER_PORT); in a job unset MASTER_PORT to have one derived."
+                "another run or a second rank 0 uses the port. Give every rank another "
+                "--master-port (MASTER_PORT); in a job, unset MASTER_PORT to derive one."
             )
         raise TrainingError(
             f"rank 0 cannot listen on port {env.master_port} of {socket.gethostname()}: "
@@ -85,10 +84,10 @@ def listen(
 
 
 def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Store":
-    """Open the store as another rank: connect by `deadline`, a moment of the monotonic clock.
+    """Open the store as another rank: connect by `deadline`, a time of the monotonic clock.
 
-    Raises PeerError where nobody listens until then, and TrainingError where the master address
-    cannot be looked up or where another program listens there.
+    Raises PeerError if nothing listens by then, and TrainingError if the master address cannot be
+    looked up or another program listens at it.
     """
     address = _await_listener(env, deadline)
     seconds = max(deadline - time.monotonic(), 1.0)
@@ -99,19 +98,19 @@ def connect(env: DistEnv, deadline: float, answered: Callable[[], bool]) -> "Sto
         if not _somebody_listens(env):
             raise PeerError(
                 f"rank {env.rank} on {socket.gethostname()} reached rank 0 at {env.master_addr}:"
-                f"{env.master_port}, but it has ended since. Its log says why. [CD0903]"
+                f"{env.master_port}, but it has ended since. See its log. [CD0903]"
             ) from None
         answer = f": {error}" if str(error) else f" within {time.monotonic() - began:.0f} s"
         raise TrainingError(
-            f"rank {env.rank} on {socket.gethostname()}: something listens at "
-            f"{env.master_addr}:{env.master_port}, but it does not answer as rank 0's store "
-            f"does{answer}. Another program holds the port: set MASTER_PORT to a free one; or rank "
-            "0 is still starting, as its log tells. [CD0906]"
+            f"rank {env.rank} on {socket.gethostname()}: the listener at "
+            f"{env.master_addr}:{env.master_port} does not respond like rank 0's store"
+            f"{answer}. Another program uses the port, or rank 0 is still starting: see its log, "
+            "or set MASTER_PORT to a free port. [CD0906]"
         ) from None
 
 
 def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = True) -> "Store":
-    """Connect to a store; raises TimeoutError or RuntimeError where none answers in time."""
+    """Connect to a store. Raises TimeoutError or RuntimeError if none responds in time."""
 
     def reach() -> "Store":
         with nullcontext() if ask_name_servers else without_name_servers():
@@ -121,9 +120,9 @@ def client(address: str, port: int, seconds: float, *, ask_name_servers: bool = 
 
 
 def bounded(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of `call`; raise TimeoutError when it takes longer, leaving it behind.
+    """Return the result of `call`; raise TimeoutError and abandon it after `seconds`.
 
-    It runs in a thread of its own, so that Ctrl-C works while torch waits in C++.
+    It runs in a separate thread, so that Ctrl-C works while torch waits in C++.
     """
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -131,7 +130,7 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
     def run() -> None:
         try:
             outcome.append(call())
-        except BaseException as error:  # handed to the caller below
+        except BaseException as error:  # raised in the caller below
             failure.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -145,33 +144,33 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
 
 
 class Lookups:
-    """Look-ups that a rendezvous of the ranks leads to, in threads that nothing waits for."""
+    """Name lookups of a rendezvous, started early in background threads."""
 
     def __init__(self, env: DistEnv) -> None:
         self.master_answered = False
-        """True once the look-up of the master's name is over, be it that there is none."""
+        """Set once the lookup of the master's name is done, with or without a result."""
         self._env, self._own_name_is_known = env, False
         for look_up in (self._look_up_master, self._look_up_own_name):
             threading.Thread(target=look_up, name="look-up", daemon=True).start()
 
     def gloo_interface(self) -> str:
-        """Find the network interface to name to gloo, where this host's own name is of no use.
+        """Find the network interface for gloo if this host's name has no usable address.
 
-        gloo would fall back to the loopback, on which no other host reaches it. Empty where it
-        needs none, or none can be told.
+        gloo would fall back to the loopback, which no other host reaches. Empty if gloo needs no
+        interface or none is known.
         """
         return "" if self._own_name_is_known else _interface_towards(self._env)
 
     def _look_up_master(self) -> None:
         with suppress(OSError, UnicodeError):
             address = str(socket.getaddrinfo(self._env.master_addr, self._env.master_port)[0][4][0])
-            # In the form in which torch asks: it connects by IPv6 where it can. Not getnameinfo,
-            # for which Python 3.10 stops all threads.
+            # The same query as torch's, which prefers IPv6. Not getnameinfo, for which
+            # Python 3.10 stops all threads.
             socket.gethostbyaddr(address if ":" in address else f"::ffff:{address}")
         self.master_answered = True
 
     def _look_up_own_name(self) -> None:
-        """Look up, as gloo does, an address of this host's name to which a socket can be bound."""
+        """Look up a bindable address of this host's name, as gloo does."""
         with suppress(OSError, UnicodeError):
             for family, kind, protocol, _, where in socket.getaddrinfo(
                 socket.gethostname(), None, type=socket.SOCK_STREAM
@@ -184,10 +183,9 @@ class Lookups:
 
 @contextmanager
 def without_name_servers() -> Iterator[None]:
-    """Have this thread's look-ups read the hosts file and ask nobody.
+    """Make this thread's lookups read only the hosts file.
 
-    Sets the resolver's own per-thread settings (resolver(3), `_res.retry`); another C library than
-    glibc goes on asking.
+    Sets the resolver's per-thread settings (resolver(3), `_res.retry`); only glibc has them.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -207,7 +205,7 @@ def without_name_servers() -> Iterator[None]:
 
 
 def _bind(env: DistEnv) -> socket.socket:
-    with suppress(ValueError):  # a name, and no address
+    with suppress(ValueError):  # a name, not an address
         address = ipaddress.ip_address(env.master_addr)
         if address.is_loopback:
             family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
@@ -223,31 +221,31 @@ def _bind(env: DistEnv) -> socket.socket:
 
 
 def _is_ipv4(master_addr: str) -> bool:
-    """Return whether the others know this host by IPv4 alone, as far as this host can tell.
+    """Return whether the other ranks reach this host only by IPv4, according to its lookups.
 
-    A socket for both kinds shows an IPv4 peer as ::ffff:10.0.0.1. Of each peer torch looks up the
-    name (c10d's formatSockAddr), and no hosts file has addresses of that form: every one of these
-    look-ups would go to a name server.
+    A dual-stack socket shows an IPv4 peer as ::ffff:10.0.0.1. torch looks up each peer's name
+    (c10d's formatSockAddr), and no hosts file has addresses of that form, so that every lookup
+    would go to a name server.
     """
     try:
         entries = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
     addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in entries]
-    # A host that knows itself by its loopback alone (Debian's 127.0.1.1) cannot tell.
+    # A host that maps its name only to the loopback (Debian's 127.0.1.1) does not know.
     return all(address.version == 4 and not address.is_loopback for address in addresses)
 
 
 def _tcp_store(
     address: str, port: int, seconds: float, bound: socket.socket | None = None
 ) -> "Store":
-    """Connect to a store, or serve one on a bound socket, which is taken over."""
+    """Connect to a store, or serve one on a bound socket, which it takes over."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, unlisted
 
     store: Store = TCPStore(
         address,
         port,
-        None,  # older versions of torch sleep up to a millisecond for each rank they know
+        None,  # older versions of torch sleep up to a millisecond per known rank
         is_master=bound is not None,
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
@@ -257,20 +255,20 @@ def _tcp_store(
 
 
 def _own_address(bound: socket.socket) -> str:
-    """Give rank 0's own way to its store: no name to look up, and no other host's way to it."""
+    """Return a local address for rank 0 to reach its store without a lookup."""
     address = ipaddress.ip_address(str(bound.getsockname()[0]))
-    # A socket for both kinds of addresses takes IPv4 as well.
+    # A dual-stack socket accepts IPv4 as well.
     return "127.0.0.1" if address.is_unspecified else str(address)
 
 
 def _have_torch_ask_nobody() -> None:
-    """Let torch find now that name servers do not answer, before a rank waits for it.
+    """Make torch give up name lookups now, before a rank has to wait for one.
 
-    It looks up every peer's name, and gives that up for good after the first that is not answered
-    (c10d's formatSockAddr, since torch 2.9). In this thread nobody is asked, so it takes no time;
-    the thread in which rank 0's store serves the others would wait. The peer is a loopback address
-    that no hosts file has: torch asks for its IPv6 form, ::ffff:127.…, by which glibc 2.41 finds
-    127.0.0.1 there, and 2.36 does not.
+    torch looks up every peer's name and stops permanently after the first failure (c10d's
+    formatSockAddr, since torch 2.9). This thread asks no name server, so the failure is immediate;
+    the thread that serves rank 0's store would wait. The peer is a loopback address that no hosts
+    file has: torch looks up its IPv6 form, ::ffff:127.…, for which glibc 2.41 would find 127.0.0.1
+    in the hosts file, and 2.36 would not.
     """
     with suppress(RuntimeError, OSError):
         bound = socket.create_server((_NAMELESS, 0))
@@ -278,10 +276,10 @@ def _have_torch_ask_nobody() -> None:
 
 
 def _await_listener(env: DistEnv, deadline: float) -> str:
-    """Return the master's numeric address once somebody listens there.
+    """Return the master's numeric address once something listens at it.
 
-    The kernel accepts the connection as soon as rank 0 has bound its socket, which it does first
-    of all; so this tries again only where rank 0's process began later, and the pauses are short.
+    The kernel accepts connections as soon as rank 0 has bound its socket, which it does first.
+    Retries are therefore needed only if rank 0 starts later, and the pauses are short.
     """
     address, pause = (env.master_addr, env.master_port), 0.02
     while True:
@@ -299,11 +297,10 @@ def _await_listener(env: DistEnv, deadline: float) -> str:
             if time.monotonic() > deadline:
                 raise PeerError(
                     f"rank {env.rank} on {socket.gethostname()} waited for rank 0 at "
-                    f"{address[0]}:{address[1]}, but nobody answered: {error.strerror or error}. "
-                    "The log of rank 0 says whether it started; a firewall between the hosts looks "
-                    "the same. [CD0903]"
+                    f"{address[0]}:{address[1]}, but got no answer: {error.strerror or error}. "
+                    "Rank 0 has not started (see its log), or a firewall blocks the port. [CD0903]"
                 ) from None
-        time.sleep(pause)  # rank 0 has not begun: there is no event to wait for
+        time.sleep(pause)  # there is no event for the start of rank 0
         pause = min(pause * 1.5, 0.5)
 
 
@@ -316,7 +313,7 @@ def _somebody_listens(env: DistEnv) -> bool:
 
 
 def _interface_towards(env: DistEnv) -> str:
-    """Find the interface of the IPv4 address from which this host reaches the master, or none."""
+    """Return the interface of the IPv4 address by which this host reaches the master, if any."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((env.master_addr, env.master_port))  # sends nothing
         address = probe.getsockname()[0]

@@ -1,9 +1,8 @@
-"""Names the rank that keeps all others waiting, and prints the stack of every rank that still can.
+"""Finds the rank that blocks all others, and prints the stack of every rank that can.
 
-Ending the wait is left to the process group's timeout where that raises an error, as gloo's does.
-NCCL's ends the process without asking Python, so there a rank that waits for a suspect is told to
-leave before that. Each rank posts its place in a store now and then; nobody reads the postings
-until nothing moves any more.
+The process group's timeout ends the wait if it raises an error, as gloo's does. NCCL's timeout
+ends the process without calling Python, so a rank that waits for a suspect exits before it. Each
+rank posts its position to a store from time to time; the postings are read only after a stall.
 """
 
 import os
@@ -21,63 +20,65 @@ from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
 from clusterddp.distributed import heartbeat
-from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Signs
+from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Responses
 from clusterddp.formatting import duration
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.outcome import note_hung
 
-# A rank that posted nothing for so many beats does not answer.
+# A rank without a posting for this many beats does not respond.
 _BEATS_OF_SILENCE = 4
-# The ranks that a waiting rank looks at, to learn whether one below it speaks for all.
+# Number of lower ranks that a waiting rank reads, to see whether one of them reports for all.
 _POSSIBLE_SPEAKERS = 16
 # Seconds for which stop() waits for the thread.
 _STOP_SECONDS = 1.0
 _STDERR = 2
-# Beats until a stall that is looked at has a verdict: those of silence, and what comes before.
-_BEATS_TO_A_VERDICT = 8
+# Beats from the detection of a stall to its finding, including those of silence.
+_BEATS_TO_FINDING = 8
 
 
-class Verdict(NamedTuple):
-    """Finding of the watchdog: the ranks to blame, and for what."""
+class Finding(NamedTuple):
+    """Finding of the watchdog: which ranks cause a stall, and how."""
 
     kind: str
-    """silent, left, behind, level, or alone: a rank that knows only about itself."""
+    """silent, left, behind, level, or alone: the rank knows nothing of the others."""
     ranks: tuple[int, ...]
     text: str
     reason: str = ""
-    """The same without the ranks; empty where none of them is known to hang."""
+    """The text without the ranks; empty if none of them is known to hang."""
 
 
 def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[float, float]:
-    """Give `silent_seconds` and `beat_seconds`, so that the verdict precedes the time-out.
+    """Return `silent_seconds` and `beat_seconds`, so that the finding precedes the timeout.
 
-    A process group whose time-out comes first ends the ranks that wait before anybody has looked
-    for the one that hangs. Then a third of that time-out counts, and ranks post more often; at most
-    50 postings a second reach the store in all.
+    If the process group's timeout came first, the waiting ranks would end before the hanging one
+    is found. Then a third of the timeout is used, with more frequent postings; the store receives
+    at most 50 postings per second in total.
     """
     fastest = world_size / 50
     beat = max(2.0, fastest)
-    if watchdog + _BEATS_TO_A_VERDICT * beat <= group_timeout:
+    if watchdog + _BEATS_TO_FINDING * beat <= group_timeout:
         return watchdog, beat
     silent = min(watchdog, group_timeout / 3)
-    return silent, max(fastest, min(beat, silent / _BEATS_TO_A_VERDICT))
+    return silent, max(fastest, min(beat, silent / _BEATS_TO_FINDING))
 
 
 class Watchdog:
-    """Watches `progress` and posts heartbeats from threads of its own while its context is open.
+    """Watches `progress` and posts heartbeats from its own threads while its context is open.
 
-    Where it has not moved for `silent_seconds`, this rank's stacks go to stderr. One rank logs
-    for all which one is to blame: rank 0, or the lowest that still answers. `connect` gives a store
-    that nobody else uses, and may take long; None where there are no other ranks. `note` takes the
-    verdict of the rank that logs it, and None when the training goes on. `host` is this rank's, as
-    the others shall read it. `beat` tells this task's parent that Python runs here, and after how
-    many seconds without such a sign the stacks are wanted; 0 for never. `leave` takes, once, why
-    this rank cannot go on: nothing has moved for `leave_seconds` and a rank is suspected, or one
-    that others wait for has left.
+    Without progress for `silent_seconds`, this rank prints its stacks to stderr, and one rank logs
+    the cause for all: rank 0, or the lowest that still responds.
 
-    In code of a rank's own (`Phase.OWN`), of which nothing is known, no time counts, and nobody
-    hangs who waits for a rank there. A training that has such code (`has_own_code`) prints stacks
-    only once a rank is suspected.
+    connect: returns a private store, perhaps slowly; None without other ranks.
+    note: called with the finding on the rank that logs it, and with None when training continues.
+    host: this rank's host, as shown to the others.
+    beat: tells this task's parent that Python runs, and after how many seconds without a beat to
+    print the stacks; 0 is never.
+    leave: called once with the reason if this rank cannot continue: no progress for
+    `leave_seconds` and a suspected rank, or a rank that others wait for has left.
+
+    In user code (`Phase.OWN`), whose length is unknown, no time counts, and a rank that waits for
+    one in user code does not hang. A training with such code (`has_own_code`) prints stacks only
+    once a rank is suspected.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Watchdog:
         silent_seconds: float,
         beat_seconds: float,
         host: str,
-        note: Callable[[Verdict | None], None] = lambda _: None,
+        note: Callable[[Finding | None], None] = lambda _: None,
         beat: Callable[[float], None] = lambda _: None,
         leave: Callable[[str], None] | None = None,
         leave_seconds: float = 0.0,
@@ -107,17 +108,17 @@ class Watchdog:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-        # Seconds during which this process could run, and not those for which it was stopped:
-        # a rank that was stopped has no reason to find the others slow.
+        # Seconds in which this process was able to run: a rank that was stopped must not find the
+        # others slow.
         self._now, self._read_at = 0.0, clock()
         self._marks, self._moved_at = progress.state[0], 0.0
         self._rounds, self._round_at = 0, 0.0
-        self._signs: Signs | None = None  # while nothing moves
+        self._responses: Responses | None = None  # during a stall
         self._logged: tuple[str, tuple[int, ...]] | None = None
-        self._unreachable = ""  # of the store, once it is gone for good
+        self._unreachable = ""  # error of the store, once it is gone for good
         self._said_unconnected = self._deserted = False
         self.suspect = ""
-        """The rank that keeps this one waiting, described; empty when none is suspected."""
+        """Description of the rank that blocks this one; empty without a suspect."""
 
     @classmethod
     def of_ranks(
@@ -129,7 +130,7 @@ class Watchdog:
         group_seconds: float,
         **more: Any,
     ) -> "Watchdog":
-        """Make that of a rank which has others, or none; group_seconds: see `periods`."""
+        """Return the watchdog of a rank, with or without others; group_seconds: see `periods`."""
         silent, beat = periods(silent_seconds, group_seconds, env.world_size)
         connect = partial(heartbeat.connect, env, os.environ, 10.0) if env.world_size > 1 else None
         return cls(connect, env, progress, silent_seconds=silent, beat_seconds=beat, **more)
@@ -142,12 +143,12 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Tell the others that this rank leaves; returns within about two seconds in any case."""
+        """Tell the others that this rank leaves; return within about two seconds."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)
         if self._logged and self._progress.state[0] != self._marks:
-            self._resume()  # it has gone on since the last look: nobody hangs
+            self._resume()  # it has moved since the last check
         if self._board:
             self._board.stop()
         self._renew_liveness(0)
@@ -184,23 +185,23 @@ class Watchdog:
     def _resume(self) -> None:
         logged, still = self._logged, self._still_seconds
         self._marks, self._moved_at = self._progress.state[0], self._now
-        self._logged, self._signs, self.suspect, self._deserted = None, None, "", False
+        self._logged, self._responses, self.suspect, self._deserted = None, None, "", False
         self._has_printed = False
         if self._board:
             self._board.wanted, self._board.suspect = range(0), ""
         if logged:
             self._note(None)
-            log.info(f"watchdog: goes on after {duration(still)}")
+            log.info(f"watchdog: training continues after {duration(still)}")
 
     def _stall(self) -> None:
-        if self._signs is None:
+        if self._responses is None:
             self._look_at(range(min(self._env.rank, _POSSIBLE_SPEAKERS)))
             if not self._has_own_code:
                 self._print_stacks()
         board, place = self._board, self._progress.place.words()
         if board is None or self._unreachable or not board.rounds:
-            others = "" if self._env.world_size == 1 else "; nothing is known of the other ranks"
-            self._log_verdict(Verdict("alone", (), f"{place}; this log has the stack{others}"))
+            others = "" if self._env.world_size == 1 else "; the state of other ranks is unknown"
+            self._log_finding(Finding("alone", (), f"{place}; this log has the stack{others}"))
         elif self._now - self._round_at > self._quiet + self._beat:
             self._suspect_rank_0(board)
         else:
@@ -216,8 +217,8 @@ class Watchdog:
             leave(f"rank {self._env.rank} on {self._host} {still}: {self.suspect}")
 
     def _print_stacks(self) -> None:
-        # One write to the descriptor: whole between the lines of other ranks, and past the locks
-        # of sys.stderr, which the thread that hangs may hold.
+        # A single write to the descriptor is not mixed with other ranks' lines, and avoids the
+        # locks of sys.stderr, which the hanging thread may hold.
         without = {self._thread.ident, self._board.thread.ident if self._board else None}
         text = (
             f"watchdog: rank {self._env.rank} on {self._host} has not moved for "
@@ -228,56 +229,59 @@ class Watchdog:
             os.write(_STDERR, text.encode(errors="replace"))
 
     def _compare(self, board: Board) -> None:
-        """Find out whether this rank speaks for all; if so, name the rank that all wait for."""
-        look, signs, env = board.look, self._signs, self._env
-        assert signs is not None, "nothing moves, so the others are looked at"
-        if look is None or look.ranks != signs.ranks:
-            return  # the answer is under way
-        signs.update(look, self._now)
-        if not signs.ready():
+        """Check whether this rank reports for all; if so, report the rank that all wait for."""
+        look, responses, env = board.look, self._responses, self._env
+        assert responses is not None, "the other ranks are read during a stall"
+        if look is None or look.ranks != responses.ranks:
+            return  # no answer yet
+        responses.update(look, self._now)
+        if not responses.ready():
             return
         gone = {rank for rank, posting in look.postings.items() if posting.left}
         silent = {
             rank: seconds
-            for rank, seconds in signs.silent(self._now, self._still_seconds).items()
+            for rank, seconds in responses.silent(self._now, self._still_seconds).items()
             if rank not in gone and rank != env.rank
         }
         own = [each for each in look.postings.values() if each.place.phase == Phase.OWN]
-        if any(rank < env.rank and rank not in silent and rank not in gone for rank in signs.ranks):
-            self.suspect = look.suspect  # that rank speaks
-        elif len(signs.ranks) < env.world_size:
+        if any(
+            rank < env.rank and rank not in silent and rank not in gone for rank in responses.ranks
+        ):
+            self.suspect = look.suspect  # the reporting rank's suspect
+        elif len(responses.ranks) < env.world_size:
             self._look_at(range(env.world_size))
         elif silent or all(each.left for each in own):
-            self._log_verdict(judge(look.postings, silent, env.world_size, self._silent_seconds))
+            self._log_finding(judge(look.postings, silent, env.world_size, self._silent_seconds))
             board.suspect = self.suspect
 
     def _look_at(self, ranks: range) -> None:
         if self._env.rank == 0:
             ranks = range(self._env.world_size)
-        self._signs = Signs(ranks, self._quiet)
+        self._responses = Responses(ranks, self._quiet)
         if self._board:
             self._board.wanted = ranks
 
     def _suspect_rank_0(self, board: Board) -> None:
-        """Blame rank 0, as its store does not answer.
+        """Report rank 0, because its store does not respond.
 
-        Without a store no rank can be chosen to speak: it is rank 1, and the first rank of the
-        second host, as rank 1 may be gone together with rank 0's host.
+        Without a store no rank can be elected to report: rank 1 does it, and the first rank of the
+        second host, because rank 1 may be lost with rank 0's host.
         """
         env = self._env
         speaks = env.rank == 1 or (env.node_rank == 1 and env.local_rank == 0)
         posting = board.look.postings.get(0) if board.look else None
         host = posting.host if posting else (*env.hostnames, env.master_addr)[0]
-        verdict = Verdict(
+        finding = Finding(
             "silent",
             (0,),
-            f"rank 0 on {host} does not answer (stopped, or cut off), nor does its store at "
-            f"{env.master_addr}:{env.master_port}, for {duration(self._now - self._round_at)}",
-            "it did not answer, nor did its store (stopped, or cut off)",
+            f"rank 0 on {host} (stopped or cut off) and its store at "
+            f"{env.master_addr}:{env.master_port} have not responded for "
+            f"{duration(self._now - self._round_at)}",
+            "it did not respond, nor did its store (stopped or cut off)",
         )
-        self._log_verdict(verdict, aloud=speaks)
-        # When the store answers again, the others' postings have been held up with it.
-        self._look_at(self._signs.ranks if self._signs else range(0))
+        self._log_finding(finding, aloud=speaks)
+        # When the store responds again, the others' postings were delayed as well.
+        self._look_at(self._responses.ranks if self._responses else range(0))
 
     def _give_up(self, failure: str) -> None:
         env = self._env
@@ -293,30 +297,30 @@ class Watchdog:
         self._said_unconnected = True
         env = self._env
         log.info(
-            f"watchdog: rank 0's store at {env.master_addr}:{env.master_port} did not answer "
-            f"rank {env.rank} ({reason}), which tries again; until then it knows of no other rank"
+            f"watchdog: rank 0's store at {env.master_addr}:{env.master_port} did not respond to "
+            f"rank {env.rank} ({reason}), which retries; until then it knows of no other rank"
         )
 
-    def _log_verdict(self, verdict: Verdict, aloud: bool = True) -> None:
-        if verdict.kind != "alone":
-            self._deserted = verdict.kind == "left"
-            self.suspect = "" if verdict.kind == "level" else verdict.text
-        if aloud and (verdict.kind, verdict.ranks) != self._logged:
-            self._logged = verdict.kind, verdict.ranks
-            log.info(f"watchdog: nothing moved for {duration(self._still_seconds)}: {verdict.text}")
-            self._note(verdict)
+    def _log_finding(self, finding: Finding, aloud: bool = True) -> None:
+        if finding.kind != "alone":
+            self._deserted = finding.kind == "left"
+            self.suspect = "" if finding.kind == "level" else finding.text
+        if aloud and (finding.kind, finding.ranks) != self._logged:
+            self._logged = finding.kind, finding.ranks
+            log.info(f"watchdog: no progress for {duration(self._still_seconds)}: {finding.text}")
+            self._note(finding)
 
 
-def noting(folder: Path) -> Callable[[Verdict | None], None]:
-    """Return what records in a folder of outcomes which rank hangs, and that none does any more.
+def noting(folder: Path) -> Callable[[Finding | None], None]:
+    """Return a `note` that records which rank hangs in a directory of outcomes, and its recovery.
 
-    How an attempt has ended then names it before those that gave up waiting.
+    The attempt's result then names this rank instead of those that gave up waiting.
     """
 
-    def note(verdict: Verdict | None) -> None:
-        if verdict and verdict.kind == "alone":
-            return  # a rank that sees no other
-        hang = verdict if verdict and verdict.reason else None
+    def note(finding: Finding | None) -> None:
+        if finding and finding.kind == "alone":
+            return  # a rank without contact to the others
+        hang = finding if finding and finding.reason else None
         with suppress(OSError):
             note_hung(folder, hang.ranks if hang else (), hang.reason if hang else "")
 
@@ -328,19 +332,19 @@ def judge(
     silent: Mapping[int, float],
     world_size: int,
     silent_seconds: float,
-) -> Verdict:
-    """Find the ranks that keep the others waiting, when nothing moved for `silent_seconds`.
+) -> Finding:
+    """Find the ranks that block the others after `silent_seconds` without progress.
 
-    `postings` has the newest of each rank that ever posted, `silent` the seconds since the last
-    sign of each rank that does not answer any more.
+    postings: the newest of each rank that ever posted. silent: seconds since the last response of
+    each rank that no longer responds.
     """
     if silent:
-        # Before those that left: they may have done so for the want of this one.
+        # Before the ranks that left: they may have left because of this one.
         return _silence(postings, silent)
     left = [r for r, each in postings.items() if each.left and each.place.phase != Phase.DONE]
     if left:
         place = postings[min(left)].place
-        return Verdict(
+        return Finding(
             "left",
             tuple(sorted(left)),
             f"{_names(left, postings)} left the training, {place.words()}; "
@@ -349,10 +353,10 @@ def judge(
     places = [posting.place for posting in postings.values()]
     lowest, highest = min(places), max(places)
     if lowest == highest:
-        return Verdict(
+        return Finding(
             "level",
             (),
-            f"all {world_size} ranks are at the same place, {lowest.words()}; "
+            f"all {world_size} ranks are at the same position, {lowest.words()}; "
             "their logs have their stacks",
         )
     behind = sorted(rank for rank, posting in postings.items() if posting.place == lowest)
@@ -362,7 +366,7 @@ def judge(
     else:
         hint = "its log has its stack" if len(behind) == 1 else "their logs have their stacks"
     where = f"{lowest.words()}, while others are {highest.words()}"
-    return Verdict(
+    return Finding(
         "behind",
         tuple(behind),
         f"{_names(behind, postings)} {'is' if len(behind) == 1 else 'are'} behind: {where}; {hint}",
@@ -370,16 +374,16 @@ def judge(
     )
 
 
-def _silence(postings: Mapping[int, Posting], silent: Mapping[int, float]) -> Verdict:
+def _silence(postings: Mapping[int, Posting], silent: Mapping[int, float]) -> Finding:
     first = min(silent)
     sign = (
-        f"the last sign of rank {first} came {duration(silent[first])} ago, "
+        f"rank {first} last responded {duration(silent[first])} ago, "
         f"{postings[first].place.words()}"
         if first in postings
-        else f"rank {first} never gave a sign"
+        else f"rank {first} never responded"
     )
-    why = "not answer (stopped, cut off, or stuck in native code)"
-    return Verdict(
+    why = "not respond (stopped, cut off, or stuck in native code)"
+    return Finding(
         "silent",
         tuple(sorted(silent)),
         f"{_names(silent, postings)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
@@ -388,7 +392,7 @@ def _silence(postings: Mapping[int, Posting], silent: Mapping[int, float]) -> Ve
 
 
 def _names(ranks: Sequence[int] | Mapping[int, object], postings: Mapping[int, Posting]) -> str:
-    """Write `rank 2 on h02`, `ranks 8, 9 on h02 and rank 12 on h03`."""
+    """Format ranks: `rank 2 on h02`, `ranks 8, 9 on h02 and rank 12 on h03`."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(ranks)[:16]:
         hosts.setdefault(f" on {postings[rank].host}" if rank in postings else "", []).append(rank)
@@ -401,9 +405,9 @@ def _names(ranks: Sequence[int] | Mapping[int, object], postings: Mapping[int, P
 
 
 def _stacks(without: set[int | None]) -> str:
-    """Give the Python stack of every other thread.
+    """Return the Python stack of every other thread.
 
-    Not traceback's, which would read the sources: their file system may be what hangs.
+    The traceback module would read the sources, whose file system may be the cause of the hang.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []

@@ -1,7 +1,7 @@
-"""Finds the batch size that suits a model and its processors: tries growing ones, without training.
+"""Finds the batch size that suits a model and its devices: tries growing sizes without training.
 
-Each rank computes by itself, without DDP, so that one whose memory is used up leaves no other in an
-exchange; after each size the ranks agree on the outcome.
+Each rank computes without DDP, so that a rank out of memory does not block others in a collective;
+after each size the ranks agree on the outcome.
 """
 
 import math
@@ -26,32 +26,32 @@ _SMALLEST = 16
 _WARM_UPS = 2
 _SECONDS = 0.3
 _STEPS = 2
-_STEPS_OF_GPU = 5  # between two looks at the clock, for which a GPU has to come to its end
+_STEPS_OF_GPU = 5  # between two readings of the clock, each of which waits for the GPU
 _GAIN = 1.05
-"""A size that is not faster by this factor is no faster."""
+"""Least speedup that counts as faster."""
 _SHARE = 0.5
-"""Share of the free memory that the next size may be expected to take on a CPU."""
+"""Largest share of a host's free memory that the next size may need."""
 
 OUT_OF_MEMORY = "out of memory"
 NEXT_TOO_LARGE = "the next would take too much of the free memory"
-NO_FASTER = "no faster any more"
+NO_FASTER = "no longer faster"
 _ASKED = {f"asked to stop: {reason}": reason for reason in REASONS if reason}
 _NOTES = ("", NEXT_TOO_LARGE, *_ASKED, OUT_OF_MEMORY)
-"""Notes of a rank; ranks exchange the place in this list, and the last of them counts."""
+"""Notes of a rank; ranks exchange the index in this list, and the highest wins."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """The outcome of a size on one rank, or on all together: a line of batch_sizes.json."""
+    """Outcome of a size on one rank or on all: an entry of batch_sizes.json."""
 
     batch_size: int
     """Images of a rank in one forward pass."""
     images_per_second: float
-    """Throughput; 0 where it does not fit."""
+    """Throughput; 0 if it does not fit."""
     memory_bytes: int
-    """The most that a rank has held."""
+    """Peak memory of a rank."""
     note: str = ""
-    """Why no larger size is tried; empty where one is."""
+    """Why no larger size is tried; empty otherwise."""
 
 
 def find(
@@ -64,12 +64,12 @@ def find(
     request: StopRequest,
     mark: Callable[[int, int], None] = lambda *_: None,
 ) -> tuple[list[Tried], str]:
-    """Try sizes until one does not fit or, on CPUs, is no faster; rank 0 logs the outcomes.
+    """Try sizes until one does not fit or, on CPUs, is not faster; rank 0 logs the outcomes.
 
-    Collective over the default process group; every rank returns the same rows, and the reason
-    where a rank was asked to stop meanwhile (`request`), which ends it after that size. mark: as
-    the watchdog's Progress has it, the size in place of a step. Raises TrainingError where not even
-    the first size fits.
+    Collective over the default process group. Every rank returns the same rows, and the reason if
+    a stop was requested (`request`), which ends the search after the current size. mark: as in the
+    watchdog's Progress, with the size instead of a step. Raises TrainingError if not even the
+    first size fits.
     """
     report = log.info if rank == 0 else lambda _: None
     trial = Trial(config, agreed, rank, train_set, device)
@@ -95,7 +95,7 @@ def find(
 
 
 def sizes(wanted: int, most: int) -> list[int]:
-    """Return sizes that double, the wanted one among them, up to the share of a rank (`most`)."""
+    """Return doubling sizes up to a rank's share (`most`), the wanted one among them."""
     size = wanted
     while size >= 2 * _SMALLEST and size % 2 == 0:
         size //= 2
@@ -108,9 +108,9 @@ def sizes(wanted: int, most: int) -> list[int]:
 def search(
     sizes: Iterable[int], tried: Callable[[int], Tried], *, to_the_end: bool
 ) -> Iterator[Tried]:
-    """Yield the sizes worth trying, as they are done. `tried` returns the outcome on all ranks.
+    """Yield the outcome of each size in turn. `tried` returns the outcome on all ranks.
 
-    to_the_end: until one does not fit; else it ends as well when two in turn were no faster.
+    to_the_end: stop only at a size that does not fit; else also after two that are not faster.
     """
     fastest, in_vain = 0.0, 0
     for size in sizes:
@@ -125,15 +125,15 @@ def search(
 
 
 def best(rows: Sequence[Tried]) -> Tried:
-    """Return the smallest that is about as fast as the fastest: larger ones only take fewer steps.
+    """Return the smallest size about as fast as the fastest: larger ones only mean fewer steps.
 
-    Raises TrainingError where none did fit.
+    Raises TrainingError if none fits.
     """
     fitting = [row for row in rows if row.note != OUT_OF_MEMORY]
     if not fitting:
         raise TrainingError(
             f"--find-batch-size: not even {rows[0].batch_size} images per rank fit into memory. "
-            "Try a smaller model, or a processor with more. [CD0811]"
+            "Try a smaller model, or a GPU with more memory. [CD0811]"
         )
     enough = max(row.images_per_second for row in fitting) / _GAIN
     return next(row for row in fitting if row.images_per_second >= enough)
@@ -144,18 +144,18 @@ def advice(config: TrainConfig, rows: Sequence[Tried]) -> str:
     size = best(rows).batch_size
     factor = size / config.batch_size
     if factor == 1:
-        return f"use: --batch-size {size} (as it is), the smallest within 5 % of the fastest"
+        return f"use: --batch-size {size} (unchanged), the smallest within 5% of the fastest"
     # Goyal et al. 2017, arXiv 1706.02677; for adam Malladi et al. 2022, arXiv 2205.10287.
     rate = f"--lr {config.lr * factor:g}, by the linear scaling rule: {factor:g} x both"
     if config.optimizer != "sgd":
         root = config.lr * math.sqrt(factor)
-        rate += f"; {config.optimizer} often does better with its root, --lr {root:.3g}"
-    return f"use: --batch-size {size}, the smallest within 5 % of the fastest; with it {rate}"
+        rate += f"; {config.optimizer} often trains better with the square root, --lr {root:.3g}"
+    return f"use: --batch-size {size}, the smallest within 5% of the fastest, and {rate}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Tries steps of one rank at a size: as in the training, but for the exchange between ranks."""
+    """Trial steps of one rank at a size, as in the training but without communication."""
 
     config: TrainConfig
     agreed: Agreement
@@ -177,7 +177,7 @@ class Trial:
             if not is_out_of_memory(error):
                 raise
             note = OUT_OF_MEMORY
-        if on_gpu:  # what the tensors of a failed step held is free only here
+        if on_gpu:  # the tensors of a failed step are freed only here
             torch.cuda.empty_cache()
         peak = peak_bytes(self.device)
         if not note and not on_gpu and self._is_risky(peak - before):
@@ -185,12 +185,12 @@ class Trial:
         return Tried(size, speed, peak, note)
 
     def _speed(self, size: int, mark: Callable[[], None]) -> float:
-        """Return the images per second."""
+        """Measure the images per second."""
         learner = self._learner(size, mark)
         try:
             return self._speed_of(learner, size * self.config.gradient_accumulation_steps)
         finally:
-            learner.close()  # a graph keeps its memory to itself
+            learner.close()  # frees the memory of a graph
 
     def _speed_of(self, learner: Learner, count: int) -> float:
         some = torch.arange(len(self.train_set))[:count]
@@ -211,12 +211,12 @@ class Trial:
         return done * len(labels) / max(now - began, 1e-9)
 
     def _learner(self, size: int, mark: Callable[[], None]) -> Learner:
-        """Build the training's own, as for a rank alone; anew, so that no size owes another."""
+        """Build a new learner for a single rank, so that no size affects another."""
         if self.config.compile:
             torch.compiler.reset()
         images = size * self.config.gradient_accumulation_steps
         return Learner(
-            replace(self.config, sync_batchnorm=False),  # which would be an exchange
+            replace(self.config, sync_batchnorm=False),  # it would communicate
             replace(self.agreed, world_size=1, global_batch_size=images, resume=""),
             rank=self.rank,
             device=self.device,
@@ -224,9 +224,9 @@ class Trial:
         )
 
     def _is_risky(self, growth: int) -> bool:
-        """Return whether twice the size, which takes about that much more, could use up the host.
+        """Return whether `growth` more bytes could exhaust the host's memory.
 
-        There the kernel kills a process where a GPU's allocator refuses.
+        A GPU's allocator raises an error; a host's kernel kills the process.
         """
         free = free_bytes()
         neighbours = math.ceil(self.agreed.world_size / max(len(self.agreed.hosts), 1))
@@ -234,9 +234,9 @@ class Trial:
 
 
 def _together(alone: Tried, reason: str, world_size: int, device: torch.device) -> Tried:
-    """Return the outcome of a size on all ranks, which keep the pace of the slowest.
+    """Return the outcome of a size on all ranks, at the pace of the slowest.
 
-    reason: why this rank was asked to stop, of `stop.REASONS`.
+    reason: why this rank was asked to stop, one of `stop.REASONS`.
     """
     asked = f"asked to stop: {reason}" if reason else ""
     code = max(_NOTES.index(alone.note), _NOTES.index(asked))
@@ -248,7 +248,7 @@ def _together(alone: Tried, reason: str, world_size: int, device: torch.device) 
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out, also as cuBLAS and the CPU say it, or in a failed capture."""
+    """Return whether an error means out of memory: torch's, cuBLAS's, a CPU's or a capture's."""
     if error is None or isinstance(error, MemoryError | torch.cuda.OutOfMemoryError):
         return error is not None
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

@@ -1,4 +1,4 @@
-"""The step captured into a CUDA graph, which is replayed; and the stream of its passes."""
+"""Captures the step into a CUDA graph and replays it, on a stream of its passes."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ _RESET_SECONDS = 10.0
 
 
 class SideStream:
-    """A stream beside a GPU's usual one: all passes of a captured step are made there.
+    """Side stream of a GPU for all passes of a captured step; none on a CPU.
 
-    DDP holds on to the stream on which it was made. A pass on another one would have to wait for
+    DDP keeps the stream on which it was created. A pass on another stream would have to wait for
     it, which a capture does not allow (torch's documentation, "CUDA Graphs", usage with
-    DistributedDataParallel). On a CPU there is none.
+    DistributedDataParallel).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class SideStream:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Work on the stream, in order with what comes before and after."""
+        """Run on the stream, ordered with the work before and after."""
         if self.stream is None:
             yield
             return
@@ -47,17 +47,17 @@ class SideStream:
 
 
 class Graph(Protocol):
-    """A captured piece of work, as torch.cuda.CUDAGraph."""
+    """Captured work, like torch.cuda.CUDAGraph."""
 
     def replay(self) -> None: ...
     def reset(self) -> None: ...
 
 
 def capture(work: Callable[[], None], aside: SideStream) -> Graph:
-    """Capture what the work does on the GPU; raises RuntimeError, with nothing left of it."""
+    """Capture the GPU work of a function. Raises RuntimeError, without a partial graph."""
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        # What another thread does, as one that pins a loader's batches, is none of this work.
+        # Other threads, for example one that pins a loader's batches, are not captured.
         with (
             aside(),
             torch.cuda.graph(
@@ -69,7 +69,7 @@ def capture(work: Callable[[], None], aside: SideStream) -> Graph:
         _stop_allocating_to(pool)
         graph.reset()
         torch.cuda.synchronize(aside.device)
-        # In older versions of torch the generator goes on waiting for the end of the capture, and
+        # In older versions of torch the generator still waits for the end of the capture and
         # refuses to draw outside of it; a copy of its state does not.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
@@ -78,8 +78,9 @@ def capture(work: Callable[[], None], aside: SideStream) -> Graph:
 
 
 def _stop_allocating_to(pool: tuple[int, int]) -> None:
-    """End what a failed capture leaves open in older versions of torch: an allocator that goes on
-    taking the stream's memory from the graph's pool. Newer ones have ended it, and refuse.
+    """Stop the allocator from using the graph's pool after a failed capture.
+
+    Older versions of torch leave it active; newer ones have stopped it and refuse this call.
     """
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next((found for name in names if (found := getattr(torch._C, name, None))), None)
@@ -90,21 +91,21 @@ def _stop_allocating_to(pool: tuple[int, int]) -> None:
 
 @dataclass(eq=False)
 class GraphedStep:
-    """Trains as its step does, by replaying it; a batch of another size is trained step by step."""
+    """Replays a captured training step; a batch of another size is trained without the graph."""
 
     step: Step
     model: nn.Module
-    """The bare module, whose weights the warm-up must leave as they are."""
+    """Bare module, whose weights the warm-up must not change."""
     size: int
-    """Images of a full batch, the one that is captured."""
+    """Images in a full batch, for which the step is captured."""
     aside: InitVar[SideStream | None] = None
-    """The stream on which DDP was made; without DDP it is made here."""
+    """Stream on which DDP was created; without DDP it is created here."""
     falls_back: bool = False
-    """True to warn once and train without a graph where the step cannot be captured."""
+    """Whether to warn once and train without a graph if the step cannot be captured."""
     warning: str = field(default="", init=False)
-    """Why there is no graph; empty while there is one, or will be."""
+    """Why there is no graph; empty if there is or will be one."""
     is_captured: bool = field(default=False, init=False)
-    """True once the step has been captured, also after `close`."""
+    """Whether the step has been captured; stays true after `close`."""
     _graph: Graph | None = field(default=None, init=False)
 
     def __post_init__(self, aside: SideStream | None) -> None:
@@ -125,9 +126,9 @@ class GraphedStep:
         self.step.tally.count(len(labels))
 
     def prepare(self, images: Tensor, labels: Tensor) -> None:
-        """Warm up and capture on a full batch, and put everything back as it was.
+        """Warm up and capture on a full batch, then restore the previous state.
 
-        Raises TrainingError where the step cannot be captured, and is not to fall back.
+        Raises TrainingError if the step cannot be captured and may not fall back.
         """
         self._images, self._labels = images.clone(), labels.clone()
         before = {id(tensor): tensor.clone() for tensor in self._state()}
@@ -154,7 +155,7 @@ class GraphedStep:
             for tensor in self._state():
                 if id(tensor) in before:
                     tensor.copy_(before[id(tensor)])
-                else:  # the optimizer has made it during the warm-up; all begin at zero
+                else:  # created by the optimizer during the warm-up; it starts at zero
                     tensor.zero_()
         torch.set_rng_state(cpu)
         if cuda is not None:
@@ -163,9 +164,10 @@ class GraphedStep:
             self._warn(failure)
 
     def close(self) -> None:
-        """Release the graph and all that it holds: NCCL's tear-down waits for graphs that hold an
-        exchange of its (ncclCommDestroy), and would wait for ever. cuBLAS's memory of the stream
-        goes, too, also after a capture that failed: 32 MiB on an H100, which nobody else would use.
+        """Release the graph and its memory; call it before the process group is destroyed.
+
+        ncclCommDestroy waits indefinitely for graphs that hold one of its collectives. cuBLAS's
+        workspace of the stream is freed too, also after a failed capture: 32 MiB on an H100.
         """
         graph, self._graph = self._graph, None
         on_gpu = self.step.device.type == "cuda"
@@ -174,11 +176,11 @@ class GraphedStep:
 
         def reset() -> None:
             if on_gpu:
-                torch.cuda.set_device(self.step.device)  # of this thread: each begins with GPU 0
+                torch.cuda.set_device(self.step.device)  # every thread starts with GPU 0
             if graph:
                 graph.reset()
             if on_gpu:
-                torch.cuda.synchronize(self.step.device)  # no kernel may use it any more
+                torch.cuda.synchronize(self.step.device)  # wait for kernels that use it
                 torch._C._cuda_clearCublasWorkspaces()
 
         try:

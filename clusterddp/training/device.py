@@ -1,8 +1,8 @@
-"""The processor that a rank computes on, chosen purely, and the memory of its task and host.
+"""Chooses the device of a rank, and reads the memory of its task and host.
 
-Under Slurm CUDA_VISIBLE_DEVICES holds the GPUs of the node, of the task alone or of its socket, and
-CUDA numbers from 0 what it shows. Nothing there tells which: the ranks compare their GPUs' own
-identifiers when they meet. Imports without torch.
+Under Slurm CUDA_VISIBLE_DEVICES holds the GPUs of the node, of the task or of its socket, and CUDA
+numbers the visible ones from 0. The variable does not show which case applies: the ranks compare
+their GPUs' identifiers when they meet. Imports without torch.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more on 64 bits (HEAP_MAX_SIZE / 2)
-# Controller -> limit, usage, and what of the usage is file cache that the kernel gives up at need
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc's maximum on 64 bits (HEAP_MAX_SIZE / 2)
+# Controller -> limit, usage, and the part of the usage that is reclaimable file cache
 # (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
 _FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -32,13 +32,13 @@ _FILES = {
 
 
 @dataclass(frozen=True)
-class Processor:
-    """The processor that a rank computes on, and a warning for the user."""
+class ChosenDevice:
+    """Device of a rank, and a warning for the user."""
 
     kind: str
     """`cuda` or `cpu`."""
     index: int = 0
-    """Among the visible GPUs."""
+    """Number among the visible GPUs."""
     warning: str = ""
 
     @property
@@ -46,89 +46,89 @@ class Processor:
         return f"cuda:{self.index}" if self.kind == "cuda" else "cpu"
 
 
-def choose(wanted: str, *, visible: int, local_rank: int, granted: int, driver: str) -> Processor:
-    """Choose for `--device wanted` from what torch sees (`visible`) and Slurm `granted`.
+def choose(
+    wanted: str, *, visible: int, local_rank: int, granted: int, driver: str
+) -> ChosenDevice:
+    """Choose for `--device wanted` from the GPUs that torch sees (`visible`) and Slurm `granted`.
 
-    driver: whose GPUs the host has a driver for, as `hardware.gpu_driver` says. Raises
-    TrainingError when CUDA is wanted and absent, and when GPUs were granted on a host with a driver
-    but torch sees none: a CPU run would waste them.
+    driver: vendor of the host's GPU driver, from `hardware.gpu_driver`. Raises TrainingError if
+    CUDA is wanted and absent, or if GPUs were granted on a host with a driver but torch sees none:
+    a CPU run would waste them.
     """
     if wanted == "cpu":
-        return Processor("cpu", warning=_unused(granted, "--device cpu leaves them idle"))
+        return ChosenDevice("cpu", warning=_unused(granted, "--device cpu leaves them idle"))
     if visible == 0:
         if wanted == "cuda":
             given = f"{_gpus(granted)} granted, but " if granted else ""
             ask = "" if granted else "Ask Slurm for GPUs (--gpus-per-node), install "
             raise TrainingError(
                 f"--device cuda: {given}torch sees no GPU here. {ask or 'Install '}a CUDA build of "
-                "torch that fits the driver, or use --device cpu. [CD0804]"
+                "torch that matches the driver, or use --device cpu. [CD0804]"
             )
         if granted and driver not in ("", "NVIDIA"):
             way = (
                 "Install a ROCm build of torch for this interpreter"
                 if driver == "AMD"
-                else (
-                    "clusterddp trains on NVIDIA's and AMD's alone: ask for a node with such GPUs"
-                )
+                else ("clusterddp trains only on NVIDIA and AMD GPUs: ask for a node with those")
             )
             raise TrainingError(
-                f"{_gpus(granted)} granted and {driver}'s driver is there, but torch sees none: "
-                f"this build of it has no support for them. {way}, or train on the CPU on purpose "
-                "with --device cpu. [CD0804]"
+                f"{_gpus(granted)} granted and {driver}'s driver is installed, but torch sees "
+                f"none: this build does not support them. {way}, or train on the CPU with "
+                "--device cpu. [CD0804]"
             )
         if granted and driver:
             raise TrainingError(
-                f"{_gpus(granted)} granted and the NVIDIA driver is there, but torch sees none: "
-                "it is a CPU-only build or does not fit the driver, or CUDA_VISIBLE_DEVICES names "
-                "a GPU twice or one that is not there. Install a CUDA build of torch for this "
-                "interpreter, or train on the CPU on purpose with --device cpu. [CD0804]"
+                f"{_gpus(granted)} granted and the NVIDIA driver is installed, but torch sees "
+                "none: it is a CPU-only build, it does not match the driver, or "
+                "CUDA_VISIBLE_DEVICES names a GPU twice or a missing one. Install a CUDA build of "
+                "torch for this interpreter, or train on the CPU with --device cpu. [CD0804]"
             )
-        return Processor("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
-    # More ranks than GPUs are in order where each task is shown its own.
-    return Processor("cuda", local_rank % visible)
+        return ChosenDevice("cpu", warning=_unused(granted, "torch sees none: training on the CPU"))
+    # More ranks than GPUs are valid if each task sees only its own GPU.
+    return ChosenDevice("cuda", local_rank % visible)
 
 
 def bind_to_numa(mode: str, device: "torch.device") -> str:
     """Bind this process to the CPUs near its GPU, as torchrun's --numa-binding does.
 
-    mode: one of torch's AffinityMode, such as `node`. Returns a warning where that cannot be, as
-    with a torch that offers it to programs it starts alone, or to none; and on a CPU.
+    mode: one of torch's AffinityMode, for example `node`. Returns a warning on a CPU and if torch
+    cannot bind a running process.
     """
     if device.type != "cuda":
-        return f"--numa-binding {mode} left out: this rank computes on the CPU"
+        return f"--numa-binding {mode} has no effect: this rank computes on the CPU"
     import torch
 
     talk = logging.getLogger("torch.numa.binding")
-    was, talk.disabled = talk.disabled, True  # it prints the traceback of what is told here
+    was, talk.disabled = talk.disabled, True  # its traceback repeats the warning below
     try:
         from torch.numa import binding
 
-        # Seen in torch 2.15; its own counterpart for what it starts is this very function.
+        # In torch 2.15; torch calls the same function for the programs that it starts.
         binding._maybe_apply_numa_binding_to_current_process(
             device_index=device.index, numa_options=binding.NumaOptions(binding.AffinityMode(mode))
         )
     except (ImportError, AttributeError):
         return f"--numa-binding {mode}: torch {torch.__version__} cannot bind a running process"
-    except Exception as error:  # no numactl, no such CPU among those of the task, no /sys …
-        return f"--numa-binding {mode} left out: {error}"
+    except Exception as error:  # no numactl, none of its CPUs in the task, no /sys …
+        return f"--numa-binding {mode} has no effect: {error}"
     finally:
         talk.disabled = was
     return ""
 
 
 def computes_in_bf16(kind: str) -> bool:
-    """Return whether the processor has instructions for bf16; an emulation is slow."""
+    """Return whether the device has instructions for bf16; emulation is slow."""
     import torch
 
     if kind == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)  # Ampere, the first with bf16 cores
-    # Of newer versions of torch; by an older one, auto stays at fp32.
+    # Only newer versions of torch report it; with an older one auto stays at fp32.
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def granted_gpus(environ: Mapping[str, str]) -> int:
-    """Count the GPUs that Slurm gave this task, by its variables."""
+    """Count the GPUs that Slurm gave this task, from its variables."""
     if VISIBLE_GPUS in environ:
         return len(named_gpus(environ[VISIBLE_GPUS]))
     for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
@@ -152,12 +152,12 @@ def _gpus(count: int) -> str:
 
 
 def keep_freed() -> None:
-    """Have the C library keep what is freed rather than give it back to the kernel.
+    """Make the C library keep freed memory instead of returning it to the kernel.
 
-    A step frees and asks for the same megabytes again; by default they are unmapped and mapped
-    anew, each page zeroed at its first touch: thousands of page faults a step, a fifth of its time.
-    All threads share one heap: what is kept in a heap of its own for every thread that ever saved a
-    checkpoint would add up. mallopt(3); where there is none (musl, macOS) nothing happens.
+    A step frees and allocates the same megabytes again. By default they are unmapped and mapped
+    again, and each page is zeroed at its first touch: thousands of page faults per step, a fifth
+    of its time. All threads share one heap, because separate heaps of every thread that ever saved
+    a checkpoint would add up. Uses mallopt(3); without it (musl, macOS) this does nothing.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -167,23 +167,23 @@ def keep_freed() -> None:
 
 
 def peak_bytes(device: "torch.device") -> int:
-    """Return the most bytes that this process has held.
+    """Return this process's peak memory in bytes.
 
-    Those that torch allocated on its GPUs, or the resident set of the process on a CPU, its
-    libraries included (getrusage(2), in KiB on Linux).
+    On GPUs that is torch's allocated memory, on a CPU the resident set including libraries
+    (getrusage(2), in KiB on Linux).
     """
     if device.type == "cuda":
         import torch
 
-        # DataParallel has several, which are not at their peaks at once; what is unused counts 0.
+        # DataParallel has several GPUs; their sum is an upper bound, and an unused one counts 0.
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that the host has available, or fewer where a cgroup allows fewer.
+    """Return the host's available bytes, or fewer if a cgroup limits them.
 
-    None where it is not known (not on Linux). root: of the file system to read.
+    None if unknown (not on Linux). root: root of the file system to read.
     """
     available = _number(root / "proc/meminfo", "MemAvailable:")
     if available is None:
@@ -215,10 +215,7 @@ def _left_in_cgroups(root: Path) -> list[int]:
 
 
 def _number(path: Path, name: str = "") -> int | None:
-    """Read the number that follows `name` in a file, or that the file holds, if there is one.
-
-    A limit of `max` is none.
-    """
+    """Read the number after `name` in a file, or the file's only number; None for `max`."""
     try:
         words = path.read_text().split()
         return int(words[words.index(name) + 1 if name else 0])

@@ -1,7 +1,6 @@
-"""The learner: a model with its optimizer and its step, built, restored and collected as a whole.
+"""Learner: a model with its optimizer and its step, built and restored together.
 
-What a checkpoint holds of it is here, and nothing of when one is written. So is what
-`--augment` changes of a batch, as its random numbers are the rank's.
+It also holds `--augment`, which draws from the rank's random numbers.
 """
 
 import math
@@ -33,14 +32,14 @@ from clusterddp.training.step import Compiled, Step
 
 _ROTATION_DEGREES = 10.0
 _STRETCH = 0.1
-"""Logarithm of the greatest factor, along the width and along the height."""
+"""Logarithm of the largest factor in width and height."""
 _SHIFT_PIXELS = 2.0
-# Below it the statistics of a single rank's batch are a poor guess at those of the data.
+# With fewer images a batch's statistics are a poor estimate of those of the data.
 _SMALL_BATCH = 16
 
 
 class Learner:
-    """A rank's model, optimizer and step, at the start or where a checkpoint left them."""
+    """Model, optimizer and step of a rank, new or restored from a checkpoint."""
 
     def __init__(
         self,
@@ -52,9 +51,9 @@ class Learner:
         mark: Callable[[Phase], None],
         resume_content: Content | None = None,
     ) -> None:
-        """mark: called with each phase of a step as it begins.
+        """mark: called with each phase of a step as it starts.
 
-        resume_content: what the checkpoint to resume from holds; None without one.
+        resume_content: content of the checkpoint to resume from, or None.
         """
         self.config, self.agreed, self.device = config, agreed, device
         if device.type == "cpu":
@@ -65,7 +64,7 @@ class Learner:
             self.model = step.synchronise(self.model, config.model)
         _channels_last(self.model)
         self.optimizer = step.build_optimizer(config, self.model, captured=agreed.cuda_graph)
-        seed_generators(config.seed + rank)  # from here on each rank draws its own numbers
+        seed_generators(config.seed + rank)  # from here each rank draws different numbers
         if resume_content is not None:
             self._restore(resume_content)
         self.tally = Tally(device)
@@ -92,7 +91,7 @@ class Learner:
         self.states: dict[str, Stateful] = {
             "model": self.model, "optimizer": self.optimizer, "scaler": scaler,
         }  # fmt: skip
-        """Part of a checkpoint."""
+        """Entries of a checkpoint."""
         self._graphed: GraphedStep | None = None
         if agreed.cuda_graph:
             falls_back = config.cuda_graph == "auto" and agreed.world_size == 1
@@ -107,18 +106,18 @@ class Learner:
 
     @property
     def is_captured(self) -> bool:
-        """True once the step is replayed as a CUDA graph; a set without a full batch has none."""
+        """Whether the step is replayed as a CUDA graph; a set without a full batch has none."""
         return self._graphed is not None and self._graphed.is_captured
 
     @property
     def warning(self) -> str:
-        """Why the step is no CUDA graph, as it was to be; empty otherwise."""
+        """Why the step is not a CUDA graph as requested; empty otherwise."""
         return self._graphed.warning if self._graphed else ""
 
     def capture(self, images: Tensor, labels: Tensor) -> None:
-        """Capture the step on a full batch, where it is to be replayed; nothing is trained.
+        """Capture the step on a full batch if it is to be replayed; trains nothing.
 
-        Without this the first full batch of `learn` does it.
+        Without this call the first full batch of `learn` is captured.
         """
         if self._graphed and len(labels) == self._graphed.size:
             with _naming_the_operation():
@@ -126,20 +125,21 @@ class Learner:
                 self._graphed.prepare(images, labels)
 
     def close(self) -> None:
-        """Release a captured step; the process group must not be left before."""
+        """Release a captured step; call it before the process group is destroyed."""
         if self._graphed:
             self._graphed.close()
 
     def settle(self, images: Tensor, labels: Tensor) -> None:
-        """Do one pass before the first step, after which all steps are done alike.
+        """Run one pass before the first step, so that all steps compute alike.
 
-        DDP arranges its buckets once, in the order in which the first backward pass yields
-        gradients; sums over four ranks and more can depend on the arrangement. So a run that
-        resumes would do its first step with other sums than a run in one piece (torch's Reducer,
-        `rebuild_buckets`). The same pass shows which gradient comes last, and has a GPU load
-        kernels of both directions: not the optimizer's, and none of training mode or torch.compile.
+        DDP rebuilds its buckets once, in the order in which the first backward pass yields
+        gradients, and sums over four or more ranks can depend on the order. Without this pass the
+        first step of a resumed run would have other sums than that of an uninterrupted one
+        (torch's Reducer, `rebuild_buckets`). The pass also shows which gradient comes last, and
+        loads GPU kernels of both directions, but not those of the optimizer, of training mode or
+        of torch.compile.
         """
-        self.model.eval()  # so that no statistics and no random numbers are touched
+        self.model.eval()  # changes no statistics and draws no random numbers
         several = self.agreed.world_size > 1
         waits = several and not self.agreed.cuda_graph
         learning = self.waiting.learn(self.model) if waits else nullcontext()
@@ -153,7 +153,7 @@ class Learner:
         self.model.train()
 
     def _restore(self, content: Content) -> None:
-        """Restore a checkpoint, but for fp16's scaler, which comes with the step."""
+        """Restore a checkpoint except fp16's scaler, which belongs to the step."""
         with step.settings_kept(self.optimizer):
             states: dict[str, Stateful] = {"model": self.model, "optimizer": self.optimizer}
             state.restore(Path(self.agreed.resume), states, content)
@@ -162,11 +162,10 @@ class Learner:
 def check_fit(
     config: TrainConfig, model: nn.Module, train_set: Images | Loaded, test_set: Images | Loaded
 ) -> None:
-    """Check that model and sets fit: try one image, and compare labels with the model's classes.
+    """Check that model and data fit: try one image, compare labels with the model's classes.
 
-    The rank's random numbers stay what they were, and so do the model's statistics. Raises
-    TrainingError for a model that cannot take the images or gives no scores, DataError for labels
-    that are none of its classes.
+    Changes neither random numbers nor the model's statistics. Raises TrainingError for a model
+    that does not accept the images or return scores, DataError for labels outside its classes.
     """
     what = f"--model {config.model} with --dataset {config.dataset}"
     [(images, _)] = train_set.batches(torch.zeros(1, dtype=torch.int64), 1)
@@ -185,15 +184,15 @@ def check_fit(
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise
         raise TrainingError(
-            f"{tried}: this model is made for images (N, 1, 28, 28). Give one of your own, --model "
+            f"{tried}: this model expects images (N, 1, 28, 28). Use your own, --model "
             "MODULE:FUNCTION, or images of that shape. [CD0812]"
         ) from None
     model.train(was_training)
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     if not (isinstance(scores, Tensor) and scores.dim() == 2 and len(scores) == 1):
         raise TrainingError(
-            f"{what}: a model has to give scores (N, classes) for N images, and gave {shape} for "
-            "1. [CD0812]"
+            f"{what}: the model returned {shape} for 1 image; expected scores (N, classes) for N "
+            "images. [CD0812]"
         )
     try:
         for each in (train_set, test_set):
@@ -203,23 +202,23 @@ def check_fit(
 
 
 def poor_statistics(model: nn.Module, config: TrainConfig, agreed: Agreement) -> str:
-    """Return a warning where ranks normalise by small batches of their own, else nothing."""
+    """Return a warning if ranks normalise over small batches, else an empty string."""
     of_one_pass = agreed.batch_size // config.gradient_accumulation_steps
     small = of_one_pass < _SMALL_BATCH and agreed.world_size > 1
     if not small or config.sync_batchnorm or not step.has_batchnorm(model):
         return ""
     return (
-        f"each rank normalises by {of_one_pass} images of its own, a poor guess at the "
-        "statistics of all of them; --sync-batchnorm takes those of all ranks"
+        f"BatchNorm uses only the {of_one_pass} images of each rank, a poor estimate of the "
+        "data's statistics. Use --sync-batchnorm to include all ranks"
     )
 
 
 def _channels_last(model: nn.Module) -> None:
-    """Lay images' tensors out as convolutions are fastest with, on CPUs as on GPUs.
+    """Convert 4-D weights to channels-last, the fastest layout for convolutions on CPU and GPU.
 
-    As `model.to(memory_format=…)`, which does not take layers of other dimensions. Not by
-    `contiguous(memory_format=…)`: it leaves the strides of one input channel, or of a 1 x 1 kernel,
-    as they are, and by these the convolution picks its algorithm (torch's `suggest_memory_format`).
+    `model.to(memory_format=…)` rejects layers of other dimensions. `contiguous(memory_format=…)`
+    keeps the strides of a single input channel or a 1 x 1 kernel, which decide the convolution's
+    algorithm (torch's `suggest_memory_format`).
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
@@ -228,7 +227,7 @@ def _channels_last(model: nn.Module) -> None:
 
 @contextmanager
 def _naming_the_operation() -> Iterator[None]:
-    """Name the operation for which torch has no deterministic algorithm, and the remedy."""
+    """Name an operation without a deterministic algorithm, and the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -236,20 +235,18 @@ def _naming_the_operation() -> Iterator[None]:
         if not named:
             raise
         raise TrainingError(
-            f"--deterministic: {operation} has no algorithm on {os.uname().nodename} that gives "
-            "the same result each time. Leave --deterministic out, or do without that "
-            "operation. [CD0807]"
+            f"--deterministic: {operation} has no deterministic algorithm on "
+            f"{os.uname().nodename}. Omit --deterministic, or replace the operation. [CD0807]"
         ) from error
 
 
 def affine(images: Tensor) -> Tensor:
-    """Turn, stretch and shift each image by amounts of its own, evenly drawn.
+    """Rotate, stretch and shift each image by random amounts, uniformly distributed.
 
-    Up to 10 degrees, a tenth in width and height, and two pixels. Takes a batch as `as_images`
-    does, returns images (N, C, H, W). What comes in from outside is the nearest pixel of the edge,
-    so the background continues. Draws five numbers an image from torch's generator of the CPU,
-    whatever the images' device: it is in checkpoints, so a resumed run draws what it would have
-    drawn.
+    Up to 10 degrees, a tenth in width and height, and two pixels. Takes a batch like `as_images`,
+    returns images (N, C, H, W). Pixels from outside repeat the nearest edge pixel. Draws five
+    numbers per image from torch's CPU generator on every device: checkpoints hold it, so that a
+    resumed run draws the same numbers.
     """
     images = as_images(images)
     count, _, height, width = images.shape

@@ -1,6 +1,6 @@
-"""The built-in training of one rank: its batches, metrics and evaluations; all else is a Loop's.
+"""Built-in training of one rank: its batches, metrics and evaluations, on top of Resumable.
 
-Of an evaluation every image counts once, whatever the number of ranks: nothing is padded.
+An evaluation counts every image once at any number of ranks: nothing is padded.
 """
 
 import base64
@@ -44,18 +44,18 @@ from clusterddp.training.resumable import Left, Resumable
 from clusterddp.training.step import Schedule
 from clusterddp.training.stop import Deadline, StopRequest
 
-# Images that a rank evaluates at once; it changes the speed and the memory, not the result.
+# Batch size of an evaluation; it changes speed and memory, not the result.
 BATCH = 1000
 _WORST = 24
 _LOG_STEPS = 100
 
 
 def train(training: "Training") -> str:
-    """Train until the last epoch or `max_steps`, then evaluate; save in any case.
+    """Train until the last epoch or `max_steps`, evaluate, and save.
 
-    Returns the reason for which the ranks have stopped before that, empty when they have not.
-    Raises TrainingError when the loss is not finite, CheckpointError when the end of a training
-    cannot be written. In any case the step is released: the process group can be left.
+    Returns the reason of an early stop, empty without one. Raises TrainingError if the loss is not
+    finite, CheckpointError if the final state cannot be written. Always releases the step, so that
+    the process group can be destroyed.
     """
     reason = ""
     try:
@@ -70,18 +70,18 @@ def train(training: "Training") -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of an evaluation, the same on every rank."""
+    """Result of an evaluation, the same on every rank."""
 
     accuracy: float
     loss: float
     """Mean over all images."""
     confusion: Tensor
-    """(classes, classes) counts: a row a label, a column a prediction."""
+    """Confusion matrix, (classes, classes) counts: one row per label, one column per prediction."""
     worst: tuple[WorstImage, ...] = ()
-    """The images of the highest loss, the highest first, without their pixels."""
+    """Images with the highest loss, in descending order, without their pixels."""
 
     def record(self, step: int, test_set: Images | Loaded) -> EvaluationRecord:
-        """Return the record of this result, with the worst images themselves."""
+        """Return the record of this result, including the pixels of the worst images."""
         order = torch.tensor([image.index for image in self.worst], dtype=torch.int64)
         shown = [image for batch, _ in test_set.batches(order, BATCH) for image in batch.cpu()]
         return EvaluationRecord(
@@ -92,18 +92,18 @@ class Result:
 
 
 class Training(Resumable):
-    """One rank's training, from the start or from a checkpoint; needs a process group."""
+    """One rank's training, from scratch or from a checkpoint; needs a process group."""
 
     result = Result(math.nan, math.nan, torch.zeros(0, 0))
-    """The latest evaluation of the whole test set; NaN before."""
+    """Latest evaluation of the whole test set; NaN before the first."""
     capture_seconds = 0.0
-    """Seconds before the first step: a pass without an update, or the capture."""
+    """Seconds of the preparation before the first step: a pass without an update, or a capture."""
     _logged_paces = Paces()
-    """Those up to the latest line of metrics."""
+    """Paces up to the latest line of metrics."""
     _evaluated = -1
     """Step of the latest evaluation."""
     _line_step = -math.inf
-    """Step of the last line of metrics that was due."""
+    """Step at which a line of metrics was last due."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Training(Resumable):
         progress: Progress | None = None,
         resume_content: Content | None = None,
     ) -> None:
-        """request: this rank's. deadline: of the job, on rank 0. resume_content: a checkpoint's."""
+        """request: this rank's. deadline: the job's, on rank 0. resume_content: a checkpoint's."""
         self.config, self.agreed, self.device = config, agreed, device
         self.train_set, self.test_set = train_set, test_set
         rank, _ = agreement.world()
@@ -152,10 +152,10 @@ class Training(Resumable):
         is_profiled = config.profile and int(config.profile) == rank
         self.profiler = Profiler(attempt.path / "profile", rank, device) if is_profiled else None
         self.ranks: list[RankReport] = []
-        """Host, memory and throughput of each rank, once all is done."""
+        """Host, memory and throughput of each rank, at the end."""
         self.loads_kernels = device.type == "cuda"
-        """True where the first pass has a GPU load its kernels, which are chosen by its size."""
-        self._logged = replace(position)  # where the latest line of metrics ends
+        """Whether the first pass loads GPU kernels, which depend on the batch size."""
+        self._logged = replace(position)  # position of the latest line of metrics
         self._evaluating = Interval.parse(config.eval_every)
         poor = poor_statistics(self.model, config, agreed)
         if poor and rank == 0:
@@ -178,18 +178,18 @@ class Training(Resumable):
 
     @property
     def has_trained(self) -> bool:
-        """True once this attempt has done a step."""
+        """Whether this attempt has done a step."""
         return self.steps > self._start_step
 
     @property
     def is_unfinished(self) -> bool:
-        """True while there are steps to be done."""
+        """Whether steps remain."""
         return self.epoch < self.config.epochs and self.steps < self.last_step
 
     def run(self) -> None:
-        """Train all that is left, then evaluate and save; see `train`."""
+        """Run the remaining epochs, then evaluate and save; see `train`."""
         self.prepare()
-        self._save_or_leave(*self._agree())  # a request may have come during the imports
+        self._save_or_leave(*self._agree())  # a request may have arrived during the imports
         for epoch in self.epochs(self.config.epochs):
             if self.steps >= self.last_step:
                 break
@@ -203,11 +203,11 @@ class Training(Resumable):
             if self.position.samples < len(self.train_set):
                 break
             if self._is_best_due("epoch", epoch + 1):
-                self._postponed = ("", True)  # once the next epoch has begun
+                self._postponed = ("", True)  # save at the start of the next epoch
         self.finish()
 
     def finish(self) -> None:
-        """Evaluate, and save the end of the training."""
+        """Evaluate and save the final state."""
         self._end_profile()
         self._log()
         self.evaluate()
@@ -225,13 +225,13 @@ class Training(Resumable):
         super().leave(reason)
 
     def prepare(self) -> None:
-        """Settle DDP's buckets, load a GPU's kernels, capture the step; then begin to measure.
+        """Settle DDP's buckets, load GPU kernels, capture the step; then start the clock.
 
-        A GPU that trains a model of one's own by itself loads its kernels in the first step.
+        A single GPU with a user model loads its kernels in the first step.
         """
         learner, agreed = self.learner, self.agreed
-        # Alone it is for a GPU's kernels only, and a model of one's own may not take it: cuDNN's
-        # recurrent layers do no backward pass in eval mode.
+        # A single rank needs this pass only for GPU kernels, and a user model may not support it:
+        # cuDNN's recurrent layers have no backward pass in eval mode.
         alone_for_kernels = self.loads_kernels and not is_reference(self.config.model)
         settles = agreed.world_size > 1 or (alone_for_kernels and not agreed.cuda_graph)
         self._progress.mark(self.steps, Phase.START)
@@ -243,7 +243,7 @@ class Training(Resumable):
             with generators_kept(self.device):
                 [(images, labels)] = self.train_set.batches(torch.arange(count), count)
                 if settles:
-                    # Of a GPU as many images as a pass has, for its kernels are chosen by that.
+                    # A GPU needs the images of a whole pass: its kernels depend on the size.
                     some = (
                         -(-count // self.config.gradient_accumulation_steps)
                         if self.loads_kernels
@@ -259,7 +259,7 @@ class Training(Resumable):
         self._first_step = time.time()
 
     def _left(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Begin this rank's batches of the epoch, without what is trained already."""
+        """Return this rank's untrained batches of the epoch."""
         position = self.position
         order = training_order(
             len(self.train_set),
@@ -276,7 +276,7 @@ class Training(Resumable):
         return step < self.last_step and super()._asks(step)
 
     def _mark(self, phase: Phase) -> None:
-        if phase != Phase.OWN:  # there is no code here of which the watchdog knows nothing
+        if phase != Phase.OWN:  # no user code runs here
             super()._mark(phase)
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
@@ -291,15 +291,15 @@ class Training(Resumable):
     def _is_line_due(self) -> bool:
         """Return whether a line of metrics is due after this step, the same on every rank.
 
-        By default after a hundred steps, or the next hundred after half a second: by the pace that
-        the ranks have agreed on, never by a clock, as they write a line together.
+        The default is every hundred steps, and at most every half second. The interval follows the
+        agreed pace, not a clock, because a line is collective.
         """
         step, every = self.steps, self.config.log_every
         paced = step % _LOG_STEPS == 0 and step - self._line_step >= self._poll.pace
         return step % every == 0 if every else paced
 
     def _is_best_due(self, unit: str, count: int) -> bool:
-        """Evaluate where an interval is over; returns whether this is the best, which is kept."""
+        """Evaluate if due; return whether this is the best result so far, whose step is saved."""
         if self._evaluating.due(unit, count):
             self._log()
             self.evaluate()
@@ -309,7 +309,7 @@ class Training(Resumable):
     def _flush(self) -> None:
         self._log()
 
-    def _kept(self) -> Mapping[str, object]:
+    def _entries(self) -> Mapping[str, object]:
         agreed = self.agreed
         return {
             "config": asdict(self.config),
@@ -319,13 +319,13 @@ class Training(Resumable):
         }
 
     def _planned(self) -> int:
-        """Return the steps done and left at this world size, from any thread."""
+        """Return the last step at this world size, from any thread."""
         per_epoch = math.ceil(len(self.train_set) / self.agreed.global_batch_size)
         left = (self.config.epochs - self.epoch) * per_epoch - self.position.step_in_epoch
         return min(self.last_step, self.steps + max(left, 0))
 
     def _log(self) -> None:
-        """Log loss, accuracy and throughput of all ranks since the last such line."""
+        """Log loss, accuracy and throughput of all ranks since the last line."""
         tally, position = self.learner.tally, self.position
         if not tally.steps:
             return
@@ -342,15 +342,15 @@ class Training(Resumable):
     def _record(
         self, kind: str, loss: float, accuracy: float, speed: float, rates: tuple[float, ...] = ()
     ) -> None:
-        """Add a line of metrics; speed: images/s of all ranks, rates: of each by itself.
+        """Add a line of metrics; speed: images/s of all ranks; rates: images/s of each rank.
 
-        Raises the same TrainingError on every rank where the loss, that of all, is not finite.
+        Raises the same TrainingError on every rank if the mean loss is not finite.
         """
         position, rate = self.position, self.schedule.lr(self.position)
         if not math.isfinite(loss):
             raise TrainingError(
-                f"the {'training' if kind == 'train' else 'test'} loss is {loss} by step "
-                f"{position.step}: the weights are lost. "
+                f"the {'training' if kind == 'train' else 'test'} loss is {loss} at step "
+                f"{position.step}: the training has diverged. "
                 f"Lower --lr (now {self.config.lr:g}) or raise --warmup-steps. [CD0810]"
             )
         seconds, now = round(position.seconds, 3), round(time.time(), 3)
@@ -360,7 +360,7 @@ class Training(Resumable):
         )
 
     def evaluate(self) -> None:
-        """Evaluate the test set over all ranks, once a step at most."""
+        """Evaluate the test set over all ranks, at most once per step."""
         step = self.steps
         if self._evaluated == step:
             return
@@ -386,19 +386,19 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[None]],
     mark: Callable[[Phase], None] = lambda _: None,
 ) -> Result:
-    """Evaluate the bare module: shares may differ in length, and DDP's forward would wait for ranks
-    that have no batch left. Collective over the default process group.
+    """Evaluate the bare module on all ranks; collective over the default process group.
 
-    mark: called with each phase as it begins.
+    Ranks may have different numbers of batches, for which DDP's forward would wait.
+    mark: called with each phase as it starts.
     """
-    for buffer in model.buffers():  # of rank 0, as saved; of each rank they are its own
+    for buffer in model.buffers():  # each rank has its own; a checkpoint holds rank 0's
         dist.broadcast(buffer, src=0)
     share = evaluation_order(len(test_set), dist.get_rank(), dist.get_world_size())
     no_label = torch.zeros(0, dtype=torch.int64, device=device)
-    batches = [(no_label, no_label, torch.zeros(0, device=device))]  # a rank can have no image
+    batches = [(no_label, no_label, torch.zeros(0, device=device))]  # for a rank without images
     classes = torch.zeros((), dtype=torch.int64, device=device)
     model.eval()
-    # Random numbers of its own, so that training draws the same however often this is done.
+    # The generators are restored afterwards, so that evaluation does not change the training.
     with generators_kept(device), torch.no_grad():
         for images, labels in test_set.batches(share, BATCH):
             mark(Phase.EVALUATE)
@@ -444,9 +444,9 @@ def _joined(
 
 
 def _with_pixels(worst: WorstImage, image: Tensor) -> WorstImage:
-    """Add one channel of the image as bytes, stretched to the whole range where it is not bytes.
+    """Add one channel of the image as bytes; other types are scaled to 0 to 255.
 
-    An image of one dimension is a row of pixels.
+    A one-dimensional image becomes a row of pixels.
     """
     image = image.view(1, -1) if image.dim() < 2 else image
     plane = image if image.dim() == 2 else image.reshape(-1, *image.shape[-2:])[0]

@@ -1,9 +1,8 @@
-"""Measures how fast each rank trains, and names those that are slower than the others.
+"""Measures the speed of each rank and reports stragglers.
 
-All ranks take a step together, so their pace is one; a straggler is the rank that never waits. A
-rank's own work on a step is done when its last gradient is there: from then until the backward
-pass returns it waits for the others and for the network. The ranks exchange what they have measured
-now and then.
+All ranks finish a step together; a straggler is the rank that never waits. A rank's own work on a
+step ends with its last gradient: from then until the backward pass returns it waits for the other
+ranks and the network. The ranks exchange their measurements from time to time.
 """
 
 import math
@@ -30,11 +29,11 @@ from clusterddp.training.device import peak_bytes
 
 _LEAST_STEPS = 50
 _SPANS = 6
-"""Spans in a row that have to be slow: one that a hiccup has slowed down names nobody."""
+"""Number of consecutive slow spans before a report, so that a single hiccup is not reported."""
 
 
 class Waiting:
-    """Sums up the time that one rank waits; without parameters to watch it counts nothing."""
+    """Total waiting time of a rank; it counts nothing without parameters to watch."""
 
     def __init__(
         self,
@@ -44,22 +43,22 @@ class Waiting:
         finds_end: bool = False,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """knows: True where ranks wait for each other in the exchange of gradients alone, and it
-        can be seen; not within a graph, nor where layers exchange something, too.
+        """knows: whether ranks wait for each other only in a visible exchange of gradients; false
+        within a graph or if layers communicate as well.
 
-        finds_end: call `done` at the end of each backward pass, which nobody else does.
-        ready: called when the last gradient of a pass is there.
+        finds_end: call `done` at the end of each backward pass; else the caller does.
+        ready: called when the last gradient of a pass is ready.
         """
         self._knows, self._finds_end, self._tell_ready = knows, finds_end, ready
         self.on_gpu = device.type == "cuda"
         self._ready: float | torch.cuda.Event | None = None
         self._seconds = 0.0
-        # On a GPU what happens when is asked later, so that it never stands still for it.
+        # A GPU's times are read later, so that it never waits for the host.
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def learn(self, model: nn.Module) -> Iterator[None]:
-        """Learn in a context around one backward pass which gradient comes last."""
+        """Find the last gradient of a backward pass that runs in this context."""
         came: list[Tensor] = []
 
         def note(parameter: Tensor) -> None:
@@ -79,7 +78,7 @@ class Waiting:
             self._knows = False
 
     def done(self) -> None:
-        """Count the wait that ends as the backward pass returns."""
+        """Count the wait that ends when the backward pass returns."""
         if self._ready is None:
             return
         if isinstance(self._ready, float):
@@ -89,7 +88,7 @@ class Waiting:
         self._ready = None
 
     def take(self) -> float:
-        """Return the seconds since the last call, NaN where they are not known."""
+        """Return the seconds waited since the last call; NaN if unknown."""
         if self._events:
             self._events[-1][1].synchronize()
         self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000.0
@@ -101,13 +100,13 @@ class Waiting:
         self._tell_ready()
         self._ready = _event() if self.on_gpu else time.perf_counter()
         if self._finds_end:
-            # DDP queues its wait for the exchange after this hook, and so ahead of the inner call.
+            # DDP queues its wait for the exchange after this hook and before the inner call.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self.done))
 
 
 def _hook(parameter: Tensor, note: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call `note` when the gradient is there; before DDP's own hook, which begins to exchange."""
+    """Call `note` when the gradient is ready, before DDP's own hook starts the exchange."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
     return handle
 
@@ -120,59 +119,59 @@ def _event() -> "torch.cuda.Event":
 
 @dataclass(frozen=True)
 class Paces:
-    """Images that each rank has trained, and its seconds without the waiting for others."""
+    """Images trained by each rank, and its seconds without the time spent waiting."""
 
     images: Sequence[float] = ()
     seconds: Sequence[float] = ()
 
     def __sub__(self, earlier: "Paces") -> "Paces":
-        """Return these without those of an earlier span."""
+        """Subtract the paces of an earlier span."""
         return self + Paces(*([-each for each in part] for part in vars(earlier).values()))
 
     @property
     def images_per_second(self) -> list[float]:
-        """Throughput of each rank by itself; empty where the time they wait is not known."""
+        """Throughput of each rank without waiting; empty if the waiting time is unknown."""
         if any(map(math.isnan, self.seconds)):
             return []
         both = zip(self.images, self.seconds, strict=True)
         return [images / max(seconds, 1e-9) for images, seconds in both]
 
     def __add__(self, more: "Paces") -> "Paces":
-        """Return these with those of a later span, of the same ranks."""
+        """Add the paces of a later span of the same ranks."""
         images = zip_longest(self.images, more.images, fillvalue=0.0)
         seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
         return Paces([*map(sum, images)], [*map(sum, seconds)])
 
 
 class Stopwatch:
-    """Seconds that go into steps, without what lies between them."""
+    """Stopwatch for the seconds of steps, without the time between them."""
 
     def __init__(self) -> None:
         self._total, self._since = 0.0, math.nan
 
     @property
     def elapsed(self) -> float:
-        """All seconds so far, from any thread."""
+        """Total seconds so far, from any thread."""
         since = self._since
         return self._total if math.isnan(since) else self._total + time.perf_counter() - since
 
     def start(self) -> None:
-        """Begin to count, unless it does."""
+        """Start, unless it is running."""
         if math.isnan(self._since):
             self._since = time.perf_counter()
 
     def restart(self) -> None:
-        """Begin to count; what it has counted since it was last started is left out."""
+        """Start again and drop the time since the last start."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop."""
         seconds = 0.0 if math.isnan(self._since) else time.perf_counter() - self._since
         self._total, self._since = self._total + seconds, math.nan
 
     @contextmanager
     def halted(self) -> Iterator[None]:
-        """Do not count what is done in the context."""
+        """Exclude the time spent in this context."""
         is_counting = not math.isnan(self._since)
         self.stop()
         yield
@@ -181,12 +180,12 @@ class Stopwatch:
 
 
 class Pace:
-    """Measures the steps of this rank, for which it starts and stops."""
+    """Measures the steps of this rank."""
 
     def __init__(self, waiting: Waiting, step: int) -> None:
         self.clock, self.images = Stopwatch(), 0
         self.rates: list[float] = []
-        """Images/s of each rank of late; empty where they are not known."""
+        """Recent images/s of each rank; empty if unknown."""
         self._waiting, self._last = waiting, (step, 0, 0.0)
         self._first_pass = ExitStack()
 
@@ -194,9 +193,9 @@ class Pace:
     def of(
         cls, modules: Sequence[nn.Module], world_size: int, step: int, ready: Callable[[], None]
     ) -> "Pace":
-        """Begin to measure from a step on; waiting is seen in the exchange of one DDP module.
+        """Return a Pace that starts at a step and measures waiting in one DDP module's exchange.
 
-        ready: called when the last gradient of a pass is there; in the first step at each.
+        ready: called when the last gradient of a pass is ready; in the first step at every one.
         """
         layers = [layer for module in modules for layer in module.modules()]
         is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
@@ -208,7 +207,7 @@ class Pace:
         return pace
 
     def stop(self, *, exact: bool) -> None:
-        """End a step; exact: once the GPU has done what it was given for it."""
+        """End a step; exact: after the GPU's queued work is done."""
         if exact and self._waiting.on_gpu:
             self.clock.start()
             torch.cuda.synchronize()
@@ -216,9 +215,9 @@ class Pace:
         self._first_pass.close()
 
     def exchange(self, step: int) -> tuple[Paces, int, float] | None:
-        """Give every rank the paces of all since the last exchange; collective.
+        """Exchange the paces of all ranks since the last call; collective.
 
-        Returns them with the steps and this rank's seconds; None where no step was done.
+        Returns the paces, the number of steps and this rank's seconds; None without a step.
         """
         steps, images = step - self._last[0], self.images - self._last[1]
         elapsed = self.clock.elapsed
@@ -246,16 +245,16 @@ def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
 
 @dataclass
 class _Spell:
-    """Spans in which a rank was slow, in a row."""
+    """Consecutive spans in which a rank was slow."""
 
     seconds: float = 0.0
     steps: int = 0
     slowness: float = 0.0
-    """Sum of its shares of the others' median speed, each times the span's seconds."""
+    """Sum of its shares of the others' median speed, each weighted by the span's seconds."""
     since: float = 0.0
     since_step: int = 0
     record: SlowRank | None = None
-    """Its record, once it is named."""
+    """Record, once the straggler is reported."""
     fine_seconds: float = 0.0
     fine_steps: int = 0
 
@@ -265,11 +264,11 @@ class _Spell:
 
 
 class Stragglers:
-    """Rank 0's look-out for slow ranks; on other ranks it does nothing.
+    """Detects slow ranks on rank 0; on other ranks it does nothing.
 
-    A rank is named when its speed was below SLOW of the other ranks' median for `patience` seconds
-    of training and 50 steps on end, and keeps up again once it was not for as long. Where speeds
-    are not known (`Waiting`), and for a rank alone, nobody is named.
+    A rank is reported when its speed stays below SLOW of the other ranks' median for `patience`
+    seconds of training and 50 steps, and reported as recovered after as long at normal speed.
+    Without known speeds (`Waiting`) or with a single rank nothing is reported.
     """
 
     def __init__(self, attempt: Attempt, rank: int, patience: float) -> None:
@@ -282,7 +281,7 @@ class Stragglers:
         self._begin_span()
 
     def add(self, paces: Paces, *, steps: int, seconds: float, step: int, now: float) -> None:
-        """Take the ranks' paces over some steps and seconds of training, up to `step` at `now`."""
+        """Add the ranks' paces over some steps and seconds of training, up to `step` at `now`."""
         if not self._is_on or len(paces.seconds) < 2:
             return
         self._paces += paces
@@ -295,7 +294,7 @@ class Stragglers:
             self._judge(rank, share, step, now)
         self._begin_span()
         if self._records != before:
-            with suppress(OSError):  # a full disk costs the record; the line stands in the log
+            with suppress(OSError):  # a full disk costs the record; the log has the line
                 write_record(self._attempt.stragglers, SlowRanks(tuple(self._records)))
 
     def _begin_span(self) -> None:
@@ -323,8 +322,8 @@ class Stragglers:
             self._records.append(spell.record)
             log.warning(
                 f"straggler: {spell.record.name} has computed at {spell.share:.0%} of the other "
-                f"ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} steps, "
-                "waiting left out: the others wait for it [CD0818]"
+                f"ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} steps. "
+                "The others wait for it [CD0818]"
             )
         self._renew(spell, until=None)
 
@@ -336,8 +335,8 @@ class Stragglers:
             del self._spells[rank]
         elif self._is_long(spell.fine_seconds, spell.fine_steps):
             log.info(
-                f"straggler: {spell.record.name} has kept up again for "
-                f"{duration(spell.fine_seconds)}, by step {step:,}; it was slow for "
+                f"straggler: {spell.record.name} has recovered for "
+                f"{duration(spell.fine_seconds)}, at step {step:,}; it was slow for "
                 f"{duration(spell.seconds)}, at {spell.share:.0%}"
             )
             self._renew(spell, until=round(now - spell.fine_seconds, 3))
@@ -347,8 +346,8 @@ class Stragglers:
         return seconds >= self._patience and steps >= _LEAST_STEPS
 
     def _renew(self, spell: _Spell, until: float | None) -> None:
-        """Bring its record up to date."""
-        assert spell.record, "it has been named"
+        """Update the record."""
+        assert spell.record, "the straggler was reported"
         fresh = replace(
             spell.record,
             share=round(spell.share, 3),
@@ -359,19 +358,19 @@ class Stragglers:
         self._records[self._records.index(spell.record)] = spell.record = fresh
 
     def _recorded_host(self, rank: int) -> str:
-        """Return a rank's host as its parent has recorded it; empty where it has none."""
+        """Return a rank's host from its parent's record; empty without one."""
         outcome = read_outcome(self._attempt.outcomes, rank)
         return outcome.host if outcome else ""
 
 
 def shares(rates: Sequence[float]) -> list[float]:
-    """Give each rank's speed as a share of the median of the others; 1 where that is 0.
+    """Return each rank's speed as a share of the others' median; 1 if that median is 0.
 
-    By one sorted list, as thousands of ranks are looked at beside the training.
+    Sorts once, because it runs for thousands of ranks during the training.
     """
     ranked = sorted(rates)
     places = {rate: place for place, rate in enumerate(ranked)}
-    low, high = (len(rates) - 2) // 2, (len(rates) - 1) // 2  # the middle of the others
+    low, high = (len(rates) - 2) // 2, (len(rates) - 1) // 2  # middle of the other ranks
 
     def usual(place: int) -> float:
         return (ranked[low + (low >= place)] + ranked[high + (high >= place)]) / 2

@@ -1,7 +1,7 @@
-"""Checks of the nodes by the ranks themselves, once they have met and before they train.
+"""Checks of the nodes by the ranks, after rendezvous and before training.
 
-Each rank multiplies matrices whose product is known; ranks of different nodes all-reduce in pairs,
-and all of them together. Rank 0 judges and records. The GPUs' part has never run on a GPU.
+Each rank multiplies matrices with a known product; ranks of different nodes all-reduce in pairs,
+then all together. Rank 0 evaluates and records. The GPU part has never run on a GPU.
 """
 
 import dataclasses
@@ -26,36 +26,35 @@ from clusterddp.training.step import use_tf32
 T = TypeVar("T")
 
 FAILED = "preflight"
-"""Reason for which the ranks leave where a node fails."""
+"""Reason for the ranks to stop if a node fails."""
 _CPU_SIZE, _GPU_SIZE = 512, 4096
 """Rows and columns of the matrices."""
 _SPANS, _SPAN_SECONDS = 3, 0.08
-"""Spans of products, of which the quickest counts: longer than the time slices of a processor that
-other work shares."""
+"""Number of spans of products, of which the fastest counts, and their length in seconds, which
+exceeds the time slices of a shared CPU."""
 _FIRST_BYTES, _CPU_BYTES, _GPU_BYTES = 64 << 10, 4 << 20, 64 << 20
-"""Sizes of all-reduces: the first one, and the largest."""
+"""Smallest and largest size of an all-reduce, in bytes."""
 _EXCHANGE_SECONDS = 0.1
 
 
 def nodes_pass(
     hello: Hello, attempt: Attempt, device: torch.device, precision: str, progress: Progress
 ) -> bool:
-    """Check the nodes; returns whether the ranks can train. Collective over the default group.
+    """Check the nodes; return whether the ranks can train. Collective over the default group.
 
-    hello: this rank's. precision: that of the training, to which a GPU's products return. A rank
-    that hangs meanwhile is found by the watchdog. Nodes that are known to be bad are used, as the
-    job has no better ones.
+    hello: this rank's. precision: the training's, restored after a GPU's products. The watchdog
+    finds a rank that hangs here. Nodes already marked bad are used, because the job has no others.
     """
     try:
         return _Checks(hello, attempt, device, precision, progress).run()
     finally:
-        if device.type == "cuda":  # the training's memory is its own
+        if device.type == "cuda":  # leave all memory to the training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 
 
 class _Checks:
-    """Checks of one rank, in step with the others'."""
+    """Checks of one rank, in step with the other ranks."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class _Checks:
         self._attempt, self._device, self._precision = attempt, device, precision
         self._progress = progress
         self._nccl = dist.get_backend() == "nccl"
-        # gloo exchanges through the hosts' memory, whatever computes.
+        # gloo exchanges through host memory on every device.
         self._exchanged = device if self._nccl else torch.device("cpu")
         self._most = _GPU_BYTES if self._nccl else _CPU_BYTES
         self._rounds: list[dict[int, int]] = []
@@ -83,7 +82,7 @@ class _Checks:
         self._rounds = evaluation.schedule(places)
         ranks = self._measure()
         judged = evaluation.evaluate_ranks(ranks, nccl=self._nccl)
-        if self._agree(judged.is_transient):  # it may have been a moment's load
+        if self._agree(judged.is_transient):  # repeat, in case of a brief load
             again = self._measure()
             ranks = [evaluation.best_of_rank(*both) for both in zip(ranks, again, strict=True)]
             judged = evaluation.evaluate_ranks(ranks, nccl=self._nccl)
@@ -91,7 +90,7 @@ class _Checks:
         return not self._agree(self._own.rank == 0 and self._conclude(ranks, judged, whole))
 
     def _measure(self) -> list[RankMeasurements]:
-        """Measure once; returns the measurements of all ranks."""
+        """Measure once; return the measurements of all ranks."""
         self._progress.mark(0, Phase.MULTIPLY)
         fault, speed = multiply(self._device, self._precision)
         self._wait_for_all()
@@ -113,16 +112,16 @@ class _Checks:
         return gathered
 
     def _agree(self, wish: bool) -> bool:
-        """Give rank 0's wish on every rank."""
+        """Return rank 0's wish on every rank."""
         answer = torch.tensor([int(wish)], device=self._exchanged)
         dist.broadcast(answer, 0)
         return bool(answer.item())
 
     def _all_reduce_with(self, other: int) -> float:
-        """All-reduce with another rank; returns bytes per second each way.
+        """All-reduce with another rank; return bytes per second in each direction.
 
-        As NCCL and gloo do it in a ring of two, by sends and receives of the default group: groups
-        of two are made by all ranks in turn, and with NCCL are communicators that take their time.
+        Uses the ring algorithm of NCCL and gloo for two ranks, by sends and receives of the
+        default group: creating groups of two is collective over all ranks, and slow with NCCL.
         """
         halves = self._zeros(self._most).chunk(2)
         mine, others = halves if self._own.rank < other else halves[::-1]
@@ -141,9 +140,9 @@ class _Checks:
         return self._bytes_per_second(all_reduce, slowest)
 
     def _all_reduce_together(self) -> float:
-        """All-reduce with all ranks; returns bytes per second over the slowest link.
+        """All-reduce with all ranks; return bytes per second over the slowest link.
 
-        That is the bus bandwidth of NCCL's own tests: 2 (N - 1) / N of the size passes each link.
+        This is the bus bandwidth of nccl-tests: each link carries 2 (N - 1) / N of the size.
         """
         everything, world_size = self._zeros(self._most), dist.get_world_size()
 
@@ -161,9 +160,9 @@ class _Checks:
     def _bytes_per_second(
         self, all_reduce: Callable[[int], None], slowest: Callable[[float], float]
     ) -> float:
-        """Measure sizes that grow while they are quick; the best of up to three of the last counts.
+        """Measure growing sizes while fast; return the best of up to three runs of the last.
 
-        slowest: gives the longest of the taking ranks' times, so that all of them do the same.
+        slowest: returns the longest time of the participating ranks, so that all do the same.
         """
 
         def seconds() -> float:
@@ -174,7 +173,7 @@ class _Checks:
             return slowest(time.perf_counter() - began)
 
         size = _FIRST_BYTES
-        seconds()  # until then there may be no connection
+        seconds()  # opens the connection
         spent = took = seconds()
         while size < self._most and spent < _EXCHANGE_SECONDS / 2:
             size *= 4
@@ -195,20 +194,20 @@ class _Checks:
     def _conclude(
         self, ranks: Sequence[RankMeasurements], judged: Result, whole: float | None
     ) -> bool:
-        """Log and record on rank 0 how the checks went; returns whether the ranks leave for it.
+        """Log and record the result on rank 0; return whether the ranks must stop.
 
-        They do not where it cannot be recorded, as nobody would know why.
+        They do not stop if it cannot be recorded, because the reason would be lost.
         """
         failed, remarks = judged.failed, judged.remarks
         if failed and {*failed} <= self._known_as_bad():
             named = "; ".join(f"{host}: {reason}" for host, reason in failed.items())
-            remarks = (*remarks, f"known as bad, but used anyway: {named}")
+            remarks = (*remarks, f"already marked bad, used anyway: {named}")
             failed = {}
         took = round(time.monotonic() - self._began, 3)
         summary = preflight.summed_up((each.host for each in ranks), failed, took)
         if whole is not None:
             size = f"{self._most >> 20} MiB"
-            summary += f"; all {len(ranks)} ranks reduce up to {size} at {format_rate(whole)}"
+            summary += f"; all-reduce over {len(ranks)} ranks up to {size}: {format_rate(whole)}"
         table = formatting.table(evaluation.rank_table(ranks, judged.failed))
         log.info(f"full preflight:\n{formatting.clean(table)}")
         record = PreflightRecord(summary, took, failed, remarks)
@@ -224,11 +223,11 @@ class _Checks:
 
 
 def multiply(device: torch.device, precision: str = "fp32") -> tuple[str, float]:
-    """Multiply matrices whose product is known; returns what is wrong with it, and the speed.
+    """Multiply matrices with a known product; return an error, if any, and the speed.
 
-    precision: that of the training. The speed is in floating-point operations per second, the best
-    of some spans. All factors are within 3 of 0, so that TF32 holds them, and every sum is a whole
-    number below 2**24: the product is exact whatever the order of the additions.
+    precision: the training's. The speed is in floating-point operations per second, the best of
+    several spans. All factors are between -3 and 3, exact in TF32, and every sum is an integer
+    below 2**24: the product is exact in any order of additions.
     """
     size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
     numbers = torch.arange(size, device=device)
@@ -241,7 +240,7 @@ def multiply(device: torch.device, precision: str = "fp32") -> tuple[str, float]
     if device.type == "cuda":
         use_tf32("tf32")  # its tensor cores
     try:
-        product = torch.mm(left, right)  # the first one loads a GPU's kernels
+        product = torch.mm(left, right)  # the first product loads GPU kernels
         for _ in range(_SPANS):
             seconds, count = _span(lambda: torch.mm(left, right, out=product), device)
             best = max(best, count * 2 * size**3 / seconds)
@@ -254,7 +253,7 @@ def multiply(device: torch.device, precision: str = "fp32") -> tuple[str, float]
 
 
 def _span(work: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """Do some work again and again; returns the seconds that it took, and how many times."""
+    """Repeat some work; return the elapsed seconds and the number of repetitions."""
     began, count, batch = _now(device), 0, 1
     while True:
         for _ in range(batch):
@@ -262,18 +261,18 @@ def _span(work: Callable[[], object], device: torch.device) -> tuple[float, int]
         count += batch
         if (seconds := _now(device) - began) >= _SPAN_SECONDS:
             return seconds, count
-        batch *= 2  # a GPU is waited for as seldom as that
+        batch *= 2  # wait for a GPU rarely
 
 
 def _now(device: torch.device) -> float:
-    """Return the time by which the device has done what it was given."""
+    """Return the time after the device's queued work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _exchange(sent: Tensor, heard: Tensor, other: int) -> None:
-    """Send to another rank, and receive as much from it, at the same time."""
+    """Send to another rank and receive as much from it at the same time."""
     both = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, heard, other)]
     for work in dist.batch_isend_irecv(both):
         work.wait()

@@ -1,4 +1,4 @@
-"""Profiles a few steps of one rank with torch.profiler, and writes the trace."""
+"""Profiles a few steps of one rank with torch.profiler and writes the trace."""
 
 import gzip
 import shutil
@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from clusterddp import log
 
-# The first steps settle caches and kernels, and a graph is captured in them; the profiler's own
-# start takes a moment too, in its warm-up. A few steps show what all of them do.
+# The first steps fill caches, load kernels and capture a graph; the profiler's warm-up takes time
+# too. A few steps are representative.
 _WAIT, _WARM_UP, _RECORDED = 8, 2, 5
 _FIRST, _LAST = _WAIT + _WARM_UP + 1, _WAIT + _WARM_UP + _RECORDED
 _ROWS = 10
@@ -22,7 +22,7 @@ class Profiler:
     """Records steps 11 to 15 of a rank."""
 
     def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
-        """folder: for the trace; made when there is one."""
+        """folder: directory of the trace, created with it."""
         self._path = folder / f"rank-{rank}.trace.json.gz"
         self._on_gpu = device.type == "cuda"
         of_gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
@@ -34,21 +34,21 @@ class Profiler:
         self._profile.start()
 
     def step(self) -> None:
-        """Count an optimizer step; after the last recorded one the trace is written."""
+        """Count an optimizer step; write the trace after the last recorded one."""
         if self._profile:
             self._carefully(self._profile.step)
         if self._profile and self._profile.step_num == _LAST:
             self._end()
 
     def close(self) -> None:
-        """Keep what was recorded when the training ends, or log that nothing was."""
+        """Write the recorded steps at the end of the training, or log that there are none."""
         if self._profile:
             done = self._profile.step_num
             self._end()
             if done < _FIRST:
                 log.info(
-                    f"--profile: not enough steps: the training has ended after {done}, and steps "
-                    f"{_FIRST} to {_LAST} are recorded"
+                    f"--profile records steps {_FIRST} to {_LAST}, but the training ended after "
+                    f"{done}"
                 )
 
     def _end(self) -> None:
@@ -57,7 +57,7 @@ class Profiler:
         self._profile = None
 
     def _carefully(self, act: Callable[[], None]) -> None:
-        """Call torch.profiler; its failure, as beside another profiler, costs the trace alone."""
+        """Call torch.profiler; a failure, e.g. with another profiler, costs only the trace."""
         try:
             act()
         except RuntimeError as error:
@@ -65,7 +65,7 @@ class Profiler:
             log.warning(f"torch.profiler failed: {error}; training continues without it [CD0820]")
 
     def _keep(self, recorded: profile) -> None:
-        """Write the trace, and log the slowest operations."""
+        """Write the trace and log the slowest operations."""
         count = recorded.step_num - _FIRST + 1
         if count < 1:
             return
@@ -89,22 +89,21 @@ class Profiler:
         )
         if self._on_gpu and not any(each.self_device_time_total for each in operations):
             log.warning(
-                "no kernel was recorded: this host may keep GPU counters to its "
+                "no kernel was recorded: this host may allow GPU counters only to "
                 "administrators (NVreg_RestrictProfilingToAdminUsers) [CD0820]"
             )
 
     def _write(self, recorded: profile) -> None:
-        """Write the trace whole or not at all. Raises OSError; RuntimeError where torch wrote none.
+        """Write the trace atomically. Raises OSError, or RuntimeError if torch wrote no trace.
 
-        Compressed here: torch would write it to the temporary folder first, and is silent when
-        that is full.
+        Compressed here, because torch uses the temporary directory and ignores that it is full.
         """
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=self._path.parent) as scratch:
             plain, packed = Path(scratch, "trace.json"), Path(scratch, self._path.name)
             recorded.export_chrome_trace(str(plain))
             if not plain.exists():
-                raise RuntimeError("torch.profiler wrote none; the disk may be full")
+                raise RuntimeError("torch.profiler wrote no trace; the disk may be full")
             with plain.open("rb") as source, gzip.open(packed, "wb") as target:
                 shutil.copyfileobj(source, target)
             packed.replace(self._path)

@@ -1,10 +1,10 @@
-"""Returns to a place in a training: an epoch's batches, the random generators, DDP's buckets.
+"""Restores a position in a training: an epoch's batches, the random generators, DDP's buckets.
 
-For a loader of whatever kind; it depends on torch alone (`loop`).
+It works with any loader and needs only torch (`loop`).
 
-DDP arranges its buckets anew after a process's first backward, in the order in which that yields
-the gradients (torch's Reducer, `rebuild_buckets`). Gloo's sum over three ranks and more depends on
-where in a bucket a gradient lies, so the first step after a resume would differ by rounding.
+DDP rebuilds its buckets after a process's first backward pass, in the order of the gradients
+(torch's Reducer, `rebuild_buckets`). Gloo's sum over three or more ranks depends on a gradient's
+position in its bucket, so the first step after a resume would differ by rounding.
 """
 
 import copy
@@ -24,17 +24,17 @@ from clusterddp.processes.signals import ignore_requests
 T = TypeVar("T")
 
 
-def beyond(loader: Iterable[T], done: int) -> Iterator[T]:
-    """Begin an iterator, and take it past so many batches.
+def skip(loader: Iterable[T], done: int) -> Iterator[T]:
+    """Return an iterator over a loader without its first `done` batches.
 
-    They are skipped by their indices where the loader is torch's without workers, and read
-    otherwise: in a worker they draw random numbers that later ones follow.
+    It skips them by index if the loader is torch's without workers. Otherwise it reads them:
+    in a worker they draw random numbers that later batches depend on.
     """
     if type(loader) is DataLoader and loader.batch_sampler and loader.num_workers == 0:
         rest, indices = copy.copy(loader), _Indices(loader.batch_sampler)
-        # A DataLoader refuses to change it; the copy has not been used yet.
+        # A DataLoader's batch_sampler cannot be set; that of an unused copy can.
         object.__setattr__(rest, "batch_sampler", indices)
-        # It draws a number first, and the sampler another with its first batch.
+        # The loader draws one number first, the sampler another with its first batch.
         batches: Iterator[T] = iter(rest)
         for _ in range(done):
             next(indices, None)
@@ -46,7 +46,7 @@ def beyond(loader: Iterable[T], done: int) -> Iterator[T]:
 
 
 def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:
-    """Return the states of this process's generators, and of those given, as plain values."""
+    """Return the states of this process's generators and the given ones, as plain values."""
     version, integers, waiting = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -55,17 +55,17 @@ def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")  # torch has it where it is installed
+    numpy = sys.modules.get("numpy")  # torch imports it if it is installed
     if numpy is not None:
         known = numpy.random.get_state()
-        if isinstance(known, tuple):  # that of another bit generator stays as it is
+        if isinstance(known, tuple):  # other bit generators are not saved
             kind, key, *rest = known
             state["numpy"] = [kind, key.tolist(), *rest]
     return state
 
 
 def restore(state: Mapping[str, Any], generators: Iterable[torch.Generator]) -> None:
-    """Give the generators what `random_state` has returned.
+    """Restore the generators from a result of `random_state`.
 
     Raises CheckpointError for damaged states and for those of another generator.
     """
@@ -88,24 +88,24 @@ def restore(state: Mapping[str, Any], generators: Iterable[torch.Generator]) -> 
 
 
 def restore_own(state: Mapping[str, Any], generators: Iterable[torch.Generator]) -> None:
-    """Give the loader's own generators what `random_state` has returned, and no other."""
+    """Restore only the loader's generators from a result of `random_state`."""
     for generator, saved in zip(generators, state["generators"], strict=False):
         generator.set_state(saved)
 
 
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators that a loader and its sampler were given."""
+    """Return the generators of a loader and its sampler."""
     found = [
         getattr(owner, "generator", None) for owner in (loader, getattr(loader, "sampler", None))
     ]
     return [each for each in found if isinstance(each, torch.Generator)]
 
 
-def is_dealt_out(loader: object, world_size: int) -> bool:
-    """Return whether torch's DistributedSampler deals a loader's samples out to so many ranks.
+def has_distributed_sampler(loader: object, world_size: int) -> bool:
+    """Return whether a loader's sampler is torch's DistributedSampler for this world size.
 
-    After k batches of b samples on each of n ranks these have seen the first k * b * n of its
-    order, which is the same for any number of ranks.
+    After k batches of b samples on each of n ranks the first k * b * n samples of its order are
+    done, and the order is the same for any number of ranks.
     """
     owners = loader, getattr(loader, "batch_sampler", None)
     samplers = [getattr(owner, "sampler", None) for owner in owners]
@@ -116,7 +116,7 @@ def is_dealt_out(loader: object, world_size: int) -> bool:
 
 
 class _Indices:
-    """Batches of a sampler, as indices; whoever holds it can take some before the loader."""
+    """Batches of indices from a sampler, some of which can be taken before the loader starts."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
@@ -130,7 +130,7 @@ class _Indices:
 
 
 class _Shielded:
-    """Start of a worker that leaves Slurm's signals to the rank, and then does what it did."""
+    """Worker start function that ignores Slurm's signals, then calls the original one."""
 
     def __init__(self, start: Callable[[int], object] | None) -> None:
         self._start = start
@@ -148,7 +148,7 @@ def shield_workers(loader: Any) -> None:
 
 
 def count_samples(batch: object) -> int:
-    """Count the samples of a batch by its first tensor; 0 where it has none."""
+    """Count the samples of a batch by its first tensor; 0 without one."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 0
     parts = batch.values() if isinstance(batch, Mapping) else batch
@@ -157,11 +157,11 @@ def count_samples(batch: object) -> int:
     return 0
 
 
-def arrangement(ddp: DistributedDataParallel) -> list[int]:
-    """Return the parameters' indices as the buckets hold them, arranging these now; collective.
+def rebuild_buckets(ddp: DistributedDataParallel) -> list[int]:
+    """Rebuild the buckets and return their parameters' indices in order; collective.
 
-    DDP itself would do so at the next forward pass. Empty where it never arranges them anew, as
-    with find_unused_parameters, and before the first backward.
+    DDP would rebuild them at the next forward pass. Empty before the first backward pass and if
+    DDP never rebuilds them, for example with find_unused_parameters.
     """
     ddp.reducer._rebuild_buckets()
     ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr] # set once it is made
@@ -171,11 +171,11 @@ def arrangement(ddp: DistributedDataParallel) -> list[int]:
     return [int(index) for bucket in buckets.split(",") for index in bucket.split()]
 
 
-def arrange(ddp: DistributedDataParallel, indices: Sequence[int]) -> None:
-    """Arrange the buckets of a wrapper that has done no backward yet; collective.
+def restore_buckets(ddp: DistributedDataParallel, indices: Sequence[int]) -> None:
+    """Rebuild the buckets of a wrapper before its first backward pass; collective.
 
-    A backward of zeros in this order stands for the first one: no forward, no buffers, and no
-    gradient is left. With static_graph, or sparse gradients, the buckets stay as they are.
+    A backward pass of zeros in this order replaces the first one: it runs no forward, touches no
+    buffers and leaves no gradients. Buckets with static_graph or sparse gradients do not change.
     """
     parameters, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     if ddp.static_graph or any(are_sparse) or sorted(indices) != list(range(len(parameters))):

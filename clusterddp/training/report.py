@@ -1,4 +1,4 @@
-"""Writes rank 0's report.json: what a run achieved, where, and with what."""
+"""Writes rank 0's report.json: results, hosts and versions of a run."""
 
 import platform
 import time
@@ -19,9 +19,9 @@ from clusterddp.version import __version__
 
 
 def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, str]) -> str:
-    """Write the report of a training that has ended, whole or not at all; returns it as a line.
+    """Write the report of a finished training atomically; return its summary as a line.
 
-    began: the start of this task, in seconds of the epoch.
+    began: start of this task, in seconds since the epoch.
     """
     finished = time.time()
     run, position = training.attempt.run, training.position
@@ -31,14 +31,14 @@ def write(training: Training, env: DistEnv, began: float, environ: Mapping[str, 
     write_record(run.report, report, indent=2)
     if position.step and not training.has_trained:
         return (
-            f"done: nothing was left to train, the run has its {position.step} steps; test "
-            f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or name another "
+            f"done: nothing left to train after {position.step} steps; test "
+            f"accuracy {report.accuracy:.2%}. Raise --epochs or --max-steps, or use another "
             "--run-dir"
         )
     capture = f"{report.capture_seconds:.1f} s of capture, " if report.cuda_graph else ""
     return (
         f"done: test accuracy {report.accuracy:.2%}, test loss {report.loss:.4f}, {capture}"
-        f"{position.seconds:.1f} s of training ({finished - began:.1f} s in all), "
+        f"{position.seconds:.1f} s of training ({finished - began:.1f} s in total), "
         f"{report.images_per_second:,.0f} images/s, "
         f"{env.world_size} {'rank' if env.world_size == 1 else 'ranks'}"
     )
@@ -102,7 +102,7 @@ def _report(
 
 
 def _version(name: str) -> str | None:
-    """Return a package's version, if it is installed; importing it would take longer."""
+    """Return a package's version without importing it; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,7 +1,6 @@
-"""The resumable training loop of one rank: its epochs, batches and steps, when it saves and leaves.
+"""Resumable training loop of one rank: epochs, batches, steps, saving and stopping.
 
-A script of one's own has it as `clusterddp.loop.Loop`, and the built-in training is one of it
-(`loop`). What a batch and a step are is theirs.
+`clusterddp.loop.Loop` is its public form; the built-in training (`training.loop`) is a subclass.
 """
 
 import math
@@ -41,13 +40,13 @@ from clusterddp.training.stop import REASONS, Deadline, StopRequest
 T = TypeVar("T")
 
 _END = object()
-"""Stands for the end of an iterator."""
-# Until then an attempt has saved once, so that it knows what that costs.
+"""Marks the end of an iterator."""
+# An attempt saves once by then, to measure what a save costs.
 _FIRST_SAVE_SECONDS = 40.0
 
 
 class Left(SystemExit):
-    """The end of the ranks that were asked to stop, once they have saved."""
+    """Exit of the ranks after a requested stop and its checkpoint."""
 
     def __init__(self, code: int, reason: str) -> None:
         """reason: one of `stop.REASONS`."""
@@ -56,20 +55,20 @@ class Left(SystemExit):
 
 
 class Resumable:
-    """One rank's part in one attempt of a training; what it writes, rank 0 writes for all."""
+    """One rank's training in one attempt; rank 0 writes the files for all ranks."""
 
     _epochs, _batches = 0, -1
-    """Epochs of all, and batches of this one; 0 and -1 where nobody has said."""
+    """Number of epochs, and of batches in this one; 0 and -1 if unknown."""
     _in_epoch = _has_batches = False
-    """True where this epoch's batches come from `batches`; else it is one step, or none."""
+    """Whether this epoch's batches come from `batches`; else it has at most one step."""
     _random: tuple[Any, Any] | None = None
-    """This rank's generators as they were saved: then, and at the beginning of the epoch."""
+    """Saved states of this rank's generators: at the save, and at the start of the epoch."""
     _start_random: Any = None
     _keeps_random = _in_run = True
-    """Whether a checkpoint keeps the generators; whether clusterddp has started this rank."""
+    """Whether a checkpoint keeps the generators; whether clusterddp started this rank."""
     _postponed: tuple[str, bool] | None = None
     _resume_batch = 0
-    """Batches of the epoch that the checkpoint is of."""
+    """Trained batches of the epoch in the checkpoint."""
 
     def __init__(
         self,
@@ -89,32 +88,32 @@ class Resumable:
         pace: Pace,
         progress: Progress | None = None,
     ) -> None:
-        """states: what a checkpoint holds by name; shards: those of them that are sharded.
+        """states: contents of a checkpoint by name; shards: the sharded ones among them.
 
-        wrappers: DDP's, by those names, whose arrangement of buckets is kept; arranged: what is
-        known of it.
-        position: where the training is; this moves it on.
-        request: this rank's; any rank's stops all of them. deadline: known on rank 0.
+        wrappers: DDP wrappers by the same names, whose bucket layout is kept; arranged: the known
+        layouts.
+        position: progress of the training, which this object advances.
+        request: stop request of this rank; any rank's stops all. deadline: known on rank 0.
         pace: measures this rank's steps.
         """
         self.attempt = attempt
         self.is_resumed = is_resumed
-        """True where it began with a checkpoint."""
+        """Whether it started from a checkpoint."""
         self.rank, self.world_size = agreement.world()
         self._position, self._pace = position, pace
         self._shards, self._wrappers = shards or {}, wrappers or {}
         self._whole = {name: each for name, each in states.items() if name not in self._shards}
         self._arranged = dict(arranged or {})
-        """Arrangement of the buckets of each of DDP's wrappers, once it is known."""
+        """Bucket layout of each DDP wrapper, once known."""
         self._generators: list[torch.Generator] = []
-        """Generators of the loader itself."""
+        """Generators that belong to the loader."""
         self._request, self._deadline, self._poll = request, deadline, Poll()
         self._progress = progress or Progress()
         self._saver = Saver(attempt, keep_last) if self.rank == 0 else None
         self._costs = self._saver.costs if self._saver else Costs()
         self._best: Best | None = None
         self._first_step: float | None = None
-        """Time at which the attempt's first step begins, once it does."""
+        """Start time of the attempt's first step, once it starts."""
         self._paces = Paces()
         """Images and seconds of each rank in this attempt."""
         self._stragglers = Stragglers(attempt, self.rank, straggler_window)
@@ -137,7 +136,7 @@ class Resumable:
     # -- the training --------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are left of so many, from 0."""
+        """Yield the remaining epochs below `count`, from 0."""
         self._restore_random()
         self._epochs = count
         while self.epoch < count:
@@ -151,19 +150,19 @@ class Resumable:
             self._save_or_leave(reason, save or self._saving.due("epoch", self.epoch))
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, after a resume those left of the epoch; collective.
+        """Yield the remaining batches of the epoch; collective.
 
-        After a resume at another number of ranks the loader needs torch's DistributedSampler, or a
-        sharded model; raises CheckpointError without.
+        Trained batches are skipped by index if the loader is torch's without workers. Otherwise
+        they are read again, so that random transforms draw the same numbers.
 
-        What lies before is skipped without being read where the loader is torch's without workers,
-        and read again otherwise, so that random transforms draw what they would have drawn.
+        Raises CheckpointError after a resume at another world size, unless the loader has torch's
+        DistributedSampler or the model is sharded.
         """
         if not self._in_epoch:
-            raise RuntimeError("loop.batches() belongs into the body of `for … in loop.epochs(…)`")
+            raise RuntimeError("call loop.batches() inside `for … in loop.epochs(…)`")
         self._has_batches = True
         iterator = self._rest_of(loader)
-        self._pace.clock.restart()  # what has come before is the epoch's own code
+        self._pace.clock.restart()  # the time before belongs to the epoch's own code
         while True:
             self._pace.clock.start()
             self._mark(Phase.DATA)
@@ -176,21 +175,21 @@ class Resumable:
             yield cast(T, batch)
 
     def step(self, **metrics: Any) -> None:
-        """Count a step, log its metrics, save where it is due, leave if asked to; collective.
+        """Count a step, log its metrics, save if due and stop if requested; collective.
 
-        Call it on every rank after `optimizer.step()`. metrics: of rank 0; `loss`, `accuracy` and
-        `lr` are known to the reports, others are kept beside them.
+        Call it on every rank after `optimizer.step()`. metrics: rank 0's values are written;
+        reports show `loss`, `accuracy` and `lr`.
 
-        Raises SystemExit with 75 after saving, where a stop was asked for; 130 after a Ctrl-C. At
-        the last batch of an epoch both wait for the epoch's own code, so that this is not skipped.
+        Raises SystemExit after saving: 75 for a requested stop, 130 for Ctrl-C. At the last batch
+        of an epoch the save and the stop wait until the epoch's remaining code has run. Raises
         RuntimeError at the second step of an epoch that does not use `batches`.
         """
         if self._in_epoch and not self._has_batches:
             if self._position.step_in_epoch:
                 raise RuntimeError(
-                    "loop.step() came twice in an epoch that does not use loop.batches(): a resume "
-                    "would do its steps again. Write `for … in loop.batches(…)` there; it takes "
-                    "any iterable, such as range(100)"
+                    "loop.step() was called twice in an epoch without loop.batches(), so a resume "
+                    "would repeat steps. Use `for … in loop.batches(…)`; it accepts any iterable, "
+                    "for example range(100)"
                 )
             self._position.step_in_epoch = self._batches = 1
         if self._has_batches:
@@ -198,7 +197,7 @@ class Resumable:
         asks = self._asks(self.steps + 1)
         self._stop_clock(exact=asks)
         self._position.step += 1
-        self._random = None  # it is on its way
+        self._random = None  # no longer needed
         save = self._stepped(metrics)
         reason, is_time = self._agree() if asks else ("", False)
         save = save or is_time or self._saving.due("step", self.steps)
@@ -212,14 +211,14 @@ class Resumable:
         self._mark(Phase.OWN)
 
     def stop_asked(self) -> str:
-        """Return why all ranks are to stop, empty where they are not; collective.
+        """Return why all ranks must stop, empty if they need not; collective.
 
-        `step` looks by itself. For a loop of another form, or a long evaluation.
+        `step` does this. Call it in a loop without `step` or in a long evaluation.
         """
         return self._agree()[0]
 
     def save(self) -> None:
-        """Save, once a step at most; collective. A full disk is logged, and the next save tries."""
+        """Save, at most once per step; collective. A full disk is logged; the next save retries."""
         if self._saved_step == self.steps:
             return
         self._flush()
@@ -229,37 +228,37 @@ class Resumable:
         self._progress.mark(place.step, place.phase)
 
     def leave(self, reason: str) -> NoReturn:
-        """Save and raise SystemExit, as `step` does when it is asked to stop; collective."""
+        """Save and raise SystemExit, as `step` does for a requested stop; collective."""
         self.save()
         self._await_checkpoint()
         self._note_end(reason)
-        self._over()
+        self._ended()
         if self.world_size > 1:
             dist.barrier()
         code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
-        # An agent of torchrun's takes any other code for a failure; the record says what it was.
+        # torchrun's agent treats any other code as a failure; the record holds the reason.
         in_agent = "TORCHELASTIC_RUN_ID" in os.environ and self._in_run
         raise Left(0 if in_agent else code, reason)
 
     def finish(self) -> None:
-        """Save the end, and wait until it is on the disk; collective. Raises CheckpointError."""
+        """Save the final state and wait until it is on disk; collective. Raises CheckpointError."""
         reason, _ = self._postponed or ("", False)
-        if reason:  # a `break` has come before it
+        if reason:  # the stop was postponed, then the loop ended by `break`
             self.leave(reason)
         self.save()
         if trouble := self._await_checkpoint():
             last = agreement.gather(self._saver.last_step if self._saver else None)[0]
-            whole = "there is none yet" if last is None else f"the last whole one is of step {last}"
+            whole = "there is none yet" if last is None else f"the last whole one has step {last}"
             raise CheckpointError(
-                f"the training is done, but {trouble}; {whole}. Make room and start the run again: "
-                "it resumes there. [CD0706]"
+                f"the training is done, but {trouble}; {whole}. Free disk space and start the run "
+                "again: it resumes from there. [CD0706]"
             )
-        self._over()
+        self._ended()
 
-    # -- what a kind of training does in its own way ----------------------------------------------
+    # -- hooks of a subclass -----------------------------------------------------------------------
 
     def _rest_of(self, loader: Iterable[T]) -> Iterator[T]:
-        """Begin an epoch's batches behind those that are trained already."""
+        """Return an iterator over the epoch's untrained batches."""
         return iter(loader)
 
     def _asks(self, step: int) -> bool:
@@ -271,26 +270,26 @@ class Resumable:
         raise NotImplementedError
 
     def _flush(self) -> None:
-        """Log what is not logged yet, ahead of a checkpoint."""
+        """Log pending metrics before a checkpoint."""
 
-    def _kept(self) -> Mapping[str, object]:
-        """Return what a checkpoint keeps beside the states and the position."""
+    def _entries(self) -> Mapping[str, object]:
+        """Return the entries of a checkpoint besides the states and the position."""
         raise NotImplementedError
 
     def _planned(self) -> int | None:
-        """Return the step at which the training will be done, where that is known."""
+        """Return the last step of the training, if known."""
         raise NotImplementedError
 
-    def _over(self) -> None:
-        """Do what follows a training's last save."""
+    def _ended(self) -> None:
+        """Finish the training after its last save."""
         self._progress.mark(self.steps, Phase.DONE)
 
     # -- whether to stop, and to save ----------------------------------------------------------
 
     def _agree(self) -> tuple[str, bool]:
-        """Agree with all ranks whether to stop, and why, and whether to save now; collective.
+        """Agree on whether to stop, why, and whether to save now; collective.
 
-        They exchange their paces as well.
+        The ranks exchange their paces as well.
         """
         self._request.looked_at = True
         if self._deadline.is_near(self._lead_seconds):
@@ -305,11 +304,11 @@ class Resumable:
 
     @property
     def _lead_seconds(self) -> float:
-        """Seconds from a request to stop to the last byte on the disk, judged by those before."""
+        """Return the seconds from a stop request to a whole checkpoint, from earlier saves."""
         return 2 * self._poll.step_seconds + 1.0 + 2 * self._costs.longest_seconds
 
     def _is_due(self) -> bool:
-        """Return whether the latest save is long ago, or the first one is overdue."""
+        """Return whether the save interval has passed or the first save is overdue."""
         now = time.monotonic()
         first = self._saved_at == self._began and now - self._began > _FIRST_SAVE_SECONDS
         return first or now - self._saved_at >= self._saving.seconds
@@ -323,14 +322,14 @@ class Resumable:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Copy the state of all ranks on rank 0, and have it written beside the training."""
+        """Copy the state of all ranks on rank 0 and write it in the background."""
         self._progress.mark(self.steps, Phase.SAVE)
         for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
-            if indices := replay.arrangement(self._wrappers[name]):
+            if indices := replay.rebuild_buckets(self._wrappers[name]):
                 self._arranged[name] = indices
         began = time.monotonic()
         random_states = agreement.gather(self._random_state(), on_first=True)
-        path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._kept()
+        path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._entries()
         shards, problem = sharded.save(path, self._shards) if self._shards else ({}, "")
         if self._saver and problem:
             self._saver.failed(path, problem)
@@ -347,9 +346,9 @@ class Resumable:
         self._saved_step, self._saved_at = self.steps, time.monotonic()
 
     def _await_checkpoint(self) -> str:
-        """Wait for the last checkpoint, and try once more where it could not be written.
+        """Wait for the last checkpoint, and retry once if it could not be written.
 
-        Returns on all ranks why it is not there, empty where it is.
+        Returns the error on all ranks, empty if it was written.
         """
         trouble = self._trouble()
         if trouble:
@@ -358,13 +357,13 @@ class Resumable:
         return trouble
 
     def _trouble(self) -> str:
-        # Rank 0 is the one that is waited for.
+        # The other ranks wait for rank 0 here.
         self._progress.mark(self.steps, Phase.SAVE if self._saver else Phase.DONE)
         trouble = "" if self._saver is None or self._saver.wait() else self._saver.trouble
         return agreement.gather(trouble)[0]
 
     def _random_state(self) -> object:
-        """Return this rank's generators: now, and at the beginning of the epoch."""
+        """Return the states of this rank's generators: now, and at the start of the epoch."""
         now = replay.random_state(self._generators), self._start_random
         return now if self._keeps_random else None
 
@@ -372,27 +371,27 @@ class Resumable:
         if self._random and self._random[0]:
             replay.restore(self._random[0], ())
 
-    # -- pace, the end, and signs of life ---------------------------------------------------------
+    # -- pace, end and heartbeat -------------------------------------------------------------------
 
     def _mark(self, phase: Phase) -> None:
-        """Tell the watchdog where this rank is; what comes before a step has its number."""
+        """Report this rank's phase to the watchdog, with the number of the coming step."""
         done = self.steps if phase >= Phase.LOG else self.steps + 1
         self._progress.mark(done, phase)
 
     def _stop_clock(self, *, exact: bool) -> None:
-        """Count no more as training; exact: once the GPU has done what it was given."""
+        """Stop counting time as training; exact: after the GPU's queued work is done."""
         self._pace.stop(exact=exact)
         self._position.seconds = self._earlier_seconds + self._pace.clock.elapsed
 
     def _count(self, samples: int) -> None:
-        """Count a batch of this rank."""
+        """Add a batch of this rank to the counts."""
         self._pace.images += samples
         self._position.step_in_epoch += 1
         self._position.samples += samples * self.world_size
         self._position.images += samples * self.world_size
 
     def _account(self) -> None:
-        """Exchange what the ranks have measured since the last time, and account for it."""
+        """Exchange the ranks' measurements since the last call and add them up."""
         if exchanged := self._pace.exchange(self.steps):
             paces, steps, seconds = exchanged
             self._accounted += seconds
@@ -402,15 +401,15 @@ class Resumable:
             self._stragglers.add(paces, steps=steps, seconds=seconds, step=self.steps, now=now)
 
     def _note_end(self, reason: str) -> None:
-        """Record on rank 0 that the training is done, or stopped for a reason; see `note_end`."""
+        """Record on rank 0 how the training ended; see `note_end`."""
         if self._saver:
             saved, trouble = self._saver.last_step, self._saver.trouble
             note_end(self.attempt, reason, self.steps, saved, trouble)
 
     def _spent(self) -> Spent:
-        """Sum up what this attempt's time has gone into, from any thread of rank 0.
+        """Return how this attempt has spent its time, from any thread of rank 0.
 
-        Steps that nobody has accounted for yet count as those before them.
+        Steps without measurements yet count like the steps before them.
         """
         accounted, waited, trained = self._accounted, self._waited, self._pace.clock.elapsed
         part = min(max(waited / accounted, 0.0), 1.0) if accounted else 0.0
@@ -422,7 +421,7 @@ class Resumable:
         )
 
     def _sign_of_life(self) -> Liveness:
-        """Return how far the training is, from any thread of rank 0."""
+        """Return the progress of the training, from any thread of rank 0."""
         saved = self._saver.last_step if self._saver else None
         return Liveness(self.steps, saved, self._spent(), self._planned())
 
@@ -430,16 +429,16 @@ class Resumable:
 def note_end(
     attempt: Attempt, reason: str, step: int, saved: int | None = None, trouble: str = ""
 ) -> None:
-    """Record how the ranks left, for the batch script: srun's exit code does not show it.
+    """Record how the ranks ended, for the batch script: srun's exit code does not show it.
 
-    reason: why they were stopped; empty where the training is done. saved: the step that is on the
-    disk. Raises OSError where a training that is done cannot note it: one that was asked to stop
-    leaves in any case, and the script looks at the disk itself.
+    reason: why they were stopped; empty if the training is done. saved: step of the checkpoint on
+    disk. Raises OSError if a finished training cannot be recorded. A stopped training ends in any
+    case, and the batch script reads the checkpoints from disk.
     """
     if reason:
-        last = "" if saved in (step, None) else f", the last checkpoint is of step {saved}"
+        last = "" if saved in (step, None) else f", the last checkpoint has step {saved}"
         log.info(
-            f"stopped at step {step} ({reason}){last}; start the run again to resume from there"
+            f"stopped at step {step} ({reason}){last}. To resume from there, start the run again"
         )
     end = vars(FinalRecord("stopped" if reason else "done", reason, step, saved, trouble))
     content = {name: value for name, value in end.items() if value or name != "write_error"}
@@ -448,13 +447,13 @@ def note_end(
     except OSError as error:
         if not reason:
             raise
-        log.warning(f"{attempt.end} cannot be written: {error.strerror} [CD0518]")
+        log.warning(f"cannot write {attempt.end}: {error.strerror} [CD0518]")
 
 
 def record_request(run: RunDir, world_size: int, hosts: Sequence[str], **what: Any) -> None:
-    """Record a request for ranks that nobody submitted, so that all commands know the run.
+    """Record a request for ranks that were not submitted, so that all commands know the run.
 
-    what: fields of the request, beside where it runs. Raises RequestError for a bad one.
+    what: fields of the request except its resources and paths. Raises RequestError for a bad one.
     """
     if run.spec.exists() or not re.fullmatch(RUN_NAME, run.name):
         return
@@ -465,10 +464,10 @@ def record_request(run: RunDir, world_size: int, hosts: Sequence[str], **what: A
 
 
 def take_attempt(run: RunDir, number: int | None, job_id: str, patience: float) -> Attempt:
-    """Return the attempt that the starting side has made, or begin one after any other's end.
+    """Return the attempt that the launcher created, or create one after the previous has ended.
 
-    patience: seconds for which another one may still be at work. Raises TrainingError where it is
-    gone, StartRefused or Superseded.
+    patience: seconds to wait for an active attempt. Raises TrainingError if the launcher's attempt
+    is gone, NotStarted or Superseded.
     """
     if number is None:
         attempts.wait_until_inactive(run, job_id, patience)
@@ -476,16 +475,16 @@ def take_attempt(run: RunDir, number: int | None, job_id: str, patience: float) 
     attempt = Attempt(run, number)
     if not attempt.path.is_dir():
         raise TrainingError(
-            f"{attempt.path} is gone: the run directory was removed or replaced while the job "
-            "was starting. Submit the run again. [CD0512]"
+            f"{attempt.path} does not exist: the run directory was removed or replaced while the "
+            "job was starting. Submit the run again. [CD0512]"
         )
     return attempt
 
 
 def source_of(attempt: Attempt) -> tuple[Path | None, bool]:
-    """Return the checkpoint from which an attempt resumes, and whether it is its own.
+    """Return the checkpoint from which an attempt resumes, and whether the attempt saved it.
 
-    That is so where an agent starts the ranks of an attempt again, within the job.
+    The latter is true if an agent restarts the ranks of an attempt within the job.
     """
     own = catalog.newest_in(attempt.checkpoints) if attempt.checkpoints.is_dir() else None
     return own or catalog.source(attempt.run), own is not None
@@ -502,9 +501,9 @@ def publish(
     environ: Mapping[str, str],
     best: Best | None = None,
 ) -> Path | None:
-    """Lay out an attempt's checkpoints, and record who trains, from which of them.
+    """Prepare an attempt's checkpoint directory and record its hosts and its source.
 
-    Returns the source as it lies in the attempt.
+    Returns the path of the source in the attempt.
     """
     taken = source
     if not attempt.checkpoints.is_dir():

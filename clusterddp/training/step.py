@@ -1,8 +1,7 @@
 """One optimizer step of a rank: forward, backward, exchange of gradients, update.
 
-Also the model as the step calls it: under DistributedDataParallel or DataParallel by `--strategy`,
-by torch.compile, and with BatchNorm over all ranks; the optimizer, and the learning rate over the
-course of a run.
+Also wraps the model for `--strategy`, torch.compile and synchronized BatchNorm, and builds the
+optimizer and the learning rate schedule.
 """
 
 import socket
@@ -31,7 +30,7 @@ from clusterddp.run.records import Agreement
 from clusterddp.training.metrics import Tally
 
 NoSync = Callable[[], AbstractContextManager[None]]
-"""Returns a context whose gradients are not exchanged, as DDP's `no_sync`."""
+"""Returns a context that does not exchange gradients, like DDP's `no_sync`."""
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -42,24 +41,24 @@ DTYPES = {
 
 @dataclass(eq=False)
 class Step:
-    """Trains on one batch a call, at the precision that was agreed on."""
+    """Trains on one batch per call, at the agreed precision."""
 
     model: Callable[[Tensor], Tensor]
-    """Images to scores; DDP's wrapper where there is one."""
+    """Model from images to scores, with its DDP wrapper if any."""
     optimizer: Optimizer
     tally: Tally
     device: torch.device
     precision: str = "fp32"
     gradient_accumulation_steps: int = 1
-    """Passes into which a batch is cut; gradients are exchanged after the last."""
+    """Number of passes of a batch; gradients are exchanged after the last."""
     label_smoothing: float = 0.0
     mark: Callable[[Phase], None] = lambda _: None
-    """Called with each phase as it begins."""
+    """Called with each phase as it starts."""
     exchanged: Callable[[], None] = lambda: None
-    """Called when the gradients of a batch have been exchanged."""
+    """Called after the gradients of a batch are exchanged."""
 
     def __post_init__(self) -> None:
-        # Small gradients would vanish in fp16; switched off it hands everything through.
+        # Small gradients would vanish in fp16; a disabled scaler changes nothing.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.autocast = partial(autocast, self.device.type, DTYPES[self.precision])
         self._apart: NoSync = getattr(self.model, "no_sync", nullcontext)
@@ -70,7 +69,7 @@ class Step:
         self.tally.count(len(labels))
 
     def compute(self, images: Tensor, labels: Tensor) -> None:
-        """Do what happens on the device, and so can be captured into a graph."""
+        """Do the device's part of a step, which can be captured into a graph."""
         self.optimizer.zero_grad()
         size = -(-len(labels) // self.gradient_accumulation_steps)
         cuts = range(0, len(labels), size)
@@ -93,25 +92,24 @@ class Step:
         self.scaler.update()
 
     def set_lr(self, rate: float) -> None:
-        """Set the learning rate of the steps to come."""
+        """Set the learning rate of the next steps."""
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):  # of a captured step, which reads it from there
+            if isinstance(group["lr"], Tensor):  # a captured step reads the rate from it
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
 
 
 def autocast(kind: str, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Return the context in which a model computes in this type; `kind` is `cuda` or `cpu`."""
+    """Return a context in which a model computes in `dtype`; `kind` is `cuda` or `cpu`."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(kind, dtype)
 
 
 def use_tf32(precision: str) -> None:
-    """Let this process's GPU round to TF32 what it convolves and multiplies, at `tf32` alone.
+    """Enable TF32 convolutions and matrix products on this process's GPU only for `tf32`.
 
-    torch by itself convolves in TF32 (10 of 23 bits), from Ampere on. By the older of torch's two
-    interfaces, as both can be read afterwards, and torch.compile reads this one; torch 2.9 warns of
-    it.
+    By default torch convolves in TF32 (10 of 23 bits) on Ampere and later. This uses the older of
+    torch's two interfaces, because torch.compile reads it; torch 2.9 deprecates it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -120,40 +118,43 @@ def use_tf32(precision: str) -> None:
 
 
 class Compiled:
-    """A model whose code is generated at its first call, for which it needs a compiler."""
+    """Model compiled at its first call, which needs a compiler on the node."""
 
     def __init__(self, model: nn.Module) -> None:
-        """model: DDP's wrapper where there is one."""
+        """model: with its DDP wrapper, if any."""
         self.no_sync: NoSync = getattr(model, "no_sync", nullcontext)
-        # With shapes as they come: torch would generalise over them after the first odd batch, and
-        # a run that resumes would compute with other code than one in a piece.
+        # Static shapes: after the first odd batch torch would switch to dynamic ones, and a
+        # resumed run would use other code than an uninterrupted one.
         self._call = torch.compile(model, dynamic=False)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images (N, 1, 28, 28) to scores (N, classes); raises TrainingError without a compiler."""
+        """Return scores (N, classes) for images (N, 1, 28, 28).
+
+        Raises TrainingError without a compiler.
+        """
         try:
             scores: Tensor = self._call(images)
         except Exception as error:
-            # Where the errors of torch.compile live has moved between versions; their names have
-            # not. What the model itself raises comes through as it is.
+            # The modules of torch.compile's errors differ between versions, their names do not.
+            # Errors of the model pass through unchanged.
             if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
                 raise
             needs = "a C++ compiler on every node (CXX names one)"
-            if images.device.type == "cuda":  # whose kernels' launchers Triton builds
+            if images.device.type == "cuda":  # Triton compiles kernel launchers
                 needs = "a C compiler (CC names one) and Python's headers (Python.h) on every node"
             raise TrainingError(
                 f"--compile: torch.compile failed on {socket.gethostname()}: "
-                f"{str(error).splitlines()[0]}. It needs {needs}. Install that there, or leave "
-                "--compile out. [CD0809]"
+                f"{str(error).splitlines()[0]}. It needs {needs}. Install that there, or omit "
+                "--compile. [CD0809]"
             ) from None
         return scores
 
 
 def wrap(model: nn.Module, config: TrainConfig, agreed: Agreement) -> nn.Module:
-    """Wrap the model as it is trained: in DDP or DataParallel, or not where nothing is shared.
+    """Wrap the model in DDP or DataParallel, or not at all for a single device.
 
-    Rank 0's buffers are what is saved, and every evaluation copies them to all ranks: those of the
-    built-in models need no broadcast before each pass, as no weight depends on them.
+    Checkpoints hold rank 0's buffers, and every evaluation copies them to all ranks. The built-in
+    models need no broadcast before each pass, because no weight depends on their buffers.
     """
     device = next(model.parameters()).device
     if gpus_of_one_process(config.strategy, device.type) > 1:
@@ -163,7 +164,7 @@ def wrap(model: nn.Module, config: TrainConfig, agreed: Agreement) -> nn.Module:
     wrapped = DistributedDataParallel(
         model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True
     )
-    # Not as an argument, which torch 2.15 gives another name.
+    # Not as an argument, which has another name in torch 2.15.
     wrapped.broadcast_buffers = is_reference(config.model)
     if config.comm_hook != "none":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -174,8 +175,10 @@ def wrap(model: nn.Module, config: TrainConfig, agreed: Agreement) -> nn.Module:
 
 
 class AtPrecision(nn.Module):
-    """A model that sets its precision by itself: the threads in which DataParallel runs its copies
-    know that there is autocast, but not of which type (torch's parallel_apply)."""
+    """Model that sets its own precision, for the threads of DataParallel.
+
+    These threads inherit autocast without its type (torch's parallel_apply).
+    """
 
     def __init__(self, model: nn.Module, precision: str, kind: str) -> None:
         """kind: `cuda` or `cpu`."""
@@ -183,27 +186,27 @@ class AtPrecision(nn.Module):
         self.model, self._autocast = model, partial(autocast, kind, DTYPES[precision])
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to scores."""
+        """Return scores for images."""
         with self._autocast():
             scores: Tensor = self.model(images)
         return scores
 
 
 def gpus_of_one_process(strategy: str, kind: str) -> int:
-    """Count the GPUs that this process drives by itself; 0 on a CPU. `kind` is `cuda` or `cpu`."""
+    """Count the GPUs that this process uses alone; 0 on a CPU. `kind` is `cuda` or `cpu`."""
     if kind != "cuda":
         return 0
     return torch.cuda.device_count() if strategy == "dp" else 1
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = False) -> Optimizer:
-    """Build the optimizer that the configuration names; `momentum` is Adam's first beta too.
+    """Build the configured optimizer; `momentum` is also Adam's first beta.
 
-    captured: its state and its rate stay in tensors on the device, for a CUDA graph to read.
+    captured: keep its state and rate in tensors on the device, for a CUDA graph to read.
     """
     parameters = list(model.parameters())
     rate = torch.tensor(config.lr, device=parameters[0].device) if captured else config.lr
-    # Fused: all parameters in one kernel, on CPUs and GPUs that have it.
+    # Fused: one kernel for all parameters, where the device has it.
     settings: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "sgd":
         return optim.SGD(parameters, rate, momentum=config.momentum, **settings)
@@ -214,8 +217,9 @@ def build_optimizer(config: TrainConfig, model: nn.Module, *, captured: bool = F
 
 @contextmanager
 def settings_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Keep this configuration's settings while a state is loaded: they may have been changed on
-    purpose. Counts of steps move to where this optimizer counts.
+    """Keep this configuration's settings while loading a state, because they may be new.
+
+    Step counts move to this optimizer's device.
     """
     groups = optimizer.param_groups
     kept = [{name: group[name] for name in group if name != "params"} for group in groups]
@@ -223,16 +227,16 @@ def settings_kept(optimizer: Optimizer) -> Iterator[None]:
     for group, settings in zip(optimizer.param_groups, kept, strict=True):
         group.update(settings)
     for parameter, state in optimizer.state.items():
-        if "step" in state:  # of fused ones on the device, wherever the file's one had it
+        if "step" in state:  # a fused optimizer keeps it on the device
             state["step"] = torch.as_tensor(state["step"]).to(parameter.device, torch.float32)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A linear rise over the warm-up, and a linear fall to zero over all epochs.
+    """Learning rate schedule: linear warmup, then linear decay to zero over all epochs.
 
-    The fall goes by images, so that a run can resume at another world size; `max_steps` does not
-    change it, so that a run cut in two trains as one in a piece.
+    The decay counts images, so that a run can resume at another world size. `max_steps` does not
+    change it, so that a run in two parts trains like an uninterrupted one.
     """
 
     config: TrainConfig
@@ -240,7 +244,7 @@ class Schedule:
     images_per_epoch: int
 
     def lr(self, position: Position) -> float:
-        """Return the rate of the step that comes after this position."""
+        """Return the rate of the step after this position."""
         done = position.epoch + min(position.samples / self.images_per_epoch, 1.0)
         rise = min(1.0, (position.step + 1) / max(self.config.warmup_steps, 1))
         fall = max(1.0 - done / self.config.epochs, 0.0)
@@ -248,17 +252,17 @@ class Schedule:
 
 
 def synchronise(model: nn.Module, name: str) -> nn.Module:
-    """Have every BatchNorm of a model take the statistics of all ranks' batches together.
+    """Convert every BatchNorm of a model to use statistics over all ranks.
 
-    Its tensors stay the same. torch's SyncBatchNorm computes on GPUs alone; on CPUs its forward is
-    done here, by two sums over the ranks and autograd.
+    Its tensors stay the same. torch's SyncBatchNorm supports only GPUs; on CPUs the forward pass
+    here uses two sums over the ranks and autograd.
 
-    name: the model's, for messages. Raises TrainingError when it has no BatchNorm to convert.
+    name: the model's, for messages. Raises TrainingError if it has no BatchNorm.
     """
     if not has_batchnorm(model):
         raise TrainingError(
-            f"--sync-batchnorm: the model {name} has no BatchNorm of torch.nn. Leave the flag "
-            "out. [CD0812]"
+            f"--sync-batchnorm: the model {name} has no torch.nn BatchNorm layer. Omit "
+            "the option. [CD0812]"
         )
     if next(model.parameters()).device.type != "cpu":
         convert_all: Any = nn.SyncBatchNorm.convert_sync_batchnorm  # untyped in torch
@@ -276,7 +280,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """The counterpart on CPUs of torch's class, which computes on GPUs alone."""
+    """SyncBatchNorm for CPUs; torch's class supports only GPUs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise this rank's (N, C, ...) by mean and variance over all ranks' N."""
@@ -285,14 +289,14 @@ class SyncBatchNorm(_BatchNorm):
             return alone
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
-        # Under autocast the input is bf16, in which sums over a batch would lose digits.
+        # Under autocast the input is bf16, too coarse for sums over a batch.
         values = input.float()
         count = torch.full((1,), float(values.numel() // values.shape[1]))
         sums = _Sum.apply(torch.cat([values.sum(dims), count]))
         total = float(sums[-1].detach())
         mean = sums[:-1] / total
         centred = values - mean.view(shape)
-        # A second sum rather than the mean of squares, which cancels where the mean is large.
+        # A second sum, because the mean of squares loses digits if the mean is large.
         variance = _Sum.apply(centred.square().sum(dims)) / total
         self._track(mean.detach(), variance.detach() * (total / max(total - 1, 1)))
         result: Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -306,17 +310,17 @@ class SyncBatchNorm(_BatchNorm):
         share = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if share is None:  # a mean over all batches, as in torch
+            if share is None:  # cumulative mean over all batches, as in torch
                 share = 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean, share or 0.0)
         self.running_var.lerp_(variance, share or 0.0)
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Accept any number of dimensions: the class that was converted has its own rule."""
+        """Accept any number of dimensions, like the converted classes."""
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all ranks, whose gradient is the sum over all ranks of theirs."""
+    """Sum over all ranks; its gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(_: Any, values: Tensor) -> Tensor:

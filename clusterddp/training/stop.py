@@ -1,7 +1,7 @@
-"""Requests to stop a training, the end of the job's time, and the sign that an attempt is at work.
+"""Stop requests of a training, the deadline of its job, and the attempt's heartbeat.
 
-A signal handler only notes the request. The ranks look at it together (`distributed.agreement`),
-save at one step and leave. Free of torch, so that requests are noted during the imports too.
+A signal handler only notes the request. The ranks agree on it (`distributed.agreement`), save at
+the same step and exit. Imports without torch, so that requests are noted during its import.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from clusterddp.run.attempt import ALIVE_SECONDS, Attempt
 from clusterddp.run.records import Liveness
 
 REASONS = ("", "signal", "SIGTERM", "interrupt", "stop", "time limit")
-"""Reasons to stop; ranks exchange the place in this list, and the last of them counts."""
+"""Reasons to stop; ranks exchange the index in this list, and the highest wins."""
 _OF_SIGNAL = {
     signal.SIGUSR1: "signal",
     signal.SIGUSR2: "signal",
@@ -35,41 +35,41 @@ _OF_SIGNAL = {
 
 _ON_INTERRUPT = b"clusterddp: saving after this step, then leaving; Ctrl-C again ends at once\n"
 _MARGIN_SECONDS = 5.0
-# Slurm looks at time limits about twice a minute, so its signal can come that much later.
+# Slurm checks time limits about twice a minute, so its signal can be that late.
 _SLURM_SECONDS = 30.0
-_TIME_LIMIT_SECONDS = 600.0  # between two polls; `Deadline` asks once more before it is near
+_TIME_LIMIT_SECONDS = 600.0  # between two polls; `Deadline` polls again before it is near
 _FRESH_SECONDS = 5.0
 _ANSWER_SECONDS = 3.0
-"""Longest wait for Slurm's word before a training leaves; it comes out of the margin."""
+"""Longest wait for Slurm's answer before a training stops; part of the margin."""
 
 
 class StopRequest:
-    """The weightiest reason for which this process was asked to stop, if any."""
+    """Strongest reason for which this process was asked to stop, if any."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the request: what comes next in this process is another training."""
+        """Drop the request before another training in this process."""
         self.reason = ""
         self.looked_at = False
-        """Set once the ranks look at it: a Ctrl-C before that ends the process at once."""
+        """Set once the ranks poll the request: a Ctrl-C before that ends the process at once."""
         self._interrupted = False
 
     def note(self, reason: str) -> None:
-        """Keep the weightiest reason."""
+        """Keep the strongest reason."""
         if REASONS.index(reason) > REASONS.index(self.reason):
             self.reason = reason
 
     def listen(self) -> Callable[..., None]:
-        """Note signals from now on; returns what restores their former handlers.
+        """Install handlers that note signals; return a function that restores the old ones.
 
-        That takes the numbers of those to go on with. In a thread other than the main one, where
-        Python allows no handlers, it does nothing.
+        The function takes the signals whose handlers stay. Does nothing outside of the main
+        thread, where Python allows no handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             return lambda *_: None
-        # An ignored SIGHUP is nohup's doing and meant.
+        # An ignored SIGHUP comes from nohup and stays ignored.
         before = {
             number: signal.signal(number, self._take)
             for number in _OF_SIGNAL
@@ -86,49 +86,48 @@ class StopRequest:
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted or not self.looked_at:
-                raise KeyboardInterrupt  # the second one, or nothing is trained yet
+                raise KeyboardInterrupt  # the second one, or before training
             self._interrupted = True
             with contextlib.suppress(OSError):
-                os.write(2, _ON_INTERRUPT)  # stderr; print is not for a signal's handler
+                os.write(2, _ON_INTERRUPT)  # print is not safe in a signal handler
         if number == signal.SIGTERM and not self.looked_at and _may_start_again(os.environ):
-            # There is nothing to save yet, and the agent waits half a minute before it kills.
+            # Nothing to save yet, and the agent would wait half a minute before SIGKILL.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.note(_OF_SIGNAL[signal.Signals(number)])
 
 
 def _may_start_again(environ: Mapping[str, str]) -> bool:
-    """Return whether a torchrun agent ends ranks by SIGTERM to start them anew after a failure."""
+    """Return whether a torchrun agent may end ranks by SIGTERM to restart them."""
     return environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 requested = StopRequest()
-"""This process's request."""
+"""Request of this process."""
 
 
 class Deadline:
-    """The end of the job's time, by the monotonic clock: the wall clock can be set meanwhile."""
+    """End of the job's time, by the monotonic clock, because the wall clock can be changed."""
 
     def __init__(self, signal_lead: int = 0) -> None:
-        """`signal_lead`: seconds ahead of the end at which Slurm was asked for a signal, or 0."""
+        """signal_lead: seconds before the end at which Slurm sends its signal, or 0."""
         self._signal_lead = signal_lead
         self._end, self._set_at = math.inf, -math.inf
         self.wanted: threading.Event | None = None
-        """Wakes the thread that asks Slurm, where there is one."""
+        """Wakes the thread that polls Slurm, if any."""
         self._answered = threading.Event()
 
     def set(self, seconds_left: float | None) -> None:
-        """Set the time that is left; None where there is no limit, or it is unknown."""
+        """Set the remaining time; None if it is unlimited or unknown."""
         if seconds_left is not None and seconds_left > 0:
             self._set_at = time.monotonic()
             self._end = self._set_at + seconds_left
         self._answered.set()
 
     def is_near(self, lead_seconds: float) -> bool:
-        """Return whether to stop now, if stopping and saving takes so long.
+        """Return whether to stop now, given the seconds needed to stop and save.
 
-        Has Slurm asked again first: an administrator can have moved the limit, and the limit of a
-        job that was suspended moves by itself.
+        Polls Slurm again first: an administrator can change the limit, and suspension moves it.
         """
         if not self._is_within(lead_seconds):
             return False
@@ -142,38 +141,38 @@ class Deadline:
         return time.monotonic() > self._end - lead_seconds - _MARGIN_SECONDS
 
     def check_lead(self, lead_seconds: float) -> None:
-        """Warn once when the signal comes too late for what a step and a save have cost."""
+        """Warn once if the signal comes too late for the measured cost of a step and a save."""
         lead, self._signal_lead = self._signal_lead, 0
         if 0 < lead < lead_seconds + _MARGIN_SECONDS:
             enough = math.ceil(lead_seconds + _MARGIN_SECONDS + _SLURM_SECONDS)
             warning(
-                f"Slurm's signal comes {lead} s ahead of the time limit, but to "
-                f"finish a step and save takes {lead_seconds:.1f} s here, and Slurm can be "
-                f"{_SLURM_SECONDS:.0f} s late: ask for --signal B:USR1@{enough} or more. The ranks "
-                "stop by their own clock where they know the limit. [CD1220]"
+                f"Slurm sends its signal {lead} s before the time limit, but a step and a save "
+                f"take {lead_seconds:.1f} s here, and Slurm can be {_SLURM_SECONDS:.0f} s late. "
+                f"Use --signal B:USR1@{enough} or more. The ranks stop by their own clock if they "
+                "know the limit. [CD1220]"
             )
 
 
-class Presence:
-    """Renews the attempt's sign of life and looks at `stop`, while its context is open."""
+class LivenessWriter:
+    """Writes the attempt's heartbeat and polls `stop` while its context is open."""
 
     def __init__(self, attempt: Attempt, request: StopRequest) -> None:
         self.sign: Callable[[], Liveness] = lambda: Liveness(step=0)
-        """Returns how far the training is."""
+        """Returns the progress of the training."""
         self._attempt = attempt
         self._request = request
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._stay, name="presence", daemon=True)
+        self._thread = threading.Thread(target=self._stay, name="liveness_writer", daemon=True)
         self._said = False
         self._gone = 0
 
-    def __enter__(self) -> "Presence":
+    def __enter__(self) -> "LivenessWriter":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(ALIVE_SECONDS)  # a file system that hangs must not keep the process
+        self._thread.join(ALIVE_SECONDS)  # a hanging file system must not block the exit
         if not self._thread.is_alive():
             with suppress(OSError):
                 self._show()
@@ -193,31 +192,31 @@ class Presence:
             self._gone = 0
         except FileNotFoundError:
             self._gone += 1
-            if self._gone > 1:  # twice, as a network file system can err for a moment
-                self._end(f"{self._attempt.path} was removed: nothing can be saved any more")
-        except OSError as error:  # a full disk, say, on which the rest can still be seen
-            self._say(f"cannot show its life in {self._attempt.path}: {error.strerror}")
+            if self._gone > 1:  # twice, because network file systems have brief errors
+                self._end(f"{self._attempt.path} was removed, so nothing can be saved")
+        except OSError as error:  # for example a full disk, which can still be read
+            self._say(f"cannot write its heartbeat to {self._attempt.path}: {error.strerror}")
         try:
             reason = self._attempt.asked_to_stop()
             if reason is not None:
                 self._request.note("stop" if reason == "stop" else "signal")
-            if self._attempt.is_superseded:  # whatever it still did would be work done twice
+            if self._attempt.is_superseded:  # further work would be done twice
                 later = self._attempt.number + 1
-                self._end(f"superseded: attempt {later} of the run has begun, and trains on")
+                self._end(f"superseded: attempt {later} of the run has started")
         except OSError as error:
-            self._say(f"cannot be looked at in {self._attempt.path}: {error.strerror}")
+            self._say(f"cannot read {self._attempt.path}: {error.strerror}")
 
     def _say(self, line: str) -> None:
         if not self._said:
             self._said = True
-            with suppress(OSError):  # the log may lie on the same disk
+            with suppress(OSError):  # the log may be on the same disk
                 log.warning(f"attempt {self._attempt.number} {line} [CD0518]")
 
     def _end(self, why: str) -> None:
-        """End this process at once; the other ranks find their exchange broken.
+        """Exit this process at once; the other ranks' collectives then fail.
 
-        Not where the context has ended meanwhile, as it does without a thread that a slow file
-        system keeps: what this process does now is not the attempt's.
+        Does nothing if the context has been closed meanwhile, which does not wait for this thread
+        on a slow file system: the process no longer belongs to the attempt.
         """
         if self._over.is_set():
             return
@@ -229,9 +228,9 @@ class Presence:
 
 
 def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
-    """Poll Slurm for the job's time limit from a background thread, as slurmctld can be slow.
+    """Poll Slurm for the job's time limit in a background thread, because slurmctld can be slow.
 
-    It ends once nobody has the deadline any more: the process may do other things than train.
+    The thread ends when the deadline is garbage-collected: the process may outlive the training.
     """
     job_id, held = environ.get("SLURM_JOB_ID", ""), weakref.ref(deadline)
     wanted = threading.Event()
@@ -251,9 +250,9 @@ def poll_time_limit(deadline: Deadline, environ: Mapping[str, str]) -> None:
 
 
 def seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
-    """Return the job's seconds left by slurmctld's clock, or by this host's without squeue."""
-    from clusterddp.slurm import client as slurm  # which a task's parent does without
+    """Return the job's remaining seconds by slurmctld's clock, or by this host's without squeue."""
+    from clusterddp.slurm import client as slurm  # a task's parent does not need it
 
     left = None if is_rehearsal(environ) else slurm.seconds_left(slurm_job_name(environ, job_id))
-    end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer versions
+    end = environ.get("SLURM_JOB_END_TIME", "")  # set by newer Slurm versions
     return int(end) - time.time() if left is None and end.isdigit() else left

@@ -63,8 +63,8 @@ class _Answer:
 
     devices: tuple[str, ...]
     """Device of each rank."""
-    tell_time: tuple[int, ...]
-    """Ranks that reply with their host's time."""
+    send_clock: tuple[int, ...]
+    """Ranks that answer with their host's time."""
     sent: float
     checks_nodes: bool
 
@@ -87,7 +87,7 @@ def join(
     try:
         hello = describe_rank(config, env, environ)
     except ClusterDDPError as error:
-        rendezvous.decline(store, env, error)
+        rendezvous.report_refusal(store, env, error)
         raise
     checks_nodes = bool(environ.get(FULL_PREFLIGHT_VARIABLE))
     joined = _rendezvous(config, env, store, hello, settle, checks_nodes)
@@ -111,17 +111,17 @@ def _rendezvous(
     checks_nodes: bool,
 ) -> Joined:
     """Exchange information with all ranks; rank 0 also compares the hosts' clocks."""
-    tellers: dict[int, str] = {}
+    senders: dict[int, str] = {}
 
     def decide(hellos: list[rendezvous.Message]) -> rendezvous.Message:
         ranks = [rank for each in hellos if (rank := files.load(Hello, each))]
         assert len(ranks) == env.world_size, "every rank sends a complete hello"
-        ranks = agreement.share_out(sorted(ranks, key=lambda hello: hello.rank))
+        ranks = agreement.assign_gpus(sorted(ranks, key=lambda hello: hello.rank))
         agreed = settle(ranks)
-        tellers.update(rendezvous.time_tellers(hellos))
+        senders.update(rendezvous.clock_senders(hellos))
         answer = _Answer(
             devices=tuple(rank.device for rank in ranks),
-            tell_time=tuple(sorted(tellers)),
+            send_clock=tuple(sorted(senders)),
             sent=time.time(),
             checks_nodes=checks_nodes,
         )
@@ -134,11 +134,11 @@ def _rendezvous(
     agreed, answer = files.load(Agreement, verdict), files.load(_Answer, verdict)
     assert agreed and answer, "rank 0 sends a complete agreement"
     hello = dataclasses.replace(hello, device=answer.devices[env.rank])
-    if env.rank in answer.tell_time:
-        rendezvous.tell_time(store, env, time.time())
+    if env.rank in answer.send_clock:
+        rendezvous.send_clock(store, env, time.time())
     joined = Joined(hello, agreed, torch.device(hello.device), answer.checks_nodes)
-    if tellers:
-        ahead = rendezvous.collect_clocks(store, env, tellers, answer.sent)
+    if senders:
+        ahead = rendezvous.collect_clocks(store, env, senders, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
             log.warning(f"clocks differ from rank 0's host: {', '.join(apart)} [CD0908]")

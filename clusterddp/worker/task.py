@@ -35,7 +35,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.training import stop
-from clusterddp.training.stop import Deadline, Presence, poll_time_limit
+from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 from clusterddp.worker import supervise
 from clusterddp.worker.supervise import is_peer_loss
 
@@ -144,7 +144,7 @@ def _run(task: _Task) -> int:
         reason = _train(task, joined, store, reading, progress, ending)
         dist.barrier()
         ending.claim()
-    rendezvous.part()
+    rendezvous.leave_group()
     rendezvous.leave(store, env)
     return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
 
@@ -233,7 +233,7 @@ def _aborting_group(env: DistEnv, suspect: Callable[[], str], ending: "_Ending")
     except BaseException as error:
         ending.claim()
         hint = f" ({suspected})" if (suspected := suspect()) else ""
-        rendezvous.break_off(env)
+        rendezvous.abort_group(env)
         if not is_peer_loss(error):
             raise
         raise PeerError(
@@ -312,7 +312,7 @@ def _train(
     config, env, deadline = task.config, task.env, task.deadline
     attempt, agreed, device = joined.attempt, joined.agreed, joined.device
     request = stop.requested
-    liveness_writer = Presence(attempt, request)
+    liveness_writer = LivenessWriter(attempt, request)
     with liveness_writer if env.rank == 0 else nullcontext():
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)

@@ -242,7 +242,7 @@ def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> N
     ("model", "words"),
     [
         (nn.Sequential(nn.Flatten(), nn.Linear(192, 5)), "label 5 is none of the 5 classes"),
-        (nn.Conv2d(3, 9, 1), r"scores \(N, classes\) for N images, and gave \(1, 9, 8, 8\) for 1"),
+        (nn.Conv2d(3, 9, 1), r"returned \(1, 9, 8, 8\) for 1 image"),
         (nn.Linear(7, 9), r"on images \(1, 3, 8, 8\) failed on .*: RuntimeError: "),
     ],
 )
@@ -270,7 +270,7 @@ def test_trying_them_leaves_the_ranks_random_numbers_and_the_model_as_they_were(
 def test_a_shipped_model_says_for_which_images_it_is_made(own: Any) -> None:
     from clusterddp.models import nets
 
-    with pytest.raises(TrainingError, match=r"\(N, 1, 28, 28\)\. Give one of your own") as caught:
+    with pytest.raises(TrainingError, match=r"\(N, 1, 28, 28\)\. Use your own") as caught:
         check_fit(config(), nets.build("convnet"), *sets_of(own, "floats, labels").on(CPU))
     assert "own:given on images (1, 3, 8, 8)" in str(caught.value)
 
@@ -278,7 +278,7 @@ def test_a_shipped_model_says_for_which_images_it_is_made(own: Any) -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             raise ValueError("expected axis 1 of input shape to have value 1")
 
-    with pytest.raises(TrainingError, match="this model is made for images"):
+    with pytest.raises(TrainingError, match="this model expects images"):
         check_fit(config(), AsKeras(), *sets_of(own, "floats, labels").on(CPU))
 
 
@@ -289,7 +289,7 @@ def test_a_task_tries_both_together_before_it_trains(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     threads = torch.get_num_threads()
     try:
-        with pytest.raises(TrainingError, match="this model is made for images"):
+        with pytest.raises(TrainingError, match="this model expects images"):
             run_task(config(device="cpu", threads=1), tmp_path / "run")
     finally:
         torch.set_num_threads(threads)

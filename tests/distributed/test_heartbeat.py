@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from clusterddp.distributed import heartbeat
-from clusterddp.distributed.heartbeat import Look, Phase, Place, Posting, Progress, Signs
+from clusterddp.distributed.heartbeat import Look, Phase, Place, Posting, Progress, Responses
 from tests.distributed.meetings import env
 
 DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
@@ -33,18 +33,18 @@ def test_a_rank_is_silent_by_what_the_store_says_and_not_for_the_want_of_its_ans
         seen = {rank: posting(9, DATA)._replace(number=n) for rank, n in enumerate(numbers)}
         return Look(range(3), seen, "")
 
-    signs = Signs(range(3), quiet=8)
+    responses = Responses(range(3), quiet=8)
     first = look(5, 5)
     for now in (0, 9, 99):
-        signs.update(first, now)
-        assert not signs.ready() and not signs.silent(now, 30)
-    signs.update(look(6, 6), 100)
-    signs.update(look(9, 6), 107)
-    assert signs.ready() and signs.silent(107, 130) == {2: 130}
-    signs.update(look(10, 6), 109)
-    assert signs.silent(110, 133) == {1: 10, 2: 133}
-    signs.update(look(11, 7), 111)
-    assert signs.silent(111, 134) == {2: 134}
+        responses.update(first, now)
+        assert not responses.ready() and not responses.silent(now, 30)
+    responses.update(look(6, 6), 100)
+    responses.update(look(9, 6), 107)
+    assert responses.ready() and responses.silent(107, 130) == {2: 130}
+    responses.update(look(10, 6), 109)
+    assert responses.silent(110, 133) == {1: 10, 2: 133}
+    responses.update(look(11, 7), 111)
+    assert responses.silent(111, 134) == {2: 134}
 
 
 def test_no_connection_is_made_where_nobody_answers_as_a_store() -> None:

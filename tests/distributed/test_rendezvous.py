@@ -31,9 +31,9 @@ from tests.distributed.meetings import (
 )
 
 
-def test_every_rank_gets_the_verdict_on_all_hellos(port: int) -> None:
-    verdict = {"ranks": [0, 1, 2]}
-    assert meet([env(2, 3, port), env(0, 3, port), env(1, 3, port)], count) == [verdict] * 3
+def test_every_rank_gets_the_decision_on_all_hellos(port: int) -> None:
+    decision = {"ranks": [0, 1, 2]}
+    assert meet([env(2, 3, port), env(0, 3, port), env(1, 3, port)], count) == [decision] * 3
 
 
 def test_a_single_process_needs_no_port() -> None:
@@ -56,7 +56,7 @@ def test_a_rank_that_cannot_take_part_is_not_waited_for(port: int) -> None:
     def refuse() -> None:
         ours = env(2, 3, port)
         store = open_store(ours, {}, PATIENCE)
-        rendezvous.decline(store, ours, TrainingError("no GPU here"))
+        rendezvous.report_refusal(store, ours, TrainingError("no GPU here"))
 
     thread = threading.Thread(target=refuse, daemon=True)
     thread.start()
@@ -64,7 +64,7 @@ def test_a_rank_that_cannot_take_part_is_not_waited_for(port: int) -> None:
     thread.join(PATIENCE)
     for result in results:
         assert isinstance(result, PeerError)
-        assert "rank 2 cannot take part: no GPU here" in str(result)
+        assert "rank 2 cannot join: no GPU here" in str(result)
 
 
 def test_a_rank_0_that_cannot_take_part_calls_the_start_off(port: int) -> None:
@@ -72,13 +72,13 @@ def test_a_rank_0_that_cannot_take_part_calls_the_start_off(port: int) -> None:
         ours = env(0, 2, port)
         store = open_store(ours, {}, PATIENCE)
         store.wait(["hello/1"])
-        rendezvous.decline(store, ours, TrainingError("no GPU here"))
+        rendezvous.report_refusal(store, ours, TrainingError("no GPU here"))
 
     thread = threading.Thread(target=refuse, daemon=True)
     thread.start()
     (result,) = meet([env(1, 2, port)], count)
     thread.join(PATIENCE)
-    assert "rank 0 called the start off: no GPU here" in str(result)
+    assert "rank 0 aborted the start: no GPU here" in str(result)
 
 
 def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() -> None:
@@ -93,7 +93,7 @@ def test_calling_a_start_off_does_not_look_for_ever_for_those_that_never_came() 
     many = env(0, 10**15, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_HEARING_SECONDS", 0.1)
-        rendezvous.decline(store, many, TrainingError("no GPU here"))
+        rendezvous.report_refusal(store, many, TrainingError("no GPU here"))
     assert 0 < len(looks) < 10**7
 
 
@@ -117,7 +117,7 @@ def test_ranks_that_never_came_are_listed(port: int, come_first: Callable[..., N
     come_first("hello/2")
     second = in_background(lambda: meet([env(2, 4, port)], count)[0])
     [first] = meet([env(0, 4, port)], count)
-    assert "2 of 4 ranks did not come" in str(first)
+    assert "2 of 4 ranks did not join" in str(first)
     assert "ranks 1, 3" in str(first)
     assert "ranks 1, 3" in str(second())
 
@@ -125,7 +125,7 @@ def test_ranks_that_never_came_are_listed(port: int, come_first: Callable[..., N
 def test_two_processes_of_one_rank_are_refused(port: int) -> None:
     results = meet([env(rank, 3, port) for rank in (0, 1, 1, 2)], count)
     [refused] = [result for result in results if result != {"ranks": [0, 1, 2]}]
-    assert "two processes say that they are rank 1 of 3" in str(refused)
+    assert "two processes have rank 1 of 3" in str(refused)
 
 
 def test_ranks_of_different_world_sizes_are_named(port: int) -> None:
@@ -159,7 +159,7 @@ def test_rank_0_may_take_its_time_to_decide_where_it_was_given_that(
     if patient:
         assert second == first()
     else:
-        assert "was not told to start within 0.7s" in str(second)
+        assert "did not start the training within 0.7s" in str(second)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_ranks_that_never_came_to_an_agents_store_are_listed(
         lambda: meet([env(2, 4, agent.port)], count, environ={0: under_agent()})[0]
     )
     [first] = meet([env(0, 4, agent.port)], count, environ={0: under_agent()})
-    assert "2 of 4 ranks did not come" in str(first) and "ranks 1, 3" in str(first)
+    assert "2 of 4 ranks did not join" in str(first) and "ranks 1, 3" in str(first)
     assert isinstance(second(), PeerError) and "ranks 1, 3" in str(second())
 
 
@@ -270,7 +270,7 @@ def test_another_run_that_reaches_an_agents_store_writes_nothing(agent: Any, ran
 
     before = written()
     stranger = under_agent(SLURM_JOB_ID="18")
-    with pytest.raises(TrainingError, match="SLURM_JOB_ID=17, this one SLURM_JOB_ID=18"):
+    with pytest.raises(TrainingError, match="expected SLURM_JOB_ID=18, found SLURM_JOB_ID=17"):
         open_store(env(rank, 2, agent.port), stranger, 2.0)
     assert written() == before
 
@@ -281,10 +281,10 @@ def test_another_run_that_reaches_an_agents_store_writes_nothing(agent: Any, ran
         lambda _: '{"resume": "/theirs"}',
         lambda _: json.dumps({"content": '{"resume": "/theirs"}', "proof": ""}),
         lambda run: json.dumps(
-            {"content": "{}", "proof": replace(run, nonce="77ab").prove("verdict", "{}")}
+            {"content": "{}", "proof": replace(run, nonce="77ab").prove("decision", "{}")}
         ),
         lambda run: json.dumps({"content": "{}", "proof": run.prove("hello/1", "{}")}),
-        lambda run: json.dumps({"content": "[]", "proof": run.prove("verdict", "[]")}),
+        lambda run: json.dumps({"content": "[]", "proof": run.prove("decision", "[]")}),
     ],
     ids=["no proof", "an empty one", "another nonce's", "another message's", "no object"],
 )
@@ -293,11 +293,13 @@ def test_what_a_stranger_writes_over_a_message_is_refused(
 ) -> None:
     run = Identity.from_environ(under_agent())
     store = RunStore(HashStore(), run)
-    rendezvous.put(store, "verdict", {"resume": ""})
-    assert rendezvous.take(store, env(1, 2, 1), "verdict", "the verdict") == {"resume": ""}
-    store.set("verdict", written(run))
-    with pytest.raises(TrainingError, match=r"the verdict in the store .* is not what a rank"):
-        rendezvous.take(store, env(1, 2, 1), "verdict", "the verdict")
+    rendezvous.put(store, "decision", {"resume": ""})
+    assert rendezvous.take(store, env(1, 2, 1), "decision", "the decision") == {"resume": ""}
+    store.set("decision", written(run))
+    with pytest.raises(
+        TrainingError, match=r"the decision in the store .* was not written by a rank"
+    ):
+        rendezvous.take(store, env(1, 2, 1), "decision", "the decision")
 
 
 def test_the_entry_of_a_worker_of_another_run_is_none(
@@ -317,7 +319,7 @@ def test_the_entry_of_a_worker_of_another_run_is_none(
     forger = keys_of(under_agent(CLUSTERDDP_NONCE="77ab"), agent, 1)
     forger.set("enters/1", '{"token": "00"}')
     entered.set()
-    assert "1 of 2 ranks did not come" in str(first())
+    assert "1 of 2 ranks did not join" in str(first())
 
 
 def test_a_worker_whose_rank_0_never_starts_again_ends(
@@ -326,7 +328,7 @@ def test_a_worker_whose_rank_0_never_starts_again_ends(
     monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0.5)
     environ = {0: under_agent(), 1: under_agent()}
     meet([env(0, 2, agent.port), env(1, 2, agent.port)], count, PATIENCE, environ)
-    with pytest.raises(PeerError, match=r"rank 1 waited for rank 0 .*did not come"):
+    with pytest.raises(PeerError, match=r"rank 1 waited for rank 0 .*did not join"):
         open_store(env(1, 2, agent.port), under_agent(), 0.5)
 
 
@@ -351,8 +353,8 @@ def test_clocks_are_apart_by_what_the_round_trip_cannot_explain(
 def test_one_rank_of_each_other_host_tells_the_time() -> None:
     hosts = ["h01", "h01", "h02", "h02", "h03"]
     hellos = [{"rank": rank, "host": host} for rank, host in enumerate(hosts)]
-    assert rendezvous.time_tellers(hellos) == {2: "h02", 4: "h03"}
-    assert rendezvous.time_tellers(hellos[:2]) == {}
+    assert rendezvous.clock_senders(hellos) == {2: "h02", 4: "h03"}
+    assert rendezvous.clock_senders(hellos[:2]) == {}
 
 
 HELLO = b'{"rank": 1, "world_size": 2}'
@@ -372,7 +374,7 @@ def test_the_nonce_is_in_no_key_and_in_no_message(
     ranks = [env(0, 2, port), env(1, 2, port)]
     assert meet(ranks, count, environ={0: RUN_A, 1: RUN_A}) == [{"ranks": [0, 1]}] * 2
     ours = keys_of(RUN_A, kept[0])
-    keys = ("hello/0", "hello/1", "verdict", "claim/0", "claim/1", "left/0", "left/1")
+    keys = ("hello/0", "hello/1", "decision", "claim/0", "claim/1", "left/0", "left/1")
     contents = [kept[0].get("clusterddp/0/identity"), *map(ours.get, keys)]
     assert kept[0].num_keys() <= len(contents) + 1  # torch's own
     assert not [content for content in contents if NONCE.encode() in content]
@@ -392,7 +394,7 @@ def test_what_none_of_its_ranks_wrote_is_not_read(
     stranger = client(port)
     for store in (keys_of(environ, stranger, round), stranger):
         store.set("hello/1", b'{"world_size": 3}')
-        store.set("verdict", b'{"run_dir": "/elsewhere"}')
+        store.set("decision", b'{"run_dir": "/elsewhere"}')
     assert [*meet([env(1, 2, port)], count, environ={0: RUN_A}), first()] == [
         {"ranks": [0, 1]}
     ] * 2  # fmt: skip
@@ -423,7 +425,7 @@ def test_rank_0_names_the_rank_whose_hello_is_no_message(
     first = in_background(lambda: meet([env(0, 2, port)], count, environ={0: environ})[0])
     keys_of(environ, client(port)).set("hello/1", hello)
     error = str(first())
-    assert "rank 0: the hello of rank 1" in error and "not what a rank writes" in error
+    assert "rank 0: the hello of rank 1" in error and "not written by a rank" in error
     assert error.isprintable() and len(error) < 1500
     assert not Bomb.went_off
 
@@ -440,10 +442,10 @@ def test_two_runs_on_one_port_name_each_other_and_the_first_goes_on(port: int) -
         dict.fromkeys((0, 1, 2), RUN_B),
     )  # fmt: skip
     last = meet([env(2, 3, port)], count, environ={0: RUN_A})
-    assert f"port {port} " in str(strangers[0]) and "in use" in str(strangers[0])
+    assert f"port {port} " in str(strangers[0]) and "uses the port" in str(strangers[0])
     for rank in (1, 2):
         assert f"rank {rank} reached another run's rank 0" in str(strangers[rank])
-        assert "that one is SLURM_JOB_ID=17, this one SLURM_JOB_ID=18." in str(strangers[rank])
+        assert "expected SLURM_JOB_ID=18, found SLURM_JOB_ID=17." in str(strangers[rank])
     assert [*first(), *last] == [{"ranks": [0, 1, 2]}] * 3
 
 
@@ -453,9 +455,9 @@ def test_two_runs_on_one_port_name_each_other_and_the_first_goes_on(port: int) -
         (RUN_A, UNPROVEN, "They differ in CLUSTERDDP_NONCE, not set here."),
         (UNPROVEN, RUN_A, "They differ in CLUSTERDDP_NONCE."),
         (RUN_A, {**RUN_A, "CLUSTERDDP_NONCE": "77ab"}, "They differ in CLUSTERDDP_NONCE."),
-        (RUN_A, RUN_A_AGAIN, "this one SLURM_JOB_ID=17 SLURM_RESTART_COUNT=1."),
+        (RUN_A, RUN_A_AGAIN, "expected SLURM_JOB_ID=17 SLURM_RESTART_COUNT=1,"),
         ({"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18"},
-         "that one is SLURM_JOB_ID=17, this one SLURM_JOB_ID=18."),
+         "expected SLURM_JOB_ID=18, found SLURM_JOB_ID=17."),
     ],
 )  # fmt: skip
 def test_a_store_that_does_not_prove_to_be_the_runs_own_is_not_joined(
@@ -472,7 +474,7 @@ def test_a_store_that_does_not_prove_to_be_the_runs_own_is_not_joined(
 def test_a_store_that_is_somebody_elses_is_refused(port: int, identity: bytes) -> None:
     other: Any = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     other.set("clusterddp/0/identity", identity)
-    with pytest.raises(TrainingError, match=r"rank 1: what names the run .*not what a rank writes"):
+    with pytest.raises(TrainingError, match=r"rank 1: what names the run .*not written by a rank"):
         open_store(env(1, 2, port), RUN_A, PATIENCE)
     assert other.num_keys() <= 2  # torch's own
 

@@ -21,7 +21,7 @@ def test_a_port_in_use_is_named_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            TrainingError, match=rf"port {port} .* in use: .*second rank 0.*MASTER_PORT"
+            TrainingError, match=rf"port {port}.*second rank 0 uses the port.*.*MASTER_PORT"
         ):
             open_store(env(0, 2, port), {}, PATIENCE)
 
@@ -29,7 +29,7 @@ def test_a_port_in_use_is_named_with_what_to_do() -> None:
 def test_a_listener_that_is_no_store_does_not_hang_a_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        with pytest.raises(TrainingError, match="does not answer as rank 0's store"):
+        with pytest.raises(TrainingError, match="does not respond like rank 0's store"):
             open_store(env(1, 2, port), {}, 1.0)
 
 

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from clusterddp import log
 from clusterddp.distributed import heartbeat
 from clusterddp.distributed.heartbeat import Look, Phase, Posting, Progress
-from clusterddp.distributed.watchdog import Verdict, Watchdog, judge, periods
+from clusterddp.distributed.watchdog import Finding, Watchdog, judge, periods
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.worker.workstation import free_port
 from tests.distributed.meetings import env
@@ -61,13 +61,13 @@ def test_a_single_rank_says_so_and_prints_its_stack_once_a_stall(
         clock.now += 1
         dog._tick()
     assert logged == [
-        "watchdog: nothing moved for 30.0s: fetching the batch of step 58; this log has the stack"
+        "watchdog: no progress for 30.0s: fetching the batch of step 58; this log has the stack"
     ]
     for _ in range(10):
         progress.mark(58, BACKWARD)
         clock.now += 1
         dog._tick()
-    assert logged[1:] == ["watchdog: goes on after 35.0s"]
+    assert logged[1:] == ["watchdog: training continues after 35.0s"]
     assert dog.suspect == ""
     for _ in range(35):
         clock.now += 1
@@ -98,7 +98,7 @@ def test_no_time_counts_in_code_of_a_ranks_own(
     [
         (Phase.OWN, False, ""),
         (Phase.FORWARD, False, "rank 1 on h01 is behind: in the forward pass of step 58"),
-        (Phase.OWN, True, "rank 1 on h01 does not answer"),
+        (Phase.OWN, True, "rank 1 on h01 does not respond"),
     ],
 )
 def test_nobody_hangs_who_waits_for_a_rank_in_code_of_its_own(
@@ -164,9 +164,9 @@ def test_a_store_that_does_not_answer_at_first_is_tried_again(logged: list[str])
         return lambda: any(words in line for line in logged)
 
     with Watchdog(connect, ours, progress, silent_seconds=0.2, beat_seconds=0.02, host="h01"):
-        wait_for(said("nothing is known of the other ranks"), "the verdict of a rank alone")
+        wait_for(said("the state of other ranks is unknown"), "the finding of a rank alone")
         may_connect.set()
-        wait_for(said("rank 0 does not answer"), "the verdict by what the store holds")
+        wait_for(said("rank 0 does not answer"), "the finding by what the store holds")
     assert logged[0] == (
         f"watchdog: rank 0's store at 127.0.0.1:{store.port} did not answer rank 1 (no answer in "
         "time), which tries again; until then it knows of no other rank"
@@ -210,7 +210,7 @@ def test_a_rank_that_has_left_is_not_waited_for(logged: list[str]) -> None:
         leave=told.append, leave_seconds=600, clock=clock,
     )  # fmt: skip
     for kind in ("behind", "left"):
-        dog._log_verdict(Verdict(kind, (0,), "rank 0 on h00 is gone"))
+        dog._log_finding(Finding(kind, (0,), "rank 0 on h00 is gone"))
         for _ in range(40):
             clock.now += 1
             dog._tick()
@@ -323,7 +323,7 @@ def train(
     dog = Watchdog(
         partial(heartbeat.connect, ours, {}, PATIENCE), ours, progress,
         silent_seconds=SILENT_SECONDS, beat_seconds=BEAT_SECONDS, host=f"h{rank:02}",
-        note=lambda verdict: tell(f"notes {verdict and verdict.ranks}"),
+        note=lambda finding: tell(f"notes {finding and finding.ranks}"),
         leave=(lambda why: tell(f"leaves: {why}")) if leave_seconds else None,
         leave_seconds=leave_seconds,
     )  # fmt: skip
@@ -371,13 +371,13 @@ def exchange(progress: Progress, hang: Callable[[], None] | None) -> None:
 def test_a_stopped_rank_is_named_by_rank_0_until_it_goes_on(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.send(2, signal.SIGSTOP)
-    ranks.await_line(0, "watchdog: nothing moved for", "rank 2 on h02 does not answer")
+    ranks.await_line(0, "watchdog: no progress for", "rank 2 on h02 does not respond")
     ranks.send(2, signal.SIGCONT)
     ranks.await_line(0, "notes (2,)")
-    ranks.await_line(0, "watchdog: goes on after")
+    ranks.await_line(0, "watchdog: training continues after")
     ranks.await_line(0, "notes None")
     assert "notes" not in ranks.log(1)
-    assert "watchdog: nothing moved" not in ranks.log(1)
+    assert "watchdog: no progress" not in ranks.log(1)
     assert "in exchange" in ranks.log(1), "each rank that waits prints its stack"
 
 
@@ -385,9 +385,9 @@ def test_a_stopped_rank_is_named_by_rank_0_until_it_goes_on(ranks: Ranks) -> Non
 def test_every_waiting_rank_learns_the_suspect(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.send(2, signal.SIGSTOP)
-    ranks.await_line(1, "suspects rank 2 on h02 does not answer")
+    ranks.await_line(1, "suspects rank 2 on h02 does not respond")
     ranks.send(2, signal.SIGKILL)
-    ranks.await_line(1, "lost a peer, suspect: rank 2 on h02 does not answer")
+    ranks.await_line(1, "lost a peer, suspect: rank 2 on h02 does not respond")
     (ranks.folder / "over").touch()
 
 
@@ -411,10 +411,10 @@ def test_a_rank_that_loops_for_ever_is_behind_and_prints_where(ranks: Ranks) -> 
 def test_rank_1_speaks_where_rank_0_and_its_store_are_stopped(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.send(0, signal.SIGSTOP)
-    ranks.await_line(1, "watchdog: nothing moved for", "rank 0 on", "does not answer", "its store")
+    ranks.await_line(1, "watchdog: no progress for", "rank 0 on", "does not answer", "its store")
     ranks.send(0, signal.SIGCONT)
-    ranks.await_line(1, "watchdog: goes on after")
-    assert "watchdog: nothing moved" not in ranks.log(2)
+    ranks.await_line(1, "watchdog: training continues after")
+    assert "watchdog: no progress" not in ranks.log(2)
 
 
 class StoreProcess:
@@ -445,9 +445,9 @@ def test_rank_1_speaks_for_a_stopped_rank_0_until_the_store_is_gone(
 ) -> None:
     ranks.start(3, agent.port)
     ranks.send(0, signal.SIGSTOP)
-    ranks.await_line(1, "watchdog: nothing moved", "rank 0 on h00", "last sign of rank 0 came")
+    ranks.await_line(1, "watchdog: no progress", "rank 0 on h00", "rank 0 last responded")
     ranks.send(0, signal.SIGCONT)
-    ranks.await_line(1, "watchdog: goes on after")
+    ranks.await_line(1, "watchdog: training continues after")
 
     agent.process.kill()
     for rank in range(3):
@@ -488,7 +488,7 @@ print("stopped")
         timeout=2 * PATIENCE,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert "watchdog: nothing moved" in ended.stderr and "rank 0 on" in ended.stderr
+    assert "watchdog: no progress" in ended.stderr and "rank 0 on" in ended.stderr
     assert ended.stdout.endswith("stopped\n")
 
 
@@ -500,11 +500,11 @@ DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
     [
         pytest.param([posting(57, BACKWARD), posting(57, BACKWARD), posting(56, BACKWARD,
           host="h02")], {2: 31.4}, "silent", (2,),
-         ["rank 2 on h02 does not answer",
-          "the last sign of rank 2 came 31.4s ago, exchanging the gradients of step 56"],
+         ["rank 2 on h02 does not respond",
+          "rank 2 last responded 31.4s ago, exchanging the gradients of step 56"],
          id="stopped"),
         pytest.param([posting(57, BACKWARD), posting(58, BACKWARD)], {1: 31}, "silent", (1,),
-         ["rank 1 on h01 does not answer"], id="stopped where it is ahead"),
+         ["rank 1 on h01 does not respond"], id="stopped where it is ahead"),
         pytest.param([posting(58, BACKWARD), posting(58, DATA, host="h02"), posting(58, BACKWARD)],
          {}, "behind", (1,),
          ["rank 1 on h02 is behind: fetching the batch of step 58, while others are "
@@ -520,13 +520,13 @@ DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
          ["rank 1 on h01 and rank 2 on h02 are behind: starting,", "their logs have"],
          id="two behind"),
         pytest.param([posting(58, BACKWARD)] * 3, {}, "level", (),
-         ["all 3 ranks are at the same place, exchanging the gradients of step 58"], id="level"),
+         ["all 3 ranks are at the same position, exchanging the gradients of step 58"], id="level"),
         pytest.param([posting(58, BACKWARD), posting(57, Phase.UPDATE, left=True), posting(58,
           BACKWARD)], {}, "left", (1,),
          ["rank 1 on h01 left the training, updating the weights in step 57", "log of rank 1"],
          id="left"),
         pytest.param([posting(58, BACKWARD), posting(58, BACKWARD), posting(58, BACKWARD,
-          left=True)], {1: 31}, "silent", (1,), ["rank 1 on h01 does not answer"],
+          left=True)], {1: 31}, "silent", (1,), ["rank 1 on h01 does not respond"],
          id="left for the want of the silent one"),
         pytest.param([posting(60, Phase.DONE, left=True), posting(60, Phase.SAVE)], {}, "behind",
          (1,), ["rank 1 on h01 is behind: saving after step 60, while others are done"],
@@ -537,26 +537,26 @@ def test_the_rank_to_blame_is_named(
     postings: list[Posting], silent: dict[int, float], kind: str, ranks: tuple[int, ...],
     words: list[str],
 ) -> None:  # fmt: skip
-    verdict = judge(dict(enumerate(postings)), silent, len(postings), silent_seconds=30)
-    assert (verdict.kind, verdict.ranks) == (kind, ranks)
+    finding = judge(dict(enumerate(postings)), silent, len(postings), silent_seconds=30)
+    assert (finding.kind, finding.ranks) == (kind, ranks)
     for some in words:
-        assert some in verdict.text
-    assert bool(verdict.reason) == (kind in ("silent", "behind"))
-    assert "rank" not in verdict.reason
+        assert some in finding.text
+    assert bool(finding.reason) == (kind in ("silent", "behind"))
+    assert "rank" not in finding.reason
 
 
 def test_a_rank_that_never_posted_is_named() -> None:
-    verdict = judge({0: posting(1, BACKWARD)}, {1: 31}, 2, 30)
-    assert verdict.ranks == (1,)
-    assert "rank 1 does not answer" in verdict.text and "never gave a sign" in verdict.text
+    finding = judge({0: posting(1, BACKWARD)}, {1: 31}, 2, 30)
+    assert finding.ranks == (1,)
+    assert "rank 1 does not answer" in finding.text and "never responded" in finding.text
 
 
 def test_many_silent_ranks_fit_in_a_line() -> None:
     seen = {rank: posting(9, BACKWARD, host=f"h{rank // 8:03}") for rank in range(1000)}
-    verdict = judge(seen, dict.fromkeys(range(8, 1000), 31.0), 1000, 30)
-    assert "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h001 and ranks 16" in verdict.text
-    assert "and 976 more do not answer" in verdict.text
-    assert len(verdict.text) < 500
+    finding = judge(seen, dict.fromkeys(range(8, 1000), 31.0), 1000, 30)
+    assert "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h001 and ranks 16" in finding.text
+    assert "and 976 more do not respond" in finding.text
+    assert len(finding.text) < 500
 
 
 def test_it_shows_its_parent_that_python_runs_until_it_leaves() -> None:

@@ -306,7 +306,7 @@ def aborted(rank: int, ended: float, message: str = TIMED_OUT) -> Outcome:
 
 def waited(rank: int, ended: float) -> Outcome:
     """As a rank reports that our own watchdog has told to leave."""
-    message = f"rank {rank} on h01 has not moved for 10m00s: rank 3 on h02 does not answer"
+    message = f"rank {rank} on h01 has not moved for 10m00s: rank 3 on h02 does not respond"
     error = TaskError("", message, peer_lost=True)
     return outcome(rank, ended=ended, exit_code=1, error=error)
 

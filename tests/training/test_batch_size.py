@@ -140,8 +140,11 @@ def test_where_not_even_the_first_size_fits_the_error_says_so() -> None:
     [
         (TrainConfig(batch_size=16, lr=0.01, optimizer="sgd"), "--lr 0.04, by the linear"),
         (TrainConfig(batch_size=256, lr=0.01, optimizer="sgd"), "--lr 0.0025, by the linear"),
-        (TrainConfig(batch_size=16, lr=0.01), "adam often does better with its root, --lr 0.02"),
-        (TrainConfig(batch_size=64), "--batch-size 64 (as it is)"),
+        (
+            TrainConfig(batch_size=16, lr=0.01),
+            "adam often trains better with the square root, --lr 0.02",
+        ),
+        (TrainConfig(batch_size=64), "--batch-size 64 (unchanged)"),
     ],
 )
 def test_the_learning_rate_goes_with_the_size(config: TrainConfig, expected: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training.device import (
-    Processor,
+    ChosenDevice,
     bind_to_numa,
     choose,
     free_bytes,
@@ -46,7 +46,7 @@ CASES = [
 def test_the_device_follows_from_what_is_visible(case: tuple[str, int, int, int, str, str]) -> None:
     wanted, visible, local_rank, granted, driver, expected = case
 
-    def chosen() -> Processor:
+    def chosen() -> ChosenDevice:
         return choose(
             wanted, visible=visible, local_rank=local_rank, granted=granted, driver=driver
         )

@@ -208,7 +208,9 @@ def test_an_operation_that_cannot_repeat_itself_is_named(alone: None) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         for act in (ours.learn, ours.settle):
-            with pytest.raises(TrainingError, match=r"--deterministic: put_ has no algorithm on"):
+            with pytest.raises(
+                TrainingError, match=r"--deterministic: put_ has no deterministic algorithm on"
+            ):
                 act(*batch)
     finally:
         torch.use_deterministic_algorithms(False)

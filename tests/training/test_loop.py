@@ -389,7 +389,7 @@ def test_a_last_checkpoint_that_fails_is_tried_again_with_all_that_belongs_to_it
     failures += [OSError(28, "No space left on device")] * 9
     train_alone(config(synthetic_dir), tmp_path, 6)  # whoever is asked to leave leaves
     failures += [OSError(28, "No space left on device")] * 9
-    with pytest.raises(CheckpointError, match="the last whole one is of step 4"):
+    with pytest.raises(CheckpointError, match="the last whole one has step 4"):
         train_alone(config(synthetic_dir), tmp_path)
 
 
@@ -422,7 +422,7 @@ def test_weights_that_the_very_last_step_has_lost_are_no_result(
     synthetic_dir: Path, tmp_path: Path, alone: None
 ) -> None:
     settings = config(synthetic_dir, lr=1e37, warmup_steps=0, max_steps=1)
-    with pytest.raises(TrainingError, match=r"the test loss is (nan|inf) by step 1"):
+    with pytest.raises(TrainingError, match=r"the test loss is (nan|inf) at step 1"):
         train_alone(settings, tmp_path)
     assert not names_in(tmp_path)
     assert [line["kind"] for line in read_json_lines(RunDir(tmp_path).metrics)] == ["train"]

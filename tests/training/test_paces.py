@@ -69,7 +69,7 @@ def test_a_rank_that_stays_slow_is_named_once_and_once_more_when_it_keeps_up(
     run.lines(5, SLOW)
     assert logged == [
         "warning: straggler: rank 2 on h02 has computed at 50% of the other ranks' median speed "
-        "for 1m00s and 600 steps, waiting left out: the others wait for it [CD0818]"
+        "for 1m00s and 600 steps. The others wait for it [CD0818]"
     ]
     slow = SlowRank(2, "h02", 0.5, 100.0, 1000, 300, NOW + 30, None)
     assert run.record == (slow,)
@@ -77,7 +77,7 @@ def test_a_rank_that_stays_slow_is_named_once_and_once_more_when_it_keeps_up(
     assert len(logged) == 1
     run.lines(1, FINE)
     assert logged[1:] == [
-        "straggler: rank 2 on h02 has kept up again for 1m00s, by step 1,900; it was slow for "
+        "straggler: rank 2 on h02 has recovered for 1m00s, at step 1,900; it was slow for "
         "1m40s, at 50%"
     ]
     run.lines(20, FINE)

@@ -232,7 +232,7 @@ def test_a_run_that_goes_on_is_captured_as_it_was_recorded(
 
 
 def test_a_graph_that_would_hold_gloos_exchange_is_refused() -> None:
-    with pytest.raises(TrainingError, match="--cuda-graph on with 2 ranks: what --backend gloo"):
+    with pytest.raises(TrainingError, match="--cuda-graph on with 2 ranks: --backend gloo"):
         decided({"cuda_graph": "on", "backend": "gloo"}, "cuda", [True, True])
 
 
@@ -240,7 +240,7 @@ def test_bf16_that_a_run_began_in_and_a_gpu_lacks_is_refused_with_the_way_out() 
     before = Agreement("nccl", "cuda", world_size=2, precision="bf16")
     with pytest.raises(
         TrainingError,
-        match=r"begun in bf16, in which rank 1 on h01 .*--constraint.*--precision fp32 --allow-ch",
+        match=r"started in bf16, which rank 1 on h01 .*--constraint.*--precision fp32 --allow-ch",
     ):
         decided({}, "cuda", [True, False], before)
     assert decided({}, "cuda", [True, True], before).precision == "bf16"
@@ -261,7 +261,7 @@ def test_bf16_of_a_checkpoint_is_refused_on_a_gpu_without_it(
         synthetic_dir, init_from=str(tmp_path / "first"), device="auto", allow_config_change=True
     )  # fmt: skip
     old_gpu = hellos("cuda", [False])
-    with pytest.raises(TrainingError, match="begun in bf16, in which rank 0"):
+    with pytest.raises(TrainingError, match="started in bf16, which rank 0"):
         start.settle_attempt(later, tmp_path / "later", None, {}, old_gpu)
 
 
@@ -290,7 +290,7 @@ def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
 
 def test_tf32_is_refused_where_no_gpu_computes_in_it() -> None:
     for kind, able in (("cpu", True), ("cuda", False)):
-        with pytest.raises(TrainingError, match="--precision tf32, in which rank 0 on h01 "):
+        with pytest.raises(TrainingError, match="--precision tf32, which rank 0 on h01 "):
             decided({"precision": "tf32"}, kind, [able])
     assert decided({"precision": "tf32"}, "cuda", [True]).precision == "tf32"
 
@@ -375,5 +375,7 @@ def test_a_checkpoints_precision_is_kept_by_another_run_that_leaves_it_at_auto(
 
 
 def test_a_graph_on_cpus_is_refused() -> None:
-    with pytest.raises(TrainingError, match="--cuda-graph on: the ranks compute on CPUs"):
+    with pytest.raises(
+        TrainingError, match="--cuda-graph on needs GPUs, but the ranks compute on CPUs"
+    ):
         decided({"cuda_graph": "on"}, "cpu", [True])

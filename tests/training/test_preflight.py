@@ -86,7 +86,7 @@ def test_ranks_check_their_nodes_all_in_the_same_steps(tmp_path: Path) -> None:
     kept = record(tmp_path / "a")
     assert kept["failed"] == {}
     assert kept["summary"].startswith("3 nodes passed in ")
-    assert "; all 6 ranks reduce up to 4 MiB at " in kept["summary"]
+    assert "; all-reduce over 6 ranks up to 4 MiB: " in kept["summary"]
     assert kept["all_reduce"] > 0
     for each in kept["ranks"]:
         assert {int(other) % 2 for other in each["pairs"]} == {each["local_rank"]}
@@ -109,7 +109,7 @@ def test_a_wrong_product_has_all_ranks_leave_unless_the_node_is_known_as_bad(
     assert {answer[0] for answer in run_ranks(4, checked, str(tmp_path / "b"), "wrong")} == {True}
     kept = record(tmp_path / "b")
     assert kept["failed"] == {}
-    assert kept["remarks"][-1].startswith("known as bad, but used anyway: h1: rank 2 ")
+    assert kept["remarks"][-1].startswith("already marked bad, used anyway: h1: rank 2 ")
 
 
 def test_a_rank_alone_multiplies_and_has_nobody_to_exchange_with(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from clusterddp.run.records import Liveness
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client
 from clusterddp.training import stop
-from clusterddp.training.stop import REASONS, Deadline, Presence, StopRequest, poll_time_limit
+from clusterddp.training.stop import REASONS, Deadline, LivenessWriter, StopRequest, poll_time_limit
 from tests.waiting import PATIENCE, wait_for
 
 
@@ -176,7 +176,7 @@ def test_a_lead_that_is_too_short_is_logged_once_with_one_that_is_enough(logged:
     deadline.check_lead(25.5)
     deadline.check_lead(99.0)
     assert len(logged) == 1
-    for words in ("30 s ahead", "takes 25.5 s", "B:USR1@61", "30 s late"):
+    for words in ("30 s before", "takes 25.5 s", "B:USR1@61", "30 s late"):
         assert words in logged[0]
 
 
@@ -197,7 +197,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The reasons for which a process would have ended."""
     reasons: list[str] = []
-    monkeypatch.setattr(Presence, "_end", lambda _, why: reasons.append(why))
+    monkeypatch.setattr(LivenessWriter, "_end", lambda _, why: reasons.append(why))
     yield reasons
     await_thread()  # a thread that is late would end the tests' process
 
@@ -214,7 +214,7 @@ def attempt(tmp_path: Path) -> Attempt:
 @pytest.mark.usefixtures("quickly")
 def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
     steps = iter(range(1000))
-    ours = Presence(attempt, StopRequest())
+    ours = LivenessWriter(attempt, StopRequest())
     ours.sign = lambda: Liveness(next(steps))
     with ours:
         wait_for(lambda: attempt.alive.exists() and _step(attempt) >= 3, "a third sign of life")
@@ -231,7 +231,7 @@ def test_a_request_in_the_attempts_folder_is_noted(
     attempt: Attempt, content: str, reason: str
 ) -> None:
     request = StopRequest()
-    with Presence(attempt, request):
+    with LivenessWriter(attempt, request):
         assert request.reason == ""
         fresh = attempt.path / "fresh"
         fresh.write_text(content)
@@ -242,12 +242,12 @@ def test_a_request_in_the_attempts_folder_is_noted(
 
 @pytest.mark.usefixtures("quickly")
 def test_an_attempt_that_a_later_one_follows_ends(attempt: Attempt, ends: list[str]) -> None:
-    with Presence(attempt, StopRequest()):
+    with LivenessWriter(attempt, StopRequest()):
         wait_for(attempt.alive.exists, "a sign of life")
         assert not ends
         begin(attempt.run)
         wait_for(lambda: ends, "the end")
-    assert ends[0] == "superseded: attempt 2 of the run has begun, and trains on"
+    assert ends[0] == "superseded: attempt 2 of the run has started"
 
 
 @pytest.mark.usefixtures("quickly")
@@ -262,7 +262,7 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
 
     monkeypatch.setattr(Attempt, "renew_liveness", full)
     request = StopRequest()
-    with Presence(attempt, request):
+    with LivenessWriter(attempt, request):
         wait_for(lambda: len(tries) > 2, "more than one try")
         attempt.stop.touch()
         wait_for(lambda: request.reason, "the request")
@@ -274,12 +274,12 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
 
 @pytest.mark.usefixtures("quickly")
 def test_an_attempt_whose_folder_was_removed_ends(attempt: Attempt, ends: list[str]) -> None:
-    with Presence(attempt, StopRequest()):
+    with LivenessWriter(attempt, StopRequest()):
         wait_for(attempt.alive.exists, "a sign of life")
         while attempt.path.exists():
             shutil.rmtree(attempt.path, ignore_errors=True)
         wait_for(lambda: ends, "the end")
-    assert ends[0] == f"{attempt.path} was removed: nothing can be saved any more"
+    assert ends[0] == f"{attempt.path} was removed, so nothing can be saved"
 
 
 @pytest.mark.usefixtures("quickly")
@@ -295,7 +295,7 @@ def test_a_look_that_outlasts_the_training_does_not_end_the_process(
 
     monkeypatch.setattr(Attempt, "renew_liveness", slow)
     monkeypatch.setattr(os, "_exit", codes.append)
-    ours = Presence(attempt, StopRequest())
+    ours = LivenessWriter(attempt, StopRequest())
     with ours:
         assert looks.wait(PATIENCE)
         begin(attempt.run)

@@ -115,7 +115,9 @@ def test_a_rank_alone_normalises_as_torch_does() -> None:
 
 
 def test_a_model_without_batchnorm_is_refused() -> None:
-    with pytest.raises(TrainingError, match="--sync-batchnorm: the model convnet has no BatchNorm"):
+    with pytest.raises(
+        TrainingError, match=r"--sync-batchnorm: the model convnet has no torch.nn BatchNorm"
+    ):
         synchronise(nets.build("convnet"), "convnet")
 
 

@@ -81,7 +81,7 @@ def meet(
         hellos.append(
             join.describe_rank(config, env, {"SLURM_CPUS_PER_TASK": "8", **environ, **own})
         )
-    placed = agreement.share_out(hellos)
+    placed = agreement.assign_gpus(hellos)
     for task, hello in enumerate(placed):  # what the identifier says is what the number leads to
         if not hello.gpu.startswith("MIG-"):
             own = host.enumerated(task, host.shown[task])
@@ -148,7 +148,9 @@ def test_ranks_share_a_gpu_where_that_is_asked_for_and_can_be(
     assert found == ["GPU-a", "GPU-b", "GPU-a", "GPU-b"]
     assert agreed.backend == backend
     first, second = agreed.warnings
-    assert "ranks 0, 2 share a GPU (GPU-a)" in first and "ranks 1, 3" in second
+    assert (
+        "ranks 0, 2 share the time and memory of a GPU (GPU-a)" in first and "ranks 1, 3" in second
+    )
 
 
 def test_a_gpu_rank_with_one_cpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +302,7 @@ def test_a_rank_is_bound_where_that_is_asked_for_and_one_on_a_cpu_says_that_it_i
     enter("none")
     assert logged == []
     enter("node")
-    left_out = "--numa-binding node left out: this rank computes on the CPU"
+    left_out = "--numa-binding node has no effect: this rank computes on the CPU"
     assert logged == [f"warning: {left_out} [CD0824]"]
     monkeypatch.setattr(join.devices, "bind_to_numa", lambda *asked: bound.append(asked) or "")
     enter("none")

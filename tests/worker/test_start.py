@@ -238,7 +238,7 @@ def test_a_second_start_waits_and_is_refused_naming_who_trains(
 
 
 def test_a_run_directory_that_went_away_is_said(synthetic_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="is gone: the run directory was removed"):
+    with pytest.raises(TrainingError, match="does not exist: the run directory was removed"):
         agree(config(synthetic_dir), tmp_path / "run", number=3)
 
 

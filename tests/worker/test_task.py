@@ -162,7 +162,7 @@ def test_a_run_that_is_done_says_that_nothing_was_left_to_train(
     run_task(config, tmp_path)
     capsys.readouterr()
     assert run_task(config, tmp_path) == 0
-    assert "done: nothing was left to train, the run has its 3 steps" in capsys.readouterr().out
+    assert "done: nothing left to train after 3 steps" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_from_its_own_newest_checkpoint(
@@ -204,7 +204,10 @@ def test_a_signal_has_it_save_leave_and_go_on_another_time(
     assert (first.checkpoints / name_of(end["step"])).exists()
     assert not (tmp_path / "report.json").exists()
     said = capsys.readouterr().out
-    assert f"stopped at step {end['step']} ({reason}); start the run again to resume" in said
+    assert (
+        f"stopped at step {end['step']} ({reason}). To resume from there, start the run again"
+        in said
+    )
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
     more = make_config(synthetic_dir, max_steps=end["step"] + 1, epochs=50)
@@ -390,10 +393,10 @@ def test_a_rank_computes_on_the_device_that_rank_0_gives_it(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def share_out(hellos: Sequence[Hello]) -> list[Hello]:
+    def assign_gpus(hellos: Sequence[Hello]) -> list[Hello]:
         return [dataclasses.replace(hello, device="cpu:0") for hello in hellos]
 
-    monkeypatch.setattr(agreement, "share_out", share_out)
+    monkeypatch.setattr(agreement, "assign_gpus", assign_gpus)
     run_task(config, tmp_path / "run")
     assert "(local rank 0): cpu:0, 1 thread" in capsys.readouterr().out
 
@@ -477,11 +480,11 @@ def test_a_task_that_is_done_is_ended_by_nobody_else(
         watchdog.join()
         really_part()
 
-    really_part = rendezvous.part
+    really_part = rendezvous.leave_group
     monkeypatch.setattr(supervise, "report", lambda _: None)
     monkeypatch.setattr(task._Ending, "__init__", init)
     monkeypatch.setattr(os, "_exit", lambda _: left.append(True))
-    monkeypatch.setattr(rendezvous, "part", part)
+    monkeypatch.setattr(rendezvous, "leave_group", part)
     assert run_task(config, tmp_path) == EXIT_DONE
     assert not left
 
@@ -500,7 +503,7 @@ def test_a_process_group_that_is_never_left_keeps_no_rank_that_is_done(
     monkeypatch.setattr(dist, "destroy_process_group", hangs)
     monkeypatch.setattr(rendezvous, "_PART_SECONDS", 0.01)
     assert run_task(config, tmp_path) == EXIT_DONE
-    assert "leaving the process group: it did not answer" in capsys.readouterr().out
+    assert "cannot leave the process group: it did not respond" in capsys.readouterr().out
     assert RunDir(tmp_path).report.exists()
     over.set()
     assert is_left.wait(60)
@@ -581,7 +584,7 @@ class LeftBehind:
 
     def leave(self) -> None:
         """As the watchdog's thread does; waits for its end."""
-        why = "rank 0 on h01 has not moved for 10m00s: rank 1 on h02 does not answer"
+        why = "rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not respond"
         thread = threading.Thread(target=self.ending.leave, args=(self.attempt, why))
         thread.start()
         thread.join()
