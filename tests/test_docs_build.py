@@ -25,7 +25,9 @@ def test_the_reference_is_what_the_code_says() -> None:
 def test_the_reference_names_every_command_and_option() -> None:
     made = docs_build.reference()
     headings = re.findall(r"^##+ (clusterddp .*)$", made["commands.md"], re.MULTILINE)
-    assert {"clusterddp submit", "clusterddp data fetch", "clusterddp nodes clear"} <= {*headings}
+    assert {"clusterddp submit", "clusterddp data fetch", "clusterddp bad-nodes clear"} <= {
+        *headings
+    }
     for option in ("--nodes, -N N", "--lr X", "--requeue"):
         assert f"| `{option}" in made["options.md"]
     assert (

@@ -13,8 +13,8 @@ import pytest
 
 from clusterddp.cli.main import COMMANDS
 from tests.checkpoints.made_checkpoints import attempt
+from tests.cli.commands.test_bad_nodes import marked_bad
 from tests.cli.commands.test_doctor import Site
-from tests.cli.commands.test_nodes import marked_bad
 from tests.cli.made_reports import achieve
 from tests.cli.made_runs import FAILURE, Workplace, ended, started, submitted, workplace
 
@@ -99,7 +99,7 @@ def ending(command: str) -> Callable[[Workplace], Any]:
 
 def nodes(workplace: Workplace) -> Any:
     marked_bad(workplace.root, "h02", by="preflight", reason="link at 90 Mb/s")
-    return answer(workplace, "nodes", "--json")
+    return answer(workplace, "bad-nodes", "--json")
 
 
 def doctor(workplace: Workplace) -> Any:

@@ -54,7 +54,7 @@ COMMANDS = {
     "resume": "Resume a run from its last checkpoint.",
     "clean": "Remove what can be spared of old runs.",
     "rm": "Remove whole runs.",
-    "nodes": "List the nodes that runs leave out as bad, or clear them.",
+    "bad-nodes": "List the nodes that runs leave out as bad, or clear them.",
     "data": "Fetch, check, import or generate the dataset.",
     "templates": "List, show or copy the sbatch templates.",
     "site": "Show each setting in force and its source; take those for a public cluster.",

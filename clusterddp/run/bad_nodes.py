@@ -154,7 +154,7 @@ class Choice:
     def line(self) -> str:
         """Return the line that says what is left out; empty where nothing is."""
         named = "; ".join(f"{host} ({reason})" for host, reason in self.nodes.items())
-        return f"left out as bad: {named}. 'clusterddp nodes' lists them" if named else ""
+        return f"left out as bad: {named}. 'clusterddp bad-nodes' lists them" if named else ""
 
 
 def choose(
@@ -265,7 +265,7 @@ def reject_bad_nodelist(root: Path, asked: Resources) -> None:
         names = " ".join(node.host for node in demanded)
         raise OptionError(
             f"--nodelist {asked.nodelist}",
-            f": {why}. Take it off the list with 'clusterddp nodes clear {names}', or ask for "
+            f": {why}. Take it off the list with 'clusterddp bad-nodes clear {names}', or ask for "
             "others. [CD1303]",
         )
 

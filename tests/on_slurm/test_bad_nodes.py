@@ -85,7 +85,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     job = three.run(["scontrol", "show", "job", "-o", job_of(run)], check=True).stdout
     assert " ExcNodeList=h02 " in job
 
-    [node] = json.loads(typed(three, home, *CLUSTERDDP, "nodes", "--json").stdout)
+    [node] = json.loads(typed(three, home, *CLUSTERDDP, "bad-nodes", "--json").stdout)
     assert (node["host"], node["by"], node["run"]) == ("h02", "lost", "lost")
 
     # Another run of the same folder leaves it out from its submission on.
@@ -96,8 +96,8 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     demanding = ["submit", "--nodes", "2", "--nodelist", "h02", "--", "true"]
     refused = typed(three, home, *CLUSTERDDP, *demanding, check=False)
     assert refused.returncode == 2
-    assert "'clusterddp nodes clear h02'" in refused.stderr
-    typed(three, home, *CLUSTERDDP, "nodes", "clear", "h02")
+    assert "'clusterddp bad-nodes clear h02'" in refused.stderr
+    typed(three, home, *CLUSTERDDP, "bad-nodes", "clear", "h02")
     last = submit(three, home, "last", "pass", "--nodes", "1", "--nodelist", "h02")
     assert three.wait_job(job_of(last)) == "COMPLETED", last.job_log.read_text()
 

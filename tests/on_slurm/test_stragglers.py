@@ -102,7 +102,7 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     run, log = trained(cluster, tmp_path, synthetic_dir, "slow", STEPS, "--max-steps", "100")
     assert log.count("straggler: ") == 2, log
     [node] = json.loads(
-        cluster.run([*CLUSTERDDP, "nodes", "--json"], cwd=tmp_path, check=True).stdout
+        cluster.run([*CLUSTERDDP, "bad-nodes", "--json"], cwd=tmp_path, check=True).stdout
     )
     assert (node["host"], node["by"], node["run"]) == ("h02", "straggling", "slow")
     assert node["reason"].startswith("slow with ranks 2, 3, in the last attempt at ")

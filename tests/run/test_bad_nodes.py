@@ -205,7 +205,7 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
     assert workplace.calls == []
     bad_nodes.mark_bad(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     choice = bad_nodes.choose(workplace.root, asked, os.environ)
-    assert choice.line == "left out as bad: h02 (lost). 'clusterddp nodes' lists them"
+    assert choice.line == "left out as bad: h02 (lost). 'clusterddp bad-nodes' lists them"
     assert len(workplace.calls) == 1
     three = Resources(nodes=3)
     assert "the job needs 3" in bad_nodes.choose(workplace.root, three, os.environ).remarks[0]
@@ -259,7 +259,9 @@ def test_an_option_that_decides_which_nodes_fit_has_none_left_out(workplace: Wor
 def test_a_nodelist_that_demands_a_bad_node_is_refused(tmp_path: Path) -> None:
     bad_nodes.mark_bad(run_in(tmp_path), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     bad_nodes.reject_bad_nodelist(tmp_path, Resources(nodes=2, nodelist="h[03-04]"))
-    with pytest.raises(RequestError, match=r"h02 .*: lost.* 'clusterddp nodes clear h02'") as said:
+    with pytest.raises(
+        RequestError, match=r"h02 .*: lost.* 'clusterddp bad-nodes clear h02'"
+    ) as said:
         bad_nodes.reject_bad_nodelist(tmp_path, Resources(nodes=2, nodelist="h[01-02]"))
     assert said.value.code == "CD1303"
 

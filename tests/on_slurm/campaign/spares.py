@@ -296,14 +296,14 @@ def _judge(
     if (marked_bad := blamed_hosts(trial)) != expected:
         raise run.differs(f"{kind.name} on {host}: blamed is {marked_bad}, expected {expected}")
     repair()
-    if marked_bad and (done := trial.clusterddp("nodes", "clear", host)).returncode:
-        raise run.differs(f"nodes clear {host}: exit {done.returncode}: {done.stderr}")
+    if marked_bad and (done := trial.clusterddp("bad-nodes", "clear", host)).returncode:
+        raise run.differs(f"bad-nodes clear {host}: exit {done.returncode}: {done.stderr}")
     return kind.name, host, str(blow.step or "start"), kind.by or "-", took, step, where
 
 
 def blamed_hosts(trial: Trial) -> dict[str, str]:
     """Hosts that the runs of this output root leave out, and what blames them."""
-    done = trial.clusterddp("nodes", "--json")
+    done = trial.clusterddp("bad-nodes", "--json")
     if done.returncode != 0:
         raise Differs(f"nodes: exit {done.returncode}: {done.stderr}")
     return {node["host"]: node["by"] for node in json.loads(done.stdout)}

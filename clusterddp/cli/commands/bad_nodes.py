@@ -1,4 +1,4 @@
-"""`clusterddp nodes`: the nodes that the runs of an output root leave out as bad; `clear` them."""
+"""`clusterddp bad-nodes`: lists the nodes marked bad below a runs directory, and clears them."""
 
 import dataclasses
 import time
@@ -17,11 +17,11 @@ from clusterddp.slurm.forms import expand_nodelist, text
 _HEADER = ("NODE", "BY", "AGE", "LEFT", "RUN", "ATTEMPT", "WHY")
 
 
-class NodesGroup(SettingsCommand, click.Group):
-    """A group that has options of its own, from site.cfg too."""
+class BadNodesGroup(SettingsCommand, click.Group):
+    """A group with its own options, which site.cfg can set."""
 
 
-@click.group(name="nodes", cls=NodesGroup, invoke_without_command=True)
+@click.group(name="bad-nodes", cls=BadNodesGroup, invoke_without_command=True)
 @RUNS_DIR_OPTION
 @JSON_OPTION
 @click.pass_context
@@ -29,7 +29,7 @@ def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     """List the nodes that runs leave out as bad, the latest blamed first.
 
     BY says what blames a node: preflight, lost, hardware, repetition, straggling; LEFT is the time
-    until it is used again. 'clusterddp nodes clear HOST' clears it at once.
+    until it is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
 
     Exit codes: 0 listed, 1 the list cannot be read, 2 a wrong request.
     """
