@@ -1,8 +1,7 @@
-"""Gathers the records of a run into one account, which `clusterddp report` shows.
+"""Gathers the records of a run for `clusterddp report`.
 
-The account has the points of the training curve, each rank's speed and the stragglers, the mistakes
-of the last evaluation, and the starts of the run. A missing or damaged record costs only its own
-figures.
+Covers the training curve, each rank's throughput, stragglers, the errors of the last evaluation and
+the attempts. A missing or damaged record removes only its own figures.
 """
 
 import base64
@@ -15,7 +14,7 @@ from statistics import median
 
 from clusterddp import files
 from clusterddp.files import read_lines
-from clusterddp.reporting.paid import account
+from clusterddp.reporting.usage import measure_usage
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import records
@@ -32,12 +31,12 @@ _OF_STATUS = (
     *("name", "state", "detail", "first_failure", "directory", "job_id", "launcher", "preflight"),
 )
 _NOT_PRINTED = ("steps", "epochs", "resumed_from", "attempt", "saving", "restart")
-"""Of report.json's fields: under other names here, or of its latest attempt alone."""
+"""Fields of report.json that have another name here, or describe only the latest attempt."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is clearly slower than the others."""
+    """Rank that is clearly slower than the others."""
 
     rank: int
     host: str
@@ -45,7 +44,7 @@ class Straggler:
     median_of_others: float
 
     def describe(self) -> str:
-        """Describe it: `rank 3 on h02: 812 images/s, 61% of the other ranks' median, 1,330`."""
+        """Return `rank 3 on h02: 812 images/s, 61% of the other ranks' median, 1,330`."""
         host = f" on {self.host}" if self.host else ""
         part = self.images_per_second / self.median_of_others
         return (
@@ -56,62 +55,63 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Confusion:
-    """One kind of mistake and how often it was made."""
+    """Pair of a true and a predicted class, with its count."""
 
     label: int
     predicted: int
     count: int
 
     def describe(self) -> str:
+        """Return `4 predicted as 9: 12 times`."""
         times = "once" if self.count == 1 else f"{self.count:,} times"
-        return f"{self.label} taken for {self.predicted}: {times}"
+        return f"{self.label} predicted as {self.predicted}: {times}"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Content of evaluation.json, as far as it can be shown."""
+    """Valid content of evaluation.json."""
 
     matrix: list[list[int]]
-    """Counts: a row a label, a column a prediction; empty where the record has none."""
+    """Counts: one row per true class, one column per predicted class; empty if not recorded."""
     worst: list[tuple[records.WorstImage, bytes]]
-    """Images of the highest loss with their grey values, row by row."""
+    """Images with the highest loss and their grey values, row by row."""
 
     def confusions(self) -> list[Confusion]:
-        """List the mistakes, the most common first."""
-        mistakes = [
+        """List the misclassifications, most frequent first."""
+        pairs = [
             Confusion(label, predicted, count)
             for label, row in enumerate(self.matrix)
             for predicted, count in enumerate(row)
             if label != predicted and count > 0
         ]
-        return sorted(mistakes, key=lambda each: (-each.count, each.label, each.predicted))
+        return sorted(pairs, key=lambda each: (-each.count, each.label, each.predicted))
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run, as `clusterddp report --json` prints it; None where nothing is known."""
+    """One run, as `clusterddp report --json` prints it; unknown values are None."""
 
     status: RunStatus
     figures: records.Report
-    """Those of report.json. Without one, as of a run that is still running or has failed, the
-    latest in metrics.jsonl, and `complete` is false."""
+    """Content of report.json. If a run has none (it is running, or failed), the latest figures in
+    metrics.jsonl; `complete` is false then."""
     complete: bool
     command: list[str] = field(default_factory=list)
-    """Command of a run that has no training of clusterddp."""
+    """COMMAND of a run without the built-in training."""
     train_loss: float | None = None
     """Latest value in metrics.jsonl."""
     where: list[str] = field(default_factory=list)
     """Devices of the ranks: `ranks 0-1 on h01: cpu`."""
     stragglers: list[Straggler] = field(default_factory=list)
-    """Slow ranks, the slowest first."""
+    """Slow ranks, slowest first."""
     attempts: list[records.AttemptSummary] = field(default_factory=list)
     confusions: list[Confusion] = field(default_factory=list)
-    """Most common mistakes on the test set, the most common first."""
+    """Most frequent misclassifications on the test set, most frequent first."""
     settings: dict[str, object] = field(default_factory=dict)
-    """Fields of the training's configuration that differ from the defaults."""
+    """Training options that differ from the defaults."""
 
     def as_dict(self) -> dict[str, object]:
-        """Return what --json prints, on one level."""
+        """Return the content of --json, flattened to one level."""
         own = asdict(self)
         status, figures = own.pop("status"), own.pop("figures")
         figures |= {"step": figures["steps"], "epoch": figures["epochs"]}
@@ -122,18 +122,18 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Gathered:
-    """Report of a run, and the rest that the page draws."""
+    """Report of a run, and the other records that the page shows."""
 
     run: RunDir
     report: RunReport
     points: list[records.MetricsLine]
     evaluation: Evaluation
     spec: JobSpec | None
-    """None where the record is damaged."""
+    """None if the record is damaged."""
 
 
 def gather(run: RunDir, status: RunStatus) -> Gathered:
-    """Gather the account of a run, whose state is `status`, from all its records."""
+    """Gather the report of a run, whose state is `status`, from all its records."""
     spec = run.read_spec()
     known: list[Attempt] = []
     history = History(run, ())
@@ -144,20 +144,20 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     resolved = files.read(records.Agreement, run.resolved) or records.Agreement(precision="")
     report = final or records.Report()
     ranks = _ranks(report, points, known)
-    starts = _starts(report.attempts or (history.summaries() if known else ()), known)
-    if starts and not starts[-1].cause:
-        starts[-1] = replace(starts[-1], cause=status.state)
+    past = _summaries(report.attempts or (history.summaries() if known else ()), known)
+    if past and not past[-1].cause:
+        past[-1] = replace(past[-1], cause=status.state)
     figures = _figures(report, points, resolved, status, spec.train if spec else None)
     figures = replace(
         figures,
         ranks=tuple(ranks),
-        starts=report.starts or len(starts) or (status.restarts + 1 if status.started_time else 0),
-        steps_done_twice=sum(start.steps_done_twice for start in starts),
-        seconds_lost=round(sum(start.seconds_lost for start in starts), 3),
-        paid=_paid(history, spec, status),
+        starts=report.starts or len(past) or (status.restarts + 1 if status.started_time else 0),
+        steps_done_twice=sum(each.steps_done_twice for each in past),
+        seconds_lost=round(sum(each.seconds_lost for each in past), 3),
+        paid=_usage(history, spec, status),
     )
     evaluation = _evaluation(run, figures.steps)
-    account = RunReport(
+    gathered = RunReport(
         replace(status, directory=str(run.path.absolute())),
         figures,
         complete=final is not None,
@@ -165,11 +165,11 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         train_loss=_latest(points, tested=False).loss,
         where=list(resolved.where),
         stragglers=stragglers(ranks),
-        attempts=starts,
+        attempts=past,
         confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
         settings=changed_settings(spec.program.options) if spec else {},
     )
-    return Gathered(run, account, points, evaluation, spec)
+    return Gathered(run, gathered, points, evaluation, spec)
 
 
 def _figures(
@@ -179,7 +179,7 @@ def _figures(
     status: RunStatus,
     train: TrainConfig | None,
 ) -> records.Report:
-    """Fill in what report.json lacks from the metrics, the ranks' agreement and the request."""
+    """Fill gaps in report.json from the metrics, the ranks' agreement and the request."""
     settled = report if report != records.Report() else resolved
     last = points[-1] if points else records.MetricsLine()
     trained, tested = _latest(points, tested=False), _latest(points, tested=True)
@@ -208,32 +208,32 @@ def _figures(
 
 
 def _latest(points: Sequence[records.MetricsLine], *, tested: bool) -> records.MetricsLine:
-    """Return the latest line of the training, or of an evaluation."""
+    """Return the latest training line, or with `tested` the latest evaluation line."""
     of_kind = (point for point in reversed(points) if point.tested == tested)
     return next(of_kind, records.MetricsLine())
 
 
-def _paid(history: History, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
+def _usage(history: History, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
     until = time.time() if status.state == RunState.RUNNING else None
     with contextlib.suppress(OSError):
-        return account(history, spec, until=until)
+        return measure_usage(history, spec, until=until)
     return None
 
 
 def changed_settings(options: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of a training that differ from the defaults."""
+    """Return the training options that differ from the defaults."""
     return {name: value for name, value in options.items() if value != getattr(TrainConfig, name)}
 
 
 def differences(configs: Sequence[TrainConfig]) -> list[tuple[str, list[object]]]:
-    """List the fields in which configurations differ, each with its value in every one."""
+    """List the fields in which configurations differ, with the value in each configuration."""
     names = vars(TrainConfig())
     rows = [(name, [getattr(config, name) for config in configs]) for name in names]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
 
 
 def _evaluation(run: RunDir, step: int | None) -> Evaluation:
-    """Read evaluation.json, unless the run has been resumed since."""
+    """Read evaluation.json, unless the run has resumed since then."""
     record = files.read(records.EvaluationRecord, run.evaluation) or records.EvaluationRecord()
     return read_evaluation(record if record.step in (None, step) else records.EvaluationRecord())
 
@@ -241,7 +241,7 @@ def _evaluation(run: RunDir, step: int | None) -> Evaluation:
 def _ranks(
     report: records.Report, points: list[records.MetricsLine], known: Sequence[Attempt]
 ) -> list[records.RankReport]:
-    """Return each rank's speed from the report, or as far as metrics and outcomes have it."""
+    """Return each rank's throughput from the report, or else from metrics and outcomes."""
     if report.ranks:
         return sorted(report.ranks, key=lambda rank: rank.rank)
     rates = rank_rates(points)
@@ -251,7 +251,7 @@ def _ranks(
 
 
 def read_points(path: Path) -> list[records.MetricsLine]:
-    """Read the lines of metrics in the order of their steps; none where the file cannot be read."""
+    """Read the lines of metrics in step order; an unreadable file has none."""
     try:
         lines = list(read_lines(records.MetricsLine, path))
     except OSError:
@@ -261,7 +261,7 @@ def read_points(path: Path) -> list[records.MetricsLine]:
 
 
 def rank_rates(points: list[records.MetricsLine]) -> list[float | None]:
-    """Return each rank's median images/s over the training, as far as it was measured."""
+    """Return each rank's median images/s over the training; None if not measured."""
     rates = [point.rank_images_per_second for point in points if not point.tested]
     rows = [row for row in rates if row]
     if not rows:
@@ -272,7 +272,7 @@ def rank_rates(points: list[records.MetricsLine]) -> list[float | None]:
 
 
 def stragglers(ranks: Sequence[records.RankReport]) -> list[Straggler]:
-    """List the ranks whose images/s are below SLOW of the others' median, the slowest first."""
+    """List the ranks below SLOW times the other ranks' median images/s, slowest first."""
     known = sorted(
         (rank.images_per_second, rank.rank, rank.host)
         for rank in ranks
@@ -283,21 +283,21 @@ def stragglers(ranks: Sequence[records.RankReport]) -> list[Straggler]:
     for index, (rate, number, host) in enumerate(known):
         others = rates[:index] + rates[index + 1 :]
         if not others or rate >= records.SLOW * (usual := median(others)):
-            break  # the next one is no slower
+            break  # the list is sorted: all further ranks are faster
         slow.append(Straggler(number, host, rate, usual))
     return slow
 
 
 def read_evaluation(record: records.EvaluationRecord) -> Evaluation:
-    """Take from the record what can be shown."""
+    """Return the valid part of the record."""
     matrix = [[count for count in row if count is not None] for row in record.confusion]
     is_square = all(len(row) == len(matrix) for row in matrix)
-    pictures = [(image, grey) for image in record.worst if (grey := _grey_values(image))]
-    return Evaluation(matrix if is_square else [], pictures)
+    images = [(image, grey) for image in record.worst if (grey := _grey_values(image))]
+    return Evaluation(matrix if is_square else [], images)
 
 
 def _grey_values(record: records.WorstImage) -> bytes | None:
-    """Decode an image; None where its record is damaged."""
+    """Decode an image; None if its record is damaged."""
     try:
         pixels = base64.b64decode(record.pixels, validate=True)
         height, width = record.shape
@@ -307,23 +307,23 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
     return pixels if sound and len(pixels) == height * width else None
 
 
-def _starts(
+def _summaries(
     summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]
 ) -> list[records.AttemptSummary]:
-    """List the starts of a run, the latest last; `known`: what has a directory of its own."""
-    starts = {each.attempt: each for each in summed_up}
+    """List the attempts of a run, latest last; `known` are the attempts with a directory."""
+    summaries = {each.attempt: each for each in summed_up}
     for attempt in known:
-        start = starts.get(attempt.number) or records.AttemptSummary(attempt.number)
-        starts[attempt.number] = _explained(start, attempt)
-    return [starts[number] for number in sorted(starts)]
+        summary = summaries.get(attempt.number) or records.AttemptSummary(attempt.number)
+        summaries[attempt.number] = _add_cause(summary, attempt)
+    return [summaries[number] for number in sorted(summaries)]
 
 
-def _explained(start: records.AttemptSummary, attempt: Attempt) -> records.AttemptSummary:
-    """Add the cause that the attempt itself recorded, where it explains more."""
-    if start.cause not in ("", "killed", "failed", "stopped"):
-        return start
+def _add_cause(summary: records.AttemptSummary, attempt: Attempt) -> records.AttemptSummary:
+    """Add the cause that the attempt itself recorded, if it explains more."""
+    if summary.cause not in ("", "killed", "failed", "stopped"):
+        return summary
     final_record = attempt.read_final_record()
     if final_record and final_record.cause not in ("", "failed"):
-        return replace(start, cause=final_record.cause, why=final_record.reason)
+        return replace(summary, cause=final_record.cause, why=final_record.reason)
     failure = first_failure(read_outcomes(attempt.outcomes))
-    return replace(start, cause="failed", why=failure.describe()) if failure else start
+    return replace(summary, cause="failed", why=failure.describe()) if failure else summary

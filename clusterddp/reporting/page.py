@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import shlex
 import time
@@ -14,22 +15,23 @@ from clusterddp import formatting
 from clusterddp.reporting import plots
 from clusterddp.reporting.gather import Evaluation, Gathered, differences
 from clusterddp.reporting.sweep import SweepReport, order_of, read_lines, table_of
+from clusterddp.reporting.usage import split_usage
 from clusterddp.request.resources import Resources
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
-_FORMATS = ("percent", "loss", "duration", "rate", "memory")
+_FORMATS = ("percent", "loss", "duration", "hours", "rate", "memory")
 _LARGEST_MATRIX = 30
 _MOST_RANKS = 16
-_MOST_STARTS = 50
-_MOST_LINES = 6  # of a sweep's rows: the bands of more cover each other
-_MOST_CURVES = 50  # of runs that are one line with a band
+_MOST_ATTEMPTS = 50
+_MOST_LINES = 6  # rows of a sweep: more bands would cover each other
+_MOST_CURVES = 50  # runs behind one line with its band
 _LEFT_OUT = "(left out)"
 
 
 def page(gathered: Sequence[Gathered]) -> str:
-    """Render the page of runs; without matplotlib it has no plots, and says so."""
+    """Render the page of runs; without matplotlib, a note replaces the plots."""
     reports = [each.report for each in gathered]
     trained = [train for each in gathered if each.spec for train in each.spec.trainings]
     return _render(
@@ -47,7 +49,7 @@ def page(gathered: Sequence[Gathered]) -> str:
 
 
 def sweep_page(report: SweepReport) -> str:
-    """Render the page of a sweep; without matplotlib it has no plots, and says so."""
+    """Render the page of a sweep; without matplotlib, a note replaces the plots."""
     most = _MOST_LINES if plots.can_draw() else 0
     best = [row for row in report.rows[:most] if report.by in row.figures]
     folder = Path(report.directory)
@@ -59,11 +61,12 @@ def sweep_page(report: SweepReport) -> str:
         for row in best
     ]
     header, *rows = table_of(report)
+    columns = header[len(report.names) :]
     return _render(
         "sweep.html.j2",
         report=report,
         order=order_of(report),
-        header=header,
+        header=[*report.names, *(cell.replace("-", " ").capitalize() for cell in columns)],
         rows=rows,
         colours=plots.PALETTE,
         drawn=len(best),
@@ -83,28 +86,34 @@ def _render(template: str, **values: object) -> str:
     formats = {name: getattr(formatting, name) for name in _FORMATS}
     environment.filters.update(formats, when=_when)
     rendered = environment.get_template(template)
-    left_out = "" if plots.can_draw() else plots.left_out()
-    return rendered.render(version=__version__, now=time.time(), left_out=left_out, **values)
+    no_plots = "" if plots.can_draw() else plots.no_plots()
+    return rendered.render(version=__version__, now=time.time(), no_plots=no_plots, **values)
 
 
 def _run(gathered: Gathered) -> dict[str, object]:
-    """Collect what the page shows of one run besides its report."""
-    ranks = gathered.report.figures.ranks
+    """Collect the parts of a run's section that are not in its report."""
+    ranks, paid = gathered.report.figures.ranks, gathered.report.figures.paid
+    rates = [rank.images_per_second or 0.0 for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
     return {
         "report": gathered.report,
         "command": shlex.join(gathered.report.command),
-        "pace": plots.pace(gathered) if plots.can_draw() else None,
+        "rates": plots.rank_rates(gathered) if plots.can_draw() else None,
         "slow": {straggler.rank for straggler in gathered.report.stragglers},
         "ranks": ranks if len(ranks) <= _MOST_RANKS else slowest[:_MOST_RANKS],
-        "fastest": max((rank.images_per_second or 0.0 for rank in ranks), default=0.0),
-        "starts": gathered.report.attempts[-_MOST_STARTS:],
+        "fastest": max(rates, default=0.0),
+        "sum_of_rates": sum(rates),
+        "node_hours": [
+            (activity.capitalize(), hours, hours / paid.node_hours)
+            for activity, hours in (split_usage(paid) if paid and paid.node_hours else [])
+        ],
+        "attempts": gathered.report.attempts[-_MOST_ATTEMPTS:],
         "matrix": _shaded(gathered.evaluation),
         "widest": _widest(gathered.evaluation),
         "worst": [
-            (worst, f"data:image/png;base64,{base64.b64encode(picture).decode()}")
+            (worst, f"data:image/png;base64,{base64.b64encode(image).decode()}")
             for worst, grey in gathered.evaluation.worst
-            for picture in [plots.png(worst.shape, grey)]
+            for image in [plots.png(worst.shape, grey)]
         ],
         "settings": _settings(gathered.spec.train if gathered.spec else None, TrainConfig()),
         "resources": _settings(gathered.spec.resources if gathered.spec else None, Resources()),
@@ -115,7 +124,7 @@ def _run(gathered: Gathered) -> dict[str, object]:
 def _settings(
     asked: TrainConfig | Resources | None, usual: TrainConfig | Resources
 ) -> list[tuple[str, object, object, bool]]:
-    """List (name, value, default, whether it was changed), the changed ones first."""
+    """List (name, value, default, whether they differ), changed options first."""
     if asked is None:
         return []
     defaults = vars(usual)
@@ -127,30 +136,32 @@ def _settings(
 
 
 def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
-    """Pair counts with the opacity of their shade, relative to the most common mistake."""
+    """Pair each count with the opacity of its shade: the root of its share of the row."""
     matrix = evaluation.matrix
     if not 0 < len(matrix) <= _LARGEST_MATRIX:
         return []
-    most = max((mistake.count for mistake in evaluation.confusions()), default=1)
-    return [[(count, round(0.08 + 0.6 * count / most, 3)) for count in row] for row in matrix]
+    return [
+        [(count, round(0.85 * math.sqrt(count / (sum(row) or 1)), 3)) for count in row]
+        for row in matrix
+    ]
 
 
 def _widest(evaluation: Evaluation) -> float:
-    """Width of a cell that holds the matrix' longest count, as a multiple of the font's size."""
+    """Return the width of a cell for the longest count, as a multiple of the font size."""
     longest = max((len(str(count)) for row in evaluation.matrix for count in row), default=1)
-    return round(0.65 * longest + 1, 2)  # a digit is not wider, and the cell has a margin
+    return round(0.65 * longest + 1, 2)  # a digit is at most 0.65 wide; the rest is padding
 
 
 def _script(gathered: Gathered) -> str:
-    """Return the script of a run without the values of --env, which may be secret."""
+    """Return the batch script without the values of --env, which may be secret."""
     if gathered.spec is None:
-        return ""  # it is not known which of its lines hold such a value
+        return ""  # the lines with such values are unknown
     try:
         script = gathered.run.script.read_text(errors="replace")
     except OSError:
         return ""
     for name, value in gathered.spec.environment:
-        # The templates write it as `export NAME=…`, and in the record of the request.
+        # Templates write it as `export NAME=…` and in the record of the request.
         script = re.sub(rf"\b{re.escape(name)}=.*", f"{name}={_LEFT_OUT}", script)
         script = script.replace(json.dumps([name, value]), json.dumps([name, _LEFT_OUT]))
     return script
@@ -164,7 +175,7 @@ def _when(seconds: float | None) -> str:
 
 
 def _clean(value: object) -> object:
-    """Make every expression of the template printable before it is escaped."""
+    """Make every expression of the template printable before escaping."""
     if value is None:
         return ""
-    return formatting.clean(value) if type(value) is str else value  # Markup stays what it is
+    return formatting.clean(value) if type(value) is str else value  # Markup is safe

@@ -1,8 +1,7 @@
-"""Draws what the records of runs hold, with matplotlib: curves, each rank's speed, scaling.
+"""Draws the records of runs with matplotlib: curves, each rank's throughput, scaling.
 
-On the page pictures are SVG that takes the page's colours of light and dark. They carry no names of
-runs or hosts: the legend stands beside the picture, as text. The scaling of a comparison can be
-saved as a file.
+On the page, plots are SVG in the page's light or dark colours. They contain no names of runs or
+hosts: the legend is text below the plot. The scaling of a comparison can be saved as a file.
 """
 
 import colorsys
@@ -35,27 +34,27 @@ if TYPE_CHECKING:
 
 _COLOURS = "#3b7dd8 #e07b28 #2e9e6b #a563c9 #b3a125 #1fa8b8 #d672b0 #a0714f #6f7fa8 #7a9a3a"
 PALETTE = tuple(_COLOURS.split())
-"""Visible on white and on near-black, and told apart by readers who see red and green as one."""
+"""Visible on white and near-black, and distinct under red-green colour blindness."""
 ALARM = "#d1344b"
 """Colour of stragglers."""
 MUTED = "#8a94a6"
 FORMATS = (".png", ".svg", ".pdf")
 INSTALL = "pip install 'clusterddp[plots]'"
 
-# Stands for the colour of the page's text, which is black or white by the reader's choice.
+# Placeholder for the page's text colour, which depends on the reader's theme.
 _TEXT = "#010203"
 _MOST_STEPS_MARKED = 100
-_MOST_LINES = 16  # of ranks in one picture; more are drawn as a band
-_MOST_POINTS = 1500  # of a line: more would make the page large, and nobody sees them
-_MOST_TICKS = 8  # of values that each get a tick of their own
-_HEADING_WIDTH = 130  # characters of a line above a picture
-# What HTML knows or the page's own style gives: namespaces, the groups' ids, fonts.
+_MOST_LINES = 16  # ranks in one plot; more are drawn as a band
+_MOST_POINTS = 1500  # per line: more enlarge the page without a visible difference
+_MOST_TICKS = 8  # values with one tick each
+_HEADING_WIDTH = 130  # characters per line above a plot
+# Redundant in HTML or set by the page's style: namespaces, group ids, fonts.
 _NEEDLESS = re.compile(
     r"""\ xmlns(:xlink)?="[^"]*"|\ version="[^"]*"|<defs>\s*<style.*?</style>\s*</defs>
     |(?<=<g)\ id="[^"]*"|\ font-family:\ [^;]*;""",
     re.DOTALL | re.VERBOSE,
 )
-# Settings that change neither what a step computes nor how fast it is.
+# Options that change neither the result of a step nor its speed.
 _WITHOUT_EFFECT = re.compile(
     "recipe|data_dir|epochs|max_steps|seed|init_from|save_every|keep_last|eval_every|log_every|profile"
     "|tensorboard|allow_config_change|rendezvous_timeout|process_group_timeout|watchdog|lr|lr_scaling"
@@ -64,22 +63,22 @@ _WITHOUT_EFFECT = re.compile(
 
 
 Scale = Literal["logarithmic", "percent", "from zero", "linear"]
-"""Scale of a picture's values."""
+"""Scale of a plot's values."""
 Band = Sequence[tuple[int, float, float]]
-"""Steps, each with the lowest and the highest value."""
+"""(step, lowest value, highest value)."""
 Lines = Sequence[Mapping[str, object]]
 """Lines of one run's metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a picture; a value that is None breaks it."""
+    """Line of a plot; a value of None interrupts it."""
 
     points: Sequence[tuple[int, float | None]]
     """(step, value)."""
     colour: str
     strong: bool = False
-    """Thicker, with a mark at each point."""
+    """Thicker, with a marker at each point."""
     faint: bool = False
     band: Band = ()
     """Area around it."""
@@ -87,54 +86,54 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture with what stands above and below it."""
+    """Plot with its title, legend and note."""
 
     title: str
     svg: Markup
     legend: list[tuple[str, str]]
-    """(colour, its meaning)"""
+    """(colour, meaning)."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Size:
-    """One run of a comparison."""
+    """Run of a comparison."""
 
     name: str
     world_size: int
     images_per_second: float
     series: str = ""
-    """Drawn in one colour: the strategy, where several are compared."""
+    """Group with one colour: the strategy, if several are compared."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Runs of one configuration at several world sizes, the smallest first."""
+    """Runs of one configuration at several world sizes, smallest first."""
 
     title: str
     """`convnet on cpu, bf16`."""
     sizes: list[Size]
     of_one: float
-    """Images/s of the baseline's one device."""
+    """Images/s of the baseline per device."""
     unit: str = "ranks"
 
     def efficiency(self, size: Size) -> float:
-        """Images/s over those of perfect scaling: as many times the baseline's of one device."""
+        """Return images/s per device relative to the baseline's."""
         return size.images_per_second / size.world_size / self.of_one
 
 
 def overall(gathered: Sequence[Gathered]) -> list[Drawing]:
-    """Draw loss, accuracy and images/s over steps, each with all runs in one picture.
+    """Draw loss, accuracy and images/s over steps, each with all runs in one plot.
 
-    Raises ImportError without matplotlib, as whatever draws here.
+    Raises ImportError without matplotlib, like every function here that draws.
     """
     drawn = [
         _of_runs(gathered, "Loss", "loss", "logarithmic", lambda point: point.loss),
         _of_runs(gathered, "Accuracy", "accuracy", "percent", lambda point: point.accuracy),
         _of_runs(
             gathered,
-            "Images per second",
-            "images/s of all ranks",
+            "Throughput",
+            "images/s, all ranks",
             "from zero",
             lambda point: None if point.tested else point.images_per_second,
         ),
@@ -142,8 +141,8 @@ def overall(gathered: Sequence[Gathered]) -> list[Drawing]:
     return [drawing for drawing in drawn if drawing]
 
 
-def pace(gathered: Gathered) -> Drawing | None:
-    """Draw images/s of each rank over steps; None where they were not measured, or for one rank."""
+def rank_rates(gathered: Gathered) -> Drawing | None:
+    """Draw images/s of each rank over steps; None for one rank, or if not measured."""
     points = [point for point in gathered.points if point.rank_images_per_second]
     size = len(points[-1].rank_images_per_second) if points else 0
     if size < 2:
@@ -161,11 +160,11 @@ def pace(gathered: Gathered) -> Drawing | None:
 
     if size > _MOST_LINES:
         lines = [_middle(points)]
-        legend = [(PALETTE[0], f"{size} ranks: median, and from the slowest to the fastest")]
+        legend = [(PALETTE[0], f"{size} ranks: median, with a band from slowest to fastest")]
         slow = slow or _slowest(gathered, size)
     elif slow:
         lines = [line(rank, MUTED) for rank in range(size) if rank not in slow]
-        legend = [(MUTED, "the other ranks")]
+        legend = [(MUTED, "other ranks")]
     else:
         shades = colours(size)
         lines = [line(rank, shades[rank]) for rank in range(size)]
@@ -173,14 +172,14 @@ def pace(gathered: Gathered) -> Drawing | None:
     if slow:
         lines += [line(rank, ALARM, faint=True) for rank in slow[1:]]
         lines.append(line(slow[0], ALARM, strong=True))
-        legend.append((ALARM, f"{named(slow[0])}, the slowest"))
+        legend.append((ALARM, f"{named(slow[0])} (slowest)"))
     svg = _over_steps("images/s", "from zero", lines, _marks(gathered, MUTED))
-    note = "Over the time in which a rank did not wait for the others."
-    return Drawing("Images per second of each rank", svg, legend, note)
+    note = "Excludes the time that a rank waits for other ranks."
+    return Drawing("Throughput per rank", svg, legend, note)
 
 
 def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
-    """Group the runs that are done by configuration: the groups of two world sizes or more."""
+    """Group finished runs by configuration; return the groups with several world sizes."""
     groups: dict[object, list[RunReport]] = {}
     for report in reports:
         figures = report.figures
@@ -195,7 +194,7 @@ def scalings(reports: Sequence[RunReport]) -> list[Scaling]:
 def of_scaling(scaling: Scaling) -> Markup:
     """Draw images/s and efficiency over ranks as an SVG element.
 
-    Each run is a point, lines lead through the medians, and perfect scaling is dashed.
+    Each run is a marker, a line connects the medians, and perfect scaling is dashed.
     """
     return _svg(_scaling_figure(scaling, 3.4))
 
@@ -203,7 +202,7 @@ def of_scaling(scaling: Scaling) -> Markup:
 def of_sweep(report: SweepReport, lines: Sequence[Sequence[Lines]]) -> list[Drawing]:
     """Draw the metric over each swept parameter, and metrics over steps for the best rows.
 
-    lines: of the runs of each of the first rows, a colour of PALETTE each.
+    lines: metrics of each run of the first rows; each row has a colour of PALETTE.
     """
     names = dict.fromkeys([report.by.removeprefix("train_"), *USUAL])
     drawn = [over_parameter(report, name) for name in report.names]
@@ -217,10 +216,10 @@ def of_sweep(report: SweepReport, lines: Sequence[Sequence[Lines]]) -> list[Draw
 
 
 def over_parameter(report: SweepReport, name: str) -> Drawing | None:
-    """Draw the metric over a swept parameter: a mark a run, a line through the means.
+    """Draw the metric over a swept parameter: one marker per run, a line through the means.
 
-    The axis is logarithmic where the values are spread by factors. Values that are no numbers are
-    numbered, and stand in the legend. None where nothing differs, or a legend would be too long.
+    The axis is logarithmic if the values differ by factors. Values that are not numeric are
+    numbered; the legend lists them. None if no value differs, or the legend would be too long.
     """
     runs = [run for row in report.rows for run in row.runs]
     texts = dict.fromkeys(run.point[name] for run in runs)
@@ -237,48 +236,49 @@ def over_parameter(report: SweepReport, name: str) -> Drawing | None:
     legend = [(PALETTE[0], "a point")]
     has_line = are_numbers and (len(report.names) == 1 or len(runs) > len(texts))
     if has_line:
-        legend.append((PALETTE[1], "mean at each value"))
+        legend.append((PALETTE[1], "mean per value"))
     if not are_numbers:
         legend += [(MUTED, f"{place:g}: {text}") for text, place in places.items()]
     is_log = are_numbers and _by_factors(numbers)
-    note = f"The axis of {name} is logarithmic." if is_log else ""
+    note = f"Logarithmic axis: {name}." if is_log else ""
     svg = _over_values(dict(sorted(values.items())), report, has_line=has_line, is_log=is_log)
     return Drawing(f"{label(report.by)} over {name}", svg, legend, note)
 
 
 def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None:
-    """Refuse a file that cannot be drawn, before anything is read or run: raises RequestError.
+    """Raise RequestError for a file that cannot be written, before anything is read or run.
 
-    formats: the suffixes that it can have; empty for any, of a page that can do without plots.
+    formats: permitted suffixes; empty permits any, and needs no matplotlib.
     """
     path = Path(name)
     if formats and not can_draw():
         raise RequestError(
-            f"{option} draws with matplotlib, which is not installed for {sys.executable}. Install "
-            f"it there: {INSTALL} [CD0803]"
+            f"{option} needs matplotlib, which is not installed for {sys.executable}. "
+            f"Install it: {INSTALL} [CD0803]"
         )
     if not name or path.is_dir():
-        raise RequestError(f"{option}: {name!r} names no file; give one in a folder. [CD0108]")
+        raise RequestError(f"{option}: {name!r} is not a file name. Give one. [CD0108]")
     if not path.parent.is_dir():
         raise RequestError(
-            f"{option}: there is no folder {path.parent}; make it, or name another. [CD0108]"
+            f"{option}: the directory {path.parent} does not exist. Create it, or use another. "
+            "[CD0108]"
         )
     if formats and path.suffix not in formats:
-        raise RequestError(f"{option}: {name!r} ends with none of {', '.join(formats)}. [CD0108]")
+        raise RequestError(f"{option}: {name!r} must end in {' or '.join(formats)}. [CD0108]")
 
 
 def can_draw() -> bool:
-    """Look for matplotlib without importing it."""
+    """Return whether matplotlib is installed, without importing it."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def left_out() -> str:
-    """Say that a page has no plots, and what to type for them."""
-    return f"The plots are left out, as {sys.executable} has no matplotlib: {INSTALL}"
+def no_plots() -> str:
+    """Explain why a page has no plots, and what to type to get them."""
+    return f"No plots: {sys.executable} has no matplotlib. Install it: {INSTALL}"
 
 
 def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:
-    """Write the picture below its title and these lines; the suffix gives the format.
+    """Write the plot below its title and `subtitle`; the suffix selects the format.
 
     Raises OSError.
     """
@@ -286,12 +286,12 @@ def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:
     heading = [row for line in lines for row in textwrap.wrap(line, _HEADING_WIDTH)]
     figure = _scaling_figure(scaling, 3.6 + 0.17 * len(heading))
     above = figure.suptitle("\n".join(heading), x=0.01, ha="left", size=8.5)
-    above.set_parse_math(False)  # names are no formulas, whatever dollar signs they have
+    above.set_parse_math(False)  # a name may contain dollar signs
     figure.savefig(path)
 
 
 def png(shape: Sequence[int], pixels: bytes) -> bytes:
-    """Encode grey values, row by row, of an image (height, width) as a PNG (its specification)."""
+    """Encode the grey values, row by row, of an image (height, width) as PNG (W3C, 3rd ed.)."""
     height, width = shape
     rows = (b"\0" + pixels[row * width : (row + 1) * width] for row in range(height))
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
@@ -303,7 +303,7 @@ def png(shape: Sequence[int], pixels: bytes) -> bytes:
 
 
 def colours(number: int) -> list[str]:
-    """Choose a colour for each of so many runs."""
+    """Return `number` distinct colours."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
     wheel = (colorsys.hls_to_rgb(index / number, 0.52, 0.6) for index in range(number))
@@ -317,8 +317,8 @@ def _of_runs(
     scale: Scale,
     value: Callable[[MetricsLine], float | None],
 ) -> Drawing | None:
-    """Draw one value of all runs: training thin, the test set with marks."""
-    alone = len(gathered) == 1
+    """Draw one value of all runs: thin lines for training, markers for the test set."""
+    is_single = len(gathered) == 1
     lines: list[Line] = []
     marks: list[tuple[int, str]] = []
     legend: list[tuple[str, str]] = []
@@ -328,29 +328,31 @@ def _of_runs(
             [(point.step, value(point)) for point in _thinned(points)]
             for points in ([p for p in known if not p.tested], [p for p in known if p.tested])
         )
-        tests = PALETTE[1] if alone else colour
+        tests = PALETTE[1] if is_single else colour
         if trained:
-            lines.append(Line(trained, colour, faint=bool(tested) and not alone))
+            lines.append(Line(trained, colour, faint=bool(tested) and not is_single))
         if tested:
             lines.append(Line(tested, tests, strong=True))
-        if alone and scale != "from zero":
+        if is_single and scale != "from zero":
             shown = (bool(trained), colour, "training"), (bool(tested), tests, "test set")
             legend = [(colour, name) for is_drawn, colour, name in shown if is_drawn]
-        elif known and not alone:
+        elif known and not is_single:
             legend.append((colour, each.report.status.name))
-        marks += _marks(each, MUTED if alone else colour)
+        marks += _marks(each, MUTED if is_single else colour)
     if not lines:
         return None
-    notes = [] if alone or scale == "from zero" else ["Thin: training; with marks: the test set."]
+    notes = []
+    if not is_single and scale != "from zero":
+        notes.append("Thin lines: training. Lines with markers: test set.")
     if marks:
-        notes.append("Dotted: resumed from there.")
+        notes.append("Dotted lines: resumed from this step.")
     return Drawing(title, _over_steps(label, scale, lines, marks), legend, " ".join(notes))
 
 
 def _curves(
     report: SweepReport, lines: Sequence[Sequence[Lines]], kind: str, metric: str
 ) -> Drawing | None:
-    """Draw a metric over steps, a line a row, with a band from the lowest to the highest seed."""
+    """Draw a metric over steps: one line per row, with a band from lowest to highest seed."""
     drawn: list[Line] = []
     legend: list[tuple[str, str]] = []
     for row, colour, runs in zip(report.rows, PALETTE, lines, strict=False):
@@ -367,15 +369,15 @@ def _curves(
     scale: Scale = "logarithmic" if lowers else "percent" if metric == "accuracy" else "linear"
     notes = []
     if len(report.rows) > len(lines):
-        notes.append(f"The best {len(lines)} of {len(report.rows):,}.")
+        notes.append(f"The best {len(lines)} of {len(report.rows):,} rows.")
     if report.over:
-        notes.append(f"Line: mean over {', '.join(report.over)}; band: lowest to highest.")
+        notes.append(f"Lines: mean over {', '.join(report.over)}. Bands: lowest to highest.")
     title = label(metric if kind == "eval" else f"train_{metric}")
     return Drawing(title, _over_steps("", scale, drawn, []), legend, " ".join(notes))
 
 
 def _by_factors(values: Sequence[float]) -> bool:
-    """Return whether values are spread by factors, as 1, 3, 10 are, and not evenly, as 1 to 10."""
+    """Return whether values differ by factors (1, 3, 10) rather than evenly (1, 2, 3)."""
     distinct = sorted({*values})
     low, high = distinct[0], distinct[-1]
     if low <= 0 or high < 4 * low or (len(distinct) == 2 and high < 10 * low):
@@ -385,7 +387,7 @@ def _by_factors(values: Sequence[float]) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """Read a number that can be drawn; None for another text."""
+    """Parse a number that can be drawn; None for other text."""
     try:
         number = float(text)
     except ValueError:
@@ -394,24 +396,24 @@ def _number(text: str) -> float | None:
 
 
 def _fits(number: float) -> bool:
-    """Return whether an axis, of either scale, can hold a number."""
+    """Return whether an axis of either scale can show a number."""
     return number == 0 or 1 / sweep.LARGEST < abs(number) < sweep.LARGEST
 
 
 def _marks(gathered: Gathered, colour: str) -> list[tuple[int, str]]:
-    """List the steps at which a run was resumed, each with the colour of its run."""
-    again = gathered.report.attempts[1:]
-    return [(start.first_step, colour) for start in again if start.first_step is not None]
+    """List the steps at which a run resumed, each with the run's colour."""
+    resumed = gathered.report.attempts[1:]
+    return [(each.first_step, colour) for each in resumed if each.first_step is not None]
 
 
 def _thinned(points: list[MetricsLine]) -> list[MetricsLine]:
-    """Keep as many points as a picture can show, the last one among them."""
+    """Keep as many points as a plot can show, including the last one."""
     stride = -(-len(points) // _MOST_POINTS)
     return points if stride < 2 else points[::-1][::stride][::-1]
 
 
 def _middle(points: Sequence[MetricsLine]) -> Line:
-    """Return the line of the medians of all ranks' rates, in the band of all rates."""
+    """Return the line of median rates over all ranks, with a band of all rates."""
     band: list[tuple[int, float, float]] = []
     middle: list[tuple[int, float]] = []
     for point in points:
@@ -432,7 +434,7 @@ def _slowest(gathered: Gathered, size: int) -> list[int]:
 
 
 def _same(report: RunReport) -> object:
-    """Key of the runs that can be compared; the strategy may differ, as one rank needs none."""
+    """Return the key of comparable runs; the strategy may differ, since one rank needs none."""
     names = [name for name in sorted(report.settings) if not _WITHOUT_EFFECT.fullmatch(name)]
     settings = [(name, report.settings[name]) for name in names]
     figures = report.figures
@@ -472,7 +474,7 @@ def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
             colour = PALETTE[number]
             axes.plot([*medians], [*medians.values()], color=colour, linewidth=1.6)
             axes.plot(*zip(*points, strict=True), "o", color=colour, label=series or None)
-    left.set_ylabel(f"images/s of all {scaling.unit}")
+    left.set_ylabel(f"images/s, all {scaling.unit}")
     right.set_ylabel("efficiency")
     for axes in (left, right):
         if counts[-1] > 8 * counts[0]:
@@ -485,7 +487,7 @@ def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
         axes.set_xlabel(scaling.unit)
         axes.grid(alpha=0.15)
         if axes.get_yscale() != "log":
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * max(axes.dataLim.y1, axes.get_ylim()[1]))
     if scaling.sizes[0].series:
         left.legend()
     return figure
@@ -494,7 +496,7 @@ def _scaling_figure(scaling: Scaling, height: float) -> "Figure":
 def _over_steps(
     label: str, scale: Scale, lines: list[Line], marks: list[tuple[int, str]]
 ) -> Markup:
-    """Draw lines over steps, with marks at some and a label of the values, as an SVG element."""
+    """Draw lines over steps, with vertical `marks`, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
 
     figure = _figure(5.6, 3.2)
@@ -534,7 +536,7 @@ def _over_steps(
 def _over_values(
     values: Mapping[float, Sequence[float]], report: SweepReport, *, has_line: bool, is_log: bool
 ) -> Markup:
-    """Draw marks over the values of a parameter, as an SVG element."""
+    """Draw markers over the values of a parameter as an SVG element."""
     from matplotlib.ticker import NullLocator
 
     figure = _figure(5.6, 3.2)
@@ -558,7 +560,7 @@ def _over_values(
 
 
 def marked(line: Line) -> list[int]:
-    """Indices of points with a mark: all of a strong line, else those that no stroke leads to."""
+    """Return the points with a marker: all of a strong line, else isolated points only."""
     drawn = [False, *(_drawable(value) for _, value in line.points), False]
     if line.strong and len(line.points) <= _MOST_STEPS_MARKED:
         return [index for index in range(len(line.points)) if drawn[index + 1]]
@@ -594,7 +596,7 @@ def _percent(value: float, _position: float) -> str:
 
 
 def _svg(figure: "Figure") -> Markup:
-    """Export the figure as an element of an HTML page."""
+    """Export the figure as an SVG element."""
     import matplotlib as mpl
 
     for axes in figure.axes:
@@ -605,12 +607,12 @@ def _svg(figure: "Figure") -> Markup:
         axes.xaxis.label.set_color(_TEXT)
         axes.yaxis.label.set_color(_TEXT)
     drawn = io.StringIO()
-    # With a salt ids follow from what they name: two pictures that share one mean the same.
+    # The salt makes ids deterministic: equal ids on one page have equal content.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "clusterddp", "font.family": "sans-serif"}
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # each would name an address
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # each adds a URL
     with mpl.rc_context(style):
         figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
     svg = drawn.getvalue()
     svg = svg[svg.index("<svg") :].replace(_TEXT, "currentColor")
     svg = _NEEDLESS.sub("", svg).replace("<svg ", '<svg role="img" ', 1)
-    return Markup(svg)  # it holds nothing but numbers and our own words
+    return Markup(svg)  # contains only numbers and constant text

@@ -1,6 +1,6 @@
-"""Gathers the results of a sweep: a row for each point, taken together over seeds, the best first.
+"""Gathers the results of a sweep: one row per point, averaged over seeds, best first.
 
-Of each point its events, report.json and metrics.jsonl are read, once; Slurm is asked once for all.
+Reads the events, report.json and metrics.jsonl of each point once, and queries Slurm once for all.
 """
 
 import csv
@@ -23,16 +23,16 @@ from clusterddp.status.status import judge_all
 from clusterddp.status.sweeps import sweep_status
 
 USUAL = ("accuracy", "loss")
-"""Metrics that every report knows; of the test set."""
+"""Test-set metrics of every report."""
 LARGEST = 1e100
-"""Values that are drawn are smaller: an axis adds a margin to them."""
+"""Upper bound of values that are drawn, so that an axis can add its margin."""
 _TRAINING = "train_"
 _OF_REPORT = (*USUAL, "train_seconds", "images_per_second", "peak_memory_bytes")
 _OWN_NAMES = {"seconds": "train_seconds", "images_per_second": "images_per_second"}
 _NO_METRICS = frozenset({"kind", "step", "epoch", "time", "rank_images_per_second"})
-_OF_TRAINING = ("images_per_second", "lr")  # of an evaluation's line too, and no measure of a test
-_LATEST_LINES = 50  # of the training, among which the latest value of each metric is looked for
-_MOST_STEPS = 200  # of a curve: nobody sees more
+_OF_TRAINING = ("images_per_second", "lr")  # also in evaluation lines, but not test metrics
+_LATEST_LINES = 50  # training lines searched for the latest value of each metric
+_MOST_STEPS = 200  # per curve: more make no visible difference
 _WORDS = (
     "loss|error|err|perplexity|ppl|nll|mse|rmse|mae|wer|cer|fid|bpb|bpc|seconds|time|latency|memory"
     "|bytes"
@@ -41,7 +41,7 @@ _LOWER_IS_BETTER = re.compile(rf"(?<![a-z])({_WORDS})(?![a-z])", re.IGNORECASE)
 _PER_TIME = re.compile(r"per_(second|sec|s)$")
 
 Curve = list[tuple[int, float, float, float]]
-"""Steps, each with the mean over seeds, the lowest and the highest value."""
+"""(step, mean over seeds, lowest value, highest value)."""
 
 
 @dataclass(frozen=True)
@@ -57,34 +57,34 @@ class PointResult:
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean of a metric over the runs of a row that have recorded it."""
+    """Mean of a metric over the runs of a row that recorded it."""
 
     mean: float
     spread: float | None
-    """Sample standard deviation; None for a single value, or where one is not finite."""
+    """Sample standard deviation; None for a single value, or if any value is not finite."""
     n: int
 
 
 @dataclass(frozen=True)
 class Row:
-    """Points that differ in nothing but what the report is taken over, such as their seed."""
+    """Points that differ only in the names averaged over, such as the seed."""
 
     point: Mapping[str, str]
     figures: Mapping[str, Spread]
     states: Mapping[str, int]
     best_run: str
-    """Run with the best value; the first one where none is known."""
+    """Run with the best value; the first run if no value is known."""
     runs: tuple[PointResult, ...]
 
     @property
     def state(self) -> str:
-        """Return the states in words: `3 done, 1 failed`, of a single run `done`."""
+        """Return the states in words: `3 done, 1 failed`; for a single run `done`."""
         if len(self.runs) == 1:
             return self.runs[0].state
         return ", ".join(f"{count} {state}" for state, count in self.states.items())
 
     def mean(self, metric: str) -> float | None:
-        """Return the mean of a metric; None where no run has recorded it."""
+        """Return the mean of a metric; None if no run recorded it."""
         known = self.figures.get(metric)
         return known.mean if known else None
 
@@ -98,31 +98,31 @@ class SweepReport:
     counts: Mapping[RunState, int]
     """Points in each state."""
     names: tuple[str, ...]
-    """Names in which the rows differ."""
+    """Swept names that distinguish the rows."""
     over: tuple[str, ...]
     """Names over which means are taken."""
     by: str
-    """Metric by which the rows are ordered; empty where no point has recorded any."""
+    """Metric that orders the rows; empty if no point recorded one."""
     lowest_first: bool
     metrics: tuple[str, ...]
-    """Metrics that a point has recorded, `by` first."""
+    """Metrics recorded by any point, `by` first."""
     rows: tuple[Row, ...]
-    """The best first; those without the metric last, in the order of the sweep."""
+    """Best first; rows without the metric come last, in the order of the sweep."""
     directory: str
 
     def as_dict(self) -> dict[str, object]:
-        """Return the report as JSON's own types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
 
 def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> SweepReport:
     """Gather the results of a sweep's points.
 
-    by: metric that orders the rows; `-` or `+` ahead of it puts the lowest or the highest first,
-    where its name does not tell. over: swept names to take means over, `seed` when empty.
+    by: metric that orders the rows; a leading `-` or `+` puts the lowest or highest value first,
+    instead of a choice by the metric's name. over: swept names to average over; empty is `seed`.
 
-    Raises OptionError for a metric that no point has recorded, or a name that is not swept;
-    RequestError where the sweep's request cannot be read.
+    Raises OptionError for a metric that no point recorded or a name that is not swept, and
+    RequestError if the sweep's request cannot be read.
     """
     runs = sweep.elements
     judged = judge_all(runs)
@@ -157,14 +157,14 @@ def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> Swe
 def rows_of(
     results: Sequence[PointResult], over: Sequence[str], metric: str, *, lowest_first: bool
 ) -> tuple[Row, ...]:
-    """Take together the points that differ in `over` alone, and order them, the best first."""
+    """Group the points that differ only in `over`, and sort the groups, best first."""
     groups: dict[tuple[tuple[str, str], ...], list[PointResult]] = {}
     for result in results:
         key = tuple((name, text) for name, text in result.point.items() if name not in over)
         groups.setdefault(key, []).append(result)
 
     def place(value: float | None) -> tuple[int, float]:
-        """Sort numbers by the order that was asked for, then what is no number, then the rest."""
+        """Return a sort key: finite values in the requested order, then NaN and inf, then None."""
         if value is None:
             return 2, 0.0
         if not math.isfinite(value):
@@ -185,20 +185,20 @@ def rows_of(
 
 
 def lower_is_better(metric: str) -> bool:
-    """Judge by its name whether the lowest value of a metric is the best: `val_loss`, `mse`."""
+    """Return whether a metric's name implies that lower is better: `val_loss`, `mse`."""
     return bool(_LOWER_IS_BETTER.search(metric)) and not _PER_TIME.search(metric)
 
 
 def label(metric: str) -> str:
-    """Name a metric for a person: `test accuracy`, `training loss`, `train seconds`."""
+    """Return the display name of a metric: `test accuracy`, `training loss`, `train seconds`."""
     if metric in _OF_REPORT and metric not in USUAL:
         return metric.replace("_", " ")
     name = metric.removeprefix(_TRAINING)
     return f"test {name}" if name == metric else f"training {name}"
 
 
-def shown(metric: str, value: float | None) -> str:
-    """Format a value of a metric; accuracies in per cent, as everywhere."""
+def format_value(metric: str, value: float | None) -> str:
+    """Format a value of a metric; accuracies in percent."""
     if metric.removeprefix(_TRAINING) == "accuracy":
         return formatting.percent(value)
     return "-" if value is None else f"{value:.5g}"
@@ -209,7 +209,7 @@ def order_of(report: SweepReport) -> str:
     if not report.by and not ENDED.issuperset(report.counts):
         return "no point has recorded a metric yet"
     if not report.by:
-        way = ": a script of your own does with a Loop (docs/resumable.md)"
+        way = ": your own script can record one with a Loop (docs/resumable.md)"
         return f"no point has recorded a metric{way if RunState.DONE in report.counts else ''}"
     order = f"{label(report.by)}, {'lowest' if report.lowest_first else 'highest'} first"
     if not report.over:
@@ -218,24 +218,24 @@ def order_of(report: SweepReport) -> str:
 
 
 def table_of(report: SweepReport) -> list[tuple[str, ...]]:
-    """Return the header and the rows as a person reads them, each cell on a line of its own."""
+    """Return the header and the rows of the printed table, without line breaks in cells."""
     others = [
         name for name in (*USUAL, "train_seconds") if name in report.metrics and name != report.by
     ]
-    spread = ("SPREAD", "N") if report.over and report.by else ()
+    spread = ("STD", "N") if report.over and report.by else ()
     heads = [_heading(name) for name in ([report.by] if report.by else [])]
     heads += [*spread, *map(_heading, others), "STATE"]
-    if report.by or not report.over:  # of several runs without a metric none is the best
+    if report.by or not report.over:  # without a metric, no run of several is the best
         heads.append("BEST-RUN" if report.over else "RUN")
     table = [(*report.names, *heads)]
     for row in report.rows:
         cells = [*row.point.values()]
         if report.by:
-            cells.append(shown(report.by, row.mean(report.by)))
+            cells.append(format_value(report.by, row.mean(report.by)))
         if spread:
             best = row.figures.get(report.by, Spread(math.nan, None, 0))
-            cells += [shown(report.by, best.spread), str(best.n)]
-        cells += [shown(name, row.mean(name)) for name in others]
+            cells += [format_value(report.by, best.spread), str(best.n)]
+        cells += [format_value(name, row.mean(name)) for name in others]
         cells.append(row.state)
         if report.by or not report.over:
             is_known = not report.over or report.by in row.figures
@@ -245,7 +245,7 @@ def table_of(report: SweepReport) -> list[tuple[str, ...]]:
 
 
 def as_csv(report: SweepReport) -> str:
-    """Return the rows as CSV: swept names, then columns with a dot, which no swept name has."""
+    """Return the rows as CSV: swept names, then columns with a dot, unlike any swept name."""
     figures = [f"{name}.{part}" for name in report.metrics for part in ("mean", "spread", "n")]
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
@@ -261,10 +261,10 @@ def as_csv(report: SweepReport) -> str:
 
 
 def curve(runs: Sequence[Sequence[Mapping[str, object]]], kind: str, metric: str) -> Curve:
-    """Return a metric over steps of the runs that differ in their seed.
+    """Return a metric over steps, averaged over runs that differ in their seed.
 
-    runs: lines of metrics, in the order of steps. Each run counts from its first to its last step,
-    and with a value between two where others have a step.
+    runs: lines of metrics in step order. Each run counts from its first to its last step; at the
+    other runs' steps its value is interpolated.
     """
     each = [
         [*{step: value for line in lines for step, value in _values(line, kind, metric)}.items()]
@@ -280,10 +280,10 @@ def curve(runs: Sequence[Sequence[Mapping[str, object]]], kind: str, metric: str
 
 
 def read_lines(path: Path, *, all_over: bool = False) -> list[dict[str, object]]:
-    """Read the lines of metrics.jsonl in the order of steps; none where it cannot be read.
+    """Read the lines of metrics.jsonl in step order; an unreadable file has none.
 
-    Of the training the latest lines are read, or `all_over` some from its beginning to its end;
-    evaluations are all read.
+    Returns all evaluation lines, and the latest training lines or, with `all_over`, a sample from
+    the whole training.
     """
     try:
         lines = files.read_file(path).splitlines()
@@ -308,7 +308,7 @@ def _heading(metric: str) -> str:
 
 
 def _figures(run: RunDir, report: Report | None) -> dict[str, float]:
-    """Return the latest value of each metric; those of report.json hold for the whole run."""
+    """Return the latest value of each metric; report.json's cover the whole run and win."""
     figures: dict[str, float] = {}
     for line in read_lines(run.metrics):
         prefix = "" if line["kind"] == "eval" else _TRAINING
@@ -325,21 +325,21 @@ def _figures(run: RunDir, report: Report | None) -> dict[str, float]:
 
 
 def _without(swept: Sequence[str], figures: Mapping[str, float]) -> dict[str, float]:
-    """Leave out what a run has recorded of a swept name, such as the rate by which lr is decayed.
+    """Drop recorded values that have a swept name, such as the decayed `lr`.
 
-    Accuracy, loss and what each report holds stay: those are metrics, whatever is swept.
+    Accuracy, loss and the figures of report.json stay: they are metrics whatever is swept.
     """
     names = {*swept, *(f"{_TRAINING}{name}" for name in swept if name not in USUAL)}
     return {n: v for n, v in figures.items() if n not in names or n in _OF_REPORT}
 
 
 def _number(value: object) -> float | None:
-    """Take a number, be it finite or not; None for anything else."""
+    """Return a number, finite or not, as float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value)
-    except OverflowError:  # JSON's integers have no bound
+    except OverflowError:  # JSON integers are unbounded
         return None
 
 
@@ -352,27 +352,27 @@ def _spreads(group: Sequence[PointResult]) -> dict[str, Spread]:
 
 
 def _spread(values: Sequence[float]) -> Spread:
-    """Return mean and sample standard deviation; a run that has diverged makes the mean NaN."""
+    """Return mean and sample standard deviation; a diverged run makes the mean NaN."""
     if len(values) == 1:
         return Spread(values[0], None, 1)
     if not all(map(math.isfinite, values)):
         return Spread(math.nan, None, len(values))
     try:
         return Spread(statistics.fmean(values), statistics.stdev(values), len(values))
-    except OverflowError:  # near the largest number that there is
+    except OverflowError:  # near the largest float
         return Spread(math.nan, None, len(values))
 
 
 def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
-    """Return the metric that orders the rows: the one that was asked for, or the most telling."""
+    """Return the metric that orders the rows: the requested one, or the most informative."""
     if asked:
         found = next((name for name in (asked, f"{_TRAINING}{asked}") if name in known), "")
         if found or asked.removeprefix(_TRAINING) in USUAL:
             return found or asked
         names = formatting.join_limited(sorted(known), 20, ", ")
-        there = f"recorded are {names}" if known else "no metric is recorded yet"
-        why = "the sweep varies it" if asked in swept else "no point has recorded it"
-        raise OptionError("--by", f" {asked}: {why}; {there}.")
+        choice = f"Recorded metrics: {names}" if known else "No metric is recorded yet"
+        why = "a swept option" if asked in swept else "not recorded by any point"
+        raise OptionError("--by", f" {asked}: {why}. {choice}.")
     usual = [*USUAL, *(f"{_TRAINING}{name}" for name in USUAL)]
     own = sorted(known - {*usual, *_OF_REPORT})
     tested = [name for name in own if not name.startswith(_TRAINING)]
@@ -383,11 +383,11 @@ def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
 def _check_over(over: Sequence[str], names: Sequence[str]) -> None:
     for name in over:
         if name not in names:
-            raise OptionError("--over", f" {name}: the sweep varies {', '.join(names)}.")
+            raise OptionError("--over", f" {name}: not swept. Swept: {', '.join(names)}.")
 
 
 def _values(line: Mapping[str, object], kind: str, metric: str) -> list[tuple[int, float]]:
-    """Return step and value where the line has one that can be drawn; none where it has not."""
+    """Return step and value if the line has a value that can be drawn; else an empty list."""
     value = files.number(line.get(metric)) if line.get("kind") == kind else None
     if value is None or not abs(value) < LARGEST:
         return []
@@ -395,7 +395,7 @@ def _values(line: Mapping[str, object], kind: str, metric: str) -> list[tuple[in
 
 
 def _between(points: Sequence[tuple[int, float]], step: int) -> float | None:
-    """Return the value at a step, on a straight line between its neighbours; None outside."""
+    """Return the value at a step by linear interpolation; None outside the run's steps."""
     index = bisect_left(points, step, key=lambda point: point[0])
     if index == len(points) or (index == 0 and points[0][0] > step):
         return None

@@ -11,7 +11,7 @@ import torch
 from clusterddp.checkpoints.state import weights_sha256
 from clusterddp.files import write_record
 from clusterddp.ranks.dist_env import DistEnv
-from clusterddp.reporting.paid import account
+from clusterddp.reporting.usage import measure_usage
 from clusterddp.run.history import History
 from clusterddp.run.records import Report, SavingReport
 from clusterddp.training.loop import Training
@@ -94,7 +94,7 @@ def _report(
         seconds_lost=round(sum(each.seconds_lost for each in attempts), 3),
         attempts=attempts,
         saving=SavingReport(**saving),
-        paid=account(history, history.spec, until=finished, spent=training.spent()),
+        paid=measure_usage(history, history.spec, until=finished, spent=training.spent()),
         job_id=environ.get("SLURM_JOB_ID", ""),
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         finished=round(finished, 3),

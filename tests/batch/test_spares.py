@@ -16,7 +16,7 @@ from clusterddp import files, patience
 from clusterddp.batch import spares
 from clusterddp.batch.controller import Controller
 from clusterddp.errors import SlurmError
-from clusterddp.reporting.paid import account
+from clusterddp.reporting.usage import measure_usage
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes, events, outcome, preflight
 from clusterddp.run.attempt import Attempt
@@ -394,9 +394,9 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number in (1, 2, 3):
         Attempt(run, number).path.mkdir(parents=True)
-    paid = account(History.read(run), spec(resources=Resources(nodes=2, spare_nodes=2)))
+    paid = measure_usage(History.read(run), spec(resources=Resources(nodes=2, spare_nodes=2)))
     assert paid is not None and (paid.idle, paid.node_hours) == (2.0, 2 * 2.5 + 2.0)
-    without = account(History.read(run), spec(resources=Resources(nodes=2)))
+    without = measure_usage(History.read(run), spec(resources=Resources(nodes=2)))
     assert without is not None and without.idle is None
 
 

@@ -293,7 +293,7 @@ def test_a_sweep_that_is_struck_has_the_table_and_the_weights_of_single_runs(
     table.sort(key=lambda row: -row[0])
     report = typed(three_hosts, tmp_path, "report", "s", check=True).stdout.rstrip("\n")
     head, *rows = [re.split("  +", line) for line in report.partition("\n\n")[2].splitlines()]
-    names = ["lr", "TEST-ACCURACY", "SPREAD", "N", "STATE", "BEST-RUN"]
+    names = ["lr", "TEST-ACCURACY", "STD", "N", "STATE", "BEST-RUN"]
     places = [head.index(name) for name in names]
     assert [[row[place] for place in places] for row in rows] == [row for _, row in table]
 

@@ -98,19 +98,21 @@ def test_a_page_holds_the_run_and_nothing_from_elsewhere(workplace: Workplace) -
     assert {source for image in page.all("img") for source in [image["src"][:22]]} == {
         "data:image/png;base64,"
     }
-    titles = ["Loss", "Accuracy", "Images per second", "Images per second of each rank"]
+    titles = ["Loss", "Accuracy", "Throughput", "Throughput per rank"]
     assert [word for word in page.words if word in titles] == titles
     assert len(page.all("svg")) == 4
     for told in (
         "98.76%", "12.5s", "2,250", "1.0 GiB", "no GPU was found",
         "Straggler: rank 2 on h02: 500 images/s, 50% of the other ranks' median, 1,000",
-        "4 taken for 9: 12 times", "loss 6.5000, no. 77", "torch 2.9.0", "echo <hi>",
+        "4 9 12", "Loss 6.5000 Image 77", "torch 2.9.0", "echo <hi>",
     ):  # fmt: skip
         assert told in page.text, told
     assert "s3cret" not in content
     assert 'export KEY=(left out) [["KEY", "(left out)"]]' in page.text
-    [style] = [one["style"] for one in page.all("td") if "4 taken for 9" in one.get("title", "")]
-    assert style == "background: rgb(209 52 75 / 0.68)"
+    [style] = [
+        one["style"] for one in page.all("td") if "true 4, predicted 9" in one.get("title", "")
+    ]
+    assert style == "background: rgb(209 52 75 / 0.285)"
 
 
 def test_the_worst_images_are_pictures_of_their_pixels(workplace: Workplace) -> None:
@@ -170,7 +172,7 @@ def test_several_runs_are_one_page_with_what_they_differ_in(workplace: Workplace
     assert "Scaling: convnet on cpu, fp32" in page.text
     assert "a 1 900 100% b 2 1,440 80%" in page.text
     assert "batch_size 64 64 32" in page.text
-    assert page.text.count("Thin: training; with marks: the test set.") == 2
+    assert page.text.count("Thin lines: training. Lines with markers: test set.") == 2
     targets = [one["href"] for one in page.all("a")]
     assert targets == [f"#{one['id']}" for one in page.all("section")] != []
 
@@ -185,9 +187,9 @@ def test_many_ranks_are_a_band_with_the_slowest_named(workplace: Workplace) -> N
     rates = tuple(1000.0 + rank for rank in range(20))
     achieve(workplace.run("one", *DONE), rates=rates)
     _, page = write(workplace)
-    assert "20 ranks: median, and from the slowest to the fastest" in page.text
-    assert "rank 0 on h01, the slowest" in page.text
-    assert "The 16 slowest of 20." in page.text
+    assert "20 ranks: median, with a band from slowest to fastest" in page.text
+    assert "rank 0 on h01 (slowest)" in page.text
+    assert "The 16 slowest of 20 ranks." in page.text
 
 
 def only_lines(run: RunDir, *kinds: str) -> None:
@@ -208,7 +210,7 @@ def test_a_run_of_one_line_of_metrics_is_drawn(workplace: Workplace, ranks: int)
     for picture in pictures:  # what is drawn of the data, the axes and their ticks apart
         assert re.search(r'<g clip-path="[^"]*">\s*<use ', picture)
     many = ranks > 16
-    assert ("40 ranks: median, and from the slowest to the fastest" in page.text) == many
+    assert ("40 ranks: median, with a band from slowest to fastest" in page.text) == many
 
 
 def test_marks_stand_at_points_that_no_line_leads_to() -> None:
@@ -270,8 +272,8 @@ def test_starts_are_a_table_and_marks_in_the_curves(workplace: Workplace) -> Non
     content, page = write(workplace)
     assert content.count("stroke-dasharray") == before + 4  # one in each picture
     assert "stopped: interrupt" in page.text
-    assert "10 steps done twice" in page.text
-    assert "Dotted: resumed from there." in page.text
+    assert "Steps repeated: 10" in page.text
+    assert "Dotted lines: resumed from this step." in page.text
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, 1e300])
@@ -333,9 +335,9 @@ def test_a_pipe_takes_a_page(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("html", "told"),
     [
-        ("absent/page.html", "there is no folder absent"),
-        ("jobs", "'jobs' names no file"),
-        ("", "'' names no file"),
+        ("absent/page.html", "the directory absent does not exist"),
+        ("jobs", "'jobs' is not a file name"),
+        ("", "'' is not a file name"),
     ],
 )
 def test_a_page_that_has_no_place_is_a_wrong_request(
@@ -349,7 +351,7 @@ def test_a_page_that_has_no_place_is_a_wrong_request(
 
 def test_two_forms_at_once_are_refused(workplace: Workplace) -> None:
     got = workplace.invoke("report", "--json", "--html", "-")
-    assert got.code == 2 and "give one of them" in got.err
+    assert got.code == 2 and "Give one of them" in got.err
 
 
 def test_without_matplotlib_the_page_has_no_plots_and_says_how_to_get_them(
@@ -364,5 +366,5 @@ def test_without_matplotlib_the_page_has_no_plots_and_says_how_to_get_them(
         got = workplace.invoke("report", "--html", "-", *names)
         assert got.code == 0 and "<svg" not in got.out
         assert "data:image/png;base64," in got.out  # what it got wrong is no plot
-        line = f"The plots are left out, as {sys.executable} has no matplotlib: pip install "
+        line = f"No plots: {sys.executable} has no matplotlib. Install it: pip install "
         assert line in " ".join(Page(got.out).words) and line in got.err

@@ -58,7 +58,7 @@ def test_mistakes_are_told_the_most_common_first() -> None:
         EvaluationRecord(confusion=((9, 1, 0), (3, 9, 1), (0, 0, 9)))
     ).confusions()
     assert [one.describe() for one in found] == [
-        "1 taken for 0: 3 times", "0 taken for 1: once", "1 taken for 2: once",
+        "1 predicted as 0: 3 times", "0 predicted as 1: once", "1 predicted as 2: once",
     ]  # fmt: skip
 
 

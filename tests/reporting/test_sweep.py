@@ -17,7 +17,7 @@ from clusterddp.reporting.sweep import (
     lower_is_better,
     read_lines,
     rows_of,
-    shown,
+    format_value,
 )
 from tests.hostile import CARRIED
 
@@ -74,7 +74,7 @@ def test_metrics_say_of_what_they_are() -> None:
         "test accuracy", "training loss", "test f1", "training f1", "train seconds",
         "images per second",
     ]  # fmt: skip
-    assert (shown("train_accuracy", 0.5), shown("f1", 1 / 3), shown("f1", None)) == (
+    assert (format_value("train_accuracy", 0.5), format_value("f1", 1 / 3), format_value("f1", None)) == (
         "50.00%", "0.33333", "-",
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`clusterddp report`: what runs achieved, as an account, a table, JSON or a page of HTML."""
+"""`clusterddp report`: results of runs as text, a table, JSON or an HTML page."""
 
 import os
 import shlex
@@ -15,6 +15,7 @@ from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather
 from clusterddp.reporting.sweep import SweepReport, as_csv, gather_sweep, order_of, table_of
+from clusterddp.reporting.usage import split_usage
 from clusterddp.run.records import Report
 from clusterddp.run.run_dir import SweepDir
 from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select_each
@@ -24,7 +25,7 @@ _WIDTH = len("straggler") + 2
 _MOST_ATTEMPTS = 8
 _MOST_NAMED = 5
 _MOST_HOSTS = 8
-_NAMES = "NAME STATE MODEL RANKS NODES TEST-ACCURACY SECONDS IMAGES/S MEMORY ATTEMPTS"
+_NAMES = "NAME STATE MODEL RANKS NODES TEST-ACCURACY TRAIN-SECONDS IMAGES/S PEAK-MEMORY ATTEMPTS"
 _HEADER = tuple(_NAMES.split())
 
 
@@ -35,27 +36,26 @@ _HEADER = tuple(_NAMES.split())
 @click.option(
     "--html",
     metavar="FILE",
-    help="Write one page that holds everything, curves and pictures too, and needs no network; "
-    "'-' is stdout. The curves need matplotlib: pip install 'clusterddp[plots]'.",
+    help="Write one self-contained page with everything, including plots and images; '-' is "
+    "stdout. Plots need matplotlib: pip install 'clusterddp[plots]'.",
 )
 @click.option(
     "--csv",
     metavar="FILE",
-    help="Write the table of a sweep as CSV, with all metrics; '-' is stdout.",
+    help="Write a sweep's table with all metrics as CSV; '-' is stdout.",
 )
 @click.option(
     "--by",
     metavar="METRIC",
-    help="Metric that orders a sweep's points: accuracy, loss, train_loss, or one of your own; "
-    "'-METRIC' puts the lowest first, '+METRIC' the highest, where its name does not tell. "
+    help="Metric that orders a sweep's points: accuracy, loss, train_loss or your own. "
+    "'-METRIC' puts the lowest first, '+METRIC' the highest; without a sign its name decides. "
     "Default: accuracy, else loss.",
 )
 @click.option(
     "--over",
     multiple=True,
     metavar="NAME",
-    help="Take the points of a sweep together that differ in NAME alone; repeatable. "
-    "Default: seed.",
+    help="Average over the points of a sweep that differ only in NAME; repeatable. Default: seed.",
 )
 def command(
     run_names: tuple[str, ...],
@@ -66,37 +66,37 @@ def command(
     by: str | None,
     over: tuple[str, ...],
 ) -> None:
-    """Show what RUNs achieved: runs' names, job ids or directories; the latest run without one.
+    """Show the results of RUNs (names, job ids or directories); default: the latest run.
 
-    One run is told at length, several are a table. A run that has no report.json yet is shown with
-    what its metrics hold. SECONDS are those of training; IMAGES/S is of all ranks together; MEMORY
-    the largest of any rank. --json prints a list, an object for each run.
+    One run is described in full; several are a table. If a run has no report.json yet, its metrics
+    are shown. TRAIN-SECONDS is the training time, IMAGES/S the throughput of all ranks, PEAK-MEMORY
+    the largest of any rank. --json prints a list with one object per run.
 
-    Of a sweep it shows a table of its points, the best first, with mean and sample standard
-    deviation over seeds; --json prints one object.
+    A sweep is a table of its points, best first, with mean and sample standard deviation (STD) over
+    seeds; --json prints one object.
 
-    Exit codes: 0 whenever it could tell, however the runs ended; 2 there is no such run, sweep or
-    metric, or the file cannot be written.
+    Exit codes: 0 the report was printed, however the runs ended; 2 no such run, sweep or metric, or
+    the file cannot be written.
     """
     if (html is not None) + (csv is not None) + as_json > 1:
         raise RequestError(
-            "--html, --csv and --json ask for several forms; give one of them. [CD0103]"
+            "--html, --csv and --json exclude one another. Give one of them. [CD0103]"
         )
     if html is not None:
         from clusterddp.reporting import plots
 
         plots.check_file("--html", html, formats=())
         if not plots.can_draw():
-            log.info(plots.left_out())
+            log.info(plots.no_plots())
     if by in ("", "-", "+"):
-        raise OptionError("--by", f" {by!r} names no metric.")
+        raise OptionError("--by", f" {by!r} is not a metric.")
     sweep = _sweep(runs_dir, run_names)
     if sweep:
         _show_sweep(gather_sweep(sweep, by or "", over), as_json=as_json, html=html, csv=csv)
         return
     for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
         if value:
-            raise OptionError(option, " is for a sweep; name one. [CD1104]")
+            raise OptionError(option, " applies to a sweep only. Name one. [CD1104]")
     runs, wrong = select_each(runs_dir, run_names)
     if wrong:
         raise wrong[0]
@@ -105,7 +105,7 @@ def command(
     if html is not None:
         from clusterddp.reporting.page import page
 
-        main.go_on()  # matplotlib is no small thing
+        main.go_on()  # importing matplotlib allocates a lot
         _write("--html", html, page(gathered))
     elif as_json:
         echo_json([run.report.as_dict() for run in gathered])
@@ -116,7 +116,7 @@ def command(
 
 
 def _sweep(root: Path, names: Sequence[str]) -> SweepDir | None:
-    """Return the sweep that is meant: by its name, or as that of the latest run."""
+    """Return the named sweep, or without names the sweep of the latest run."""
     if not names:
         return latest_sweep(root)
     return find_sweep(root, names[0]) if len(names) == 1 and not is_pattern(names[0]) else None
@@ -145,7 +145,7 @@ def _show_sweep(report: SweepReport, *, as_json: bool, html: str | None, csv: st
 
 
 def describe(report: RunReport) -> str:
-    """The account of one run as lines of `label  value`; what is not known is left out."""
+    """Describe one run as lines of `label  value`; unknown values are omitted."""
     figures = report.figures
     versions = figures.versions or {}
     memory = formatting.memory(figures.peak_memory_bytes)
@@ -158,16 +158,16 @@ def describe(report: RunReport) -> str:
         ("training", _training(figures)),
         ("ranks", _ranks(figures)),
         ("nodes", report.status.preflight and f"preflight: {report.status.preflight}"),
-        ("with", _machinery(figures)),
+        ("device", _device(figures)),
         ("memory", formatting.join_known(("peak of any rank {}", memory))),
         ("model", _model(figures)),
         ("settings", _settings(report)),
         ("versions", ", ".join(f"{name} {value}" for name, value in versions.items())),
         *_attempts(report),
-        ("paid", _paid(figures)),
+        ("usage", _usage(figures)),
         *_slow_ranks(report),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
-        ("confused", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
+        ("confusions", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
         *(("warning", text) for text in figures.warnings),
         ("files", report.status.directory),
     ]
@@ -191,7 +191,7 @@ def _training(figures: Report) -> str:
     return formatting.join_known(
         ("{}", formatting.duration(figures.train_seconds)),
         ("{} images/s", formatting.rate(figures.images_per_second)),
-        ("the latest attempt took {} in all", formatting.duration(figures.total_seconds)),
+        ("latest attempt {} in total", formatting.duration(figures.total_seconds)),
     )
 
 
@@ -202,10 +202,10 @@ def _ranks(figures: Report) -> str:
     return f"{formatting.count(figures.world_size, 'rank')}{hosts}"
 
 
-def _machinery(figures: Report) -> str:
+def _device(figures: Report) -> str:
     parts = [figures.device, figures.precision, figures.backend, figures.strategy]
     if figures.threads is not None:
-        parts.append(f"{formatting.count(figures.threads, 'thread')} a rank")
+        parts.append(f"{formatting.count(figures.threads, 'thread')} per rank")
     if figures.cuda_graph:
         parts.append("CUDA graph")
     return ", ".join(filter(None, parts))
@@ -224,24 +224,24 @@ def _model(figures: Report) -> str:
 
 
 def _attempts(report: RunReport) -> list[tuple[str, str]]:
-    """A line for them all, and one for each of the latest; none for a single one."""
+    """Return a line for all attempts and one for each of the latest; none for a single attempt."""
     figures = report.figures
     if (figures.starts or 0) < 2:
         return []
-    shown = f"{figures.starts}, {formatting.count(figures.steps_done_twice, 'step')} done twice"
-    lines = [("attempts", f"{shown}, {formatting.duration(figures.seconds_lost)} lost")]
+    total = f"{figures.starts}, {formatting.count(figures.steps_done_twice, 'step')} repeated"
+    lines = [("attempts", f"{total}, {formatting.duration(figures.seconds_lost)} lost")]
     if len(report.attempts) > _MOST_ATTEMPTS:
         lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
     for attempt in report.attempts[-_MOST_ATTEMPTS:]:
-        steps = "" if report.command else "did not begin to train"
+        steps = "" if report.command else "no training step"
         if attempt.first_step is not None:
             steps = f"steps {attempt.first_step:,} to {attempt.last_step or attempt.first_step:,}"
         lines.append(("", f"{attempt.attempt}  {'; '.join(filter(None, (steps, attempt.ended)))}"))
     return lines
 
 
-def _paid(figures: Report) -> str:
-    """Format the whole in hours, and its parts as shares of it."""
+def _usage(figures: Report) -> str:
+    """Format the total in hours, and each activity as its share."""
     paid = figures.paid
     if paid is None:
         return ""
@@ -249,40 +249,30 @@ def _paid(figures: Report) -> str:
         ("{} node-hours", formatting.hours(paid.node_hours)),
         ("{} GPU-hours", formatting.hours(paid.gpu_hours)),
     )
-    parts = (
-        ("computing" if paid.waiting is not None else "computing and waiting", paid.computing),
-        ("waiting for others", paid.waiting),
-        ("starting", paid.starting),
-        ("saving", paid.saving),
-        ("redone after faults", paid.redone),
-        ("idle spares", paid.idle),
-        ("rest", paid.rest),
-    )
     shares = [
         f"{name} {hours / paid.node_hours:.1%}"
-        for name, hours in parts
-        if hours is not None and paid.node_hours
+        for name, hours in (split_usage(paid) if paid.node_hours else [])
     ]
-    use = "" if paid.gpu_use is None else f"GPUs were busy {paid.gpu_use:.1%} of the time (NVML)"
+    use = "" if paid.gpu_use is None else f"GPU utilization {paid.gpu_use:.1%} (NVML)"
     return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), use)))
 
 
 def _slow_ranks(report: RunReport) -> list[tuple[str, str]]:
-    """A line for each rank that was named for being slow while it trained, the latest last."""
+    """Return a line for each rank that was reported as slow during training, latest last."""
     spells = [(attempt, slow) for attempt in report.attempts for slow in attempt.stragglers]
     return [
         (
-            "was slow",
+            "slow rank",
             f"{slow.name}, attempt {attempt.attempt}: {slow.share:.0%} of the other ranks' median "
-            f"speed for {formatting.duration(slow.seconds)} and {slow.steps:,} steps from step "
-            f"{slow.first_step:,} on{'' if slow.until is None else ', then kept up again'}",
+            f"speed for {formatting.duration(slow.seconds)} ({slow.steps:,} steps from step "
+            f"{slow.first_step:,}){'' if slow.until is None else ', then recovered'}",
         )
         for attempt, slow in spells[-_MOST_NAMED:]
     ]
 
 
 def _settings(report: RunReport) -> str:
-    """Format the settings as the flags that give them."""
+    """Format the settings as command-line options."""
     return shlex.join(
         f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}"
         for name, value in report.settings.items()
@@ -310,10 +300,10 @@ def _write(option: str, name: str, content: str) -> None:
     if name == "-":
         click.echo(content, nl=False)
         return
-    path = Path(os.path.realpath(name))  # a link stays one, and leads to the page
+    path = Path(os.path.realpath(name))  # keep a symbolic link
     try:
         if path.exists() and not path.is_file():
-            path.write_text(content, encoding="utf-8")  # a device or a pipe has no other place
+            path.write_text(content, encoding="utf-8")  # a device or a pipe cannot be replaced
         else:
             write_atomically(path, content.encode())
     except OSError as error:

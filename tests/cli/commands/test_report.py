@@ -40,13 +40,13 @@ def test_one_run_is_told_at_length(workplace: Workplace) -> None:
     assert lines["run"] == "one"
     assert lines["state"] == "done"
     assert lines["result"] == "test accuracy 98.76%, test loss 0.0432, step 50, epoch 1"
-    assert lines["training"] == "12.5s, 3,604 images/s, the latest attempt took 20.2s in all"
+    assert lines["training"] == "12.5s, 3,604 images/s, latest attempt 20.2s in total"
     assert lines["ranks"] == "4 ranks on h01 h02"
-    assert lines["with"] == "cpu, fp32, gloo, ddp, 1 thread a rank"
+    assert lines["device"] == "cpu, fp32, gloo, ddp, 1 thread per rank"
     assert lines["memory"] == "peak of any rank 1.0 GiB"
     assert lines["model"].startswith("convnet, 28,938 parameters, mnist, 60,000 training")
     assert lines["versions"] == "python 3.11.7, torch 2.9.0"
-    assert lines["confused"] == "4 taken for 9: 12 times; 7 taken for 2: once"
+    assert lines["confusions"] == "4 predicted as 9: 12 times; 7 predicted as 2: once"
     assert lines["warning"] == "no GPU was found"
     assert lines["files"] == str(workplace.root / "one")
     assert not {"straggler", "starts", "failure"} & lines.keys()
@@ -65,8 +65,8 @@ def test_several_runs_are_a_table_in_the_order_given(workplace: Workplace) -> No
     got = workplace.invoke("report", "large", "small", "bad", "small")
     header, *rows = [line.split() for line in got.out.splitlines()]
     assert header == [
-        "NAME", "STATE", "MODEL", "RANKS", "NODES", "TEST-ACCURACY", "SECONDS", "IMAGES/S",
-        "MEMORY", "ATTEMPTS",
+        "NAME", "STATE", "MODEL", "RANKS", "NODES", "TEST-ACCURACY", "TRAIN-SECONDS", "IMAGES/S",
+        "PEAK-MEMORY", "ATTEMPTS",
     ]  # fmt: skip
     assert rows == [
         ["large", "done", "convnet", "4", "2", "98.76%", "12.5", "3,604", "1.0", "GiB", "1"],
@@ -138,7 +138,7 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     workplace.command("squeue", "echo '12|RUNNING|None'")
     got = workplace.invoke("report")
     assert (
-        "attempts   3, 10 steps done twice, 1m40s lost\n"
+        "attempts   3, 10 steps repeated, 1m40s lost\n"
         "           1  steps 0 to 40; time limit\n"
         "           2  steps 40 to 70; killed\n"
         "           3  steps 60 to 80; running\n"
@@ -162,13 +162,13 @@ def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplac
         made.renew_liveness(40, None, spent)
         write_record(made.stragglers, SlowRanks((slow,) if number == 1 else ()))
     lines = account(workplace)
-    assert lines["paid"] == (
-        "20.00 node-hours, 80.00 GPU-hours: computing 11.2%, waiting for others 3.8%, "
-        "starting 10.0%, saving 0.2%, redone after faults 5.0%, rest 69.8%"
+    assert lines["usage"] == (
+        "20.00 node-hours, 80.00 GPU-hours: computing 11.2%, waiting for other ranks 3.8%, "
+        "startup 10.0%, checkpointing 0.2%, repeated steps 5.0%, other 69.8%"
     )
-    assert lines["was slow"] == (
-        "rank 3 on h\\x1b[31m02, attempt 1: 41% of the other ranks' median speed for 1m32s and 610 "
-        "steps from step 690 on"
+    assert lines["slow rank"] == (
+        "rank 3 on h\\x1b[31m02, attempt 1: 41% of the other ranks' median speed for 1m32s (610 "
+        "steps from step 690)"
     )
     [report] = objects(workplace)
     assert report["paid"]["node_hours"] == 20.0
@@ -184,10 +184,10 @@ def test_of_a_command_the_whole_is_told_and_how_busy_its_gpus_were(workplace: Wo
         add_event(run, event, time=began, job_id="12", attempt=1, nodelist="h01")
     folder = Attempt(run, 1).outcomes
     folder.mkdir(parents=True)
-    assert account(workplace)["paid"] == "0.5000 node-hours, 2.00 GPU-hours"
+    assert account(workplace)["usage"] == "0.5000 node-hours, 2.00 GPU-hours"
     write_record(folder / "gpus-0.json", GpuUse("h01", 4, 360, 0.631))
-    told = "0.5000 node-hours, 2.00 GPU-hours; GPUs were busy 63.1% of the time (NVML)"
-    assert account(workplace)["paid"] == told
+    told = "0.5000 node-hours, 2.00 GPU-hours; GPU utilization 63.1% (NVML)"
+    assert account(workplace)["usage"] == told
 
 
 def test_a_start_that_was_interrupted_or_failed_by_hand_says_so(workplace: Workplace) -> None:
@@ -208,7 +208,7 @@ def test_a_start_that_was_interrupted_or_failed_by_hand_says_so(workplace: Workp
     assert "\n           3  steps 40 to 50; done\n" in out
     failed.record.unlink()  # as where its checkpoint was refused
     out = workplace.invoke("report").out
-    assert f"\n           2  did not begin to train; failed: {BOOM}\n" in out
+    assert f"\n           2  no training step; failed: {BOOM}\n" in out
 
 
 def test_a_failed_run_is_told_with_what_its_metrics_hold(workplace: Workplace) -> None:

@@ -69,7 +69,7 @@ def test_a_sweep_is_a_table_over_seeds_the_best_first(
     words = "test accuracy, highest first; mean and sample standard deviation of N runs, over seed"
     assert f"by         {words}\n" in got.out
     header, *lines = rows(got.out)
-    assert header == ["lr", "TEST-ACCURACY", "SPREAD", "N", "STATE", "BEST-RUN"]
+    assert header == ["lr", "TEST-ACCURACY", "STD", "N", "STATE", "BEST-RUN"]
     assert lines[0] == ["0.3", "85.00%", "7.07%", "2", "2", "done", "lr-2"]
     assert lines[1] == ["1", "60.00%", "-", "1", "1", "done,", "1", "failed", "lr-4"]
     assert lines[2] == ["0.1", "-", "-", "0", "2", "queued", "-"]
@@ -107,11 +107,14 @@ def test_a_metric_of_ones_own_is_found(sweep: SweepDir, workplace: Workplace) ->
     for run, value in zip(sweep.elements[2:4], (3.0, 5.0), strict=True):
         measure(run, "eval", value, name="bleu")
     header, first, *_ = rows(workplace.invoke("report", "lr", "--by=bleu").out)
-    assert header[:4] == ["lr", "TEST-BLEU", "SPREAD", "N"]
+    assert header[:4] == ["lr", "TEST-BLEU", "STD", "N"]
     assert first[:4] == ["0.3", "4", "1.4142", "2"]
     got = workplace.invoke("report", "lr", "--by=blue")
     assert (got.code, got.out) == (2, "")
-    assert "--by blue: no point has recorded it; recorded are accuracy, bleu, train_loss" in got.err
+    assert (
+        "--by blue: not recorded by any point. Recorded metrics: accuracy, bleu, train_loss"
+        in got.err
+    )
 
 
 def test_a_swept_name_is_no_metric_and_the_rate_is_none_of_the_test(
@@ -124,7 +127,7 @@ def test_a_swept_name_is_no_metric_and_the_rate_is_none_of_the_test(
     header, *_ = csv.reader(workplace.invoke("report", "lr", "--csv=-").out.splitlines())
     assert [name for name in header if "lr" in name.split(".")[0]] == ["lr"]
     got = workplace.invoke("report", "lr", "--by=lr")
-    assert (got.code, "--by lr: the sweep varies it; recorded are accuracy" in got.err) == (2, True)
+    assert (got.code, "--by lr: a swept option. Recorded metrics: accuracy" in got.err) == (2, True)
     got = workplace.invoke("report", "wd", "--by=lr")  # where it is not swept
     assert "by         training lr, highest first" in got.out
     assert '"train_lr": 0.05' in workplace.invoke("report", "wd", "--json").out
@@ -157,7 +160,7 @@ def test_what_is_taken_together_can_be_named(sweep: SweepDir, workplace: Workpla
     [row] = json.loads(got.out)["rows"]
     assert (row["point"], row["figures"]["accuracy"]["n"], len(row["runs"])) == ({}, 3, 6)
     got = workplace.invoke("report", "lr", "--over=sede")
-    assert (got.code, "--over sede: the sweep varies lr, seed" in got.err) == (2, True)
+    assert (got.code, "--over sede: not swept. Swept: lr, seed" in got.err) == (2, True)
 
 
 def test_without_seeds_each_point_is_a_row(workplace: Workplace) -> None:
@@ -179,10 +182,10 @@ def test_a_sweep_that_has_not_begun_is_a_table_of_states(workplace: Workplace) -
     assert workplace.invoke("report", "s", "--by=accuracy").code == 0
     got = workplace.invoke("report", "s", "--by=foo")
     assert (got.code, got.out) == (2, "")
-    assert "--by foo: no point has recorded it; no metric is recorded yet" in got.err
+    assert "--by foo: not recorded by any point. No metric is recorded yet" in got.err
     for name in ("", "-"):
         got = workplace.invoke("report", "s", f"--by={name}")
-        assert (got.code, "names no metric" in got.err) == (2, True)
+        assert (got.code, "is not a metric" in got.err) == (2, True)
 
 
 def test_without_a_metric_no_run_is_the_best_and_none_is_awaited_once_all_are_done(
@@ -194,7 +197,7 @@ def test_without_a_metric_no_run_is_the_best_and_none_is_awaited_once_all_are_do
     assert "by         no point has recorded a metric yet\n" in got.out
     end(sweep.element(1))
     got = workplace.invoke("report", "s")
-    assert "by         no point has recorded a metric: a script" in got.out
+    assert "by         no point has recorded a metric: your own script" in got.out
     assert "with a Loop (docs/resumable.md)\n" in got.out
     assert rows(got.out) == [["n", "STATE"], ["1", "2", "done"]]
 
@@ -233,7 +236,7 @@ def test_a_file_that_cannot_be_written_and_two_forms_are_refused(
 def test_options_of_a_sweep_are_refused_for_a_run(sweep: SweepDir, workplace: Workplace) -> None:
     for option in ("--by=loss", "--over=seed", "--csv=-"):
         got = workplace.invoke("report", "lr-2", option)
-        assert (got.code, "is for a sweep" in got.err) == (2, True)
+        assert (got.code, "applies to a sweep only" in got.err) == (2, True)
     assert workplace.invoke("report", "lr-2").code == 0
     assert len(workplace.invoke("report", "lr", "lr-2").out.splitlines()) == 7
     assert len(workplace.invoke("report", "lr-[23]").out.splitlines()) == 3
@@ -298,8 +301,8 @@ def test_the_page_has_curves_with_bands_and_the_metric_over_the_parameter(
     assert (got.code, got.out, got.err) == (0, "wrote page.html\n", "")
     page = (workplace.folder / "page.html").read_text()
     for told in ("<h3>test accuracy over lr</h3>", "<h3>test accuracy</h3>",
-                 "<h3>training loss</h3>", "The axis of lr is logarithmic.", "85.00%",
-                 "Line: mean over seed; band: lowest to highest.", "lr=0.3"):  # fmt: skip
+                 "<h3>training loss</h3>", "Logarithmic axis: lr.", "85.00%",
+                 "Lines: mean over seed. Bands: lowest to highest.", "lr=0.3"):  # fmt: skip
         assert told in page, told
     assert len(Page(page).all("svg")) == 3
     assert "FillBetweenPolyCollection" not in page and "#010203" not in page

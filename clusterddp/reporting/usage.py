@@ -1,7 +1,7 @@
-"""Splits what a run was paid: the hours of its nodes, over all attempts, by what they went into.
+"""Splits a run's node-hours, over all attempts, by activity.
 
-From records alone, so that attempts which have died are counted too: events say when an attempt
-started and ended, rank 0's sign of life what its time has gone into until two seconds before.
+Uses records only, so attempts that died count too. Events give the start and end of an attempt;
+rank 0's heartbeat, at most two seconds old, gives the time spent on each activity.
 """
 
 import time
@@ -20,12 +20,12 @@ from clusterddp.run.records import AttemptSummary, GpuUse, Paid, Spent
 from clusterddp.slurm.forms import expand_nodelist
 
 _DIGITS = 6
-"""Digits of hours: some four milliseconds."""
+"""Decimal places of hours: about four milliseconds."""
 
 
 @dataclass(frozen=True)
 class _NodeSeconds:
-    """Time for which the nodes of an attempt were held, and what it went into."""
+    """Node-seconds of an attempt, by activity."""
 
     whole: float
     idle: float
@@ -34,22 +34,22 @@ class _NodeSeconds:
     redone: float = 0.0
     computing: float = 0.0
     waiting: float | None = 0.0
-    """None where it is not known; `computing` then has it."""
+    """None if unknown; then `computing` includes it."""
 
 
-def account(
+def measure_usage(
     history: History,
     spec: JobSpec | None,
     *,
     until: float | None = None,
     spent: Spent | None = None,
 ) -> Paid | None:
-    """Add up the time for which nodes were held; None before the first attempt.
+    """Add up the node-hours of all attempts; None before the first attempt.
 
-    until: present time where the latest attempt is still at work. spent: what that attempt says of
-    itself, in place of its sign of life.
+    until: current time if the latest attempt is still running. spent: that attempt's own figures,
+    used instead of its heartbeat.
 
-    A COMMAND without a Loop says nothing of what its time has gone into: only the whole is known.
+    A COMMAND without a Loop does not record its activities, so only the total is known.
     """
     known, met = attempts(history.run), {each.attempt: each for each in history.summaries()}
     parts: list[_NodeSeconds] = []
@@ -83,8 +83,22 @@ def account(
     return replace(paid, rest=rest, **split)
 
 
+def split_usage(paid: Paid) -> list[tuple[str, float]]:
+    """List each recorded activity with its node-hours."""
+    parts = (
+        ("computing" if paid.waiting is not None else "computing and waiting", paid.computing),
+        ("waiting for other ranks", paid.waiting),
+        ("startup", paid.starting),
+        ("checkpointing", paid.saving),
+        ("repeated steps", paid.redone),
+        ("idle spare nodes", paid.idle),
+        ("other", paid.rest),
+    )
+    return [(name, hours) for name, hours in parts if hours is not None]
+
+
 def _gpu_use(known: list[Attempt]) -> float | None:
-    """Return the mean of all samples of all GPUs; None without any."""
+    """Return the mean utilization over all samples of all GPUs; None without samples."""
     found = [files.read(GpuUse, path) for each in known for path in each.outcomes.glob("gpus-*")]
     weights = [(use.gpus * use.samples, use.share) for use in found if use]
     total = sum(weight for weight, _ in weights)
@@ -99,9 +113,10 @@ def _held(
     spent: Spent | None,
     until: float | None,
 ) -> Iterator[_NodeSeconds]:
-    """Split an attempt's time, if its start is known; what nothing is known of is the rest.
+    """Split an attempt's time by activity; yield nothing if its start is unknown.
 
-    Where nobody has recorded its end, as of a lost batch host, the last change in its folder is it.
+    If no end was recorded (a lost batch host, for example), the last change in the attempt's
+    directory counts as its end.
     """
     started = next(iter(history.every(Started, attempt.number)), Started())
     ends = [event.time for event in history.every(Ended, attempt.number) if event.time]
@@ -113,7 +128,7 @@ def _held(
     nodes, spares = len(summary.hosts) or (spec.resources.nodes if spec else 1), len(started.spares)
     with suppress(RequestError):
         nodes = len(expand_nodelist(started.nodelist))
-    if spent is None or spent.first_step is None:  # it has come to no step
+    if spent is None or spent.first_step is None:  # it reached no training step
         yield _NodeSeconds(whole * (nodes + spares), whole * spares, whole * nodes)
         return
     starting = min(max(spent.first_step - began, 0.0), whole)
@@ -135,7 +150,7 @@ def _held(
 
 
 def _changes(attempt: Attempt) -> Iterator[float]:
-    """Yield when the files were written that ranks write as they train and end."""
+    """Yield the modification times of the files that the ranks write."""
     written: list[Path] = [attempt.record, attempt.alive, attempt.end]
     with suppress(OSError):
         written += attempt.outcomes.iterdir()
