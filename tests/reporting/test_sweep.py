@@ -13,11 +13,11 @@ from clusterddp.reporting.sweep import (
     SweepReport,
     as_csv,
     curve,
+    format_value,
     label,
     lower_is_better,
     read_lines,
     rows_of,
-    format_value,
 )
 from tests.hostile import CARRIED
 
@@ -74,9 +74,12 @@ def test_metrics_say_of_what_they_are() -> None:
         "test accuracy", "training loss", "test f1", "training f1", "train seconds",
         "images per second",
     ]  # fmt: skip
-    assert (format_value("train_accuracy", 0.5), format_value("f1", 1 / 3), format_value("f1", None)) == (
-        "50.00%", "0.33333", "-",
-    )  # fmt: skip
+    values = (
+        format_value("train_accuracy", 0.5),
+        format_value("f1", 1 / 3),
+        format_value("f1", None),
+    )
+    assert values == ("50.00%", "0.33333", "-")
 
 
 @pytest.mark.parametrize(
