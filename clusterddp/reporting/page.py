@@ -105,8 +105,10 @@ def _run(gathered: Gathered) -> dict[str, object]:
         "sum_of_rates": sum(rates),
         "node_hours": [
             (activity.capitalize(), hours, hours / paid.node_hours)
-            for activity, hours in (split_usage(paid) if paid and paid.node_hours else [])
-        ],
+            for activity, hours in split_usage(paid)
+        ]
+        if paid and paid.node_hours
+        else [],
         "attempts": gathered.report.attempts[-_MOST_ATTEMPTS:],
         "matrix": _shaded(gathered.evaluation),
         "widest": _widest(gathered.evaluation),
