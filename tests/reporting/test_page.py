@@ -291,7 +291,7 @@ def test_a_failed_run_and_an_empty_one_have_a_page(workplace: Workplace) -> None
     _, page = write(workplace, "bad")
     assert BOOM in page.text and len(page.all("svg")) == 3
     workplace.run("created")
-    assert "nothing was submitted" in write(workplace, "created")[1].text
+    assert "no submission is recorded" in write(workplace, "created")[1].text
     write(workplace, "created", "bad")
 
 

@@ -300,8 +300,8 @@ def test_the_page_has_curves_with_bands_and_the_metric_over_the_parameter(
     got = workplace.invoke("report", "lr", "--html=page.html")
     assert (got.code, got.out, got.err) == (0, "wrote page.html\n", "")
     page = (workplace.folder / "page.html").read_text()
-    for told in ("<h3>test accuracy over lr</h3>", "<h3>test accuracy</h3>",
-                 "<h3>training loss</h3>", "Logarithmic axis: lr.", "85.00%",
+    for told in ("<h3>Test accuracy over lr</h3>", "<h3>Test accuracy</h3>",
+                 "<h3>Training loss</h3>", "Logarithmic axis: lr.", "85.00%",
                  "Lines: mean over seed. Bands: lowest to highest.", "lr=0.3"):  # fmt: skip
         assert told in page, told
     assert len(Page(page).all("svg")) == 3
