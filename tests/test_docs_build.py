@@ -37,7 +37,7 @@ def test_the_reference_names_every_command_and_option() -> None:
     assert "| `--requeue[=expedite], --no-requeue` |" in made["options.md"]
     assert "| `--no-requeue` |" not in made["options.md"]
     assert "\\`" not in "".join(made.values())  # code is code
-    assert "### NodesMarkedBad\n\n`nodes_marked_bad`: Nodes that" in made["fields.md"]
+    assert "### NodesMarkedBad\n\n`nodes_marked_bad`: Nodes marked bad" in made["fields.md"]
     assert "| `OptionError` | 2 |" in made["exit-codes.md"]
 
 

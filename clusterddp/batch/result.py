@@ -30,10 +30,10 @@ from clusterddp.run.history import (
     withdrawal_cause,
 )
 from clusterddp.run.outcome import (
-    ended_for,
     failure_of,
     first_failure,
     first_killed,
+    hang_that_ended_job,
     read_outcomes,
 )
 from clusterddp.run.records import FinalRecord, Outcome, Report
@@ -182,7 +182,7 @@ class Evidence:
         self.srun_code = 0 if self.step_ended else exit_code
         self.paused = self._has_paused(any_failed)
         """True if the ranks saved and exited on request, or were asked before any started."""
-        hang = ended_for(attempt.outcomes)
+        hang = hang_that_ended_job(attempt.outcomes)
         self.hang = hang.reason if hang else ""
         """Hang for which the job was ended. `failure` names the rank that hung, if known."""
         if hang:  # srun was asked to end the tasks, so its code says nothing

@@ -1,7 +1,7 @@
-"""Ends of ranks: recorded by each task, read together, and which of them failed first.
+"""Ends of ranks: their records, and which rank failed first.
 
-A task's parent records how it ended. A task that was killed together with its parent is known from
-srun's own lines. Errors that only follow from another rank's end are told apart from the first one.
+A task's parent records how it ended. If both were killed, the end is known from srun's lines.
+Errors that only follow from another rank's end are distinguished from the first one.
 """
 
 import os
@@ -29,15 +29,15 @@ from clusterddp.slurm.forms import SPARES_VARIABLE
 from clusterddp.slurm.srun_lines import TaskEnd
 
 RENEWAL_SECONDS = 5.0
-"""Between two signs of life of a node, in a job that has spare ones."""
+"""Interval at which a node renews its record in a job with spare nodes."""
 HUNG = "hung.json"
 _CLOCKS = "clocks.json"
 
 
 def failure_of(outcome: Outcome) -> Failure:
-    """Return the failure that a rank's own record tells of."""
+    """Return the failure that a rank's own record describes."""
     reason, code = outcome.reason, outcome.exit_code
-    if outcome.hung:  # what ended it in the end says nothing of why
+    if outcome.hung:  # how it ended in the end does not say why
         code = EXIT_FAILED
     elif outcome.signal == "SIGTERM":
         reason += " (cancelled, time limit or preempted)"
@@ -45,7 +45,7 @@ def failure_of(outcome: Outcome) -> Failure:
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """Read the records of the ranks of one attempt, by rank."""
+    """Read the records of an attempt's ranks, ordered by rank."""
     outcomes = [files.read(Outcome, path, strict=True) for path in folder.glob("rank-*.json")]
     hung = files.read(HungRanks, folder / HUNG) or HungRanks()
     clocks = files.read_json(folder / _CLOCKS) or {}
@@ -65,10 +65,10 @@ def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
 
 
 def note_hung(folder: Path, ranks: Sequence[int], reason: str, *, ended: bool = False) -> None:
-    """Record which ranks keep the others waiting, and where; no ranks: none does any more.
+    """Record which ranks keep the others waiting, and where; without ranks, that none does.
 
-    A rank whose end is recorded already does not hang: its end is what the others wait for. ended:
-    the job is ended for it, also where no rank is known to keep the others. Raises OSError.
+    A rank whose end is recorded does not hang: the others wait because of its end. ended: the job
+    is ended because of the hang, even if no such rank is known. Raises OSError.
     """
     outcomes = {rank: read_outcome(folder, rank) for rank in ranks}
     at_work = tuple(rank for rank, outcome in outcomes.items() if not (outcome and outcome.ended))
@@ -78,14 +78,14 @@ def note_hung(folder: Path, ranks: Sequence[int], reason: str, *, ended: bool = 
         (folder / HUNG).unlink(missing_ok=True)
 
 
-def ended_for(folder: Path) -> HungRanks | None:
-    """Return the hang for which the job was ended, where it was."""
+def hang_that_ended_job(folder: Path) -> HungRanks | None:
+    """Return the hang because of which the job was ended; None without one."""
     hung = files.read(HungRanks, folder / HUNG)
     return hung if hung and hung.ended else None
 
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
-    """Read the record of one rank; None where there is none that can be read."""
+    """Read the record of one rank; None if it is missing or unreadable."""
     return files.read(Outcome, path_of(folder, rank), strict=True)
 
 
@@ -95,28 +95,27 @@ def any_began(folder: Path) -> bool:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Return the record of a rank, whose time its parent renews as a sign of life."""
+    """Return the path of a rank's record, whose time its parent renews."""
     return folder / f"rank-{rank}.json"
 
 
 def last_renewal(path: Path) -> float:
-    """Return when a rank, or the controller, has last given a sign of its life. Raises OSError.
+    """Return when a file was last renewed. Raises OSError.
 
-    path: the file whose time is that sign. It is opened, as a network file system answers stat from
-    what it knew some time ago.
+    The file is opened, because a network file system answers stat from its cache.
     """
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime
 
 
 def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
-    """Find the rank that failed first; None where no rank is known to have failed.
+    """Find the rank that failed first; None if no rank is known to have failed.
 
-    `job_log_text` is what srun and Slurm said in the batch script's log. In this order: the
-    rank above which something was killed before srun saw any other end; errors of a rank's own and
-    tasks that srun reports as killed without a record of their end, whichever srun names first;
-    codes and signals; ranks that hung; ranks that aborted; ranks that vanished; ranks that lost
-    another, those that NCCL's watchdog ended for it included; and ranks that were told to end.
+    job_log_text: what srun and Slurm printed to the batch script's log. Order of precedence: a
+    rank whose launcher was killed before srun saw any other end; errors of a rank's own, and tasks
+    that srun reports as killed without a recorded end, whichever srun names first; exit codes and
+    signals; ranks that hung; ranks that aborted; ranks without a recorded end; ranks that lost
+    another one, including those that NCCL's watchdog ended because of it; ranks that got SIGTERM.
     """
     reports = srun_lines.task_ends(job_log_text)
     above = _killed_above(outcomes, reports)
@@ -127,7 +126,7 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     unrecorded = [report for report in reports if _is_missing(report, by_rank.get(report.rank))]
     if _are_agents(reports, failed):
         unrecorded = [report for report in unrecorded if report.exit_code is None]
-    # A rank that hung while others gave up is killed at last, which says nothing of why.
+    # A rank that hung until the others gave up is finally killed, which does not say why.
     hung = {outcome.rank for outcome in outcomes if outcome.hung} - {r.rank for r in reports[:1]}
     killed = [report for report in unrecorded if report.primary and report.rank not in hung]
     raised = [outcome for outcome in failed if outcome.error and not outcome.peer_lost]
@@ -140,20 +139,20 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
     if killed:
         return _from_srun(killed[0])
     if any(outcome.of_command for outcome in raised):
-        # Not all that follows from the end of another rank can be told from the words of a
-        # command: an error counts no more than a code or a signal there, and the first one does.
+        # A command's output does not always show which errors follow from another rank's end.
+        # There an error counts like an exit code or a signal, and the earliest one is first.
         raised = [o for o in failed if not o.peer_lost and o.signal != "SIGTERM"]
     lost_another = [o for o in outcomes if o.peer_lost]
-    by_itself = [o for o in failed if not o.error and o.signal != "SIGTERM"]
+    own_end = [o for o in failed if not o.error and o.signal != "SIGTERM"]
     for group in (
         raised,
-        # A rank whose log does not say why it aborted may be one that waited for another in vain.
-        # What Slurm kills, it kills with its parent.
-        [o for o in by_itself if not o.hung and o.signal != "SIGABRT"],
+        # A rank that aborted without a reason in its log may have waited for another in vain.
+        # Slurm kills a rank together with its parent.
+        [o for o in own_end if not o.hung and o.signal != "SIGABRT"],
         [o for o in outcomes if o.hung and failed and (o.failed or o.ended is None)],
-        by_itself,
+        own_end,
         [o for o in outcomes if o.ended is None and failed],
-        # Those that left early, with exit code 0, while others still counted on them.
+        # Ranks that exited early with code 0 while others still needed them.
         [o for o in outcomes if o.exit_code == 0 and o.ended is not None and lost_another],
         [o for o in lost_another if o.failed],
         failed,
@@ -164,9 +163,9 @@ def first_failure(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failur
 
 
 def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure | None:
-    """Find the rank that srun saw killed, itself or what stands above it, before any other end.
+    """Find the rank that was killed, itself or its launcher, before srun saw any other end.
 
-    srun then ends the other ranks, which save and leave as if somebody had asked them to.
+    srun then ends the other ranks, which save and exit as on a request to stop.
     """
     reports = srun_lines.task_ends(job_log_text)
     first = _killed_at_first(reports)
@@ -176,9 +175,9 @@ def first_killed(outcomes: Sequence[Outcome], job_log_text: str = "") -> Failure
 
 
 def _killed_above(outcomes: Sequence[Outcome], reports: Sequence[TaskEnd]) -> Failure | None:
-    """Find a rank whose end is recorded although srun's task, first of all, was killed.
+    """Find a rank whose end is recorded although the first task that srun saw killed is above it.
 
-    That task is then no rank: an agent of torchrun's, submitit's process, a launch prefix.
+    That task is then not a rank but a torchrun agent, submitit's process or a wrapper.
     """
     first = _killed_at_first(reports)
     if first is None:
@@ -188,15 +187,15 @@ def _killed_above(outcomes: Sequence[Outcome], reports: Sequence[TaskEnd]) -> Fa
         return None  # killed together with the rank
     on_host = [o for o in outcomes if _short(o.host) == _short(first.host)]
     if any(o.signal not in (None, "SIGTERM") for o in on_host):
-        return None  # a rank of this host was killed itself
+        return None  # a rank of this host was killed, not what is above it
     ended_for_it = [o for o in on_host if o.exit_code != 0]
     if all(o.exit_code == 0 for o in outcomes):
-        ended_for_it = on_host  # a command that takes TERM for a wish, and exits with 0
+        ended_for_it = on_host  # a command that treats TERM as a request, and exits with 0
     if not ended_for_it:
         return None
     named = next((o for o in ended_for_it if o.rank == first.rank), ended_for_it[0])
     reason, code = first.explain()
-    return Failure(named.rank, named.host, f"{_ABOVE} was {reason}", _log(named.rank), code)
+    return Failure(named.rank, named.host, f"{_LAUNCHER} was {reason}", _log(named.rank), code)
 
 
 def _killed_at_first(reports: Sequence[TaskEnd]) -> TaskEnd | None:
@@ -207,8 +206,8 @@ def _killed_at_first(reports: Sequence[TaskEnd]) -> TaskEnd | None:
 def _earliest(group: Sequence[Outcome], reports: Sequence[TaskEnd]) -> Outcome:
     """Find the rank that ended first: by the clock on one host, by srun's order on several.
 
-    Where the ranks have not measured how far the clocks are apart, srun's lines stand in the order
-    in which it saw tasks end; under torchrun these are the agents, so their hosts are compared.
+    If the ranks have not measured their clock offsets, the order of srun's lines decides. Hosts are
+    compared, because under torchrun those lines name agents.
     """
     first_of_host: dict[str, Outcome] = {}
     for outcome in sorted(group, key=lambda o: (o.ended or 0.0, o.rank)):
@@ -222,38 +221,38 @@ def _earliest(group: Sequence[Outcome], reports: Sequence[TaskEnd]) -> Outcome:
 
 
 def _short(host: str) -> str:
-    """Return the name without its domain, which Slurm and the host itself may or may not give."""
+    """Return a host name without its domain, because Slurm and the host may differ in it."""
     return host if host.replace(".", "").isdigit() else host.partition(".")[0]
 
 
 def _are_agents(reports: Sequence[TaskEnd], failed: Sequence[Outcome]) -> bool:
-    """Return whether srun's tasks are known to be no ranks.
+    """Return whether srun's tasks are known not to be ranks.
 
-    srun names every task of its own that ends with a code, and by that code; it does not know the
-    ranks below an agent. The agent's code is then no rank's, not even where the rank of that number
-    came to no record before it was ended.
+    srun names each of its tasks that ends with a code, and the code, but does not know the ranks
+    below an agent. The agent's code is then not a rank's, even if the rank of the same number was
+    ended before it left a record.
     """
-    said = {(report.rank, _short(report.host)): report.exit_code for report in reports}
-    hosts = {host for _, host in said}
-    by_itself = [
+    codes = {(report.rank, _short(report.host)): report.exit_code for report in reports}
+    hosts = {host for _, host in codes}
+    own_end = [
         (o, (o.rank, _short(o.host)))
         for o in failed
         if not o.peer_lost and o.signal != "SIGTERM" and _short(o.host) in hosts
     ]
-    return any(said.get(task, -1) not in (None, o.exit_code) for o, task in by_itself)
+    return any(codes.get(task, -1) not in (None, o.exit_code) for o, task in own_end)
 
 
 def _is_missing(report: TaskEnd, outcome: Outcome | None) -> bool:
-    """Return whether srun's line is all that is known of the task's end.
+    """Return whether srun's line is the only record of a task's end.
 
-    Under torchrun srun's tasks are the agents: the line of agent 3 is not about rank 3.
+    Under torchrun, srun's tasks are the agents: a line about agent 3 is not about rank 3.
     """
     if outcome is None:
         return True
     return outcome.ended is None and _short(outcome.host) == _short(report.host)
 
 
-_ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
+_LAUNCHER = "its launcher (an agent, submitit's process or a wrapper)"
 
 
 def _from_srun(report: TaskEnd) -> Failure:
@@ -266,7 +265,7 @@ def _log(rank: int) -> str:
 
 
 def is_signalled(code: int) -> bool:
-    """Return whether an exit code is a shell's for a command that a signal ended."""
+    """Return whether an exit code is a shell's for a command ended by a signal."""
     return 128 < code < 128 + signal.NSIG
 
 
@@ -274,7 +273,7 @@ _SAVING = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class TaskRecord:
-    """rank-R.json: written when the task starts and again when it has ended."""
+    """rank-R.json: written when the task starts, and again when it ends."""
 
     def __init__(self, run: RunDir, env: DistEnv, attempt: int | None) -> None:
         self._run = run
@@ -286,7 +285,7 @@ class TaskRecord:
             "rank": env.rank,
             "local_rank": env.local_rank,
             "node_rank": env.node_rank,
-            # By Slurm's name, if it has one: srun's messages use it too.
+            # Slurm's name for the host, because srun's messages use it too.
             "host": host_name(os.environ),
             "job_id": os.environ.get("SLURM_JOB_ID", ""),
             "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
@@ -306,14 +305,14 @@ class TaskRecord:
             threading.Thread(target=self._renew_liveness, daemon=True).start()
 
     def _renew_liveness(self) -> None:
-        """Renew the record's time, which tells the controller that this node lives."""
+        """Renew the record's time, which shows the controller that this node is not lost."""
         while True:
             time.sleep(RENEWAL_SECONDS)
             with suppress(OSError):  # it may be gone
                 os.utime(self._path)
 
     def note_signal(self, number: int) -> None:
-        """Note a signal that the task does not ignore; from a signal's handler."""
+        """Note a signal that the task does not ignore. Called from a signal handler."""
         if number in _SAVING and self._asked_to_end:
             return
         self._asked_to_end = number not in _SAVING
@@ -323,12 +322,12 @@ class TaskRecord:
         }
 
     def note_continued(self) -> None:
-        """Note that the task goes on after a stop."""
+        """Note that the task continued after a stop."""
         self._fields["continued"] = round(time.time(), 3)
 
     @property
     def has_signal(self) -> bool:
-        """Return whether a signal has been noted."""
+        """Return whether a signal was noted."""
         return self._fields["received_signal"] is not None
 
     @property
@@ -336,37 +335,37 @@ class TaskRecord:
         return path_of(self._folder, self._rank)
 
     def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
-        """Record the end and the error behind it; `status` is wait(2)'s, and is returned."""
+        """Record the end and its error. status: as from wait(2); it is returned."""
         code, error = os.waitstatus_to_exitcode(status), explain(status)
         with self._writing:
             self._fields |= {
                 "ended": round(time.time(), 3),
                 "exit_code": code if code >= 0 else 128 - code,
                 "signal": signal_name(-code) if code < 0 else None,
-                "error": _shown(error) if error else None,
+                "error": _error_fields(error) if error else None,
             }
             self._write()
         return status
 
     def record_nested_world(self, world: NestedWorld) -> None:
-        """Record that the task's children form a world of their own; from any thread."""
+        """Record that the task's children formed a separate world. Any thread may call it."""
         with self._writing:
             self._fields["nested_world"] = vars(world)
             self._write()
 
     def record_met(self, has_met: bool) -> None:
-        """Record whether the ranks have met at this one, as far as was seen; from any thread."""
+        """Record whether the ranks met at this one. Any thread may call it."""
         with self._writing:
             self._fields["met"] = has_met
             self._write()
 
     def _write(self) -> None:
-        """A run directory that is gone or full costs the record, never the task."""
+        """Write the record. If the run directory is gone or full, only the record is lost."""
         try:
             if self._attempt:
                 self._attempt.write_final_record(self._path, self._fields)
             else:
-                self._run.make(self._folder)  # an attempt's is there, or the attempt is gone
+                self._run.make(self._folder)  # an attempt's folder exists, or the attempt is gone
                 files.write_record(self._path, self._fields)
         except OSError as error:
             log.warning(
@@ -375,9 +374,9 @@ class TaskRecord:
             )
 
 
-_SELDOM = ("of_command", "code")
-"""Fields of a record's error that are left out where they say nothing."""
+_OPTIONAL = ("of_command", "code")
+"""Fields of an error that are written only if set."""
 
 
-def _shown(error: TaskError) -> dict[str, object]:
-    return {name: value for name, value in vars(error).items() if value or name not in _SELDOM}
+def _error_fields(error: TaskError) -> dict[str, object]:
+    return {name: value for name, value in vars(error).items() if value or name not in _OPTIONAL}

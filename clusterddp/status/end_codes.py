@@ -50,7 +50,7 @@ NO_TASK, UNEXPLAINED = "CD1218", "CD1219"
 NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
 # Messages of clusterddp name a signal at the beginning or after the launcher (`outcome`); a user's
 # exception can contain the same text anywhere.
-_DIED = r"^(what had started it .* was )?"
+_DIED = r"^(its launcher .* was )?"
 _OF_REASONS = (
     (
         r"OutOfMemoryError|(CUDA|HIP)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",

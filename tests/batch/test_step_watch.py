@@ -20,7 +20,7 @@ from clusterddp.processes.stacks import Frame, Program
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.events import StepEnded
 from clusterddp.run.history import History
-from clusterddp.run.outcome import ended_for, note_hung
+from clusterddp.run.outcome import hang_that_ended_job, note_hung
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
@@ -286,7 +286,7 @@ def test_the_job_is_ended_only_when_asked_and_the_odd_rank_is_blamed(attempt: At
     [hung] = ended
     assert hung is not None
     assert (hung["ranks"], hung["ended"]) == ([3], True)
-    told = ended_for(attempt.outcomes)
+    told = hang_that_ended_job(attempt.outcomes)
     assert told
     assert told.reason.startswith("no rank printed anything for 10m; it is in Data")
     assert "most are in all_reduce" in told.reason
@@ -317,7 +317,7 @@ def test_the_rank_that_a_loops_watchdog_has_named_is_blamed_when_the_job_is_ende
 ) -> None:
     note_hung(attempt.outcomes, (1,), "in the forward pass of step 7")
     watch(attempt, Sleep(), end=lambda: None)
-    told = ended_for(attempt.outcomes)
+    told = hang_that_ended_job(attempt.outcomes)
     assert told and (told.ranks, told.reason) == ((1,), "in the forward pass of step 7")
 
 
@@ -345,7 +345,7 @@ def test_no_rank_is_blamed_where_it_is_not_sure(
 ) -> None:
     monkeypatch.setattr(stacks, "gather", lambda *_, **__: ranks)
     watch(attempt, Sleep(), lambda: None)
-    told = ended_for(attempt.outcomes)
+    told = hang_that_ended_job(attempt.outcomes)
     assert told
     seen = "; the job's log has their stacks" if any(stacks.places(ranks)) else ""
     assert (told.ranks, told.reason) == ((), f"no rank printed anything for 10m{seen}")
@@ -361,7 +361,7 @@ def test_ranks_that_print_again_meanwhile_are_not_ended(
     monkeypatch.setattr(stacks, "gather", gather)
     watch(attempt, Sleep(), lambda: pytest.fail("the job is ended"))
     assert logged[-1].startswith("the ranks print again: the job continues")
-    assert ended_for(attempt.outcomes) is None
+    assert hang_that_ended_job(attempt.outcomes) is None
 
 
 def test_slurm_that_does_not_answer_costs_the_stacks_and_not_the_watch(

@@ -59,7 +59,7 @@ def on(host: str, ahead: float, outcome: Outcome) -> Outcome:
     return replace(outcome, host=host, ended=(outcome.ended or 0.0) + ahead, clock_ahead=ahead)
 
 
-ABOVE = "what had started it (an agent, submitit's process or a launch prefix)"
+ABOVE = "its launcher (an agent, submitit's process or a wrapper)"
 KILLED_3 = "srun: error: h02: task 3: Killed\nsrun: Terminating StepId=17.0\n"
 CASES: dict[str, tuple[list[Outcome], str, tuple[int, str] | None]] = {
     "a host's clock is ahead, as was measured": (
