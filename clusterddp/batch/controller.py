@@ -476,7 +476,7 @@ class Controller:
         fresh = {host: why for host, why in failed.items() if not why_used or host not in known}
         self._mark_bad(attempt, fresh, is_remark=bool(why_used))
         if why_used:
-            used = f"{why_used}, but used anyway: {', '.join(failed)}"
+            used = f"{why_used}, used anyway: {', '.join(failed)}"
             log.info(used)
             preflight.note(attempt, used)
             return {}
@@ -487,11 +487,11 @@ class Controller:
     ) -> str:
         """Return why the tasks start on failed nodes; empty if they do not."""
         if {*failed} <= {*known}:
-            return "known as bad"  # Slurm chose them anyway, so the request needs them
+            return "already marked bad"  # Slurm chose them anyway, so the request needs them
         if self._allocation:
             return ""
         if {*failed} <= {*known, *hosts_of(self._spec.resources.nodelist)}:
-            return "demanded by --nodelist"
+            return "required by --nodelist"
         if {*failed} <= {*record.slow} and not self._spec.requeue:
             return "slow, with requeue off and no spare"
         return ""

@@ -1,12 +1,11 @@
-"""Bad nodes, in a file of the output root that all its runs share.
+"""Bad nodes, in a list that all runs of a runs directory share.
 
-A node is blamed with what was measured or seen, and is left out of the next starts until a person
-clears it or its time is over. It is left out of a job only as far as the partition has enough other
-nodes for the request.
+A node is marked bad with a measurement or an observation. The next starts exclude it until the user
+clears it or its time is over. A job excludes a node only if its partition has enough others.
 
-The node of a rank that died of an error that names hardware is one (docs/bad-nodes.md). Only what a
-library or the kernel says of the hardware counts. A program's own exception, an error that a wrong
-kernel gives as well, and the loss of a peer name no node.
+The node of a rank that died of a hardware error is marked bad (docs/bad-nodes.md). Only what a
+library or the kernel says about hardware counts: a program's own exception, an error that a wrong
+kernel causes too, and the loss of a peer point to no node.
 """
 
 import os
@@ -31,34 +30,34 @@ from clusterddp.slurm.forms import hosts_of
 from clusterddp.slurm.site import Node, features_of
 
 BY_PREFLIGHT = "preflight"
-"""It failed a check ahead of the tasks or of the first step, or answered none."""
+"""It failed or did not answer a check before the tasks or the first step."""
 BY_LOSS = "lost"
 """It was lost while tasks ran there."""
 BY_HARDWARE = "hardware"
-"""A rank there died of something that names hardware (`hardware`)."""
+"""A rank there died of a hardware error (`named_hardware`)."""
 BY_REPETITION = "repetition"
-"""Ranks crashed there again that got further elsewhere."""
+"""Ranks crashed there repeatedly but got further elsewhere."""
 BY_STRAGGLING = "straggling"
-"""It was slow with several ranks, which were slow nowhere else."""
+"""Several ranks were slow there, and nowhere else."""
 
 FILE_NAME = "bad-nodes.jsonl"
 _MODE = 0o666
-"""Less the umask: people can share an output root."""
+"""Limited by the umask: users can share a runs directory."""
 _SAME_SECONDS = 1.0
-"""Most between a run's event and the line of the list that was written with it."""
-_DECIDING = {
+"""Longest time between a run's event and the line of the list for it."""
+_NODE_OPTIONS = {
     *("batch", "constraint", "contiguous", "cores-per-socket", "cpus-per-gpu", "exclude"),
     *("extra-node-info", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"),
     *("licenses", "mem", "mem-per-cpu", "mem-per-gpu", "mincpus", "nodefile", "nodelist", "nodes"),
     *("ntasks-per-gpu", "partition", "prefer", "reservation", "sockets-per-node", "switches"),
     *("threads-per-core", "tmp"),
 }
-"""Options of sbatch that decide which nodes can serve a job, besides those that are looked at."""
+"""Further options of sbatch that decide which nodes can serve a job."""
 
 
 @dataclass(frozen=True)
 class BadNode:
-    """Node that is left out, or, with `expires` 0, that was cleared."""
+    """Node that jobs exclude; with `expires` 0, a node that was cleared."""
 
     host: str
     reason: str = ""
@@ -73,10 +72,10 @@ class BadNode:
 def mark_bad(
     attempt: Attempt, job_id: str, nodes: Mapping[str, str], by: str, *, is_remark: bool = False
 ) -> None:
-    """Record nodes as bad, in the run's events and in the output root. Raises OSError.
+    """Record nodes as bad, in the run's events and in the runs directory. Raises OSError.
 
-    nodes: what was measured or seen, by the node's name. is_remark: the attempt goes on all
-    the same, so that its verdict has nothing to do with them, and the event names no attempt.
+    nodes: measurements or observations by node name. is_remark: the attempt continues, so the
+    event names no attempt and does not affect its result.
     """
     if not nodes:
         return
@@ -91,35 +90,35 @@ def mark_bad(
 
 
 def clear(root: Path, hosts: Collection[str]) -> None:
-    """Take nodes off the list of an output root. Raises OSError."""
+    """Remove nodes from the list of a runs directory. Raises OSError."""
     for host in hosts:
         files.append_json_line(root / FILE_NAME, vars(BadNode(host, time=time.time())), _MODE)
 
 
 def read(root: Path) -> dict[str, BadNode]:
-    """Return the nodes of an output root that are bad now, by name. Raises OSError."""
+    """Return the nodes of a runs directory that are bad now, by name. Raises OSError."""
     now = time.time()
     return {host: node for host, node in _latest(root).items() if node.expires > now}
 
 
 def known(root: Path) -> set[str]:
-    """Return every node that was ever blamed in an output root. Raises OSError."""
+    """Return every node that was ever marked bad in a runs directory. Raises OSError."""
     return set(_latest(root))
 
 
 def read_for(history: History) -> dict[str, BadNode]:
-    """Return the nodes that a run avoids: the list's, and those that it has blamed itself."""
+    """Return the nodes that a run avoids: those of the list, and those that it marked itself."""
     now = time.time()
     return {host: node for host, node in _latest_for(history).items() if node.expires > now}
 
 
 def known_to(history: History) -> set[str]:
-    """Return every node that was ever blamed in a run's output root, or by the run."""
+    """Return every node that was ever marked bad in a run's runs directory or by the run."""
     return set(_latest_for(history))
 
 
 def _latest_for(history: History) -> dict[str, BadNode]:
-    """Join the list and the run's own events, for the list may take no line, or not be readable."""
+    """Merge the list with the run's events, because the list may not be readable or writable."""
     latest: dict[str, BadNode] = {}
     try:
         latest = _latest(history.run.path.parent)
@@ -144,17 +143,17 @@ def _latest(root: Path) -> dict[str, BadNode]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Bad nodes that a job is to leave out, and remarks on those that it cannot."""
+    """Bad nodes that a job excludes, and remarks on those that it cannot exclude."""
 
     nodes: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by name, the latest blamed first."""
+    """Reasons by name, the node that was marked last first."""
     remarks: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
-        """Return the line that says what is left out; empty where nothing is."""
+        """Return a line that names the excluded nodes; empty without any."""
         named = "; ".join(f"{host} ({reason})" for host, reason in self.nodes.items())
-        return f"left out as bad: {named}. 'clusterddp bad-nodes' lists them" if named else ""
+        return f"excluded as bad: {named}. 'clusterddp bad-nodes' lists them" if named else ""
 
 
 def choose(
@@ -168,13 +167,13 @@ def choose(
     seconds: float | None = None,
     history: History | None = None,
 ) -> Choice:
-    """Choose the bad nodes of an output root that a job can leave out; asks sinfo once, if at all.
+    """Choose the bad nodes that a job can exclude; runs sinfo at most once.
 
-    count: nodes that the job needs, if other than asked for. partition: of the job; one that asks
-    for several can start in any of these next, and names one alone while it runs (seen on 22.05).
-    others: sbatch's further options in the request. seconds: bound on sinfo. history: of the run
-    whose own blames count too. Where nothing can be told, nothing is left out, and a remark says
-    so.
+    count: nodes that the job needs, if not the request's. partition: the job's; a pending job with
+    several can start in any of them, but a running one shows only its own (seen on 22.05).
+    others: further sbatch options of the request. seconds: timeout of sinfo. history: of the run
+    whose own marks count too. If usable nodes cannot be determined, none is excluded, and a remark
+    says why.
     """
     try:
         bad = read_for(history) if history else read(root)
@@ -185,24 +184,24 @@ def choose(
     names = ", ".join(bad)
     why = ""
     if asked.reservation:
-        why = f"which nodes reservation {asked.reservation} has is not known"
-    elif deciding := sorted(_DECIDING & {*others}):
-        why = f"which nodes can serve --{deciding[0]} is not known"
+        why = f"it is not known which nodes reservation {asked.reservation} has"
+    elif deciding := sorted(_NODE_OPTIONS & {*others}):
+        why = f"it is not known which nodes can serve --{deciding[0]}"
     if why:
-        return Choice(remarks=(f"{names} cannot be left out: {why}",))
+        return Choice(remarks=(f"{names} cannot be excluded: {why}",))
     if partition and "," in asked.partition:
         partition = f"{partition},{asked.partition}"
     try:
         nodes = site.nodes(partition or asked.partition, environ, seconds)
     except SlurmError as error:
-        return Choice(remarks=(f"{names} cannot be left out: {error}",))
+        return Choice(remarks=(f"{names} cannot be excluded: {error}",))
     return select_excluded(bad, asked, nodes, count or asked.nodes + asked.spare_nodes)
 
 
 def choose_for_submission(spec: JobSpec) -> Choice:
-    """Choose the bad nodes that a new job leaves out, and log what is, and what cannot be.
+    """Choose the bad nodes that a new job excludes, and log them and those that it cannot.
 
-    The script stays as asked for: sbatch gets the nodes as an argument, as their time is limited.
+    The script does not change: sbatch gets the nodes as an argument, because they expire.
     """
     root = Path(spec.run_dir).parent
     if "exclude" in spec.omit_directives or "clusters" in dict(spec.sbatch):
@@ -220,10 +219,10 @@ def choose_for_submission(spec: JobSpec) -> Choice:
 def select_excluded(
     bad: Mapping[str, BadNode], asked: Resources, nodes: Sequence[Node], count: int
 ) -> Choice:
-    """Choose, of the nodes of partitions, the bad ones to leave out, the latest blamed first.
+    """Choose the bad nodes to exclude, the node that was marked last first.
 
-    In each partition enough others stay that Slurm can give now: one that is down may be needed
-    once it is back.
+    In each partition, enough usable nodes must remain. A bad node that is down now can be excluded
+    too, since it may come back.
     """
     demanded, unwanted = set(hosts_of(asked.nodelist)), set(hosts_of(asked.exclude))
     here: dict[str, set[str]] = defaultdict(set)
@@ -237,13 +236,13 @@ def select_excluded(
     remarks: list[str] = []
     for node in sorted(bad.values(), key=lambda node: node.time, reverse=True):
         if node.host not in here or node.host in unwanted:
-            continue  # Slurm would not give it anyway; an unknown name it refuses
+            continue  # Slurm would not assign it, and rejects unknown names
         if node.host in demanded:
-            remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist demands it")
+            remarks.append(f"{node.host} is bad ({node.reason}), but --nodelist requires it")
         elif tight := [p for p in here[node.host] if room[p] < (node.host in fitting[p])]:
             where = f" in {min(tight)}" if len(room) > 1 else ""
             remarks.append(
-                f"{node.host} is bad ({node.reason}), but is not left out: of "
+                f"{node.host} is bad ({node.reason}), but is not excluded: of "
                 f"{len(fitting[min(tight)])} nodes that fit{where}, the job needs {count}"
             )
         else:
@@ -254,14 +253,14 @@ def select_excluded(
 
 
 def reject_bad_nodelist(root: Path, asked: Resources) -> None:
-    """Refuse a request whose --nodelist demands a bad node. Raises OptionError."""
+    """Reject a request whose --nodelist requires a bad node. Raises OptionError."""
     try:
         bad = read(root) if asked.nodelist else {}
     except OSError:
         return
     demanded = [node for host in hosts_of(asked.nodelist) if (node := bad.get(host))]
     if demanded:
-        why = "; ".join(f"{node.host} is left out as bad: {node.reason}" for node in demanded)
+        why = "; ".join(f"{node.host} is excluded as bad: {node.reason}" for node in demanded)
         names = " ".join(node.host for node in demanded)
         raise OptionError(
             f"--nodelist {asked.nodelist}",
@@ -273,10 +272,10 @@ def reject_bad_nodelist(root: Path, asked: Resources) -> None:
 def merge_excludes(
     asked: Resources, before: Sequence[str], chosen: Collection[str], known: Collection[str]
 ) -> list[str]:
-    """Return all nodes that a job is to leave out: the person's, those from elsewhere, the bad.
+    """Return all nodes that a job excludes: the user's, those set elsewhere, and the bad ones.
 
-    before: what the job leaves out so far. known: all that were ever blamed; of these the ones that
-    are bad no longer come back.
+    before: nodes that the job excludes so far. known: all that were ever marked bad; of these, the
+    ones that are no longer bad are dropped.
     """
     own = hosts_of(asked.exclude)
     others = [host for host in before if host not in known]
@@ -284,11 +283,11 @@ def merge_excludes(
 
 
 def find_repeat_offender(starts: Sequence[PastAttempt]) -> str:
-    """Return the node on which ranks crash that got further elsewhere; empty without one.
+    """Return the node on which ranks crash repeatedly but get further elsewhere; empty without one.
 
-    The first failure was there in the last two attempts on it, both had other nodes too, and an
-    attempt without it came further than both. Only what can be the hardware's counts
-    (`may_be`): an exception of the program says nothing of a node.
+    In the last two attempts on it, the first failure was there, and both had other nodes too. An
+    attempt without the node got further than both. Only possible hardware failures count
+    (`may_be_hardware`): a program's exception says nothing about a node.
     """
     crashed = next((t for t in reversed(starts) if t.failure and t.failure.host in t.nodes), None)
     host = crashed.failure.host if crashed and crashed.failure else ""
@@ -308,13 +307,12 @@ def find_repeat_offender(starts: Sequence[PastAttempt]) -> str:
 
 
 def straggling(starts: Sequence[PastAttempt]) -> dict[str, str]:
-    """Return the nodes that are slow, whatever rank runs there, each with what was seen.
+    """Return the nodes that are slow whatever rank runs there, with the observation.
 
-    In the last attempt several ranks of the node were slow to its end, or one was and in an earlier
-    attempt another one. One attempt is enough: its ranks are dealt new random shares of the data
-    at each epoch, and the next one may well have the same ranks there. A rank that was slow on
-    several nodes brings it along, and counts for none; nor does any where more than half of the
-    nodes have slow ranks.
+    Either several ranks of the node were slow until the last attempt's end, or one was slow in it
+    and another one in an earlier attempt. One attempt is enough: each epoch gives its ranks new
+    random shares of the data, and the next attempt may place the same ranks there. A rank that was
+    slow on several nodes does not count, and no node counts if more than half have slow ranks.
     """
     last = starts[-1] if starts else PastAttempt(0)
     if 2 * len({slow.host for slow in last.slow}) > len(set(last.nodes)):
@@ -340,7 +338,7 @@ def straggling(starts: Sequence[PastAttempt]) -> dict[str, str]:
 
 
 def _fits(node: Node, asked: Resources) -> bool:
-    """Return whether a node can serve the request now, as far as sinfo tells."""
+    """Return whether a node can serve the request now, according to sinfo."""
     cpus = (asked.cpus_per_task or 1) * asked.tasks_per_node
     wanted = features_of(asked.constraint)
     return (
@@ -353,7 +351,7 @@ def _fits(node: Node, asked: Resources) -> bool:
 
 
 def _megabytes(size: str) -> int:
-    """Return the memory of a node that --mem asks for; 0 where it says nothing."""
+    """Return the memory per node that --mem asks for; 0 without a value."""
     if not size:
         return 0
     number, unit = (size[:-1], size[-1].upper()) if size[-1].isalpha() else (size, "M")
@@ -362,18 +360,20 @@ def _megabytes(size: str) -> int:
 
 @dataclass(frozen=True)
 class Sign:
-    """Words that name hardware, and who says so."""
+    """Pattern of an error that names hardware, with its source."""
 
     name: str
     pattern: re.Pattern[str]
     source: str
 
 
-_TORCHS = re.compile(r"RuntimeError|(?:torch\.)?AcceleratorError|(?:torch\.distributed\.)?Dist\w+")
-"""Exceptions by which torch passes on what CUDA and NCCL say."""
+_TORCH_ERRORS = re.compile(
+    r"RuntimeError|(?:torch\.)?AcceleratorError|(?:torch\.distributed\.)?Dist\w+"
+)
+"""Exceptions with which torch passes on errors of CUDA and NCCL."""
 _CUDA = r"\A(?:CUDA error|NCCL error|Cuda failure)\b.*?"
 _ENUM = "CUDA Runtime API, enum cudaError"
-OF_TORCH = (
+TORCH_SIGNS = (
     Sign(
         "uncorrectable ECC error",
         re.compile(rf"{_CUDA}uncorrectable ECC error encountered", re.DOTALL),
@@ -399,28 +399,28 @@ OF_TORCH = (
         "NCCL, src/misc/ibvwrap.cc and src/transport/net_ib.cc",
     ),
 )
-"""Words of torch's exceptions. A plain ncclSystemError is what a lost peer gives as well."""
-OF_LOG = (
+"""Errors in torch's exceptions. A plain ncclSystemError also follows from a lost peer."""
+LOG_SIGNS = (
     Sign(
         "Xid",
         re.compile(
             r"^.*NVRM: Xid \(PCI:[0-9a-fA-F:.]+\): (?:48|64|74|79|94|95|119|120|140),.*$",
             re.MULTILINE,
         ),
-        "NVIDIA, XID Errors: those that it lays to hardware, not to the application",
+        "NVIDIA, XID Errors: those attributed to hardware, not to the application",
     ),
 )
-"""The kernel's words at the end of a rank's log, where a program or a site prints them there."""
-# Below these a path is of the node itself on usual sites; /scratch and /home are often shared.
+"""Kernel messages at the end of a rank's log, if a program or a site prints them there."""
+# On usual sites these paths are local to the node; /scratch and /home are often shared.
 _LOCAL_EIO = re.compile(
     r"\[Errno 5\] Input/output error: (?P<path>b?['\"]/(?:tmp|var/tmp|local|localscratch)/.*)"
 )
 
 
 def named_hardware(error: TaskError | None, exit_code: int | None, log: str) -> str:
-    """Name the hardware of which a rank died; empty where nothing names any.
+    """Return the hardware error of which a rank died; empty without one.
 
-    error: what its parent recorded. exit_code: its own, as a shell gives it. log: the end of its
+    error: as its parent recorded it. exit_code: the rank's, as a shell gives it. log: end of its
     log.
     """
     if exit_code == 128 + signal.SIGBUS:
@@ -430,13 +430,13 @@ def named_hardware(error: TaskError | None, exit_code: int | None, log: str) -> 
     if error and error.type == "OSError":
         local = _LOCAL_EIO.search(error.message)
         return f"I/O error of the local disk: {local['path'][:200]}" if local else ""
-    if error and error.type and not _TORCHS.fullmatch(error.type):
-        return ""  # the program's own
+    if error and error.type and not _TORCH_ERRORS.fullmatch(error.type):
+        return ""  # an error of the program
     if error and error.type:
-        sign = next((each for each in OF_TORCH if each.pattern.search(error.message)), None)
+        sign = next((each for each in TORCH_SIGNS if each.pattern.search(error.message)), None)
         if sign:
             return f"{sign.name}: {error.message.splitlines()[0][:200]}"
-    for sign in OF_LOG:
+    for sign in LOG_SIGNS:
         if line := sign.pattern.search(log):
             return f"{sign.name}: {line[0].strip()[:200]}"
     return ""
@@ -447,9 +447,9 @@ _OF_DEVICE = re.compile(r"(?:RuntimeError|(?:torch\.)?AcceleratorError): (?:CUDA
 
 
 def may_be_hardware(reason: str, exit_code: int | None) -> bool:
-    """Return whether a failure can be the hardware's, so that its repetition says something.
+    """Return whether hardware may have caused a failure, so that its repetition is evidence.
 
-    reason: the failure's, as recorded. A signal of a crash and an error of the device can; an
-    exception of the program, an exit code of its own and a kill cannot.
+    reason: as recorded. Crash signals and errors of the device count; exceptions of the program,
+    its own exit codes and kills do not.
     """
     return exit_code in _CRASHES or _OF_DEVICE.match(reason) is not None

@@ -1,48 +1,48 @@
-"""Paths of a run in one object, and the runs of an output root.
+"""Paths of a run, and the runs of a runs directory.
 
-A run is one directory below the output root. What is in it:
+A run is one directory in the runs directory. Its content:
 
-    spec.json            the request (a record: the script does not read it)
-    script.sbatch        the exact bytes that were submitted
+    spec.json            the request (a record; the script does not read it)
+    script.sbatch        exactly what was submitted
     events.jsonl         submitted, started, ended, requeued: Slurm job ids, times, exit codes
-    resolved.json        what the ranks agreed on where the request said auto
-    clusterddp.pyz       leads to the run's own clusterddp, clusterddp-VERSION-DIGEST.pyz, whose
-                         bytecode lies in __pycache__ (`submission.bundle`)
-    code/ code.json      the person's own tree when a command, or a model or dataset of theirs, was
-                         submitted, and its digests
-    workdir              leads to the folder of the copy in which the tasks start, where that is not
+    resolved.json        values on which the ranks agreed for each `auto` of the request
+    clusterddp.pyz       link to the run's own clusterddp, clusterddp-VERSION-DIGEST.pyz, with its
+                         bytecode in __pycache__ (`submission.bundle`)
+    code/ code.json      copy of the user's code, if a command or the user's own model or dataset
+                         was submitted, and its digests
+    workdir              link to the folder of the copy in which the tasks start, if that is not
                          its top: a git work tree is copied from its top
-    logs/job.log         what the batch script and Slurm said
-    logs/rank-R.log      what rank R printed (logs/node-N.log: a torchrun agent)
-    attempts/0001/       one start of the run, which alone writes there (see `attempt`):
-        attempt.json     who trains, and from which checkpoint
-        preflight.json   what the nodes measured ahead of the tasks
-        preflight-full.json  what the ranks measured before they trained
-        checkpoints/     step-00001200.pt and its .sha256, those of earlier attempts included
+    logs/job.log         output of the batch script and Slurm
+    logs/rank-R.log      output of rank R (logs/node-N.log: of a torchrun agent)
+    attempts/0001/       one attempt, which alone writes there (see `attempt`):
+        attempt.json     job, ranks and the checkpoint that the attempt started from
+        preflight.json   node checks before the tasks
+        preflight-full.json  the ranks' checks before the training
+        checkpoints/     step-00001200.pt and its .sha256, including those of earlier attempts
         metrics.jsonl    loss, accuracy, images/s, learning rate since the run's first step
-        outcomes/        rank-R.json: how rank R ended; beside them what `outcome` notes, and
-                         error-R.json: written by torch's `record`
+        outcomes/        rank-R.json: end of rank R; also the notes of `outcome`, and
+                         error-R.json, written by torch's `record`
         profile/         rank-R.trace.json.gz, with --profile
         tensorboard/     with --tensorboard
-    current              leads to the attempt that trains, or that trained last
-    checkpoints          leads to current/checkpoints
-    metrics.jsonl        leads to current/metrics.jsonl
-    outcomes/            of ranks that were started by hand, each by itself
-    report.json          what the run achieved
-    notify.sbatch        with --notify; notified-NNNN.json says who told the program, and
-                         logs/notify.log has what that printed
+    current              link to the latest attempt that has trained
+    checkpoints          link to current/checkpoints
+    metrics.jsonl        link to current/metrics.jsonl
+    outcomes/            ends of ranks that were started manually, outside a job
+    report.json          results of the run
+    notify.sbatch        with --notify; notified-NNNN.json records which process notified, and
+                         logs/notify.log its output
     tracked.json         with --tracker
-    evaluation.json      which classes were confused in the end, the images of the highest loss
+    evaluation.json      confusion of the classes at the end, and the images with the highest loss
     batch_sizes.json     with --find-batch-size
-    resume-NNNN.claim  who resumes the run, while it does
+    resume-NNNN.claim    process that currently resumes the run
 
-A sweep has a directory of its own beside those of its points, which are runs, SWEEP-INDEX. In it:
+A sweep has its own directory next to those of its points, which are runs, SWEEP-INDEX. Its content:
 
-    sweep.json           the request with all points, in place of spec.json: a sweep is no run
-    script.sbatch        the one script of all points
+    sweep.json           the request with all points, instead of spec.json: a sweep is not a run
+    script.sbatch        the script of all points
     events.jsonl         which points were submitted, when, as which array
     clusterddp.pyz, code/, code.json
-                         what its points share: in their directories are links to these
+                         shared by the points, whose directories link to them
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class _Folder(Protocol):
 
 @dataclass(frozen=True)
 class PathIn:
-    """Path in the folder whose attribute it is."""
+    """Descriptor: a path relative to the owner's folder."""
 
     name: str
 
@@ -97,25 +97,25 @@ class RunDir:
     attempts = PathIn("attempts")
     current = PathIn("current")
     bundle = PathIn("clusterddp.pyz")
-    """Leads to the run's own clusterddp, where it carries one."""
+    """Link to the run's own clusterddp, if it has one."""
     code = PathIn("code")
     code_record = PathIn("code.json")
-    """Digests of the person's tree at submission."""
+    """Digests of the user's code at submission."""
     workdir = PathIn("workdir")
-    """Leads to the folder of the copy in which the tasks start, where that is not its top."""
+    """Link to the folder of the copy in which the tasks start, if that is not its top."""
     metrics = PathIn("metrics.jsonl")
     checkpoints = PathIn("checkpoints")
     report = PathIn("report.json")
     batch_sizes = PathIn("batch_sizes.json")
-    """Throughput of each batch size, where they were tried."""
+    """Throughput of each batch size, if they were measured."""
     notify_log = PathIn("logs/notify.log")
-    """Output of the program that --notify names."""
+    """Output of the program given by --notify."""
     notice_script = PathIn("notify.sbatch")
-    """Script of the job that tells it where the run's own cannot."""
+    """Script of the job that runs that program if the run's own job cannot."""
     tracked = PathIn("tracked.json")
-    """Ids by which trackers know the run."""
+    """Ids of the run in trackers."""
     evaluation = PathIn("evaluation.json")
-    """Classes that were confused in the end, and the images of the highest loss."""
+    """Confusion of the classes at the end, and the images with the highest loss."""
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -126,9 +126,9 @@ class RunDir:
 
     @property
     def workdir_name(self) -> str:
-        """Name the folder in which the tasks start, below the top of the copy; empty for that."""
+        """Folder in which the tasks start, relative to the top of the copy; empty for the top."""
         try:
-            return os.readlink(self.workdir).partition("/")[2]  # noqa: PTH115 -- which tidies it
+            return os.readlink(self.workdir).partition("/")[2]  # noqa: PTH115 -- it normalizes the path
         except OSError:
             return ""
 
@@ -138,20 +138,20 @@ class RunDir:
         return self.code / self.workdir_name
 
     def top_of_code(self, folder: Path) -> Path:
-        """Return what was copied for a submission in this folder: itself, or one above it."""
+        """Return the top of the code copied by a submission in this folder: it, or one above it."""
         depth = len(Path(self.workdir_name).parts)
         return folder.absolute().parents[depth - 1] if depth else folder.absolute()
 
     @property
     def cli_name(self) -> str:
-        """Name or path by which a command that is typed in this folder finds the run."""
+        """Name or path of the run for commands typed in the current folder."""
         usual = Path(os.environ.get("CLUSTERDDP_RUNS_DIR") or "jobs")
         path = self.path.absolute()
         return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
 
     @property
     def array_index(self) -> str:
-        """Index of the array's element that this run is, RUN-INDEX; empty where it is none."""
+        """Index of this run's array task, RUN-INDEX; empty if it has none."""
         spec, path = self.read_spec(), self.path.resolve()
         name, _, index = path.name.rpartition("-")
         if spec and index.isdigit() and path.parent / name == Path(spec.run_dir).resolve():
@@ -160,7 +160,7 @@ class RunDir:
 
     @property
     def sweep(self) -> "SweepDir | None":
-        """Sweep of which this run is a point; None for any other run."""
+        """Sweep that this run is a point of; None for any other run."""
         name, _, index = self.name.rpartition("-")
         folder = SweepDir(self.path.parent / name)
         if not (name and index.isdecimal() and folder.spec.is_file()):
@@ -170,7 +170,7 @@ class RunDir:
 
     @property
     def resume_command(self) -> str:
-        """Command that resumes the run; the script of an array's element starts all of them."""
+        """Command that resumes the run; the script of an array task would start all of them."""
         if self.array_index:
             script = shlex.quote(str(self.script.absolute()))
             return f"sbatch --array={self.array_index} {script}"
@@ -179,12 +179,12 @@ class RunDir:
     @classmethod
     @contextmanager
     def create(cls, spec: "JobSpec", script: str | None) -> Iterator["RunDir"]:
-        """Make the directory of a new run with its records, or nothing at all.
+        """Create the directory of a new run with its records, or nothing at all.
 
-        Records are laid down in a hidden sibling that is renamed into place when complete. What
-        was made is taken away again when the body raises a RequestError, so that a refused
-        submission leaves nothing; after anything else the job may be queued, and needs it.
-        Raises RequestError when the run exists or the output root cannot be written.
+        The records are written to a hidden sibling that is renamed when complete. If the body
+        raises a RequestError, everything is removed, so a refused submission leaves nothing. After
+        any other error the job may be queued and need the directory. Raises RequestError if the
+        run exists or the runs directory cannot be written.
         """
         path = Path(spec.run_dir)
         if path.exists() or path.is_symlink():
@@ -196,29 +196,29 @@ class RunDir:
         draft = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # mkdtemp makes it mode 0700: scripts and records may hold values of --env.
+            # mkdtemp makes it mode 0700: scripts and records can hold values of --env.
             draft = cls(Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)))
             if cls is RunDir:
                 draft.logs.mkdir()
             write_atomically(draft.spec, spec.to_json().encode())
             if script is not None:
                 write_atomically(draft.script, script.encode())
-            os.rename(draft.path, path)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
+            os.rename(draft.path, path)  # noqa: PTH104 -- must fail on a non-empty target
         except OSError as error:
-            undo(draft.path if draft else None, missing)
+            remove_created(draft.path if draft else None, missing)
             raise RequestError(
                 f"--runs-dir: cannot write the run directory {path}: {error.strerror}. "
-                "Choose a folder that you can write and that has room. [CD0504]"
+                "Choose a writable folder with enough disk space. [CD0504]"
             ) from None
         try:
             yield cls(path)
         except RequestError:
-            undo(path, missing)
+            remove_created(path, missing)
             raise
-        note_root(path.parent)
+        remember_runs_dir(path.parent)
 
     def make(self, *folders: Path) -> None:
-        """Make the directory, private to its owner, and folders in it; they may be there already.
+        """Create the directory, private to its owner, and folders in it, unless they exist.
 
         Raises OSError.
         """
@@ -228,20 +228,20 @@ class RunDir:
             folder.mkdir(mode=0o700, exist_ok=True)
 
     def load_spec(self) -> "JobSpec":
-        """Read the request; raises RequestError when there is none or it is damaged."""
-        from clusterddp.request.spec import JobSpec  # a task needs none
+        """Read the request. Raises RequestError if it is missing or damaged."""
+        from clusterddp.request.spec import JobSpec  # tasks do not need it
 
         try:
             return JobSpec.from_json(self.spec.read_text(errors="replace"), self.spec.name)
         except OSError as error:
             raise RequestError(
-                f"{self.path} is no run: {self.spec.name}: {error.strerror}. [CD0505]"
+                f"{self.path} is not a run: {self.spec.name}: {error.strerror}. [CD0505]"
             ) from None
         except RequestError as error:
             raise RequestError(f"{self.path}: {error}", code=error.code) from None
 
     def read_spec(self) -> "JobSpec | None":
-        """Read the request; None for a damaged one, which takes nothing from what else is known."""
+        """Read the request; None if it is damaged, so that the other records stay usable."""
         try:
             return self.load_spec()
         except RequestError:
@@ -250,7 +250,7 @@ class RunDir:
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Directory of a sweep: its request with all points, and what these share."""
+    """Directory of a sweep: its request with all points, and files that the points share."""
 
     spec = PathIn("sweep.json")
 
@@ -265,29 +265,30 @@ class SweepDir(RunDir):
 
     @property
     def is_sweep(self) -> bool:
-        """Return whether a sweep's request is there; also of a name that is too long."""
-        return os.path.isfile(self.spec)  # noqa: PTH113 -- Path's own raises OSError then
+        """Return whether a sweep's request exists, even for a name that is too long for a path."""
+        return os.path.isfile(self.spec)  # noqa: PTH113 -- Path.is_file raises OSError then
 
 
 def find_runs(runs_dir: Path) -> list[RunDir]:
-    """List the runs below an output root that this user can read, the latest last.
+    """List the runs of a runs directory that this user can read, the latest last.
 
-    A sweep is none, but each of its points is. Raises RequestError where it cannot be read.
+    The points of a sweep are runs, the sweep itself is not. Raises RequestError if the directory
+    cannot be read.
     """
     return directories(RunDir, runs_dir)
 
 
 def directories(kind: type[_Kind], runs_dir: Path) -> list[_Kind]:
-    """List the directories of a kind below an output root, the latest last.
+    """List the directories of a kind in a runs directory, the latest last.
 
-    Raises RequestError as `find_runs` does.
+    Raises RequestError if the directory cannot be read.
     """
     try:
         if not runs_dir.is_dir():
             return []
         found = [kind(path) for path in runs_dir.iterdir() if not path.name.startswith(".")]
         readable = [run for run in found if os.access(run.spec, os.R_OK)]
-        return sorted(readable, key=lambda run: (run.spec.stat().st_mtime, _in_order(run.name)))
+        return sorted(readable, key=lambda run: (run.spec.stat().st_mtime, _natural_key(run.name)))
     except OSError as error:
         raise RequestError(
             f"--runs-dir: {runs_dir} cannot be read: {error.strerror}. Name a folder of runs "
@@ -295,22 +296,22 @@ def directories(kind: type[_Kind], runs_dir: Path) -> list[_Kind]:
         ) from None
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """Return what sorts a sweep's points by number: those of `a-2` ahead of those of `a-10`."""
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts a sweep's points by number: `a-2` before `a-10`."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def elsewhere(
+def find_in_other_dirs(
     kind: type[_Kind], root: Path, text: str, holds: Callable[[_Kind], bool]
 ) -> list[_Kind]:
-    """List the runs of a name or job id below a person's other output roots.
+    """List the runs of a name or job id in the user's other runs directories.
 
-    holds: whether one has a job of that id.
+    holds: returns whether a run has a job of that id.
     """
     if not text or "/" in text or text in (".", ".."):
         return []
     found: list[_Kind] = []
-    for other in known_roots():
+    for other in known_runs_dirs():
         if other.resolve() == root.resolve():
             continue
         with suppress(RequestError):  # it cannot be read
@@ -322,13 +323,13 @@ def elsewhere(
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """Return the step of a checkpoint, by its name; None for a file of another name."""
+    """Return the step in a checkpoint's file name; None for another name."""
     name = _CHECKPOINT.fullmatch(path.name)
     return int(name[1]) if name else None
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
-    """Find step and time of the checkpoint with the highest step; not verified, so cheap."""
+    """Return step and time of the checkpoint with the highest step, without verifying it."""
     try:
         with os.scandir(folder) as entries:
             by_step = [
@@ -344,9 +345,9 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def describe_output_folder(folder: str) -> str:
-    """Say whether what the tasks write to relative paths lies in the folder where they start.
+    """Say whether the tasks' relative output stays in the folder in which they start.
 
-    In a copy of the code, folders that git ignores are links to a person's own.
+    In a copy of the code, folders that git ignores are links to the user's own.
     """
     try:
         with os.scandir(folder) as entries:
@@ -358,21 +359,21 @@ def describe_output_folder(folder: str) -> str:
     except OSError:
         links = []
     own = (
-        f", but for {', '.join(links[:5])}{' …' * (len(links) > 5)}: links to yours"
+        f", except in {', '.join(links[:5])}{' …' * (len(links) > 5)} (links to your folders)"
         if links
         else ""
     )
-    return f"relative output lies there{own}"
+    return f"relative output is there{own}"
 
 
 def run_folders(run: RunDir) -> list[Path]:
-    """List what lies in a person's tree and is no code: runs, or the folder of runs alone."""
+    """List the run folders in a user's code tree: the runs directory and its runs and sweeps."""
     root = run.path.parent
     return [root, *(each.path for each in (*find_runs(root), *directories(SweepDir, root)))]
 
 
-def undo(made: Path | None, parents: list[Path]) -> None:
-    """Remove a run's directory, and the folders above it that were made for it alone."""
+def remove_created(made: Path | None, parents: list[Path]) -> None:
+    """Remove a run's directory, and the folders above it that were created for it."""
     import shutil
 
     if made:
@@ -381,29 +382,29 @@ def undo(made: Path | None, parents: list[Path]) -> None:
         try:
             parent.rmdir()
         except OSError:
-            return  # never made, or something else is in it already: not ours to remove
+            return  # not created, or not empty: something else uses it
 
 
-def note_root(root: Path) -> None:
-    """Note a folder of runs, where the home takes it."""
+def remember_runs_dir(root: Path) -> None:
+    """Remember a runs directory in the user's state file, if possible."""
     with contextlib.suppress(OSError, ValueError):
-        file, path = _file_of_roots(os.environ), str(root.absolute())
-        if file is None or "\n" in path or path in _noted(file):
+        file, path = _state_file(os.environ), str(root.absolute())
+        if file is None or "\n" in path or path in _read_remembered(file):
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8", errors="surrogateescape") as lines:
             lines.write(f"{path}\n")
 
 
-def known_roots() -> list[Path]:
-    """Return the folders that are there, the latest first."""
-    file = _file_of_roots(os.environ)
-    lines = _noted(file) if file else []
+def known_runs_dirs() -> list[Path]:
+    """Return the remembered runs directories that exist, the latest first."""
+    file = _state_file(os.environ)
+    lines = _read_remembered(file) if file else []
     found = {os.path.realpath(line): Path(line) for line in lines if os.path.isdir(line)}  # noqa: PTH112
     return [*reversed(found.values())]
 
 
-def _noted(file: Path) -> list[str]:
+def _read_remembered(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -411,8 +412,8 @@ def _noted(file: Path) -> list[str]:
     return [line for line in text.split("\n") if line]
 
 
-def _file_of_roots(environ: Mapping[str, str]) -> Path | None:
-    """Return the file with them, in the place of a user's state (XDG); None without a home."""
+def _state_file(environ: Mapping[str, str]) -> Path | None:
+    """Return the path of the state file (XDG); None without a home directory."""
     home = environ.get("HOME")
     state = environ.get("XDG_STATE_HOME") or (f"{home}/.local/state" if home else "")
     return Path(state, "clusterddp", "output-roots") if state else None

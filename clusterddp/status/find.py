@@ -12,7 +12,7 @@ from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import events
 from clusterddp.run.attempt import latest
 from clusterddp.run.history import History
-from clusterddp.run.run_dir import RunDir, SweepDir, directories, elsewhere, find_runs
+from clusterddp.run.run_dir import RunDir, SweepDir, directories, find_in_other_dirs, find_runs
 
 _PATTERN = frozenset("*?[")
 DEFAULT_ROOT = "jobs"
@@ -51,7 +51,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
         raise RequestError(
             f"the job id {text} belongs to several runs: {names}. Name one of them. [CD0502]"
         )
-    others = elsewhere(RunDir, root, text, lambda run: text in job_ids(run))
+    others = find_in_other_dirs(RunDir, root, text, lambda run: text in job_ids(run))
     if len(others) == 1:
         log.info(f"{text} is {others[0].path}")
         return others[0]
@@ -112,7 +112,7 @@ def find_sweep(runs_dir: Path, text: str) -> SweepDir | None:
         sweeps = reversed(find_sweeps(runs_dir))
         if found := next((sweep for sweep in sweeps if text in arrays_of(sweep)), None):
             return found
-    others = elsewhere(SweepDir, runs_dir, text, lambda sweep: text in arrays_of(sweep))
+    others = find_in_other_dirs(SweepDir, runs_dir, text, lambda sweep: text in arrays_of(sweep))
     if len(others) != 1 or is_run_of(runs_dir, text):
         return None
     log.info(f"{text} is {others[0].path}")

@@ -20,7 +20,7 @@ from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.sweep import is_array
 from clusterddp.run import bad_nodes, events
-from clusterddp.run.run_dir import RunDir, SweepDir, run_folders, undo
+from clusterddp.run.run_dir import RunDir, SweepDir, remove_created, run_folders
 from clusterddp.slurm.client import sbatch_options
 from clusterddp.slurm.site import Question, array_limits
 from clusterddp.status import chain
@@ -363,7 +363,7 @@ def created_points(
             raise
         raise RequestError(
             f"--runs-dir: cannot write {error.filename or sweep.path}: {error.strerror}. "
-            "Choose a folder that you can write and that has room. [CD0504]"
+            "Choose a writable folder with enough disk space. [CD0504]"
         ) from None
     try:
         yield points
@@ -406,4 +406,4 @@ def _fill_point(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[
 
 def _undo_points(points: Sequence[RunDir]) -> None:
     for point in points:
-        undo(point.path, [])
+        remove_created(point.path, [])

@@ -162,7 +162,7 @@ def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
     assert own._preflight(attempt, ["h01", "h02"]) == {}
     assert list(spares.bad(attempt.run)) == ["h02"]
     kept = files.read(PreflightRecord, attempt.preflight)
-    used = "failed: h02; demanded by --nodelist, but used anyway: h02"
+    used = "failed: h02; required by --nodelist, used anyway: h02"
     assert kept and kept.summary == used
     assert kept.failed == record.failed
 

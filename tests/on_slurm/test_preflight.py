@@ -134,7 +134,7 @@ def test_a_node_that_is_needed_and_fails_again_is_used_after_one_start(
     assert [each["cause"] for each in happened if each["event"] == "ended"] == [
         "preflight", "done",
     ], log  # fmt: skip
-    assert f"{BAD} is bad (/dev/shm: No space left on device), but is not left out" in log
+    assert f"{BAD} is bad (/dev/shm: No space left on device), but is not excluded" in log
     assert f"already marked bad, used anyway: {BAD}\n" in log
     assert "not_started" not in [each["event"] for each in happened]
     assert (tmp_path / "started").exists()

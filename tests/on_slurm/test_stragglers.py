@@ -108,5 +108,5 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     assert node["reason"].startswith("slow with ranks 2, 3, in the last attempt at ")
     assert f"clusterddp: node h02 is bad: {node['reason']}\n" in run.job_log.read_text()
     next_one = submit(cluster, tmp_path, "--run-name", "next", "--wait", "--", "true")
-    assert "left out as bad: h02 (slow with ranks 2, 3" in next_one.stderr
+    assert "excluded as bad: h02 (slow with ranks 2, 3" in next_one.stderr
     assert next_one.returncode == 0, next_one.stderr

@@ -20,7 +20,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.resources import Resources
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt, StartRefused
-from clusterddp.run.bad_nodes import OF_LOG, OF_TORCH, BadNode, named_hardware
+from clusterddp.run.bad_nodes import LOG_SIGNS, TORCH_SIGNS, BadNode, named_hardware
 from clusterddp.run.events import Failure
 from clusterddp.run.history import History, PastAttempt, Policy
 from clusterddp.run.records import SlowRank, TaskError
@@ -136,7 +136,7 @@ def test_bad_nodes_are_left_out_as_far_as_enough_others_stay() -> None:
     choice = bad_nodes.select_excluded(bad("h01", "h02"), asked, cluster(3), 2)
     assert list(choice.nodes) == ["h02"]  # the latest
     assert choice.remarks == (
-        "h01 is bad (lost), but is not left out: of 3 nodes that fit, the job needs 2",
+        "h01 is bad (lost), but is not excluded: of 3 nodes that fit, the job needs 2",
     )
     assert chosen(asked, cluster(2), "h01") == []
 
@@ -186,7 +186,7 @@ def test_nodes_that_are_demanded_unwanted_or_elsewhere_are_passed_over() -> None
     asked = Resources(nodes=1, nodelist="h01", exclude="h02")
     choice = bad_nodes.select_excluded(bad("h01", "h02", "gone"), asked, cluster(4), 1)
     assert choice.nodes == {}
-    assert choice.remarks == ("h01 is bad (lost), but --nodelist demands it",)
+    assert choice.remarks == ("h01 is bad (lost), but --nodelist requires it",)
 
 
 def test_what_is_left_out_is_merged_with_the_persons_and_forgets_the_cleared() -> None:
@@ -205,7 +205,7 @@ def test_sinfo_is_asked_once_and_only_where_a_node_is_bad(workplace: Workplace) 
     assert workplace.calls == []
     bad_nodes.mark_bad(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     choice = bad_nodes.choose(workplace.root, asked, os.environ)
-    assert choice.line == "left out as bad: h02 (lost). 'clusterddp bad-nodes' lists them"
+    assert choice.line == "excluded as bad: h02 (lost). 'clusterddp bad-nodes' lists them"
     assert len(workplace.calls) == 1
     three = Resources(nodes=3)
     assert "the job needs 3" in bad_nodes.choose(workplace.root, three, os.environ).remarks[0]
@@ -222,7 +222,7 @@ def test_with_several_partitions_each_keeps_enough_others(workplace: Workplace) 
     choice = bad_nodes.choose(workplace.root, asked, os.environ)
     assert list(choice.nodes) == ["h03"]  # b has no other than h01 and h02
     assert choice.remarks == (
-        "h01 is bad (slow), but is not left out: of 2 nodes that fit in b, the job needs 2",
+        "h01 is bad (slow), but is not excluded: of 2 nodes that fit in b, the job needs 2",
     )
     # A job that has got one of them may get the other at its next start.
     assert bad_nodes.choose(workplace.root, asked, os.environ, partition="a") == choice
@@ -233,9 +233,9 @@ def test_with_several_partitions_each_keeps_enough_others(workplace: Workplace) 
 @pytest.mark.parametrize(
     ("sinfo", "asked", "words"),
     [
-        ("echo no >&2; exit 1", {}, "h02 cannot be left out: sinfo: no"),
-        (None, {}, "h02 cannot be left out: no sinfo on PATH"),
-        ("", {"reservation": "night"}, "which nodes reservation night has is not known"),
+        ("echo no >&2; exit 1", {}, "h02 cannot be excluded: sinfo: no"),
+        (None, {}, "h02 cannot be excluded: no sinfo on PATH"),
+        ("", {"reservation": "night"}, "it is not known which nodes reservation night has"),
     ],
 )
 def test_where_nothing_can_be_told_nothing_is_left_out_and_it_says_so(
@@ -253,7 +253,7 @@ def test_an_option_that_decides_which_nodes_fit_has_none_left_out(workplace: Wor
     bad_nodes.mark_bad(run_in(workplace.root), "7", {"h02": "lost"}, bad_nodes.BY_LOSS)
     choice = bad_nodes.choose(workplace.root, Resources(), os.environ, others=["gres", "nice"])
     assert choice.nodes == {}
-    assert "which nodes can serve --gres is not known" in choice.remarks[0]
+    assert "it is not known which nodes can serve --gres" in choice.remarks[0]
 
 
 def test_a_nodelist_that_demands_a_bad_node_is_refused(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_near_misses_name_none(name: str) -> None:
 
 def test_each_sign_has_its_source_in_the_documentation() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs/bad-nodes.md").read_text().split())
-    for sign in (*OF_TORCH, *OF_LOG):
+    for sign in (*TORCH_SIGNS, *LOG_SIGNS):
         assert sign.source in text
 
 

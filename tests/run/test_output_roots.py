@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.run_dir import RunDir, known_roots, note_root
+from clusterddp.run.run_dir import RunDir, known_runs_dirs, remember_runs_dir
 from tests.cli.made_runs import Workplace, ended, submitted, workplace
 
 __all__ = ["workplace"]
@@ -24,7 +24,7 @@ def another(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to type in, other than the one of the submissions."""
     path = workplace.folder / "another"
     path.mkdir()
-    note_root(workplace.root)
+    remember_runs_dir(workplace.root)
     monkeypatch.chdir(path)
     return path
 
@@ -38,7 +38,7 @@ def test_a_submission_notes_its_folder_of_runs_once(workplace: Workplace, state:
     workplace.command("sbatch", "/bin/cat >/dev/null; echo no >&2; exit 1")
     refused = workplace.invoke("submit", "--run-name=c", "--runs-dir=x", "--", "true")
     assert refused.code == 2
-    assert known_roots() == [workplace.root]
+    assert known_runs_dirs() == [workplace.root]
 
 
 @pytest.mark.parametrize("text", ["one", "41"])
@@ -73,14 +73,14 @@ def test_several_of_a_name_are_listed(workplace: Workplace, another: Path) -> No
     third = RunDir(workplace.folder / "third/one")
     third.make(third.logs)
     third.spec.write_bytes((workplace.root / "one/spec.json").read_bytes())
-    note_root(third.path.parent)
+    remember_runs_dir(third.path.parent)
     shown = workplace.invoke("status", "one")
     assert shown.code == 2
     assert f"several elsewhere: {third.path}, {workplace.root}/one. Give the" in shown.err
 
 
 def test_what_is_not_there_is_said_as_ever(workplace: Workplace, another: Path) -> None:
-    note_root(another / "removed")
+    remember_runs_dir(another / "removed")
     for text in ("nothing", "99", ".."):
         shown = workplace.invoke("status", text)
         assert shown.code == 2

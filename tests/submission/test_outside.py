@@ -182,7 +182,7 @@ def test_a_folder_of_a_git_work_tree_finds_what_lies_beside_it(tmp_path: Path, t
     shown = subprocess.run(
         [*CLUSTERDDP, "status", "a"], cwd=folder, capture_output=True, text=True, check=True
     )
-    assert f"works in    {run.path}/code/examples/mnist; relative output lies there" in shown.stdout
+    assert f"works in    {run.path}/code/examples/mnist; relative output is there" in shown.stdout
 
 
 @with_git
@@ -253,10 +253,13 @@ def test_outputs_that_are_links_to_a_persons_own_are_said_to_be_so(
     said = submit("true")
     link = "outputs/ in the copy of your code: a link to "
     assert f"{link}{tree / 'outputs'}, as git ignores it" in said
-    assert "; relative output lies there, but for data/, outputs/: links to yours\n" in said
+    assert "; relative output is there, except in data/, outputs/ (links to your folders)\n" in said
     root = ["--runs-dir", str(tmp_path / "jobs")]
     shown = CliRunner().invoke(cli, ["status", *root, "a"])
-    assert "relative output lies there, but for data/, outputs/: links to yours" in shown.stdout
+    assert (
+        "relative output is there, except in data/, outputs/ (links to your folders)"
+        in shown.stdout
+    )
 
 
 def test_checkpoints_that_are_copied_are_named(tree: Path, submit: Say) -> None:

@@ -67,10 +67,10 @@ def test_where_relative_output_lies_is_said_for_code_of_ones_own(workplace: Work
     spec = dataclasses.replace(run.load_spec(), train=None, command=("python", "train.py"))
     run.spec.write_text(spec.to_json())
     said = workplace.invoke("status").out
-    assert "works in    /home/me/x; relative output lies there\n" in said
+    assert "works in    /home/me/x; relative output is there\n" in said
     run.code.mkdir()
     said = workplace.invoke("status").out
-    assert f"works in    {run.code}; relative output lies there\n" in said
+    assert f"works in    {run.code}; relative output is there\n" in said
     inside = dataclasses.replace(spec, container_image="docker://x", container_workdir="/w")
     run.spec.write_text(inside.to_json())
     assert "works in    /w in the container; relative output" in workplace.invoke("status").out
