@@ -12,6 +12,7 @@ import atexit
 import gc
 import importlib
 import os
+import re
 import sys
 import threading
 from typing import TYPE_CHECKING, NoReturn
@@ -31,39 +32,47 @@ from clusterddp.version import __version__
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# A command is the module of its name in clusterddp.cli.commands, which holds `command`; its line
-# stands in the overview. Those without one are called by batch scripts.
+# A command is the module of its name in clusterddp.cli.commands, which holds `command`. Commands
+# without a line are called by batch scripts and not listed.
 COMMANDS = {
     "submit": "Render, check and submit a run to Slurm.",
-    "check": "Say what will go wrong in scripts of your own.",
-    "import": "Print the submit line that does what an sbatch script does.",
-    "doctor": "Check this account, Slurm, folders and Python for runs.",
-    "debug": "Train in this very process, or in --procs N of them.",
-    "compare": "Train on one device and on several: a table, and a picture.",
-    "train": "Train as one rank: in a task of a run, by hand or under torchrun.",
-    "exec": "Derive the distributed environment and become COMMAND.",
-    "env": "Show who this task is, and where each value came from.",
-    "runs": "List the runs.",
-    "status": "Show how a run is doing.",
+    "debug": "Train on this machine, in one process or in --procs N.",
+    "train": "Train as one rank, in a job, by hand or under torchrun.",
+    "compare": "Train on one device and on several; print a table.",
+    "runs": "List runs.",
+    "status": "Show the state and progress of a run.",
     "logs": "Show or follow the logs of a run.",
-    "stacks": "Show where each rank of a running job is now.",
+    "stacks": "Show where each rank of a running job is.",
     "checkpoints": "List and verify the checkpoints of a run.",
-    "report": "Show what runs achieved, also as a page of HTML.",
-    "stop": "Ask a run to save and leave.",
-    "cancel": "Cancel a run.",
+    "report": "Show results of runs, also as an HTML page.",
     "resume": "Resume a run from its last checkpoint.",
-    "clean": "Remove what can be spared of old runs.",
-    "rm": "Remove whole runs.",
-    "bad-nodes": "List the nodes that runs leave out as bad, or clear them.",
-    "data": "Fetch, check, import or generate the dataset.",
+    "stop": "Ask a run to checkpoint and exit.",
+    "cancel": "Cancel a run.",
+    "clean": "Free disk space used by old runs.",
+    "rm": "Remove runs.",
+    "check": "Check your scripts for mistakes.",
+    "import": "Convert an sbatch script into a submit line.",
+    "exec": "Set the rank variables and run COMMAND.",
+    "env": "Show this task's rank variables and their sources.",
+    "doctor": "Check the account, Slurm, directories and Python.",
+    "site": "Show the settings in force and their sources.",
     "templates": "List, show or copy the sbatch templates.",
-    "site": "Show each setting in force and its source; take those for a public cluster.",
-    "explain": "Explain the code that ends a message, and what to do.",
+    "bad-nodes": "List or clear the nodes marked bad.",
+    "data": "Fetch, check, import or generate the dataset.",
+    "explain": "Explain the code at the end of a message.",
     "completion": "Print the completion script of a shell.",
     "batch": "",
     "probe": "",
     "notify": "",
 }
+_GROUPS = {
+    "Run": "submit debug train compare",
+    "Watch": "runs status logs stacks checkpoints report",
+    "Resume and clean up": "resume stop cancel clean rm",
+    "Your scripts": "check import exec env",
+    "This site": "doctor site templates bad-nodes data explain completion",
+}
+"""Groups of commands in --help."""
 MODULES = {"import": "import_script"}
 """Modules of commands whose names Python keeps for itself."""
 _exit_code = EXIT_FAILED
@@ -114,24 +123,26 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
+        width = max(map(len, COMMANDS))
+        for title, names in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<{width}}", COMMANDS[name]) for name in names.split()])
 
 
 @click.group(
     cls=LazyGroup,
     context_settings=OF_HELP,
-    epilog="Exit codes: 0 done, 1 the run failed, 2 a wrong request, 75 stopped and "
-    "can resume, 130 interrupted.",
+    epilog="Exit codes: 0 done; 1 the run failed; 2 usage error, or refused; 75 stopped after a "
+    "checkpoint, can resume; 130 interrupted.",
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Take a PyTorch distributed training run onto a Slurm cluster.
+    """Run PyTorch distributed training on a Slurm cluster.
 
     \b
-    clusterddp submit --nodes 2 --gpus-per-node 4                    trains MNIST on 8 ranks
-    clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py  your own script
-    clusterddp submit --nodes 2 --gpus-per-node 4 --dry-run          prints the sbatch script
+    clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py
+    clusterddp submit --nodes 2 --gpus-per-node 4              # trains MNIST on 8 ranks
+    clusterddp submit --nodes 2 --gpus-per-node 4 --dry-run    # prints the sbatch script
     """
 
 
@@ -178,9 +189,10 @@ def _run() -> NoReturn:
         click.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
-        message = coded(error.format_message(), "CD0101")
-        vars(error)["format_message"] = lambda: message
-        error.show()
+        if type(error).__name__ == "NoArgsIsHelpError":  # from click 8.2
+            click.echo(error.format_message(), err=True)
+        else:
+            click.echo(f"clusterddp: {coded(_usage_message(error), 'CD0101')}", err=True)
         sys.exit(error.exit_code)
     except ClusterDDPError as error:
         click.echo(f"clusterddp: {coded(error)}", err=True)
@@ -199,6 +211,19 @@ def _run() -> NoReturn:
             sys.exit(EXIT_WRONG_REQUEST)
         raise
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_message(error: click.ClickException) -> str:
+    """Return what click found wrong as one of our messages, with the help to see."""
+    message = " ".join(error.format_message().split())
+    message = re.sub(r"[.]? \(?(Did you mean .*\?|Possible options: .*?)\)?$", r". \1", message)
+    if message[1:2].islower():
+        message = message[0].lower() + message[1:]
+    message += "" if message.endswith((".", "?")) else "."
+    ctx = getattr(error, "ctx", None)
+    if ctx is None or "Did you mean" in message or " --help'" in message:
+        return message
+    return f"{message} See '{ctx.command_path} --help'."
 
 
 def _folder_is_gone() -> bool:

@@ -194,7 +194,7 @@ class WithCommand(SettingsCommand):
         cut = [*args, "--"].index("--")
         ctx.meta["command"] = tuple(args[cut + 1 :])
         if cut < len(args) and not args[cut + 1 :]:
-            raise click.UsageError("there is no COMMAND behind '--'.", ctx)
+            raise click.UsageError("there is no COMMAND after '--'.", ctx)
         return super().parse_args(ctx, args[:cut])
 
 

@@ -75,7 +75,7 @@ REPLACED = {
     "test-only": "--check",
     "parsable": "--json",
     "wait": "--wait",
-    "wrap": "the COMMAND behind '--'",
+    "wrap": "the COMMAND after '--'",
     "array": "--sweep NAME=VALUES, which submits a run for each value, or 'clusterddp submit "
     "--dry-run … | sbatch --array=LIST', as a submission is one run",
     "het-group": "one 'clusterddp submit' for each group, as a submission is one run",

@@ -85,7 +85,7 @@ def _check_typed(given: Given, sweep: Sweep) -> None:
             raise OptionError(
                 flags,
                 f" belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
-                "given; put the command's own options behind '--'. [CD0103]",
+                "given; put the command's own options after '--'. [CD0103]",
             )
     elif name := next((n for n in sweep.names if given.source(n.replace("-", "_")) == FLAG), ""):
         raise OptionError(

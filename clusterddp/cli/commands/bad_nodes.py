@@ -31,7 +31,7 @@ def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     BY says what blames a node: preflight, lost, hardware, repetition, straggling; LEFT is the time
     until it is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
 
-    Exit codes: 0 listed, 1 the list cannot be read, 2 a wrong request.
+    Exit codes: 0 listed, 1 the list cannot be read, 2 usage error.
     """
     if ctx.invoked_subcommand:
         return

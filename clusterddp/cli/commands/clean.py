@@ -62,7 +62,7 @@ def command(
     present attempt has saved even then. No link is followed out of a run's directory.
 
     Exit codes: 0 removed, nothing to remove, or the answer was no; 1 something could not be
-    removed; 2 a wrong request, nobody answered, or another process cleans or submits one of the
+    removed; 2 usage error, nobody answered, or another process cleans or submits one of the
     runs; 130 interrupted.
     """
     if as_json and not (dry_run or yes):

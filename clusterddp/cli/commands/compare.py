@@ -59,7 +59,7 @@ class CompareCommand(SettingsCommand):
 @click.command(
     name="compare",
     cls=CompareCommand,
-    epilog="Exit codes: 0 done, 1 a run failed, 2 a wrong request, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 a run failed, 2 usage error, 130 interrupted.",
 )
 @click.option(
     "--strategies",

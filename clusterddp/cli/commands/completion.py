@@ -21,7 +21,7 @@ def command(ctx: click.Context, shell: str) -> None:
     # fish:
     clusterddp completion fish > ~/.config/fish/completions/clusterddp.fish
 
-    Exit codes: 0 printed, 2 a wrong request.
+    Exit codes: 0 printed, 2 usage error.
     """
     kind = get_completion_class(shell)
     assert kind is not None, f"click knows no {shell}"

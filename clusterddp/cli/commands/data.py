@@ -119,7 +119,7 @@ def import_command(source: Path, data_dir: str) -> None:
     FOLDER/MNIST/raw; a different set that is there already is never overwritten.
 
     Exit codes: 0 the set is whole and in place, 1 FILE has none, or another one is in its place, 2
-    a wrong request.
+    usage error.
     """
     from clusterddp.data.download import import_from
 

@@ -67,8 +67,8 @@ def command(
 
     With --container-image each rank runs in a container, as it would in a job.
 
-    Exit codes: 0 done, 1 the training failed, 2 a wrong request, 75 it was stopped and can resume,
-    130 interrupted, 128 + N ended by signal N before it had saved.
+    Exit codes: 0 done, 1 the training failed, 2 usage error, 75 stopped after a checkpoint, can
+    resume, 130 interrupted, 128 + N ended by signal N before a checkpoint.
     """
     from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
 

@@ -48,7 +48,7 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     are not given here are those of a submission: variables, site.cfg, defaults. It takes a minute
     at most. What each line means: docs/doctor.md.
 
-    Exit codes: 0 nothing is bad, 1 something is, 2 a wrong request.
+    Exit codes: 0 nothing is bad, 1 something is, 2 usage error.
     """
     from clusterddp import formatting
     from clusterddp.doctor import examine

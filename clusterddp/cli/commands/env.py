@@ -26,7 +26,7 @@ def command(source: str | None, as_json: bool) -> None:
     """Show who this task is: every value, and the variable it came from.
 
     In a Slurm step: srun clusterddp env. Exit codes: 0 derived, 1 the variables contradict each
-    other, 2 a wrong request.
+    other, 2 usage error.
     """
     environ = os.environ if source is None else parse_environment(_read(source))
     env = DistEnv.from_environ(environ)

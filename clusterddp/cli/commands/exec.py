@@ -47,7 +47,7 @@ def command(
     MASTER_PORT is set; within a job, as in the shell of salloc, it says so.
 
     Exit codes: COMMAND's own; 126 it cannot be run, 127 it was not found, 1 the variables
-    contradict each other, 2 a wrong request.
+    contradict each other, 2 usage error.
     """
     env = DistEnv.from_environ(os.environ)
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)

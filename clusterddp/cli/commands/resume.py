@@ -53,8 +53,8 @@ class ResumeCommand(WithCommand):
 @click.command(
     name="resume",
     cls=ResumeCommand,
-    epilog="Exit codes: 0 submitted, with --wait done; 1 the run failed, or nobody knows whether "
-    "it was queued; 2 a wrong request, or Slurm refused it; 75 with --wait: it was stopped and can "
+    epilog="Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is unknown whether "
+    "it was queued; 2 usage error, or refused; 75 with --wait: stopped after a checkpoint, can "
     "resume; 130 interrupted.",
 )
 @click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")

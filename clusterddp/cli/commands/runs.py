@@ -75,7 +75,7 @@ def command(
     --watch draws the list anew in a terminal, and elsewhere prints it again where it has changed;
     each look is one call of squeue.
 
-    Exit codes: 0 listed, 2 a wrong request, 130 a watch was ended by Ctrl-C.
+    Exit codes: 0 listed, 2 usage error, 130 a watch was ended by Ctrl-C.
     """
     if watch is not None and as_json:
         raise click.UsageError("--watch is for a person; call 'runs --json' as often as you like.")

@@ -38,12 +38,12 @@ class SubmitCommand(WithCommand):
             name = SHORT_FORMS.get(error.option_name, error.option_name.removeprefix("--"))
             if name not in REPLACED_FLAGS:
                 raise
-            message = f"{error.option_name} is sbatch's; here it is {REPLACED_FLAGS[name]}."
+            message = f"{error.option_name} is an option of sbatch. Use {REPLACED_FLAGS[name]}."
             raise click.UsageError(message, ctx) from None
         except click.UsageError as error:
             if type(error) is click.UsageError and "unexpected extra argument" in error.message:
                 message = (
-                    f"{error.message}. A COMMAND stands behind '--': submit [OPTIONS] -- COMMAND…"
+                    f"{error.message}. Put the command after '--': submit [OPTIONS] -- COMMAND."
                 )
                 raise click.UsageError(message, ctx) from None
             raise

@@ -65,9 +65,9 @@ def command(
 
     A run directory that holds checkpoints is resumed from its newest.
 
-    Exit codes: 0 done, 1 this rank failed, 2 a wrong request, 75 it was stopped and can resume, 130
-    interrupted, 128 + N ended by signal N. With --run-dir a task of Slurm or of torchrun that was
-    stopped ends with 0, for they would end the others.
+    Exit codes: 0 done, 1 this rank failed, 2 usage error, 75 stopped after a checkpoint, can
+    resume, 130 interrupted, 128 + N ended by signal N. With --run-dir, a stopped task of Slurm or
+    torchrun exits with 0, because another code would end the other tasks.
     """
     ctx = click.get_current_context()
     config = TrainConfig.of(held_by(ctx))

@@ -743,14 +743,14 @@ def test_sbatchs_usual_forms_are_taken() -> None:
 @pytest.mark.parametrize(
     ("typed", "ours"),
     [
-        (["--gpus", "8"], "--gpus is sbatch's; here it is --gpus-per-node [TYPE:]N"),
+        (["--gpus", "8"], "--gpus is an option of sbatch. Use --gpus-per-node [TYPE:]N"),
         (["--gpus=8"], "--gpus-per-node"),
-        (["-G8"], "-G is sbatch's; here it is --gpus-per-node"),
+        (["-G8"], "-G is an option of sbatch. Use --gpus-per-node"),
         (["-n", "4"], "--nodes N --tasks-per-node N"),
         (["--ntasks=4"], "--nodes N --tasks-per-node N"),
         (["--gres=gpu:4"], "--gpu-directive gres"),
         (["--array", "1-4"], "submit --dry-run … | sbatch --array=LIST"),
-        (["--wrap", "hostname"], "the COMMAND behind '--'"),
+        (["--wrap", "hostname"], "the COMMAND after '--'"),
     ],
 )
 def test_sbatchs_other_forms_are_answered_with_ours(typed: list[str], ours: str) -> None:
