@@ -1,4 +1,4 @@
-"""Reads a task's environment variables, torch's or those of a Slurm step.
+"""Reads a task's environment variables, set by torchrun or by a Slurm step.
 
 The numbers are cross-checked; every error is a DistEnvError with the variables and their values.
 srun(1), OUTPUT ENVIRONMENT VARIABLES, documents a step's variables.

@@ -728,7 +728,7 @@ class _LayoutReader:
         self, launcher: NestedLauncher, tasks: int, ranks: int, cpus: int | None
     ) -> None:
         if tasks > 1 and launcher.name not in MPI:
-            why = f"each of {tasks} tasks per node started it; now there are its {ranks} ranks"
+            why = f"each of {tasks} tasks per node started it; now {ranks} ranks start per node"
             self.note(self.where, launcher.name, why)
         elif ranks != tasks:
             why = f"its ranks are now Slurm's tasks, {ranks} per node"

@@ -746,8 +746,8 @@ def global_rank_device(script: PythonFile) -> Iterator[Found]:
             yield Found(
                 call.lineno,
                 sure,
-                f"{_source(number)} is the global rank: after the first of the {steps[0].nodes} "
-                "nodes, no GPU has that number.",
+                f"{_source(number)} is the global rank: except on the first of the "
+                f"{steps[0].nodes} nodes, no GPU has that number.",
                 re.sub(whole, local, script.line(call)) if typed else local,
             )
 

@@ -915,8 +915,8 @@ def directive_below_command(job: JobScript) -> Iterator[Found]:
     texts = enumerate(job.file.lines, 1)
     first = next(n for n, text in texts if text.strip() and not text.lstrip().startswith("#"))
     numbers = ", ".join(map(str, lines))
-    which = f"line {numbers} is a comment" if len(lines) == 1 else f"lines {numbers} are comments"
-    why = f"this is the first command, and sbatch reads no directives after it: {which}."
+    which = f"line {numbers} has" if len(lines) == 1 else f"lines {numbers} have"
+    why = f"this is the first command, and sbatch reads no directives after it: {which} no effect."
     yield Found(first, True, why, "\n".join((*lines.values(), job.line(first))))
 
 
@@ -970,10 +970,10 @@ def log_overwritten(job: JobScript) -> Iterator[Found]:
         return
     if job.file.value("output") == "/dev/null":
         return
-    line = directive.line if directive else requeue.line if requeue else 1
-    text = directive.text if directive else "#SBATCH --requeue"
-    why = "a requeued job truncates its log, so the earlier output is lost."
-    yield Found(line, False, why, f"{text}\n#SBATCH --open-mode=append")
+    line = directive.line if directive else 1
+    by = f" (line {requeue.line})" if requeue else ""
+    why = f"a requeued job{by} truncates its log, so the earlier output is lost."
+    yield Found(line, False, why, f"{job.line(line)}\n#SBATCH --open-mode=append")
 
 
 def _requeues(run: Run) -> bool:

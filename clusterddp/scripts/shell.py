@@ -1,10 +1,10 @@
 """Parses shell text into commands, without running any of it.
 
-Each word is expanded like bash would, as far as that is possible statically: quotes are removed,
-variables assigned in the text are replaced by their values and split unless quoted. An expansion
-known only at run time (`$SLURM_PROCID`, `$(hostname)`) becomes a mark: one private-use character,
-described in `Script.expansions`. Values are therefore plain strings, and the text of `bash -c "…"`
-can be parsed again: its marks are expansions of the outer shell.
+Words are expanded statically, following bash: quotes are removed, variables assigned in the text
+are replaced by their values and split unless quoted. An expansion known only at run time
+(`$SLURM_PROCID`, `$(hostname)`) becomes a mark: one private-use character, described in
+`Script.expansions`. Values are therefore plain strings, and the text of `bash -c "…"` can be parsed
+again: its marks are expansions of the outer shell.
 
 The parser knows the parts of bash's grammar common in job scripts: quotes, here-documents,
 substitutions, arrays, functions, conditions, loops. It accepts malformed text.

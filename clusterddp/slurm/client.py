@@ -604,8 +604,8 @@ class StillHeld(SlurmError):
 def requeue_with_dependency(job_id: str, dependency: str) -> None:
     """Requeue this running job with a dependency; without one it stays held.
 
-    The job is held until Slurm has accepted the dependency. --no-requeue is no obstacle, because no
-    task has started: the owner may allow requeues and forbid them again (seen on 22.05). Raises
+    The job is held until Slurm has accepted the dependency. --no-requeue is lifted and restored,
+    which the owner may do (seen on 22.05); that is safe here, because no task has started. Raises
     StillHeld if the job is requeued but stays held, SlurmError for other failures.
     """
     allowed = _job_fields(job_id).get("Requeue") == "1"

@@ -44,7 +44,7 @@ ATTEMPT_VARIABLE = "CLUSTERDDP_ATTEMPT"
 """Variable with the attempt's number, from the batch script to its tasks."""
 
 BATCH_VARIABLE = "CLUSTERDDP_BATCH"
-"""Variable with the job id; tells a batch script that the controller runs its lines."""
+"""Variable with the job id, set if the controller runs a batch script's lines."""
 
 NODES_VARIABLE = "CLUSTERDDP_NODES"
 """Variable with the step's nodes, for a script's lines in a job with spare nodes."""

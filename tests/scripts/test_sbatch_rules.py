@@ -251,7 +251,10 @@ MAY: dict[str, list[tuple[str, str]]] = {
         ("#SBATCH --signal=B:USR1@90\ntrap again EXIT\nsrun python train.py", "trap 'kill -USR1"),
         ("#SBATCH --signal=B:USR1@90\ntrap again $SIGNAL\nsrun python t.py", "trap 'kill -USR1"),
     ],
-    "log-overwritten": [("#SBATCH --requeue\nsrun python train.py", "--open-mode=append")],
+    "log-overwritten": [
+        ("#SBATCH --requeue\nsrun python train.py", "--open-mode=append"),
+        ("scontrol requeue $SLURM_JOB_ID", "#!/bin/bash\n#SBATCH --open-mode=append"),
+    ],
 }
 
 RIGHT: dict[str, list[str]] = {
