@@ -1,4 +1,4 @@
-"""Logs a training: lines or a progress bar, metrics.jsonl, TensorBoard's files beside it."""
+"""Logs a training: lines or a progress bar, metrics.jsonl and TensorBoard's files."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ from clusterddp.training.paces import Pace
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-# Audit events of what is about to print or to ask: `breakpoint()`, a debugger that begins to trace
+# Audit events before a prompt: `breakpoint()`, a debugger that starts to trace
 # (`pdb.set_trace()`), `input()`. Source: the audit events table of Python's documentation.
 _ASKING = frozenset({"builtins.breakpoint", "builtins.input", "sys.settrace"})
 
@@ -38,12 +38,12 @@ _ASKING = frozenset({"builtins.breakpoint", "builtins.input", "sys.settrace"})
 _SHOWN = {"train": ("loss", "accuracy", "images_per_second", "lr"), "eval": ("loss", "accuracy")}
 _LINE_SECONDS = 1.0
 _PRINT_SECONDS = 10.0
-"""Between two lines that are printed among a script's own, unless it says how many."""
-_FLUSH_SECONDS = 10  # for those who look at the curves while it trains
+"""Seconds between two lines printed in a script's output, unless it sets its own interval."""
+_FLUSH_SECONDS = 10  # so that curves are current during the training
 
 
 class MetricsFile:
-    """Rank 0's metrics.jsonl; a line that cannot be written never costs the training."""
+    """Rank 0's metrics.jsonl; a failed write never stops the training."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._failed = path, False
@@ -56,19 +56,19 @@ class MetricsFile:
         except OSError as error:
             if not self._failed:
                 log.warning(
-                    f"cannot write {self._path}: {error.strerror}; training continues, its "
-                    "metrics are in this log alone while that lasts [CD0518]"
+                    f"cannot write {self._path}: {error.strerror}. Training continues; until the "
+                    "file can be written, its metrics are only in this log [CD0518]"
                 )
             self._failed = True
 
 
 class Lines:
-    """Rank 0's lines about a loop of one's own: one a second, or one in so many steps."""
+    """Rank 0's lines of a Loop: one per second, or one every few steps."""
 
     def __init__(
         self, path: Path, every: int, position: Position, epoch: Callable[[], int], pace: Pace
     ) -> None:
-        """every: steps; 0 is by the clock. position: as the loop moves it on. epoch: from 1."""
+        """every: steps; 0 is by the clock. position: updated by the loop. epoch: from 1."""
         self._file, self._every, self._position = MetricsFile(path), every, position
         self._epoch, self._pace = epoch, pace
         self._metrics: Mapping[str, Any] = {}
@@ -76,7 +76,7 @@ class Lines:
         self._at, self._from = time.monotonic(), replace(position)
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a step, and write them where a line is due."""
+        """Keep the metrics of a step, and write them if a line is due."""
         self._metrics = metrics
         due = self._written < 0 or time.monotonic() - self._at >= _LINE_SECONDS
         if self._position.step % self._every == 0 if self._every else due:
@@ -94,7 +94,7 @@ class Lines:
         self.write("train", {**self._metrics, **rate}, self._pace.rates)
 
     def write(self, kind: str, metrics: Mapping[str, Any], rates: Iterable[float] = ()) -> None:
-        """Write a line now, and print it where that is due; kind: `train` or `eval`."""
+        """Write a line, and print it if due; kind: `train` or `eval`."""
         position, epoch, is_test = self._position, self._epoch(), kind == "eval"
         values = {name: _number(name, value) for name, value in metrics.items()}
         if is_test or self._every or self._at - self._printed >= _PRINT_SECONDS:
@@ -109,18 +109,18 @@ class Lines:
 
 
 def _number(name: str, value: Any) -> float | int:
-    """Return a metric as Python's own number; raises TypeError for what is none."""
+    """Return a metric as a Python number. Raises TypeError for other values."""
     try:
         number: float | int = value.item() if hasattr(value, "item") else value
         return number if isinstance(number, int) else float(number)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"the metric {name} is no number but {value!r:.60}") from None
+        raise TypeError(f"the metric {name} is not a number: {value!r:.60}") from None
 
 
 class Journal:
-    """Rank 0's account of a training: log, bar, metrics.jsonl, TensorBoard's files.
+    """Rank 0's record of a training: log, progress bar, metrics.jsonl, TensorBoard's files.
 
-    On other ranks it does nothing.
+    It does nothing on other ranks.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Journal:
                 f"{line.images_per_second:,.0f} images/s"
             )
         if line.step == self._start_step and line.kind in self._known:
-            return  # an earlier attempt has done the very same, and its line is there
+            return  # repeats a step of an earlier attempt, whose line is present
         if self._board:
             self._board.add(line)
         content = asdict(line)
@@ -180,32 +180,32 @@ class Journal:
 
 
 def progress_bar(done: int, total: int) -> "tqdm":
-    """Show steps done and left on stderr, in a bar of tqdm; raises ImportError without that.
+    """Return a tqdm bar on stderr of the done and remaining steps. Raises ImportError without tqdm.
 
-    A debugger that stops the training finds an empty line. As long as it traces, nothing is drawn:
-    it would stand where the user types.
+    A debugger starts on an empty line, and nothing is drawn while it traces: the bar would be in
+    the way of the prompt.
     """
     from tqdm import tqdm  # not needed in a job, whose ranks have no terminal
 
     class Bar(tqdm):  # type: ignore[misc] # tqdm has no types
         monitor_interval = 0
-        """Without tqdm's thread, which draws again while the training stands still."""
+        """Progress bar without tqdm's thread, which redraws while the training is stopped."""
         is_shown = False
 
         @property
         def gives_way(self) -> bool:
-            """True while a debugger is at work."""
+            """Whether a debugger is active."""
             return sys.gettrace() is not None
 
         def display(self, *args: Any, **kwargs: Any) -> Any:
-            """Draw the bar, unless it gives way."""
+            """Draw the bar unless a debugger is active."""
             if self.gives_way:
                 return None
             self.is_shown = True
             return super().display(*args, **kwargs)
 
         def make_room(self) -> None:
-            """Clear the line of a bar that is shown, until it is drawn again."""
+            """Clear the line of a visible bar until the next draw."""
             if self.is_shown and not self.disable:
                 self.is_shown = False
                 self.clear()
@@ -217,12 +217,12 @@ def progress_bar(done: int, total: int) -> "tqdm":
 
 
 _bars = weakref.WeakSet["tqdm"]()
-"""Bars in use: the hook outlives every one."""
+"""Bars in use: the hook outlives each of them."""
 
 
 @functools.cache
 def _listen() -> None:
-    """Listen for prompts from the first call on: an audit hook cannot be removed."""
+    """Install the hook for prompts, once: an audit hook cannot be removed."""
     sys.addaudithook(_hear)
 
 
@@ -233,25 +233,25 @@ def _hear(event: str, _arguments: tuple[object, ...]) -> None:
 
 
 class Board:
-    """Rank 0's writer of `train/loss`, `eval/accuracy` and so on; no failure of it is training's.
+    """Rank 0's TensorBoard writer of `train/loss`, `eval/accuracy` and so on.
 
-    SummaryWriter writes from a thread of its own, so the error of a full disk is raised at a later
-    call (and its traceback is in the log). It cannot write after that: the next attempt writes the
-    whole curve again.
+    Its failures never stop the training. SummaryWriter writes from a separate thread, so the error
+    of a full disk is raised by a later call (with its traceback in the log), and it cannot write
+    after that: the next attempt writes the whole curve again.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, history: Iterable[MetricsLine]) -> None:
-        """folder: of this attempt alone; what an earlier start of it has left there goes.
+        """folder: directory of this attempt; files of an earlier start in it are deleted.
 
-        history: the lines of metrics.jsonl so far, so that each attempt's folder has the whole
-        curve, without the steps that were lost.
+        history: previous lines of metrics.jsonl, so that each attempt's directory has the whole
+        curve without lost steps.
 
-        Raises TrainingError where the package cannot be imported.
+        Raises TrainingError if the package cannot be imported.
         """
         try:
-            # Only here: it would cost every other training its time.
+            # Imported here, because it is slow and most trainings do not need it.
             from torch.utils.tensorboard import SummaryWriter
-        except Exception as error:  # a protobuf that does not fit raises what it likes
+        except Exception as error:  # a mismatched protobuf raises arbitrary errors
             raise TrainingError(
                 f"--tensorboard: {error}. Install it there: pip install "
                 "'clusterddp[tensorboard]'. [CD0803]"
@@ -262,7 +262,7 @@ class Board:
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
             self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
-            # As a block of code in Markdown, which needs no quoting.
+            # A Markdown code block needs no quoting.
             fields = [f"    {name}: {value}" for name, value in asdict(config).items()]
             self._writer.add_text("configuration", "\n".join(fields), 0)
         for line in history:
@@ -279,10 +279,10 @@ class Board:
                     self._writer.add_scalar(f"{line.kind}/{name}", value, line.step, line.time)
 
     def close(self) -> None:
-        """Flush everything to the disk."""
+        """Flush everything to disk."""
         with self._giving_up_on_failure():
             if self._writer:
-                self._writer.flush()  # which raises what close would keep to itself
+                self._writer.flush()  # raises errors that close would hide
                 self._writer.close()
         self._writer = None
 
@@ -293,40 +293,40 @@ class Board:
         except OSError as error:
             writer, self._writer = self._writer, None
             if writer and writer.file_writer:
-                with suppress(OSError):  # the same once more
-                    # Not SummaryWriter's own close, which would leave before the thread has ended.
+                with suppress(OSError):  # the same error again
+                    # SummaryWriter.close would return before the thread has ended.
                     writer.file_writer.close()
             log.warning(
-                f"cannot write TensorBoard's files to {self._folder}: {error.strerror}; training "
+                f"cannot write TensorBoard's files to {self._folder}: {error.strerror}. Training "
                 "continues without them [CD0820]"
             )
 
 
 class Tally:
-    """Sums loss and hits since the last line of metrics, on the device where they arise.
+    """Sums of loss and correct predictions since the last line of metrics, on the device.
 
-    Only `collect` moves them to the CPU, so that a GPU is not kept waiting at every step.
+    Only `collect` moves them to the CPU, so that a GPU does not wait at every step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._correct = torch.zeros((), dtype=torch.int64, device=device)
         self.sums = [self._loss, self._correct]
-        """The tensors that `add` changes."""
+        """Tensors changed by `add`."""
         self._count = self.steps = 0
 
     def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Sum up one pass of this rank, on the device alone; `loss` is its mean."""
+        """Add one pass of this rank on the device; `loss` is its mean."""
         self._loss.add_(loss, alpha=len(labels))
         self._correct.add_((scores.argmax(1) == labels).sum())
 
     def count(self, images: int) -> None:
-        """Count a step over so many images of this rank."""
+        """Count a step with `images` images of this rank."""
         self._count += images
         self.steps += 1
 
     def collect(self) -> tuple[float, float]:
-        """Return mean loss and accuracy over all ranks; starts a new sum."""
+        """Return mean loss and accuracy over all ranks, and start new sums."""
         own = torch.stack([self._loss, self._correct.double()]).tolist()
         loss, correct, count = map(sum, zip(*agreement.rows([*own, self._count]), strict=True))
         self._loss.zero_()
