@@ -206,7 +206,7 @@ def query(
 
     known: states from an earlier call; only squeue is called for these jobs.
     Never raises: a job that no command knows, an invalid id, and every job on a machine without
-    Slurm are `State.UNKNOWN`; `problem` is set if Slurm could not be asked.
+    Slurm are `State.UNKNOWN`; `problem` is set if Slurm cannot be queried.
     """
     valid_ids = [job_id for job_id in dict.fromkeys(job_ids) if _JOB_ID.fullmatch(job_id)]
     unknown = JobState(State.UNKNOWN)

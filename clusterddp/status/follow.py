@@ -1,4 +1,4 @@
-"""Reads a run's logs as they grow, and watches the run until it has ended."""
+"""Following of a run: its growing logs, and its state until it has ended."""
 
 import dataclasses
 import math
@@ -21,18 +21,18 @@ from clusterddp.status.state import RunState, Submission, jobs_to_query, latest_
 from clusterddp.status.status import RunStatus, run_status
 
 FORGOTTEN_ANSWERS = 3
-"""Answers in a row that Slurm knows no such job, after which the run is over."""
+"""Consecutive answers from Slurm that it knows no such job, after which the run is over."""
 GONE_LOOKS = 3
-"""Looks in a row that find no records of a run any more, after which it cannot be followed."""
+"""Consecutive checks without any record of the run, after which it cannot be followed."""
 
 _BLOCK = 65536
 
 
 class LogTail:
-    """A log file read piece by piece as it grows; it need not exist yet."""
+    """Incremental reader of a growing log file, which need not exist yet."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
-        """Take the last `lines` of the existing lines; all of them for None."""
+        """Start at the last `lines` existing lines; at the beginning for None."""
         self.path = path
         self._position = 0 if lines is None else _start_of_last(path, lines)
         self._unfinished = b""
@@ -42,7 +42,7 @@ class LogTail:
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._position:
-                    self._position = 0  # it was emptied and is being written anew
+                    self._position = 0  # it was truncated
                 file.seek(self._position)
                 content = file.read()
         except FileNotFoundError:
@@ -51,7 +51,7 @@ class LogTail:
         return content
 
     def read_lines(self, *, last: bool) -> list[bytes]:
-        """Return the new lines; `last` also returns one that has no end yet."""
+        """Return the new lines; with `last` also an incomplete one."""
         *lines, self._unfinished = (self._unfinished + self.read()).split(b"\n")
         if last and self._unfinished:
             lines.append(self._unfinished)
@@ -60,18 +60,18 @@ class LogTail:
 
 
 class LogPrinter:
-    """Writes several logs to one stream; with more than one, every line names its file."""
+    """Writer of several logs to one stream; with more than one, each line starts with a label."""
 
     def __init__(
         self, paths: Sequence[Path], lines: int | None, stream: BinaryIO, labels: Sequence[str] = ()
     ) -> None:
-        """Take the files; labels: their names in front of the lines, by default the files'."""
+        """Take the files; labels: prefixes of the lines, by default the files' names."""
         self._tails = [LogTail(path, lines) for path in paths]
         self._labels = labels or [path.stem for path in paths]
         self._stream = stream
 
     def print_new(self, *, last: bool = False) -> None:
-        """Write the new bytes; `last` also writes lines that have no end yet."""
+        """Write the new bytes; with `last` also incomplete lines."""
         for tail, name in zip(self._tails, self._labels, strict=True):
             if len(self._tails) == 1:
                 content = tail.read()
@@ -86,11 +86,11 @@ class LogPrinter:
 def wait_for_end(
     run: RunDir, printer: LogPrinter | None = None, timeout: float | None = None
 ) -> RunStatus:
-    """Wait until the run has ended, over requeues and the jobs that take another one's place.
+    """Wait until the run has ended, across requeues and replacement jobs.
 
-    Changes of its state are logged; printer: prints its logs as they grow. timeout: seconds after
-    which TimeoutError is raised; the run goes on. A run whose folder or events.jsonl goes meanwhile
-    is unknown.
+    Logs changes of its state; printer: prints its logs as they grow. timeout: seconds until
+    TimeoutError is raised; the run continues. If its directory or events.jsonl disappears, the
+    state is unknown.
     """
     watch = _Watch(run)
     seconds = math.inf if timeout is None else timeout
@@ -100,14 +100,14 @@ def wait_for_end(
         status = watch.look()
         if watch.is_over:
             if printer:
-                printer.print_new(last=True)  # written between the two looks
+                printer.print_new(last=True)  # output since the last check
             return status
     words = f"has not ended within {timeout:g} s: it is {status.state}"
     raise TimeoutError(f"the run {run.path.name} {words}")
 
 
 def how_it_ended(status: RunStatus) -> str:
-    """Describe the outcome in a line, with its code and, after a failure, what to type next."""
+    """Describe the outcome in a line, with its code and, after a failure, the next command."""
     why = status.why()
     if status.state == RunState.DONE:
         figures = formatting.join_known(
@@ -121,14 +121,14 @@ def how_it_ended(status: RunStatus) -> str:
 
 
 def log_end(run: RunDir, status: RunStatus) -> int:
-    """Log how a run has ended; returns the exit code of a command: 0 done, 75 stopped, else 1."""
+    """Log how a run has ended; return the command's exit code: 0 done, 75 stopped, else 1."""
     log.info(f"{run.name}: {how_it_ended(status)}")
     codes = {RunState.DONE: EXIT_DONE, RunState.STOPPED: EXIT_PAUSED}
     return codes.get(status.state, EXIT_FAILED)
 
 
 def default_log(run: RunDir, status: RunStatus) -> Path:
-    """Return the log that tells most: the job's after a failure, otherwise rank 0's."""
+    """Return the most informative log: the job's after a failure, otherwise rank 0's."""
     ended_before_its_ranks = status.has_ended and not run.rank_log(0).is_file()
     if (status.state == RunState.FAILED or ended_before_its_ranks) and run.job_log.is_file():
         return run.job_log
@@ -136,7 +136,7 @@ def default_log(run: RunDir, status: RunStatus) -> Path:
 
 
 def _script_output(run: RunDir) -> Path | None:
-    """Find the file of the newest job's script, which stays where the job gave no verdict."""
+    """Find the output file of the newest job's script, kept if the job recorded no result."""
     for last in History.read(run).every(events.Submitted)[-1:]:
         output = Path(last.folder) / f"slurm-{last.job_id}.out"
         return output if last.folder and output.is_file() else None
@@ -144,7 +144,7 @@ def _script_output(run: RunDir) -> Path | None:
 
 
 def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
-    """Raise RequestError for a log that is not there, with the reason."""
+    """Raise RequestError for a missing log, with the reason."""
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is None:
         return
@@ -154,7 +154,7 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
     state = f"{status.state}{f' ({status.detail})' if status.detail else ''}"
     if status.has_ended and status.started_time is None and not there:
         output = _script_output(run)
-        where = f" What its script printed is in {output}." if output else ""
+        where = f" The output of its script is in {output}." if output else ""
         raise RequestError(
             f"{run.name} has no logs: it never started; it is {state}.{where} [CD0507]"
         )
@@ -169,7 +169,7 @@ def check_logs(run: RunDir, status: RunStatus, paths: Sequence[Path]) -> None:
 
 
 class _Watch:
-    """Polls a run's files often and Slurm rarely, until the run is over."""
+    """Poller of a run's files (often) and Slurm (rarely), until the run is over."""
 
     def __init__(self, run: RunDir) -> None:
         self.is_over = False
@@ -178,18 +178,18 @@ class _Watch:
         self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
         self._next_question = 0.0
         self._logged = ("", "")
-        self._answers: list[str] = []  # the last ones, all alike, by which the run is over
+        self._answers: list[str] = []  # identical answers that the run is over
         self._problem = ""
         self._requeues: int | None = None
         self._events_size = -1
         self._submission: Submission | None = None
         self._status: RunStatus | None = None
         self._ended_at = 0.0
-        self._job_id: str | None = None  # of the newest submission that was seen
-        self._gone = 0  # looks in a row that found no records of it
+        self._job_id: str | None = None  # of the newest submission so far
+        self._gone = 0  # consecutive checks without records
 
     def look(self) -> RunStatus:
-        """Return the state now; `is_over` is True once it is final."""
+        """Return the current status; `is_over` becomes True when it is final."""
         try:
             size = self._run.events.stat().st_size
         except OSError:
@@ -223,7 +223,7 @@ class _Watch:
         return self._status
 
     def _lacks_records(self, status: RunStatus) -> bool:
-        """Return whether records of the run are gone that were there."""
+        """Return whether earlier records of the run have disappeared."""
         run = self._run
         is_started = run.attempts.is_dir() and not run.events.exists()
         was_there = self._job_id is not None or is_started or not run.path.is_dir()
@@ -234,17 +234,17 @@ class _Watch:
         if self._run.path.is_dir():
             why, code = f"its records, {path}/events.jsonl, are gone", "CD0505"
         else:
-            why, code = f"its folder {path} is gone: removed or renamed", "CD0512"
+            why, code = f"its directory {path} is gone: removed or renamed", "CD0512"
         again = f"squeue -j {self._job_id}" if (self._job_id or "").isdecimal() else ""
-        why += f"; its job {self._job_id} may go on" if again else ""
+        why += f"; its job {self._job_id} may still be running" if again else ""
         return dataclasses.replace(
             status, state=RunState.UNKNOWN, detail=why, code=code, next_command=again
         )
 
     def _judge(self, status: RunStatus, slurm_is_asked: bool, answered: bool) -> None:
-        """Take an end that the run itself recorded as final; another must be seen twice.
+        """Accept an end that the run recorded; any other end must be seen twice.
 
-        A requeued job shows NODE_FAIL or PREEMPTED, or its own failure, before it is pending.
+        A requeued job shows NODE_FAIL, PREEMPTED or its own failure before it is pending again.
         """
         if status.has_ended and not slurm_is_asked:
             self.is_over = True
@@ -270,7 +270,7 @@ class _Watch:
         log.info(f"{self._run.name}: {text}")
 
     def _log_state(self, status: RunStatus) -> None:
-        # Slurm can say RUNNING before the script has written on which hosts.
+        # Slurm can report RUNNING before the script has recorded the hosts.
         shown = (status.state, f"{status.detail} {status.job_id} {status.attempt} {status.hosts}")
         if shown == self._logged or status.state not in (
             RunState.CREATED,
@@ -297,12 +297,12 @@ class _Watch:
 
     def _log_problem(self, problem: str) -> None:
         if problem and problem != self._problem:
-            self._log(f"Slurm could not be asked: {problem}; still following the run's files")
+            self._log(f"Slurm cannot be queried: {problem}; still following the run's files")
         self._problem = problem
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """Find the offset at which the last `lines` lines of a file begin, reading from its end."""
+    """Return the offset of the last `lines` lines of a file, reading from its end."""
     try:
         with path.open("rb") as file:
             start = end = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""Sweeps of an output root, and how their points are doing."""
+"""Status of sweeps and their points."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ _MOST_TELLING = (
     RunState.CANCELLED,
     RunState.DONE,
 )
-"""States of points, the one first that tells most about their sweep."""
+"""States of points, the most informative one for the sweep first."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SweepStatus:
 
     @property
     def state(self) -> str:
-        """Return the state that tells most: running while a point runs, done once all are."""
+        """Return the overall state: running while a point runs, done when all are done."""
         return most_telling(self.states)
 
     def as_dict(self) -> dict[str, object]:
@@ -104,7 +104,7 @@ class SweepStatus:
 
 
 def most_telling(states: Collection[RunState]) -> RunState:
-    """Return the state of a sweep whose points are in these states."""
+    """Return the overall state of a sweep whose points have these states."""
     return next((state for state in _MOST_TELLING if state in states), RunState.CREATED)
 
 
@@ -129,7 +129,7 @@ def _counts(states: Iterable[RunState]) -> dict[RunState, int]:
 
 
 def has_failed(status: RunStatus) -> bool:
-    """Return whether a run has not ended well, or has never begun, and nothing of it is queued."""
+    """Return whether a run has failed, was stopped or cancelled, or never started."""
     return (
         status.state in (RunState.FAILED, RunState.STOPPED, RunState.CANCELLED, RunState.CREATED)
         or status.is_forgotten
@@ -141,9 +141,9 @@ def sweep_status(
     states: Sequence[RunState] | None = None,
     reasons: Mapping[int, str] = MappingProxyType({}),
 ) -> SweepStatus:
-    """Return how a sweep is doing; asks Slurm where the points' own records do not tell.
+    """Return the status of a sweep; query Slurm if the points' records do not settle their states.
 
-    states, reasons: of the points, where they are known already. Raises RequestError where the
+    states, reasons: states and reasons of the points, if already known. Raises RequestError if the
     request cannot be read.
     """
     spec, submitted = sweep.load_spec(), History.read(sweep).every(events.Submitted)
@@ -164,9 +164,9 @@ def sweep_status(
 
 
 def _states_and_reasons(sweep: SweepDir) -> tuple[list[RunState], dict[int, str]]:
-    """Return the states of a sweep's points, and why those are as they are that did not end well.
+    """Return the states of a sweep's points, and the reasons of those that did not end well.
 
-    The many that wait, run or are done are looked at no closer.
+    Only the latter are examined in detail: a sweep can have many points.
     """
     points = sweep.elements
     states = states_of(points)

@@ -101,7 +101,7 @@ def test_of_a_run_that_has_ended_no_log_is_awaited(workplace: Workplace) -> None
     add_event(run, "submitted", job_id="1", folder=str(workplace.folder))
     add_event(run, "cancelled", job_id="1")
     got = workplace.invoke("logs", "one", "--job")
-    assert f"What its script printed is in {workplace.folder}/slurm-1.out." in got.err
+    assert f"The output of its script is in {workplace.folder}/slurm-1.out." in got.err
     over = workplace.run("two", submitted("2"), started("2"), ended("2", 0))
     write_logs(over, job="")
     got = workplace.invoke("logs", "two", "--rank", "1")
@@ -183,13 +183,13 @@ def test_follow_tells_the_states_and_ends_with_the_run(
     ("loss", "why"),
     [
         ("/bin/rm -r {}",
-         "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]"),
+         "its directory {} is gone: removed or renamed; its job 7 may still be running [CD0512]"),
         ("/bin/mv {0} {0}-x",
-         "its folder {} is gone: removed or renamed; its job 7 may go on [CD0512]"),
+         "its directory {} is gone: removed or renamed; its job 7 may still be running [CD0512]"),
         ("/bin/rm {}/events.jsonl",
-         "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]"),
+         "its records, {}/events.jsonl, are gone; its job 7 may still be running [CD0505]"),
         (">{}/events.jsonl",
-         "its records, {}/events.jsonl, are gone; its job 7 may go on [CD0505]"),
+         "its records, {}/events.jsonl, are gone; its job 7 may still be running [CD0505]"),
     ],
 )  # fmt: skip
 def test_follow_ends_with_the_records_of_the_run(
@@ -392,7 +392,7 @@ def test_follow_outlasts_a_controller_that_is_down(
     down = "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
     story(workplace, run, *[down] * 6, f"{record('ended', exit_code=0)}; {down}")
     assert follow(run) == 0
-    assert capfd.readouterr().err.count("Slurm could not be asked") == 1
+    assert capfd.readouterr().err.count("Slurm cannot be queried") == 1
 
 
 @pytest.mark.usefixtures("quick")
