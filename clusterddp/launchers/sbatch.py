@@ -307,8 +307,8 @@ def task_arguments(spec: JobSpec) -> list[str]:
 
 
 def _options(spec: JobSpec) -> list[str]:
-    lead, arms, tracker = spec.signal_lead, spec.arm_stacks, spec.tracker
-    return spec.program.task_options(spec.sweep.names, lead=lead, arms=arms, tracker=tracker)
+    lead, arms, report_to = spec.signal_lead, spec.arm_stacks, spec.report_to
+    return spec.program.task_options(spec.sweep.names, lead=lead, arms=arms, report_to=report_to)
 
 
 def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:

@@ -31,7 +31,7 @@ _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
 _LIST = "point"
 """Variable of the batch script that holds a point's options of the training."""
 _OF_COMMANDS = {
-    "tracker": "the training itself logs to --tensorboard and metrics.jsonl",
+    "report_to": "the training itself logs to --tensorboard and metrics.jsonl",
     "silence": "the training has --watchdog SECONDS",
     "end_silent": "the training has --process-group-timeout SECONDS",
 }
@@ -129,11 +129,11 @@ class BuiltIn(_Program):
         self.config.check_ranks(resources)
 
     def task_options(
-        self, swept: Sequence[str], *, lead: int, arms: bool, tracker: str
+        self, swept: Sequence[str], *, lead: int, arms: bool, report_to: str
     ) -> list[str]:
         """Return the options of `starter`, without those that a sweep varies.
 
-        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`. tracker: a
+        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`. report_to:
         list.
         """
         argv = self.config.to_argv(defaults=False)
@@ -250,10 +250,10 @@ class Command(_Program):
         return nested_launcher.find(self.command)
 
     def task_options(
-        self, swept: Sequence[str], *, lead: int, arms: bool, tracker: str
+        self, swept: Sequence[str], *, lead: int, arms: bool, report_to: str
     ) -> list[str]:
         of_stacks = [] if arms else ["--no-arm-stacks"]
-        return [*of_stacks, *([f"--trackers={tracker}"] if tracker else []), "--"]
+        return [*of_stacks, *([f"--report-to={report_to}"] if report_to else []), "--"]
 
     def words(self, swept: Sequence[str], text: Writer, value: Writer) -> list[str]:
         words = []

@@ -245,7 +245,7 @@ class JobSpec(Record):
         type=str,
         group=table.OUTPUT,
     )
-    tracker: str = option(
+    report_to: str = option(
         "",
         "Have a COMMAND's rank 0 continue one tracked run over all starts: wandb, mlflow or both.",
         Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),

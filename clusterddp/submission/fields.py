@@ -53,7 +53,7 @@ CHANGEABLE = (
         "avoid_bad_nodes_for",
         "preflight",
         "notify",
-        "tracker",
+        "report_to",
     ),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )

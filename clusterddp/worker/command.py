@@ -43,12 +43,12 @@ def run_command(
     attempt: int | None,
     *,
     own_log: bool,
-    tracker: str = "",
+    report_to: str = "",
 ) -> int:
     """Run COMMAND under a small parent that records its outcome; return as `supervise` does.
 
     environ: variables of COMMAND; those that identify its attempt are added.
-    tracker: comma-separated trackers in which rank 0 continues one run.
+    report_to: comma-separated trackers in which rank 0 continues one run.
     """
     from clusterddp.run.attempt import Attempt, expose_loop
     from clusterddp.run.run_dir import RunDir
@@ -58,10 +58,10 @@ def run_command(
     if own:  # an agent sets its own file, and reads it
         environ.setdefault(ERROR_FILE_VARIABLE, str(own.error_file(env.rank)))
         expose_loop(environ, own)
-        if env.rank == 0 and tracker:
+        if env.rank == 0 and report_to:
             from clusterddp.worker.tracking import expose_tracker
 
-            expose_tracker(environ, own.run, tracker.split(","), argv)
+            expose_tracker(environ, own.run, report_to.split(","), argv)
 
     def child() -> int:
         try:

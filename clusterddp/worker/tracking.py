@@ -79,12 +79,12 @@ def _make(argv: Sequence[str], name: str, environ: Mapping[str, str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning(f"--tracker mlflow: cannot create a run: {error} [CD0820]")
+        log.warning(f"--report-to mlflow: cannot create a run: {error} [CD0820]")
         return ""
     for line in done.stdout.splitlines():
         if line.startswith("mlflow-run-id="):
             return line.partition("=")[2].strip()
     words = done.stderr.strip().splitlines()
     why = words[-1] if words else f"exit code {done.returncode}"
-    log.warning(f"--tracker mlflow: {python} cannot create a run: {why} [CD0820]")
+    log.warning(f"--report-to mlflow: {python} cannot create a run: {why} [CD0820]")
     return ""

@@ -78,4 +78,4 @@ def test_mlflow_is_asked_once_and_its_absence_stops_nothing(run: RunDir, tmp_pat
     with log.to(lines.append):
         expose_tracker(environ, other, ["mlflow"], ["/nowhere/python"])
     assert "MLFLOW_RUN_ID" not in environ
-    assert "--tracker mlflow: cannot create a run" in lines[0]
+    assert "--report-to mlflow: cannot create a run" in lines[0]

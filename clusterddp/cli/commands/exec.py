@@ -23,7 +23,7 @@ from clusterddp.worker.command import become, run_command
 @click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.option("--container", hidden=True)
 @click.option("--arm-stacks/--no-arm-stacks", default=True, hidden=True)
-@click.option("--trackers", default="", hidden=True)
+@click.option("--report-to", default="", hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
 )
@@ -33,7 +33,7 @@ def command(
     attempt: int | None,
     container: str | None,
     arm_stacks: bool,
-    trackers: str,
+    report_to: str,
     argv: tuple[str, ...],
 ) -> int:
     """Derive the distributed environment, export it and become COMMAND.
@@ -82,5 +82,5 @@ def command(
         )
 
     return run_command(
-        run_dir.absolute(), env, argv, environ, attempt, own_log=own_log, tracker=trackers
+        run_dir.absolute(), env, argv, environ, attempt, own_log=own_log, report_to=report_to
     )
