@@ -307,7 +307,7 @@ def task_arguments(spec: JobSpec) -> list[str]:
 
 
 def _options(spec: JobSpec) -> list[str]:
-    lead, arms, report_to = spec.signal_lead, spec.arm_stacks, spec.report_to
+    lead, arms, report_to = spec.signal_lead, spec.stacks, spec.report_to
     return spec.program.task_options(spec.sweep.names, lead=lead, arms=arms, report_to=report_to)
 
 

@@ -35,7 +35,7 @@ _CAP_SYS_PTRACE = 19
 _FIRST_WITH_HOOK = 14
 _NO_HOOK_WORDS = "its Python has no remote hook (3.14 has)"
 _NOT_ARMED = (
-    "it has no stack handler (possible reasons: --no-arm-stacks; python -I, -E or -S; Python "
+    "it has no stack handler (possible reasons: --no-stacks; python -I, -E or -S; Python "
     "before 3.8; a changed PYTHONPATH; its own handler of SIGURG)"
 )
 _NO_HOOK = 3

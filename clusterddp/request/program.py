@@ -252,7 +252,7 @@ class Command(_Program):
     def task_options(
         self, swept: Sequence[str], *, lead: int, arms: bool, report_to: str
     ) -> list[str]:
-        of_stacks = [] if arms else ["--no-arm-stacks"]
+        of_stacks = [] if arms else ["--no-stacks"]
         return [*of_stacks, *([f"--report-to={report_to}"] if report_to else []), "--"]
 
     def words(self, swept: Sequence[str], text: Writer, value: Writer) -> list[str]:

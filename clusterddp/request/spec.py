@@ -220,7 +220,7 @@ class JobSpec(Record):
         group=table.FAULT_TOLERANCE,
     )
 
-    arm_stacks: bool = option(
+    stacks: bool = option(
         True,
         "Have every Python of a COMMAND take part in 'clusterddp stacks': a handler of SIGURG, "
         "armed as it starts.",

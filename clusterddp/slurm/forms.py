@@ -65,7 +65,7 @@ CODE_OF_VARIABLE = "CLUSTERDDP_RUN_CODE_OF"
 """Variable with the original directory of that copy, for the tasks."""
 
 ARM_VARIABLE = "CLUSTERDDP_RUN_STACKS"
-"""Variable of a COMMAND; 0 with --no-arm-stacks."""
+"""Variable of a COMMAND; 0 with --no-stacks."""
 
 TASK_VARIABLES = (
     *(NONCE_VARIABLE, ATTEMPT_VARIABLE, SPARES_VARIABLE, FULL_PREFLIGHT_VARIABLE),

@@ -47,7 +47,7 @@ CHANGEABLE = (
     *("resources", "train", "after", "signal", "job_name", "python", "controller_python"),
     *("requeue", "max_requeues", "retries", "max_restarts"),
     *(
-        "arm_stacks",
+        "stacks",
         "silence",
         "end_silent",
         "avoid_bad_nodes_for",

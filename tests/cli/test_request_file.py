@@ -70,7 +70,7 @@ AROUND = [
     "--allow-launcher",
     "--no-requeue", "--max-restarts", "1", "--template", "torchrun.sbatch.j2",
     "--avoid-bad-nodes-for", "3h", "--preflight", "none",
-    "--no-arm-stacks", "--silence", "60", "--end-silent", "--check-python",
+    "--no-stacks", "--silence", "60", "--end-silent", "--check-python",
     "--snapshot-limit", "9", "--notify", "sh -c 'echo \"a b\"'", "--report-to", "wandb",
     "--", "torchrun", "train.py",
 ]  # fmt: skip

@@ -302,7 +302,7 @@ def test_a_container_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize("field", ["end_silent", "silence"])
 def test_what_concerns_a_commands_output_is_no_option_of_the_training(field: str) -> None:
-    value: float | bool = {"silence": 5.0, "arm_stacks": False}.get(field, True)
+    value: float | bool = {"silence": 5.0, "stacks": False}.get(field, True)
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(OptionError, match=f"{flag} is for a COMMAND"):
         spec(**{field: value})

@@ -81,7 +81,7 @@ def rehearse(*argv: str, folder: Path | None = None) -> subprocess.CompletedProc
 def installed(kind: str, environment: Path, tree: Path) -> list[str]:
     """Install the package of the tree so that it is imported from there; options of the submit."""
     if kind == "PYTHONPATH":
-        return ["--env", f"PYTHONPATH={tree / 'src'}", "--no-arm-stacks"]
+        return ["--env", f"PYTHONPATH={tree / 'src'}", "--no-stacks"]
     site = environment / SITE
     if kind == "finder":
         write(site, {"__editable___demo_finder.py": FINDER.format(path=str(tree / "src/demo"))})

@@ -22,7 +22,7 @@ from clusterddp.worker.command import become, run_command
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
 @click.option("--container", hidden=True)
-@click.option("--arm-stacks/--no-arm-stacks", default=True, hidden=True)
+@click.option("--stacks/--no-stacks", default=True, hidden=True)
 @click.option("--report-to", default="", hidden=True)
 @click.argument(
     "argv", metavar="-- COMMAND [ARGUMENT]...", nargs=-1, required=True, type=click.UNPROCESSED
@@ -32,7 +32,7 @@ def command(
     own_log: bool,
     attempt: int | None,
     container: str | None,
-    arm_stacks: bool,
+    stacks: bool,
     report_to: str,
     argv: tuple[str, ...],
 ) -> int:
@@ -53,10 +53,10 @@ def command(
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
     environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
-    if run_dir is not None and (arm_stacks or environ.get(CODE_VARIABLE)):
+    if run_dir is not None and (stacks or environ.get(CODE_VARIABLE)):
         # Not of a person's own srun line, which has no `clusterddp stacks` and no copy of the code.
         environ["PYTHONPATH"] = armed_path(environ.get("PYTHONPATH", ""))
-        environ[ARM_VARIABLE] = str(int(arm_stacks))
+        environ[ARM_VARIABLE] = str(int(stacks))
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(

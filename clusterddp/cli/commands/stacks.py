@@ -43,7 +43,7 @@ def command(
     Equal stacks are shown once: '61 of 64 in all_reduce', 'rank 17 on gpu03 in DataLoader'. They
     are read from outside, by a step beside the job's own: no rank is stopped, ended or altered. By
     a handler, which our own training always has, and every Python of a COMMAND that was submitted
-    without --no-arm-stacks; by py-spy, with all threads, where the ranks have it on their PATH;
+    without --no-stacks; by py-spy, with all threads, where the ranks have it on their PATH;
     by Python itself from 3.14 on.
 
     Exit codes: 0 each rank's stack is shown, 1 that of a rank could not be read, or Slurm did not

@@ -2,7 +2,7 @@
 
 The directory of this file is first on a COMMAND's PYTHONPATH. The hook redirects entries of the
 import path (an editable installation, PYTHONPATH) to the run's copy of the code, and installs the
-handler of `clusterddp.processes.stacks` unless --no-arm-stacks is given. Then it runs the
+handler of `clusterddp.processes.stacks` unless --no-stacks is given. Then it runs the
 sitecustomize that it hides, and removes its directory from sys.path.
 Any Python may run it, even 2.7: it imports only built-in modules, and its failures are ignored. If
 the program handles the signal itself, the stack handler is removed.

@@ -233,7 +233,7 @@ def test_a_runs_python_is_armed_unless_that_was_refused(own: str, tmp_path: Path
     path, held = shown(in_run)
     assert path == f"{arming_folder()}:{environ['PYTHONPATH']}"
     assert held == ["/memfd:clusterddp-stacks (deleted)"]
-    assert shown(in_run, "--no-arm-stacks") == [environ["PYTHONPATH"], []]
+    assert shown(in_run, "--no-stacks") == [environ["PYTHONPATH"], []]
     assert shown() == [environ["PYTHONPATH"], []]  # a person's own srun line
 
 
