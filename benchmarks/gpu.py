@@ -310,7 +310,7 @@ def _data(place: Place) -> list[Row]:
     """The loader and the augmentation against images in the GPU's memory as they are."""
     plain = place.contender("images in memory")
     loaders = [
-        place.contender(f"a loader, {workers} workers", data_pipeline="loader", workers=workers)
+        place.contender(f"a loader, {workers} workers", data_pipeline="loader", num_workers=workers)
         for workers in (2, 8)
     ]
     deep = place.contender("accurate's step, no augmentation", batch=125, **_ACCURATE)

@@ -48,7 +48,7 @@ def main() -> None:
     few = Images(test_set._pixels[:64], test_set._labels[:64], device)
     if config.data_pipeline == "loader":
         files = mnist.torchvision_set("mnist", asked.root, train=True)
-        train_set = Loaded(files, device, config.workers)
+        train_set = Loaded(files, device, config.num_workers)
     if options.get("usual_layout"):
         vars(steps)["as_images"] = _in_the_usual_layout
 

@@ -78,7 +78,7 @@ class OwnSets:
             if self._config.data_pipeline == "memory":
                 return Images(images, labels, device)
             given = TensorDataset(images, labels)
-        return Loaded(given, device, self._config.workers)
+        return Loaded(given, device, self._config.num_workers)
 
     def _checked(self, given: Any, *, train: bool) -> Any:
         """Return a pair as (float32 or bytes, int64), a dataset as it is; raises DataError."""

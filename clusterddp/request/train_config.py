@@ -203,7 +203,9 @@ class TrainConfig(Record):
         "Keep the data in memory, or use torch's DataLoader.",
         Choice(("memory", "loader")),
     )
-    workers: int = option(2, "Processes of each rank that read for --data-pipeline loader.", NUMBER)
+    num_workers: int = option(
+        2, "Processes of each rank that read for --data-pipeline loader.", NUMBER
+    )
     save_every: str = option(
         "1epoch",
         "Checkpoint interval: 1epoch, 500steps or 10m.",

@@ -177,7 +177,7 @@ def _log_limits(start: ContainerStart) -> None:
         if (size := shared.f_blocks * shared.f_frsize) < _SMALL_SHARED_MEMORY:
             log.info(
                 f"/dev/shm on {start.node} has {size >> 20} MB. If DataLoader workers end with a "
-                "bus error, it is too small for their batches: use --workers 0, or ask the "
+                "bus error, it is too small for their batches: use --num-workers 0, or ask the "
                 "administrators for a larger one."
             )
 

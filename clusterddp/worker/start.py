@@ -261,7 +261,10 @@ def load_datasets(
             mnist.torchvision_set(config.dataset, config.data_dir, train=each)
             for each in (True, False)
         )
-        loaded = Loaded(train_set, device, config.workers), Loaded(test_set, device, config.workers)
+        loaded = (
+            Loaded(train_set, device, config.num_workers),
+            Loaded(test_set, device, config.num_workers),
+        )
         return loaded, None
     held = reading.held() if reading else _take(config, env, store, key)
     train, test = (Images(*held.tensors(train=each), device) for each in (True, False))

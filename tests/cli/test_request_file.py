@@ -60,7 +60,7 @@ TRAINING = [
     "--augment", "affine",
     "--deterministic", "--precision", "bf16", "--threads", "2", "--numa-binding", "node",
     "--bucket-cap-mb", "3", "--comm-hook", "fp16", "--cuda-graph", "off", "--compile",
-    "--data-pipeline", "loader", "--workers", "1", "--eval-every", "9epochs", "--log-every", "7",
+    "--data-pipeline", "loader", "--num-workers", "1", "--eval-every", "9epochs", "--log-every", "7",
     "--profile", "0", "--tensorboard", "--rendezvous-timeout", "77s",
     "--process-group-timeout", "99s",
     "--straggler-window", "3s", "--model", "mlp",

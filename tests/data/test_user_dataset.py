@@ -91,7 +91,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def config(**fields: Any) -> TrainConfig:
-    return TrainConfig(**{"dataset": "own:given", "data_dir": "somewhere", "workers": 0, **fields})
+    return TrainConfig(
+        **{"dataset": "own:given", "data_dir": "somewhere", "num_workers": 0, **fields}
+    )
 
 
 def sets_of(own: Any, expression: str, **fields: Any) -> OwnSets:

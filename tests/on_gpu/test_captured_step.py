@@ -313,7 +313,7 @@ def test_a_step_is_captured_while_a_loaders_batches_are_pinned(
     gpu_digits: Digits, tmp_path: Path
 ) -> None:
     pytest.importorskip("torchvision")
-    more = ("--data-pipeline=loader", "--workers=2", GRAPH, "--max-steps=50")
+    more = ("--data-pipeline=loader", "--num-workers=2", GRAPH, "--max-steps=50")
     report, _ = trained(gpu_digits, tmp_path, *more)
     assert report["cuda_graph"] and report["steps"] == 50
 

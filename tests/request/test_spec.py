@@ -406,7 +406,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"gradient_accumulation_steps": 0}, "--gradient-accumulation-steps: 0 is not a positive"),
         ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
         ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is not one of"),
-        ({"workers": -1}, "--workers: -1 is not"),
+        ({"num_workers": -1}, "--num-workers: -1 is not"),
         ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on against --device cpu"),
         ({"cuda_graph": "on", "precision": "fp16"}, "--cuda-graph on against --precision fp16"),
         ({"cuda_graph": "on", "compile": True}, "--cuda-graph on against --compile"),

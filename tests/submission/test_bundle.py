@@ -419,7 +419,7 @@ def test_two_ranks_train_from_it_and_what_they_spawn_imports_it(
 ) -> None:
     (tmp_path / "own.py").write_text(_OWN)
     argv = [bare, carried.bundle, "train", "--run-dir=run", "--dataset=synthetic", "--max-steps=3"]
-    argv += [f"--data-dir={synthetic_dir}", "--data-pipeline=loader", "--workers=1"]
+    argv += [f"--data-dir={synthetic_dir}", "--data-pipeline=loader", "--num-workers=1"]
     argv += ["--model=own:network", "--world-size=2", f"--master-port={free_port()}"]
     ranks = [
         subprocess.Popen(
