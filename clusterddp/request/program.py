@@ -133,8 +133,8 @@ class BuiltIn(_Program):
     ) -> list[str]:
         """Return the options of `starter`, without those that a sweep varies.
 
-        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`. report_to:
-        list.
+        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`.
+        report_to: trackers, comma-separated.
         """
         argv = self.config.to_argv(defaults=False)
         common = [word for word in argv if word.partition("=")[0][2:] not in swept]
