@@ -208,7 +208,7 @@ def _options_page() -> str:
         "# Options of a request\n",
         _MADE,
         "Each can be given in these ways; the first that is there counts: the flag, a key of a "
-        "`--from` file, the `CLUSTERDDP_*` variable, the `SBATCH_*` variable, the key of "
+        "`--config` file, the `CLUSTERDDP_*` variable, the `SBATCH_*` variable, the key of "
         "`[cluster:NAME]` or `[defaults]` in site.cfg, what `--recipe` gives. The key is the flag "
         "without its dashes. The directive is the one of sbatch that stands in the script.\n",
         "One site.cfg is read, the first that is there: that of `--site`, of `CLUSTERDDP_SITE`, "

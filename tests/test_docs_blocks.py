@@ -172,8 +172,8 @@ def refusal(desk: Workplace, line: str) -> str:
 def dry_run(desk: Workplace, words: list[str]) -> None:
     place = [*words, "--"].index("--")
     options = [word for word in words[:place] if word != "--wait"]
-    if "--save" in options:
-        (desk.folder / options[options.index("--save") + 1]).unlink()
+    if "--save-config" in options:
+        (desk.folder / options[options.index("--save-config") + 1]).unlink()
     got = desk.invoke(*options, "--dry-run", *words[place:])
     assert got.code == 0, got.err
 

@@ -66,7 +66,7 @@ def options(
 
 
 def held_by(ctx: click.Context) -> Given:
-    """Return what a command line holds, with what --from names; nothing else asks click for it."""
+    """Return the values of a command line, including those that --config names."""
     settings = ctx.obj if isinstance(ctx.obj, Settings) else Settings()
     sources = {name: source(ctx, name) for name in ctx.params if not _is_default(ctx, name)}
     held = Given(ctx.params, sources, ctx.meta.get("command"), settings.environment, os.environ)
@@ -77,10 +77,10 @@ def held_by(ctx: click.Context) -> Given:
     return request_file.taken(held, ctx.params[FROM])
 
 
-def from_option(function: F) -> F:
-    """Add --from, which `held_by` reads."""
+def config_option(function: F) -> F:
+    """Add --config, which `held_by` reads."""
     return click.option(
-        "--from",
+        "--config",
         FROM,
         metavar="RUN|FILE.toml",
         help="Start from the options of a run or a file.",

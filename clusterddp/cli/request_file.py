@@ -1,4 +1,4 @@
-"""Requests taken from a run or a file (--from), and written to one (--save).
+"""Requests taken from a run or a file (--config), and written to one (--save-config).
 
 A file is TOML with submit's flags as its keys: `gpus-per-node = 4`, `env = ["A=1"]`, and `command`
 for what stands behind `--`. A run's request is whole: neither variables nor site.cfg add to it.
@@ -33,7 +33,7 @@ _OF_A_SUBMISSION = ("run-name", "sweep", "sweep-file", "sample", "sample-seed", 
 
 
 def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
-    """Write a request to a new file, private to its owner, for --from.
+    """Write a request to a new file, private to its owner, for --config.
 
     What was given is written, even where it is the default. A variable that is secret by its name
     is written by name, without its value; returns these names. Raises RequestError.
@@ -52,11 +52,11 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
     if spec.command:
         named[_COMMAND] = spec.command
     if path.exists():
-        raise RequestError(f"--save {path}: it exists already. Name another file. [CD0108]")
+        raise RequestError(f"--save-config {path}: it exists already. Name another file. [CD0108]")
     try:
         write_atomically(path, to_toml(named).encode())
     except OSError as error:
-        raise RequestError(f"--save {path}: {error.strerror}. [CD0108]") from None
+        raise RequestError(f"--save-config {path}: {error.strerror}. [CD0108]") from None
     return secret
 
 
@@ -110,7 +110,7 @@ def taken(given: Given, text: str) -> Given:
         given = dataclasses.replace(given, command=command)
     elif command:
         raise RequestError(
-            f"--from {text}: it runs a command, which is for 'clusterddp submit'. [CD0204]"
+            f"--config {text}: it runs a command, which is for 'clusterddp submit'. [CD0204]"
         )
     values, sources = {**given.values}, {**given.sources}
     of_recipe = recipe_settings(given.typed.get("recipe"))
@@ -141,30 +141,30 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError(f"--from {path}: {error.strerror}. [CD0204]") from None
+        raise RequestError(f"--config {path}: {error.strerror}. [CD0204]") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"--from {path} is not TOML: {error}. [CD0204]") from None
+        raise RequestError(f"--config {path} is not TOML: {error}. [CD0204]") from None
     command = content.pop(_COMMAND, [])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         raise RequestError(
-            f'--from {path}: {_COMMAND} is a list of words: ["python", "train.py"]. [CD0204]'
+            f'--config {path}: {_COMMAND} is a list of words: ["python", "train.py"]. [CD0204]'
         )
     training = [row.name for row in TRAINING if row.name in content]
     if command and training:
         raise RequestError(
-            f"--from {path}: {', '.join(training)} belong to the training, against {_COMMAND}: "
+            f"--config {path}: {', '.join(training)} belong to the training, against {_COMMAND}: "
             "leave one of them out. [CD0204]"
         )
     values = {}
     for key, value in content.items():
         if key in _OF_A_SUBMISSION:
             raise RequestError(
-                f"--from {path}: {key} is no part of a request, which several runs and sweeps can "
+                f"--config {path}: {key} is no part of a request, which several runs and sweeps can "
                 f"have: type --{key}. [CD0204]"
             )
         if key not in OPTIONS:
             raise RequestError(
-                f"--from {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "
+                f"--config {path}: there is no option {key!r}{nearest(key, [*OPTIONS, _COMMAND])}. "
                 "Keys are submit's flags without '--'. [CD0204]"
             )
         row = OPTIONS[key]

@@ -31,7 +31,7 @@ A run is one directory in the runs directory. Its content:
     report.json          results of the run
     notify.sbatch        with --notify; notified-NNNN.json records which process notified, and
                          logs/notify.log its output
-    tracked.json         with --tracker
+    tracked.json         with --report-to
     evaluation.json      confusion of the classes at the end, and the images with the highest loss
     batch_sizes.json     with --find-batch-size
     resume-NNNN.claim    process that currently resumes the run

@@ -92,23 +92,23 @@ def test_every_option_is_among_those_that_are_the_same_again() -> None:
 
 @pytest.mark.parametrize("argv", OF_RUNS.values(), ids=OF_RUNS)
 def test_a_request_is_the_same_again_from_a_file_and_from_a_run(argv: list[str]) -> None:
-    before = asked("--save", "it.toml", *argv)
-    assert asked("--from", "it.toml") == before
+    before = asked("--save-config", "it.toml", *argv)
+    assert asked("--config", "it.toml") == before
     recorded(before)
     # What a run's request leaves out stays out, whatever the variables and site.cfg say.
     Path("site.cfg").write_text("[defaults]\nmem = 1G\nmodule = other\n[environment]\nOTHER = 1\n")
     around = {"CLUSTERDDP_TIME": "7", "SBATCH_QOS": "low", "SBATCH_HINT": "nomultithread"}
-    assert asked("--from", "a", **around) == before
+    assert asked("--config", "a", **around) == before
 
 
 @pytest.mark.parametrize("value", CARRIED)
 def test_every_text_survives_a_file(value: str) -> None:
     argv = ["--env", f"A={value}", "--setup", f": {value}", "--sbatch", f"comment=x{value}",
             "--srun-args", "'--comment=a b'", "--", "echo", value]  # fmt: skip
-    before = asked("--save", "it.toml", *argv)
-    assert asked("--from", "it.toml") == before
+    before = asked("--save-config", "it.toml", *argv)
+    assert asked("--config", "it.toml") == before
     recorded(before)
-    assert asked("--from", "a") == before
+    assert asked("--config", "a") == before
 
 
 def test_flags_come_over_a_request_and_lists_as_resume_takes_them() -> None:
@@ -116,7 +116,7 @@ def test_flags_come_over_a_request_and_lists_as_resume_takes_them() -> None:
         'nodes = 2\ntime = 90\nlr = 0.5\nenv = ["A=1", "B=2"]\nmodule = ["cuda"]\nseed = 3\n'
         'requeue = false\nsbatch = ["nice=1", "hint=x"]\n'
     )
-    spec = asked("--from", "it.toml", "--nodes", "3", "--env", "B=3", "--module", "nccl",
+    spec = asked("--config", "it.toml", "--nodes", "3", "--env", "B=3", "--module", "nccl",
                  "--sbatch", "nice=2", CLUSTERDDP_TIME="7", CLUSTERDDP_ACCOUNT="us")  # fmt: skip
     assert spec.train and (spec.train.lr, spec.train.seed) == (0.5, 3)
     assert (spec.resources.nodes, spec.resources.time) == (3, "90")
@@ -125,8 +125,8 @@ def test_flags_come_over_a_request_and_lists_as_resume_takes_them() -> None:
     assert spec.modules == ("nccl",)
     assert spec.sbatch == (("nice", "2"), ("hint", "x"))
     assert spec.requeue is False
-    assert asked("--from", "it.toml", "--env", "").environment == ()
-    of_command = asked("--from", "it.toml", "--", "true")
+    assert asked("--config", "it.toml", "--env", "").environment == ()
+    of_command = asked("--config", "it.toml", "--", "true")
     assert of_command.command == ("true",)
     assert of_command.train is None
 
@@ -134,21 +134,22 @@ def test_flags_come_over_a_request_and_lists_as_resume_takes_them() -> None:
 def test_a_recipe_that_is_typed_takes_the_place_of_a_runs_settings() -> None:
     before = asked("--recipe", "fast", "--lr", "0.001")
     recorded(before)
-    assert asked("--from", "a") == before
+    assert asked("--config", "a") == before
     plain = asked("--recipe", "fast")
-    assert asked("--from", "a", "--recipe", "fast").train == plain.train
+    assert asked("--config", "a", "--recipe", "fast").train == plain.train
 
 
 def test_a_secret_is_saved_by_name_and_said() -> None:
-    done = invoke("submit", "--dry-run", "--save", "it.toml", "--env", "HF_TOKEN=hush", "--env",
+    done = invoke("submit", "--dry-run", "--save-config", "it.toml",
+                  "--env", "HF_TOKEN=hush", "--env",
                   "A=1", "--", "true")  # fmt: skip
     assert "it.toml passes HF_TOKEN by name, without its value" in done.stderr
     text = Path("it.toml").read_text()
     assert "hush" not in text
     assert 'env = ["HF_TOKEN", "A=1"]' in text
     assert stat.S_IMODE(Path("it.toml").stat().st_mode) == 0o600
-    assert "HF_TOKEN: is not set here" in refused("submit", "--dry-run", "--from", "it.toml")
-    assert asked("--from", "it.toml", HF_TOKEN="x").pass_environment == ("HF_TOKEN",)
+    assert "HF_TOKEN: is not set here" in refused("submit", "--dry-run", "--config", "it.toml")
+    assert asked("--config", "it.toml", HF_TOKEN="x").pass_environment == ("HF_TOKEN",)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +172,14 @@ def test_a_secret_is_saved_by_name_and_said() -> None:
 )
 def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(content: str, words: str) -> None:
     Path("it.toml").write_text(content)
-    assert words in refused("submit", "--dry-run", "--from", "it.toml")
+    assert words in refused("submit", "--dry-run", "--config", "it.toml")
 
 
 def test_what_is_not_there_or_is_there_already_is_refused() -> None:
     for name, words in (("no.toml", "No such file"), ("no", "there is no run 'no'")):
-        assert words in refused("submit", "--dry-run", "--from", name)
+        assert words in refused("submit", "--dry-run", "--config", name)
     Path("it.toml").write_text("kept")
-    assert "exists already" in refused("submit", "--dry-run", "--save", "it.toml")
+    assert "exists already" in refused("submit", "--dry-run", "--save-config", "it.toml")
     assert Path("it.toml").read_text() == "kept"
 
 
@@ -192,9 +193,9 @@ def test_debug_takes_the_training_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
         raise KeyboardInterrupt
 
     monkeypatch.setattr("clusterddp.cli.commands.debug.make_sure", make_sure)
-    invoke("debug", "--from", "a", "--epochs", "1")
+    invoke("debug", "--config", "a", "--epochs", "1")
     assert (seen[0].lr, seen[0].epochs) == (0.25, 1)
-    assert "it runs a command" in refused("debug", "--from", "of-command")
+    assert "it runs a command" in refused("debug", "--config", "of-command")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli.options import SettingsCommand, from_option, held_by, options
+from clusterddp.cli.options import SettingsCommand, config_option, held_by, options
 from clusterddp.cli.runs import RUNS_DIR_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
@@ -44,7 +44,7 @@ from clusterddp.submission.inputs import make_sure
 @click.option(
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
 )
-@from_option
+@config_option
 @RUNS_DIR_OPTION
 @click.option(
     "--run-dir",

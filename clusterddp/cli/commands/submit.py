@@ -9,7 +9,7 @@ import click
 from clusterddp.cli import main
 from clusterddp.cli.options import (
     WithCommand,
-    from_option,
+    config_option,
     held_by,
     help_all_option,
     options,
@@ -53,20 +53,20 @@ class SubmitCommand(WithCommand):
     cls=SubmitCommand,
     context_settings=main.OF_HELP,
     options_metavar="[OPTIONS] [-- COMMAND…]",
-    epilog="Precedence: flag, --from, CLUSTERDDP_<OPTION> variable, SBATCH_* variables, site.cfg, "
-    "--recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is "
+    epilog="Precedence: flag, --config, CLUSTERDDP_<OPTION> variable, SBATCH_* variables, "
+    "site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is "
     "unknown whether it was queued; 2 usage error, or refused; 75 with --wait: stopped after a "
     "checkpoint, can resume; 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run. [default: generated]")
-@from_option
+@config_option
 @click.option(
-    "--save",
+    "--save-config",
     "save_to",
     metavar="FILE.toml",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the request (no secrets) for --from.",
+    help="Write the request (no secrets) for --config.",
 )
 @sweep_options
 @click.option(
@@ -136,9 +136,9 @@ def command(
 def _save(held: Given, spec: JobSpec, path: Path) -> None:
     if spec.sweep:
         raise OptionError(
-            "--save",
+            "--save-config",
             f" {path}: a file holds the request of one run, and no points. Save it without "
-            f"--sweep, and submit with --from {path} --sweep NAME=VALUES.",
+            f"--sweep, and submit with --config {path} --sweep NAME=VALUES.",
         )
     from clusterddp.cli.request_file import save
 

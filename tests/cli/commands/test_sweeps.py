@@ -676,19 +676,19 @@ def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
 ) -> None:
     file = workplace.folder / "base.toml"
     for argv, words in (
-        (["submit", "--save", str(file), *TEN[3:]], "a file holds the request of one run"),
-        (["submit", "--from", sweep.name], "s is a sweep, but this command needs one run"),
+        (["submit", "--save-config", str(file), *TEN[3:]], "a file holds the request of one run"),
+        (["submit", "--config", sweep.name], "s is a sweep, but this command needs one run"),
     ):
         done = workplace.invoke(*argv)
         assert done.code == 2
         assert words in done.err
     assert not file.exists()
     argv = ["submit", "--dry-run", "--json", "--run-name", "t"]
-    shown = workplace.invoke(*argv, "--from", "s-3")
+    shown = workplace.invoke(*argv, "--config", "s-3")
     assert "-- /bin/echo 3\n" in json.loads(shown.out)["script"]
     assert "points" not in json.loads(shown.out)
     file.write_text("lr = 0.5\nseed = 3\n")
-    shown = workplace.invoke(*argv, "--from", str(file), "--sweep", "lr=0.1,0.2")
+    shown = workplace.invoke(*argv, "--config", str(file), "--sweep", "lr=0.1,0.2")
     assert shown.code == 0, shown.err
     script = json.loads(shown.out)["script"]
     assert "--lr=0.1" in script
