@@ -185,7 +185,7 @@ class _Watch:
         self._submission: Submission | None = None
         self._status: RunStatus | None = None
         self._ended_at = 0.0
-        self._job_id: str | None = None  # of the newest submission so far
+        self._job_id: str | None = None  # newest submission so far
         self._gone = 0  # consecutive checks without records
 
     def look(self) -> RunStatus:

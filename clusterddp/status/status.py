@@ -538,7 +538,7 @@ def belongs_to_other_run(run: RunDir, job: JobState) -> bool:
     comments = {submission_comment(run.name)}
     name, _, index = run.name.rpartition("-")
     if job.element and job.element.endswith(f"_{index}"):
-        # Each array task is a run, RUN-INDEX; the comment names RUN.
+        # An array task belongs to run RUN-INDEX; its comment names RUN.
         comments.add(submission_comment(name))
     return job.comment.startswith(submission_comment("")) and job.comment not in comments
 
