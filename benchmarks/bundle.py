@@ -23,7 +23,7 @@ from clusterddp.submission import bundle
 _PAIRS = 12
 _CHECKOUT = Path(__file__).parents[1]
 _SUBMIT = "from clusterddp.__main__ import main; main()"
-_CARRIES_NONE = "from clusterddp.submission import bundle; bundle.carry = lambda run: None; "
+_CARRIES_NONE = "from clusterddp.submission import bundle; bundle.bundle_into = lambda run: None; "
 _COMMAND = ["--no-snapshot", "--", "true"]
 _INSTALLED = [sys.executable, "-m", "clusterddp"]
 
@@ -74,7 +74,7 @@ def _row(name: str, baseline: str, without: Work, measured: Work, pairs: int = _
 
 def _run(path: Path) -> RunDir:
     path.mkdir()
-    bundle.carry(RunDir(path))
+    bundle.bundle_into(RunDir(path))
     return RunDir(path)
 
 

@@ -38,12 +38,12 @@ from clusterddp.submission import resume as resuming
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.fields import (
     check_new,
+    generate_name,
     job_spec,
-    made_up_name,
     slurm_folder,
     template_folder,
 )
-from clusterddp.submission.inputs import make_sure
+from clusterddp.submission.inputs import check_inputs
 from clusterddp.submission.resume import Resumption, Terms
 from clusterddp.worker import workstation
 
@@ -358,7 +358,7 @@ def _train(
     config: TrainConfig, procs: int, start_method: str, run_dir: str | Path | None
 ) -> dict[str, object]:
     path = os.path.abspath(run_dir or time.strftime("jobs/debug-%Y%m%d-%H%M%S"))
-    make_sure(config)
+    check_inputs(config)
     spec = workstation.request(path, config, procs)
     with workstation.recorded(spec, may_exist=bool(run_dir)) as (run, record):
         code, failure = workstation.train(config, run, procs, start_method)
@@ -417,7 +417,7 @@ def _request(
         )
     with _speaking_of_keywords():
         held = _held(given, tuple(os.fspath(word) for word in command))
-        return job_spec(held, made_up_name("run") if run_name is None else run_name)
+        return job_spec(held, generate_name("run") if run_name is None else run_name)
 
 
 def _held(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:

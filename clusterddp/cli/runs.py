@@ -179,9 +179,9 @@ def follow_submitted(
         from clusterddp.submission import snapshot
 
         tree = Path(History.read(run).folder or Path.cwd())
-        place = snapshot.place_of_code(run, tree)
+        place = snapshot.code_location(run, tree)
         fields |= place
-        words += f"\n  code    {snapshot.described(run, place, tree)}" if place else ""
+        words += f"\n  code    {snapshot.format_code_location(run, place, tree)}" if place else ""
     if not (wait or submission.stop):
         click.echo(json.dumps(fields) if as_json else words)
         return errors.EXIT_DONE

@@ -100,9 +100,9 @@ def echo_dry_run(
 
     indices: of the points of a sweep.
     """
-    from clusterddp.submission.submit import options_beside
+    from clusterddp.submission.submit import extra_sbatch_options
 
-    beside = options_beside(spec, script, indices)
+    beside = extra_sbatch_options(spec, script, indices)
     if as_json:
         click.echo(json.dumps({**fields, "sbatch_options": beside, "script": script}))
         return

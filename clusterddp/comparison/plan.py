@@ -379,7 +379,7 @@ def _submit(
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             _, submission = submit.submit(
-                spec, script, snapshot_limit_mb=snapshot_limit_mb, force=force, inputs_are_sure=True
+                spec, script, snapshot_limit_mb=snapshot_limit_mb, force=force, inputs_checked=True
             )
         except ClusterDDPError as error:
             if not before:

@@ -1,7 +1,7 @@
-"""Finds a launcher in a COMMAND: a program that would start ranks of its own inside every task.
+"""Detection of a launcher in a COMMAND: a program that would start further ranks in every task.
 
-The tasks are ranks already. `torchrun train.py` on each of eight tasks trains eight independent
-copies, each of which reports success. The COMMAND is only read, never run or expanded.
+The tasks are already ranks. `torchrun train.py` in each of eight tasks trains eight independent
+copies, and each reports success. The COMMAND is only parsed, never run or expanded.
 """
 
 import re
@@ -13,12 +13,12 @@ from pathlib import Path, PurePath
 
 _MOST_SCRIPT_BYTES = 65_536
 _MOST_WORD_CHARACTERS = 4096
-"""Longest word of shell text that is unquoted, which takes time with the square of its length."""
+"""Longest shell word that is unquoted: unquoting takes quadratic time."""
 
 AGENTS = frozenset({"torchrun", "torch.distributed.launch"})
 """Launchers that start torchrun's agents, as the template `torchrun.sbatch.j2` does."""
 START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
-"""Launchers that start the ranks of a node, each a Python."""
+"""Launchers that start the ranks of a node as Python processes."""
 _ONLY_NAMED = frozenset(
     {
         *("deepspeed", "horovodrun", "composer", "fabric run", "tune run", "colossalai run"),
@@ -26,7 +26,7 @@ _ONLY_NAMED = frozenset(
         *("llamafactory-cli train", "axolotl train"),
     }
 )
-"""Launchers whose options are not read: the program behind them is not made out."""
+"""Launchers whose options are not parsed, so their program is not identified."""
 _START_ANYTHING = "srun mpirun mpiexec mpiexec.hydra mpirun.openmpi orterun prterun"
 _LAUNCHERS = START_PYTHON.union(_START_ANYTHING.split(), _ONLY_NAMED)
 _MODULES = {
@@ -48,15 +48,15 @@ _WRAPPERS = {
     "time": ("-f -o --format --output", 0),
     "timeout": ("-k -s --kill-after --signal", 1),
 }
-"""Programs that become, or start, the one behind their options: the options whose value is the next
-word, and how many words of their own stand between the options and the program."""
+"""Programs that run the program after their options: the options whose value is the next word, and
+the number of the wrapper's own operands between its options and that program."""
 
 BRING_PROGRAMS = frozenset({"apptainer", "singularity", "uv"})
-"""Wrappers that start a program out of an image or an environment."""
+"""Wrappers that start a program from an image or an environment."""
 SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 _BEFORE_A_COMMAND = re.compile(
     r"[A-Za-z_]\w*\+?=|(!|\{|do|elif|else|if|then|until|while)\Z"
-)  # an assignment, or a word of the shell's own
+)  # an assignment or a shell keyword
 _PYTHON = re.compile(r"python[0-9.]*t?")
 _PYTHON_OPTION = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 _SHEBANG_OF_A_SHELL = re.compile(rf"#!.*\b({'|'.join(sorted(SHELLS))})\b")
@@ -67,22 +67,22 @@ class NestedLauncher:
     """A launcher that a COMMAND starts, and the same COMMAND without it."""
 
     name: str
-    """The name that people use: `torchrun`, `accelerate launch`."""
+    """Usual name: `torchrun`, `accelerate launch`."""
     command: tuple[str, ...]
     first: int
     last: int
-    """The launcher and its options are the words from `first` to before `last`."""
+    """The launcher and its options are `command[first:last]`."""
     head: tuple[str, ...] | None
-    """Words that take their place; None where the program behind them was not made out."""
+    """Words that replace them; None if the launched program was not identified."""
     adds_local_rank: bool = False
-    """True where its program gets an argument, --local-rank, which no task of ours gets."""
+    """True if it passes --local-rank to its program, which our tasks do not get."""
 
     @property
     def options(self) -> Iterator[tuple[str, str]]:
-        """Yield its options, with dashes inside, and their values."""
+        """Yield its options, with inner dashes rather than underscores, and their values."""
         words = self.command[self.first : self.last]
         at = len(self.name.split())
-        if is_python(words[0]):  # and its own options
+        if is_python(words[0]):  # skips Python's own options
             at = words.index("-m") + 2 if "-m" in words else at + 1
         while at < len(words):
             word = words[at]
@@ -97,7 +97,7 @@ class NestedLauncher:
 
     @property
     def instead(self) -> tuple[str, ...] | None:
-        """Return the COMMAND without the launcher; None where its program was not made out."""
+        """Return the COMMAND without the launcher; None if its program was not identified."""
         if self.head is None:
             return None
         return (*self.command[: self.first], *self.head, *self.command[self.last :])
@@ -105,7 +105,7 @@ class NestedLauncher:
 
 @dataclass(frozen=True)
 class LauncherInScript:
-    """A line of a shell script that starts a launcher, as far as reading it can tell."""
+    """A line of a shell script that appears to start a launcher."""
 
     script: str
     line: int
@@ -113,22 +113,22 @@ class LauncherInScript:
 
 
 def find(words: Sequence[str], *, in_shell: bool = False) -> NestedLauncher | None:
-    """Return the launcher that a command starts: itself, behind env, nice …, or by `bash -c`.
+    """Return the launcher that a command starts directly, through env, nice …, or by `bash -c`.
 
-    in_shell: assignments and the shell's own words may stand before it.
+    in_shell: assignments and shell keywords may precede it.
     """
     at = program_index(words, in_shell=in_shell)
     if at >= len(words):
         return None
     name = PurePath(words[at]).name
-    if name == "-S":  # of env
+    if name == "-S":  # env -S
         return _in_string(words, at + 1)
     if name in SHELLS:
         return _in_string(words, _shell_operand(words, at)[0])
     if is_python(name):
         return _of_python(words, at)
     launcher, begin = _named(words, at, _LAUNCHERS)
-    # An absolute torchrun has its interpreter beside it.
+    # An absolute torchrun has its interpreter in the same directory.
     python = str(PurePath(words[at]).parent / "python")
     return _launched(launcher, words, at, begin, (python,)) if launcher else None
 
@@ -136,8 +136,7 @@ def find(words: Sequence[str], *, in_shell: bool = False) -> NestedLauncher | No
 def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
     """Return the first launcher in the shell script that `command` starts in `folder`, or None.
 
-    The first 64 KiB are read. A line may stand behind a condition or a variable, so a launcher in
-    it is no proof.
+    The first 64 KiB are read. The line may be conditional, so the launcher may never be started.
     """
     name, is_shell = _script(command)
     if not name:
@@ -150,7 +149,7 @@ def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
         with Path(path).open("rb") as file:
             text = file.read(_MOST_SCRIPT_BYTES).decode(errors="replace")
     except (OSError, ValueError):
-        return None  # the task that starts it reports that
+        return None  # the task itself will report it
     if not is_shell and not _SHEBANG_OF_A_SHELL.match(text):
         return None
     for words, starts in _shell_commands(text):
@@ -162,9 +161,9 @@ def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
 
 
 def started(command: Sequence[str]) -> tuple[str, str]:
-    """Return the program that a command starts, behind env, nice …, and the file that it reads.
+    """Return the program that a command starts, after env, nice …, and its script.
 
-    That file is the script of a shell or of Python; empty where the program reads none.
+    The script is the file that Python or a shell runs; otherwise empty.
     """
     at = program_index(command)
     if at >= len(command) or command[at].startswith("-"):
@@ -184,12 +183,12 @@ def started(command: Sequence[str]) -> tuple[str, str]:
 
 
 def is_python(program: str) -> bool:
-    """Return whether a program is Python, by its name."""
+    """Return whether a program's name is Python's."""
     return _PYTHON.fullmatch(PurePath(program).name) is not None
 
 
 def module_of(command: Sequence[str]) -> str:
-    """Return the module that a command's Python runs (`-m`, `-um`); empty where it runs none."""
+    """Return the module that a command's Python runs (`-m`, `-um`), or empty."""
     index = program_index(command) + 1
     while index < len(command) and (option := _PYTHON_OPTION.fullmatch(command[index])):
         _, letter, value = option.groups()
@@ -200,7 +199,7 @@ def module_of(command: Sequence[str]) -> str:
 
 
 def _script(command: Sequence[str]) -> tuple[str, bool]:
-    """Return the file that the command starts, and whether a shell reads it in any case."""
+    """Return the file that the command starts, and whether a shell is sure to read it."""
     at = program_index(command, in_shell=False)
     if at >= len(command) or PurePath(command[at]).name not in SHELLS:
         return "".join(command[at : at + 1]), False
@@ -209,26 +208,26 @@ def _script(command: Sequence[str]) -> tuple[str, bool]:
 
 
 def _named(words: Sequence[str], at: int, names: frozenset[str]) -> tuple[str, int]:
-    """Find which of the names stands at `at`, or an empty one, and the index behind it."""
+    """Return which of the names is at index `at`, or empty, and the index after it."""
     name = PurePath(words[at]).name if at < len(words) else ""
     both = " ".join((name, *words[at + 1 : at + 2]))
     return (name, at + 1) if name in names else (both if both in names else "", at + 2)
 
 
 def program_index(words: Sequence[str], *, in_shell: bool = False) -> int:
-    """Return the index of the word that names the program, behind assignments and wrappers.
+    """Return the index of the program's name, after assignments and wrappers.
 
-    Where env splits a string it is the index of the option `-S`.
+    If env splits a string, it is the index of the option `-S`.
     """
     at = 0
     while at < len(words):
         while at < len(words) and in_shell and _BEFORE_A_COMMAND.match(words[at]):
             at += 1
-        wrapper, behind = _named(words, at, frozenset(_WRAPPERS))
+        wrapper, following = _named(words, at, frozenset(_WRAPPERS))
         if not wrapper:
             break
         valued, operands = _WRAPPERS[wrapper]
-        at = behind
+        at = following
         while at < len(words) and words[at].startswith("-"):
             if words[at] == "-S":
                 return at
@@ -250,14 +249,14 @@ def _shell_operand(words: Sequence[str], at: int) -> tuple[int, int]:
 
 
 def _in_string(words: Sequence[str], index: int) -> NestedLauncher | None:
-    """Return the launcher in a word that a shell reads as a line of its own; index 0 has none."""
+    """Return the launcher in a word that a shell parses as a command line; index 0 means none."""
     text = words[index] if 0 < index < len(words) else ""
     for inner, starts in _shell_commands(text):
         launcher = find(inner, in_shell=True)
         if launcher is None:
             continue
         line = None
-        if launcher.head is not None:  # the rest of the string stays as it is, quotes and all
+        if launcher.head is not None:  # the rest of the string keeps its quotes
             rest = text[starts[launcher.last] :] if launcher.last < len(starts) else ""
             line = (text[: starts[launcher.first]] + f"{shlex.join(launcher.head)} {rest}".strip(),)
         return replace(launcher, command=tuple(words), first=index, last=index + 1, head=line)
@@ -265,7 +264,7 @@ def _in_string(words: Sequence[str], index: int) -> NestedLauncher | None:
 
 
 def _of_python(words: Sequence[str], at: int) -> NestedLauncher | None:
-    """Return the launcher that Python runs as a module (`-m`), or by the path of its script."""
+    """Return the launcher that Python runs as a module (`-m`) or as a script."""
     index = at + 1
     while index < len(words) and (option := _PYTHON_OPTION.fullmatch(words[index])):
         flags, letter, value = option.groups()
@@ -288,10 +287,10 @@ def _of_python(words: Sequence[str], at: int) -> NestedLauncher | None:
 def _launched(
     name: str, words: Sequence[str], first: int, begin: int, python: tuple[str, ...]
 ) -> NestedLauncher:
-    """Read the launcher's options up to its program, which `python` runs where that is its way.
+    """Parse the launcher's options up to its program, which `python` may have to run.
 
-    A word behind an option is its value unless it must be a program. Where that leaves a doubt
-    about which word is the program, none is made out.
+    A word after an option is its value unless it must be a program. If it remains ambiguous which
+    word is the program, none is identified.
     """
     head = python if name in START_PYTHON else ()
     at, doubt = begin, False
@@ -309,7 +308,7 @@ def _launched(
         elif not words[at].startswith("-") and not _must_be_program(words[at], head):
             doubt = not words[at].isdecimal()
             at += 1
-    # Behind a colon mpirun takes another program, with options of its own.
+    # After a colon, mpirun takes another program with its options.
     known = name not in _ONLY_NAMED and at < len(words) and ":" not in words[at:]
     if doubt and known:
         known = _must_be_program(words[at], head)
@@ -334,9 +333,9 @@ _SHELL_PARTS = re.compile(
 
 
 def _shell_commands(text: str) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield each simple command of shell text: its words without quotes, and where each begins.
+    """Yield each simple command of shell text: its words without quotes, and their offsets.
 
-    Nothing is expanded, and text that is no well-formed shell is passed over.
+    Nothing is expanded, and malformed shell text is skipped.
     """
     words: list[str] = []
     starts: list[int] = []

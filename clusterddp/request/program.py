@@ -1,7 +1,7 @@
-"""The program that every task of a run runs: the built-in training, or a COMMAND of one's own.
+"""The program that every task of a run executes: the built-in training or the user's COMMAND.
 
-`JobSpec.program` is one of the two. Each answers by itself what the rest asks of it, so that nobody
-else has to know which of them it is.
+`JobSpec.program` is one of the two. They have the same interface, so that other modules need not
+distinguish them.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from clusterddp.request.nested_launcher import NestedLauncher
 
 NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
-"""Checks of a job's nodes; full ones are made inside the built-in training, too."""
+"""Checks of a job's nodes; `full` also measures inside the built-in training."""
 Options: TypeAlias = Mapping[str, Any]
-"""Values of options, by their parameters."""
+"""Option values by parameter."""
 Writer: TypeAlias = Callable[[str], str]
-"""What makes a word of bash."""
+"""Function that returns a bash word."""
 _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
 _LIST = "point"
 """Variable of the batch script that holds a point's options of the training."""
@@ -35,7 +35,7 @@ _OF_COMMANDS = {
     "silence": "the training has --watchdog SECONDS",
     "end_silent": "the training has --process-group-timeout SECONDS",
 }
-"""Fields of a request that the training has no use for, and why."""
+"""Fields of a request that the training does not use, and why."""
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
     "recipe": "a recipe sets several options; sweep these",
@@ -48,50 +48,50 @@ _KEPT = {
 
 
 class _Program(Record):
-    """Answers of a program that has no answer of its own."""
+    """Defaults for both programs."""
 
     starter = "exec"
-    """Command of ours by which a task starts it."""
+    """clusterddp command with which a task starts it."""
     resumable: bool | None = None
-    """Whether a start is known to go on from what the one before has saved; see `JobSpec`."""
+    """Whether an attempt is known to resume from the previous one's checkpoint; see `JobSpec`."""
     keeps_records = False
-    """Whether its ranks record their steps and their end in any case; else a Loop does."""
+    """Whether its ranks always record their steps and their end; otherwise only a Loop does."""
     sees_marks = False
-    """Whether its ranks see by themselves that they are asked to stop, without a signal."""
+    """Whether its ranks notice a stop request without a signal."""
     preflights: tuple[str, ...] = (NO_PREFLIGHT, QUICK)
-    """Checks of nodes that it can have."""
+    """Node checks that it supports."""
     refused: Mapping[str, str] = {}
-    """Fields of a request for which it has no use, and why."""
+    """Fields of a request that it does not use, and why."""
     changeable: tuple[str, ...] = ()
-    """Fields of a request that `resume` may change for this program alone."""
+    """Fields of a request that resume may change only for this program."""
     rank = "task"
-    """Word for a task that has a GPU."""
-    again = "start its command again"
-    """What a start without a checkpoint does."""
+    """Term for a task that has a GPU."""
+    restart_phrase = "rerun its command"
+    """What an attempt without a checkpoint does."""
     packages = "os"
-    """What the tasks' interpreter has to import."""
+    """Packages that the tasks' interpreter must be able to import."""
     shared_code = ""
-    """What is to be known of one copy of the code for all points of a sweep, as a clause."""
+    """Clause with a caveat about sharing one code copy between all trials of a sweep."""
 
     @property
     def options(self) -> Options:
-        """Values of the options that are its own, by their parameters."""
+        """Values of its own options by parameter."""
         return {}
 
     def launcher(self) -> "NestedLauncher | None":
-        """Return the launcher that every task would start: its ranks would know no others."""
+        """Return the launcher that every task would start, if any."""
         return None
 
     def lists_at(self, point: Point) -> dict[str, list[str]]:
-        """Return the variables of bash that `words` reads and that are lists, at a point."""
+        """Return the bash arrays that `words` reads, with their values for a trial."""
         return {}
 
     def meant(self, names: Sequence[str], point: Sequence[str]) -> tuple[object, ...]:
-        """Return a point's values as the program reads them; raises OptionError for a bad one."""
+        """Return a trial's values as the program parses them. Raises OptionError."""
         return tuple(point)
 
     def unswept(self, names: Sequence[str]) -> list[str]:
-        """Return the words that look like the place of a value, but of no name here."""
+        """Return the words that look like a placeholder but use none of these names."""
         return []
 
     def trainings(self, sweep: Sweep) -> list[TrainConfig]:
@@ -108,7 +108,7 @@ class BuiltIn(_Program):
     sees_marks = True
     preflights = PREFLIGHTS
     rank = "GPU rank"
-    again = "start again"
+    restart_phrase = "start again"
     packages = "torch, numpy"
     refused = _OF_COMMANDS
 
@@ -117,7 +117,7 @@ class BuiltIn(_Program):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of a JobSpec that hold it."""
+        """Fields of a JobSpec that contain it."""
         return {"train": self.config}
 
     @property
@@ -125,7 +125,7 @@ class BuiltIn(_Program):
         return vars(self.config)
 
     def check(self, resources: Resources) -> None:
-        """Refuse what cannot start on these resources; raises RequestError."""
+        """Raise RequestError if it cannot run on these resources."""
         self.config.check_ranks(resources)
 
     def task_options(
@@ -133,7 +133,7 @@ class BuiltIn(_Program):
     ) -> list[str]:
         """Return the options of `starter`, without those that a sweep varies.
 
-        lead: seconds from Slurm's signal to the time limit. arms: take part in `stacks`.
+        lead: seconds from Slurm's signal to the time limit. arms: support `clusterddp stacks`.
         report_to: trackers, comma-separated.
         """
         argv = self.config.to_argv(defaults=False)
@@ -141,7 +141,7 @@ class BuiltIn(_Program):
         return [*([f"--signal-lead={lead}"] if lead else []), *common]
 
     def words(self, swept: Sequence[str], text: Writer, value: Writer) -> list[str]:
-        """Return what stands behind those options, as words of bash.
+        """Return the arguments after those options as bash words.
 
         swept: names that a sweep varies. text: quotes a text. value: reads a variable.
         """
@@ -153,7 +153,7 @@ class BuiltIn(_Program):
         return {_LIST: [word for word in argv if word.partition("=")[0][2:] in names]}
 
     def at(self, point: Point) -> "BuiltIn":
-        """Return the program at a point of a sweep. Raises OptionError for a value not valid."""
+        """Return the program of a trial. Raises OptionError for an invalid value."""
         values: dict[str, Any] = {_ROWS[name].parameter: _value(name, v) for name, v in point}
         try:
             return BuiltIn(dataclasses.replace(self.config, **values))
@@ -164,9 +164,9 @@ class BuiltIn(_Program):
         return tuple(_value(name, text) for name, text in zip(names, point, strict=True))
 
     def refuse_names(self, names: Sequence[str], request: set[str]) -> None:
-        """Refuse names that a sweep cannot vary; raises OptionError with the reason.
+        """Raise OptionError for a name that a sweep cannot vary.
 
-        request: names of the options that decide what Slurm is asked for.
+        request: names of the options that affect what is requested from Slurm.
         """
         for name in names:
             if name in _KEPT:
@@ -174,8 +174,8 @@ class BuiltIn(_Program):
             if name in request:
                 raise OptionError(
                     "--sweep",
-                    f" {name}: a sweep is one job array, whose elements all ask Slurm for the "
-                    "same. Submit one sweep for each value.",
+                    f" {name} cannot be swept: a sweep is one job array with the same resources "
+                    "for all tasks. Submit one sweep for each value.",
                 )
             if name not in _ROWS:
                 import difflib
@@ -184,8 +184,8 @@ class BuiltIn(_Program):
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise OptionError(
                     "--sweep",
-                    f" {name}: the training has no such option.{hint} The arguments of a program "
-                    "of your own stand behind '--', with {" + name + "} where the value belongs.",
+                    f" {name}: the training has no such option.{hint} To sweep an argument of your "
+                    "own program, put the command after '--' with {" + name + "} for the value.",
                 )
 
     def trainings(self, sweep: Sweep) -> list[TrainConfig]:
@@ -194,27 +194,27 @@ class BuiltIn(_Program):
         return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
 
     def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "BuiltIn":
-        """Return it with the options, or the COMMAND, that are typed for the run of this name.
+        """Return the program of the run `run` with the typed options or COMMAND.
 
-        flags: those of the options. Raises RequestError for what belongs to another program.
+        flags: the typed options. Raises RequestError if they do not apply to this program.
         """
         if typed:
             raise RequestError(
-                f"{shlex.join(typed)} belongs to the run of a COMMAND, but {run} trains "
-                "MNIST. [CD0103]"
+                f"COMMAND {shlex.join(typed)} cannot be given: {run} runs the built-in "
+                "training. [CD0103]"
             )
         return BuiltIn(dataclasses.replace(self.config, **options))
 
     def beginning(self, step: int | None) -> str:
-        """Return a clause on where a start begins. step: of the run's checkpoint, if it has one."""
+        """Return a clause on where an attempt starts. step: of the run's checkpoint, if any."""
         if step is not None:
             return f"resumes from step {step}"
         source = self.config.init_from
         return f"starts from {source}" if source else "starts from the beginning"
 
     def has_own_code(self, sweep: Sweep, tree: Path | None = None) -> bool:
-        """Return whether it runs code of a person's own; tree: in this folder."""
-        named = [name for each in self.trainings(sweep) for _, name in each.own_functions]
+        """Return whether it runs the user's code; tree: only code in this directory counts."""
+        named = [name for each in self.trainings(sweep) for _, name in each.user_functions]
         if tree is None:
             return bool(named)
         from clusterddp.request import user_functions
@@ -224,12 +224,10 @@ class BuiltIn(_Program):
 
 
 class Command(_Program):
-    """A COMMAND: of a program of one's own nothing is known ahead, but what its words say."""
+    """The user's COMMAND, about which only its words are known."""
 
     changeable = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
-    shared_code = (
-        ", one copy for all points: a relative path that the COMMAND writes is the same for all"
-    )
+    shared_code = ", one copy for all points: they all write to the same relative paths"
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.command = command
@@ -242,7 +240,7 @@ class Command(_Program):
         for word in self.command:
             forms.text("COMMAND", word)
         if not self.command[0]:
-            raise RequestError("COMMAND is empty; give a program to run after '--'. [CD0306]")
+            raise RequestError("COMMAND is empty. Put a program to run after '--'. [CD0306]")
 
     def launcher(self) -> "NestedLauncher | None":
         from clusterddp.request import nested_launcher  # not needed for a training
@@ -276,9 +274,9 @@ class Command(_Program):
             if name not in used:
                 raise OptionError(
                     "--sweep",
-                    f" {name}: there is no {{{name}}} in the COMMAND, so every point would run the "
-                    f"same. Write it where the value belongs: -- python train.py --{name} "
-                    f"{{{name}}}. What is asked of Slurm is the same for all points.",
+                    f" {name}: the COMMAND does not contain {{{name}}}, so all points would be the "
+                    f"same. Add it for the value: -- python train.py --{name} {{{name}}}. Slurm "
+                    "options cannot be swept.",
                 )
 
     def unswept(self, names: Sequence[str]) -> list[str]:
@@ -287,12 +285,12 @@ class Command(_Program):
 
     def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "Command":
         if flags:
-            problem = f" belongs to the MNIST training, but {run} runs a command."
+            problem = f" applies only to the built-in training, but {run} runs a command."
             raise OptionError(flags, problem, code="CD0103")
         return Command(tuple(typed) or self.command)
 
     def beginning(self, step: int | None) -> str:
-        return "starts its command again"
+        return "reruns its command"
 
     def has_own_code(self, sweep: Sweep, tree: Path | None = None) -> bool:
         return True
@@ -310,5 +308,5 @@ def _value(name: str, text: str) -> object:
 
 
 def _places(names: Sequence[str]) -> re.Pattern[str]:
-    """Return the pattern of `{name}` for these names, the name as its group."""
+    """Return the pattern of `{name}` for these names, with the name as a group."""
     return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")

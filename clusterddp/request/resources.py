@@ -1,4 +1,4 @@
-"""The `Resources` that Slurm is asked for, in its names and forms, checked when they are built."""
+"""Resources requested from Slurm, in its names and formats, checked at construction."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from clusterddp.slurm.forms import LINE
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Resources(Record):
-    """Nodes, GPUs, tasks, time and place to ask Slurm for; empty or None is the site's choice."""
+    """Nodes, GPUs, tasks, time and partition to request; empty or None means the site's default."""
 
     nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
     spare_nodes: int = option(0, "Idle nodes that replace failed ones.", WHOLE)
@@ -86,36 +86,37 @@ class Resources(Record):
         self._check_hosts()
 
     def _check_gpus(self) -> None:
-        """Refuse ranks that cannot share the GPUs of a node evenly."""
+        """Raise OptionError if ranks cannot share the GPUs of a node evenly."""
         gpus, tasks = self.gpus_per_node, self.tasks_per_node
         problem = ""
         if gpus % tasks and self.gpu_directive == "gpus-per-task":
-            problem = "--gpu-directive gpus-per-task gives all tasks as many GPUs, one at least"
+            problem = "--gpu-directive gpus-per-task needs the same number of GPUs for every task"
         elif 0 < gpus < tasks and tasks % gpus:
-            problem = "not as many tasks on each GPU"
+            problem = "GPUs would have different numbers of tasks"
         if gpus and problem:
             raise OptionError(
                 f"--tasks-per-node {tasks}",
-                f" against --gpus-per-node {gpus}: {problem}. Use one task per GPU (the default).",
+                f" conflicts with --gpus-per-node {gpus}: {problem}. Use one task per GPU (the "
+                "default).",
             )
 
     def _check_hosts(self) -> None:
-        """Refuse hosts that cannot all be in the job."""
+        """Raise OptionError if the hosts cannot all be in the job."""
         wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
         unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
         if len(wanted) > self.job_nodes:
             more = f" and --spare-nodes for {self.spare_nodes} more" if self.spare_nodes else ""
             raise OptionError(
                 f"--nodelist {self.nodelist}",
-                f" names {len(wanted)} hosts, but --nodes asks for {self.nodes}{more}: Slurm gives "
-                f"a job every host of its list. Use --nodes {len(wanted) - self.spare_nodes} or a "
+                f" names {len(wanted)} hosts, but --nodes requests {self.nodes}{more}: Slurm "
+                f"allocates every listed host. Use --nodes {len(wanted) - self.spare_nodes} or a "
                 "shorter list.",
             )
         if self.spare_nodes and len(wanted) == self.nodes:
             raise OptionError(
                 f"--spare-nodes {self.spare_nodes}",
-                f" against --nodelist {self.nodelist}, which names all {self.nodes} nodes of "
-                "--nodes: a spare would be another one. Name the spares too, fewer hosts, or none.",
+                f" conflicts with --nodelist {self.nodelist}, which leaves none of the hosts as a "
+                "spare. List the spares too, or fewer hosts, or remove --nodelist.",
             )
         both = next((host for host in unwanted if host in wanted), None)
         if both:
@@ -127,17 +128,17 @@ class Resources(Record):
 
     @property
     def job_nodes(self) -> int:
-        """Return the number of nodes to ask Slurm for: those of the tasks, and the spares."""
+        """Return the number of nodes to request from Slurm, including the spares."""
         return self.nodes + self.spare_nodes
 
     @property
     def num_tasks(self) -> int:
-        """Return the number of ranks of the whole job, torch's world size."""
+        """Return the number of ranks of the whole job (torch's world size)."""
         return self.nodes * self.tasks_per_node
 
     @property
     def layout(self) -> str:
-        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        """Return the layout as text: `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
         spares = self.spare_nodes
         counts = ((self.nodes, "node"), (self.tasks_per_node, "task"), (self.num_tasks, "rank"))
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)

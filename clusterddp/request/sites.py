@@ -1,8 +1,8 @@
-"""Files of settings for public clusters, taken from the clusters' own documentation.
+"""Settings files for public clusters, based on the clusters' documentation.
 
-Each is a site.cfg with a head of comments: its first line is a title, and `# Page:`, `# Read:`,
-`# Tried:` and `# Hosts:` say from where it was taken, when, who has tried it, and by which names of
-hosts it is recognised beside the cluster's own.
+Each is a site.cfg with header comments: the first line is a title; `# Page:`, `# Read:`,
+`# Tried:` and `# Hosts:` give its sources, the date, who has tested it, and the host names that
+identify the cluster in addition to its name.
 """
 
 import contextlib
@@ -23,39 +23,39 @@ _HEAD = re.compile(r"^# (Page|Read|Tried|Hosts): (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class PublicSite:
-    """Head of one file."""
+    """Header of one file."""
 
     name: str
     title: str
     pages: tuple[str, ...]
     read: str
-    """Date on which the pages were read, and their version."""
+    """Date of the pages, and their version."""
     tried: str
     hosts: tuple[str, ...] = ()
-    """Names of its login nodes, as patterns of the shell."""
+    """Shell patterns of its login nodes' names."""
 
     def fits(self, cluster: str, host: str) -> bool:
-        """Return whether a cluster has its name, or a host is one of its."""
+        """Return whether the cluster's name or the host's matches."""
         return cluster.lower() == self.name or any(fnmatchcase(host, each) for each in self.hosts)
 
 
 def read_sites() -> dict[str, PublicSite]:
-    """Return the shipped files' heads by name; none in a run's own file, which carries none."""
+    """Return the headers of the shipped files by name; empty in a run's bundle, which has none."""
     files = sorted(FOLDER.glob("*.cfg")) if FOLDER.is_dir() else ()
     return {path.stem: _head(path.stem, path.read_text(encoding="utf-8")) for path in files}
 
 
 def fitting(sites: Mapping[str, PublicSite], cluster: str, host: str) -> list[str]:
-    """Return the names of the sites that a cluster or a host is, by what they are called."""
+    """Return the names of the sites that match a cluster or host name."""
     return [name for name, site in sites.items() if site.fits(cluster, host)]
 
 
 def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[Path, Path | None]:
-    """Write a site's file to the place of the user's own; return it, and that of the one before.
+    """Write a site's file as the user's site.cfg; return its path and that of a backup, if any.
 
-    With `force` the one before is kept beside it. Raises RequestError for an unknown name, a file
-    that is there already and says something else, one that was kept before and would be lost, or a
-    place that cannot be written.
+    With `force` an existing file is renamed to site.cfg.old. Raises RequestError for an unknown
+    name, an existing file with other content, a backup that would be overwritten, or a path that
+    cannot be written.
     """
     sites = read_sites()
     if name not in sites:
@@ -72,28 +72,28 @@ def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[
             return path, None
         if before and not force:
             raise RequestError(
-                f"{path} is there already, with other settings; it is left as it is. --force puts "
-                "it aside. [CD0201]"
+                f"{path} already exists with other settings and was not changed. To rename it to "
+                "site.cfg.old, add --force. [CD0201]"
             )
         if before and os.path.lexists(before) and not _same(path, before):
             raise RequestError(
-                f"{before} is there already, from before, and would be lost; nothing is changed. "
-                "Move it first. [CD0201]"
+                f"{before} already exists and would be overwritten; nothing was changed. Move it "
+                "first. [CD0201]"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, content, before)
     except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error.strerror}. [CD0201]") from None
+        raise RequestError(f"cannot write {path}: {error.strerror}. [CD0201]") from None
     return path, before
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Return whether both are files of the same bytes."""
+    """Return whether both are files with the same content."""
     return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
 
 
 def _write(path: Path, content: bytes, before: Path | None) -> None:
-    """Write the whole file, or leave what is there."""
+    """Replace the file atomically."""
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix="site.cfg.")
     try:
         with os.fdopen(handle, "wb") as file:

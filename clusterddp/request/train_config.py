@@ -288,7 +288,7 @@ class TrainConfig(Record):
             )
 
     @property
-    def own_functions(self) -> tuple[tuple[str, str], ...]:
+    def user_functions(self) -> tuple[tuple[str, str], ...]:
         """Return the options that name a user function, each with its reference."""
         values = (("--model", self.model), ("--dataset", self.dataset))
         return tuple((option, value) for option, value in values if ":" in value)

@@ -1,7 +1,7 @@
-"""User functions by reference, `package.module:function`: found, checked and imported.
+"""User functions by reference (`package.module:function`): lookup, check and import.
 
-Modules are looked up as Python does, from the folder in which the command was typed. The submitting
-side finds a function without running anything of it; the tasks import it.
+Modules are looked up as Python does, from the directory in which the command was typed. The
+submitting process finds a function without running its code; the tasks import it.
 """
 
 import os
@@ -14,9 +14,9 @@ from clusterddp.errors import RequestError, TrainingError, is_debuggers_quit
 
 
 def find(reference: str, folder: Path) -> Path | None:
-    """Return the file of the module, from this folder first, then Python's path; None without one.
+    """Return the file of the module, looked up in this directory, then on Python's path, or None.
 
-    Nothing is run: parents are not imported, as importlib.util.find_spec would.
+    Nothing is run: unlike importlib.util.find_spec, it does not import parent packages.
     """
     import importlib.util
     from importlib.machinery import PathFinder
@@ -25,9 +25,9 @@ def find(reference: str, folder: Path) -> Path | None:
     spec = PathFinder.find_spec(head, [str(folder)])
     if spec is None or spec.loader is None:
         installed = None
-        with suppress(ValueError):  # a module that Python has made without one, such as __main__
-            installed = importlib.util.find_spec(head)  # also by the finders of editable installs
-        # A bare folder hides nothing that is installed, and nothing but that hides it.
+        with suppress(ValueError):  # raised for a module without a spec, for example __main__
+            installed = importlib.util.find_spec(head)  # also uses finders of editable installs
+        # An installed package takes precedence over a directory without __init__.py.
         if spec is None or (installed is not None and installed.has_location):
             spec = installed
     for part in rest:
@@ -40,16 +40,16 @@ def find(reference: str, folder: Path) -> Path | None:
 
 
 def locate(option: str, reference: str, folder: Path) -> Path:
-    """Return the file that holds the function, as `find` does.
+    """Return the file that defines the function, looked up as in `find`.
 
-    Raises RequestError when there is no such module, or when its file does not define that name.
+    Raises RequestError if there is no such module or its file does not define that name.
     """
     module, _, function = reference.partition(":")
     path = find(reference, folder)
     if path is None:
         raise RequestError(
-            f"{option} {reference}: there is no module {module} in {folder}, nor is one installed "
-            f"for {sys.executable}. Start from the folder that holds it, or install it. [CD0308]"
+            f"{option} {reference}: there is no module {module} in {folder} or installed for "
+            f"{sys.executable}. Start from the directory that contains it, or install it. [CD0308]"
         )
     if path.suffix != ".py":
         return path
@@ -68,21 +68,21 @@ def locate(option: str, reference: str, folder: Path) -> Path:
 
 
 def load(reference: str) -> Callable[..., object]:
-    """Import the function. Raises TrainingError as `running` does, or when it is not there."""
+    """Import the function. Raises TrainingError as `running` does, or if it does not exist."""
     import importlib
 
     name, _, function = reference.partition(":")
     here = str(Path.cwd())
-    if sys.path[:1] != [here]:  # as `python -m` has it, but not an installed command
+    if sys.path[:1] != [here]:  # `python -m` adds it, an installed command does not
         sys.path.insert(0, here)
     with running(reference):
         module = importlib.import_module(name)
         loaded: object = getattr(module, function, None)
     if not callable(loaded):
-        problem = f"is {type(loaded).__name__}" if hasattr(module, function) else "is not there"
+        problem = f"is {type(loaded).__name__}" if hasattr(module, function) else "is missing"
         raise TrainingError(
             f"{reference}: {function} {problem} in {getattr(module, '__file__', name)}; expected a "
-            "function. Another module of that name comes first if that is not your file. [CD0308]"
+            "function. If it is not your file, another module of that name is found first. [CD0308]"
         )
     return loaded
 
@@ -96,7 +96,7 @@ def running(reference: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:  # a script that reads its arguments exits at import
+    except (Exception, SystemExit) as error:  # a script that parses arguments exits at import
         if is_debuggers_quit(error):
             raise
         import traceback

@@ -1,16 +1,16 @@
-"""Puts clusterddp itself into a run, as one file that Python runs and imports from: a zipapp.
+"""Bundle of clusterddp in a run's directory: a zipapp, one file that Python runs and imports from.
 
-    clusterddp-0.1.1-3f2a9c41d07b.pyz   the package, and click in a folder of its own, named by
-                                        version and digest
-    clusterddp.pyz                      leads to it
-    __pycache__/                        its bytecode, for the Python that made it
+    clusterddp-0.1.1-3f2a9c41d07b.pyz   the package and, in a separate directory, click; the name
+                                        has the version and a digest
+    clusterddp.pyz                      symbolic link to it
+    __pycache__/                        its bytecode, for the Python that compiled it
 
-A COMMAND has the file on its path, for `clusterddp.loop`, and sees the package there alone: click
-is for the program that the file is. The same sources give the same bytes.
+A COMMAND has the file on its path, for `clusterddp.loop`. It can import the package but not click,
+which only the bundle's own program uses. The same sources give the same bytes.
 
-Python compiles what it imports from a zip file at each start: so the bytecode lies beside it, and a
-Python that it suits reads it from there, where its digest is that of its name. Without it
-everything works, and starts later.
+Python compiles modules from a zip file at each start. The bundle's bytecode is therefore stored
+next to it; a Python of the same version loads it if its digest matches its name. Without the
+bytecode everything works but starts more slowly.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__, bundle_file
 
 _DIGITS = 12
-_CLICK = "beside"
-"""Folder of the file that only its own program puts on the path."""
+_CLICK = "vendored"
+"""Directory in the bundle that only the bundle's own program puts on the path."""
 _UNCHECKED_HASH = 1
 """Flag of bytecode that is not compared with its source (PEP 552)."""
 
-# Python 2.7 parses it too. It is the whole of `python FILE`, so it can rely on nothing but that.
+# Python 2.7 must parse it too: any interpreter can be given for `python FILE`.
 _MAIN = '''\
-"""Runs the clusterddp in this file, where the interpreter suits it and the file is as it was."""
+"""Run the clusterddp in this file if the interpreter is supported and the file is intact."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ import sys
 def check():
     if sys.version_info < (3, 10):
         sys.exit(
-            "clusterddp: %s on %s is Python %s, and clusterddp needs 3.10 or later. Name another "
+            "clusterddp: %s on %s is Python %s; clusterddp needs 3.10 or later. Choose another "
             "interpreter: --python for the tasks, --controller-python for the batch script."
             % (sys.executable, os.uname()[1], sys.version.split()[0])
         )
@@ -62,7 +62,7 @@ def check():
         import shlex
 
         sys.exit(
-            "clusterddp: %s was altered or damaged: its digest is %s. Give the run another one: "
+            "clusterddp: %s was altered or damaged: its digest is %s. Replace it: "
             "clusterddp resume %s --clusterddp new" % (path, digest, shlex.quote(folder))
         )
     sys.path[:1] = [path, path + "/CLICK"]
@@ -77,7 +77,7 @@ def check():
                 sys.path[:0] = [file, file + "/CLICK"]
                 break
     except OSError:
-        pass  # there is none, or it cannot be read
+        pass  # no bytecode, or unreadable
 
 
 def digest_of(path):
@@ -97,13 +97,13 @@ main()
 
 @dataclass(frozen=True)
 class Bundle:
-    """File that holds a clusterddp, by its path."""
+    """File that contains a clusterddp."""
 
     path: Path
 
     @property
     def version(self) -> str:
-        """Return the version, by the file's name."""
+        """Return the version in the file's name."""
         return self.path.name.split("-")[1]
 
     def __str__(self) -> str:
@@ -111,126 +111,126 @@ class Bundle:
         return f"{self.version} ({self.path.stem.split('-')[-1]})"
 
 
-def carry(run: RunDir) -> Bundle:
-    """Put the clusterddp that is at work into a run, in place of another one; returns it.
+def bundle_into(run: RunDir) -> Bundle:
+    """Bundle the clusterddp of this process into a run, and return the bundle.
 
-    What was there stays: its attempts ran with it. Raises RequestError where it cannot be written;
-    the run then leads to the former one.
+    Earlier bundles stay, because earlier attempts ran with them. Raises RequestError if the bundle
+    cannot be written; the run then keeps its current one.
     """
     content = build()
     path = run.path.resolve() / _name(content)
     is_new = not path.exists()
     try:
-        write_atomically(path, content)  # one that is there may be damaged
+        write_atomically(path, content)  # an existing file may be damaged
         link(run.bundle, path.name)
     except OSError as error:
         if is_new:
             path.unlink(missing_ok=True)
         raise RequestError(
-            f"cannot put clusterddp into the run, {path} ({len(content) / 1e6:.1f} MB): "
-            f"{error.strerror}. Make room there, or choose another --runs-dir. [CD0504]"
+            f"cannot write clusterddp's bundle {path} ({len(content) / 1e6:.1f} MB): "
+            f"{error.strerror}. Free space there or choose another --runs-dir. [CD0504]"
         ) from None
-    _keep_bytecode(path, content)
+    _store_bytecode(path, content)
     return Bundle(path)
 
 
-def carry_at_start(run: RunDir) -> None:
-    """Have a run that was sent by hand, such as an array's element, carry this clusterddp.
+def bundle_manual_run(run: RunDir) -> None:
+    """Bundle this clusterddp into a run that was submitted by hand, for example one array task.
 
-    Logs it, or why it cannot: that must not end the attempt.
+    Log the result. A failure must not end the attempt.
     """
     try:
-        log.info(f"the run carries clusterddp {carry(run)} from now on")
+        log.info(f"the run now uses its own copy of clusterddp, {bundle_into(run)}")
     except Exception as error:
-        log.info(f"the run uses the clusterddp that is installed: {error}")
+        log.info(f"the run uses the installed clusterddp: {error}")
 
 
 @contextlib.contextmanager
-def renewed(run: RunDir) -> Iterator[list[str]]:
-    """Carry the clusterddp that is at work, while the body submits the run.
+def replaced_bundle(run: RunDir) -> Iterator[list[str]]:
+    """Bundle the clusterddp of this process into a run while the body submits the run.
 
-    The run goes back to the former one when the body raises RequestError. Yields what changes, a
-    line or none. Raises RequestError as `carry` does.
+    Yields the change as at most one line. If the body raises RequestError, the run gets its former
+    bundle back. Raises RequestError as `bundle_into` does.
     """
-    former, target = _carried(run), _target(run)
-    new = carry(run)
+    former, target = _current(run), _target(run)
+    new = bundle_into(run)
     try:
         yield [] if new == former else [f"clusterddp {former or 'installed'}, now {new}"]
     except RequestError:
         if former is None:
             run.bundle.unlink()
         else:
-            link(run.bundle, target)  # that of a sweep's point lies with the sweep
+            link(run.bundle, target)  # a trial's target is in the sweep's directory
         if new != former:
             for file in (new.path, *_bytecode(new.path.parent / "__pycache__", new.path)):
                 file.unlink(missing_ok=True)
         raise
 
 
-def keeps(run: RunDir) -> bool:
-    """Return whether the file that a run carries is whole, or it needs none; logs what it is.
+def verify_bundle(run: RunDir) -> bool:
+    """Return whether a run's bundle is intact, or the run has none.
 
-    It is another clusterddp than the installed one, or gone, or damaged.
+    Log a bundle that is missing, damaged or not the installed clusterddp.
     """
     installed = Bundle(run.path.resolve() / _name(build()))
     try:
-        carried = find(run)
+        current = find(run)
     except RequestError as error:
-        log.info(f"{str(error).partition('. Give')[0]}: the run carries {installed} from now on")
+        log.info(f"{str(error).partition('. Replace')[0]}: replaced by {installed}")
         return False
-    if carried and carried.path.name != installed.path.name:
+    if current and current.path.name != installed.path.name:
         log.info(
-            f"{run.name} keeps its clusterddp {carried}; {installed} is installed. Take that with "
-            "--clusterddp new."
+            f"{run.name} keeps its clusterddp {current}; {installed} is installed. To switch: "
+            "--clusterddp new"
         )
     return True
 
 
 def find(run: RunDir) -> Bundle | None:
-    """Find the file that a run carries, undamaged; None where it uses an installed clusterddp.
+    """Return a run's intact bundle, or None if the run uses an installed clusterddp.
 
-    Raises RequestError where it is gone, or not the file that it was.
+    Raises RequestError if the bundle is missing or altered.
     """
-    carried = _carried(run)
-    if carried is None:
+    current = _current(run)
+    if current is None:
         return None
-    remedy = f"Give the run another one: clusterddp resume {run.cli_name} --clusterddp new"
+    remedy = f"Replace it: clusterddp resume {run.cli_name} --clusterddp new"
     try:
-        content = carried.path.read_bytes()
+        content = current.path.read_bytes()
     except OSError as error:
         raise RequestError(
-            f"the clusterddp of {run.name}, {carried.path}, cannot be read: {error.strerror}. "
+            f"the clusterddp of {run.name}, {current.path}, cannot be read: {error.strerror}. "
             f"{remedy} [CD0314]"
         ) from None
-    if not _is_whole(carried.path, content):
+    if not _is_intact(current.path, content):
         raise RequestError(
-            f"the clusterddp of {run.name}, {carried.path}, was altered. {remedy} [CD0314]"
+            f"the clusterddp of {run.name}, {current.path}, was altered. {remedy} [CD0314]"
         )
-    return carried
+    return current
 
 
 def build() -> bytes:
-    """Make the file: the same bytes of the same sources, whatever Python makes it.
+    """Return the bundle's content: the same bytes for the same sources, on every Python.
 
-    Nothing is compressed: that takes longer than to write it, and differs between libraries.
+    The zip is not compressed: compressing takes longer than writing, and zlib versions differ.
     """
     if bundle_file():
         return Path(bundle_file()).read_bytes()
     click = importlib.util.find_spec("click")
-    assert click and click.origin, "the command cannot do without it"
+    assert click and click.origin, "the command line requires click"
     packages = {Path(__file__).parents[1]: "", Path(click.origin).parent: _CLICK}
     sources = {
         (Path(folder) / path.relative_to(package.parent)).as_posix(): path
         for package, folder in packages.items()
         for path in package.rglob("*.py")
-        if path.stem.isidentifier()  # and no editor's own file
+        if path.stem.isidentifier()  # skips editors' backup files
     }
     contents = {name: path.read_bytes() for name, path in sorted(sources.items())}
     return _zip({"__main__.py": _MAIN.encode(), **contents})
 
 
-def _carried(run: RunDir) -> Bundle | None:
-    """Return the file to which the run leads, as it is."""
+def _current(run: RunDir) -> Bundle | None:
+    """Return the target of the run's link, unverified."""
     return Bundle(run.bundle.resolve()) if run.bundle.is_symlink() else None
 
 
@@ -246,8 +246,8 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_DIGITS]
 
 
-def _is_whole(path: Path, content: bytes) -> bool:
-    """Return whether a file has the digest that its name says."""
+def _is_intact(path: Path, content: bytes) -> bool:
+    """Return whether the content's digest is the one in the file's name."""
     return path.stem.endswith(f"-{_digest(content)}")
 
 
@@ -255,35 +255,35 @@ def _zip(contents: Mapping[str, bytes]) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, content in contents.items():
-            item = zipfile.ZipInfo(name)  # of 1980, as all of them
+            item = zipfile.ZipInfo(name)  # its default date, 1980, is the same for all
             item.create_system, item.external_attr = 3, 0o644 << 16  # Unix, rw-r--r--
             archive.writestr(item, content)
     return file.getvalue()
 
 
 def _bytecode(folder: Path, path: Path) -> list[Path]:
-    """List the bytecode of a file for this Python: one in most cases."""
+    """List the bytecode files of a bundle for this Python, usually one."""
     return sorted(folder.glob(f"{path.stem}.{importlib.util.MAGIC_NUMBER.hex()}-*.zip"))
 
 
-def _keep_bytecode(path: Path, content: bytes) -> None:
-    """Keep the modules' bytecode beside the file, where the installation has it or takes it.
+def _store_bytecode(path: Path, content: bytes) -> None:
+    """Store the modules' bytecode next to the bundle.
 
-    It is compiled once for all runs, into the installation's own `__pycache__`; what another user
-    could have written there is not read.
+    It is compiled once for all runs, into the installation's own `__pycache__` if that is writable.
+    Files there that another user could have written are ignored.
     """
-    kept = Path(importlib.util.cache_from_source(__file__)).parent
+    cache = Path(importlib.util.cache_from_source(__file__)).parent
     folder = path.parent / "__pycache__"
     with contextlib.suppress(OSError, SyntaxError, ValueError):  # a checkout that is being edited
         folder.mkdir(mode=0o700, exist_ok=True)
-        if kept.exists() and not _is_trusted(kept):
-            kept = folder
+        if cache.exists() and not _is_trusted(cache):
+            cache = folder
         files = [
             file
-            for file in _bytecode(kept, path)
-            if _is_trusted(file) and _is_whole(file, file.read_bytes())
+            for file in _bytecode(cache, path)
+            if _is_trusted(file) and _is_intact(file, file.read_bytes())
         ]
-        file = files[0] if files else _compile(kept, path, content)
+        file = files[0] if files else _compile(cache, path, content)
         write_atomically(folder / file.name, file.read_bytes())
 
 
@@ -292,14 +292,17 @@ def _is_trusted(path: Path) -> bool:
     return status.st_uid in owners and not status.st_mode & 0o022
 
 
-def _compile(kept: Path, path: Path, content: bytes) -> Path:
-    """Write the bytecode of the file's modules. Raises OSError, before it compiles any."""
+def _compile(cache: Path, path: Path, content: bytes) -> Path:
+    """Write the bytecode of the bundle's modules.
+
+    Raises OSError, before compiling, if the directory is not writable.
+    """
     if sys.dont_write_bytecode or bundle_file():
         raise FileNotFoundError
-    kept.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True, exist_ok=True)
     magic = importlib.util.MAGIC_NUMBER
-    with tempfile.TemporaryFile(dir=kept):  # may something be written there?
-        for former in kept.glob(f"clusterddp-*.{magic.hex()}-*.zip"):
+    with tempfile.TemporaryFile(dir=cache):  # raises if nothing can be written
+        for former in cache.glob(f"clusterddp-*.{magic.hex()}-*.zip"):
             former.unlink(missing_ok=True)
     head = magic + struct.pack("<IQ", _UNCHECKED_HASH, 0)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -313,7 +316,7 @@ def _compile(kept: Path, path: Path, content: bytes) -> Path:
             for name, source in sources.items()
         }
     )
-    file = kept / f"{path.stem}.{magic.hex()}-{_digest(compiled)}.zip"
+    file = cache / f"{path.stem}.{magic.hex()}-{_digest(compiled)}.zip"
     write_atomically(file, compiled)
-    file.chmod(0o644)  # for everybody who uses the installation, as Python's own
+    file.chmod(0o644)  # readable for all users of the installation, like Python's own
     return file

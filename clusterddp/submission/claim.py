@@ -1,8 +1,8 @@
-"""The claim on a run: the right of one process at a time to submit it again, clean or remove it.
+"""Claim on a run: only one process at a time may resume, clean or remove the run.
 
-Claims are numbered files made by an exclusive create, which hosts share. The highest number counts:
-it is held, or was left by a process that has died, after which the next number is free. A process
-that is done removes its own and those before.
+Claims are numbered files that are created exclusively on the shared file system. The highest number
+counts: a live process holds it, or a dead process left it and the next number is free. A process
+that is done removes its claim and all lower ones.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from clusterddp.run.records import ClaimHolder
 from clusterddp.run.run_dir import RunDir
 
 EXPIRES_SECONDS = 900.0
-"""A process on another machine, which cannot be looked at, has given up its claim after so long."""
+"""Age at which a claim from another host expires: its process cannot be checked from here."""
 _NAME = re.compile(r"resume-(\d{1,9})\.claim", re.ASCII)
 
 
 @contextlib.contextmanager
 def claimed(run: RunDir) -> Iterator["Claim"]:
-    """Hold the claim on a run while the body looks at it and changes it.
+    """Hold the claim on a run while the body reads and changes the run.
 
-    Raises RequestError where another process holds it, or where it cannot be written.
+    Raises RequestError if another process holds the claim or the claim cannot be written.
     """
     try:
         claim = _take(run)
     except OSError as error:
         raise RequestError(
-            f"{run.path} cannot be written: {error.strerror}. Make room, or give it back its write "
-            "permission; nothing was submitted. [CD0504]"
+            f"cannot write to {run.path}: {error.strerror}. Nothing was submitted. "
+            "Free space there or restore write permission. [CD0504]"
         ) from None
     try:
         yield claim
@@ -47,7 +47,7 @@ def claimed(run: RunDir) -> Iterator["Claim"]:
 
 @dataclass(frozen=True)
 class Claim:
-    """Claim on a run, and the process that has it, where that can be read."""
+    """Claim on a run and, if its file is readable, the process that holds it."""
 
     run: RunDir
     number: int
@@ -59,26 +59,30 @@ class Claim:
         return self.run.path / f"resume-{self.number:04d}.claim"
 
     def use(self) -> None:
-        """Raise RequestError where another process has taken the claim over meanwhile."""
+        """Raise RequestError if another process has taken over the claim."""
         latest = _latest(self.run)
         if latest != self:
-            who = latest.refusal if latest else f"{self.run.name} was resumed by another process."
+            problem = (
+                latest.refusal if latest else f"{self.run.name} was resumed by another process."
+            )
             raise RequestError(
-                f"{who} This process took longer than {setting(EXPIRES_SECONDS)}, and has "
-                "submitted nothing. [CD0508]"
+                f"{problem} This process took longer than {setting(EXPIRES_SECONDS)} and submitted "
+                "nothing. [CD0508]"
             )
 
     @property
     def refusal(self) -> str:
-        """Return what to say to another process."""
+        """Return the message for another process that wants the claim."""
         holder = self.holder
-        who = f"process {holder.pid} on {holder.host}" if holder.pid is not None else "another"
+        who = "another process"
+        if holder.pid is not None:
+            who = f"process {holder.pid} on {holder.host}"
         local = time.localtime(holder.time)
         when = f" since {time.strftime('%H:%M:%S', local)}" if holder.time else ""
         return (
-            f"{self.run.name} is being resumed by {who}{when}: one run cannot be submitted "
-            f"twice at once. See 'clusterddp status {self.run.cli_name}' in a moment. Where that "
-            f"process is gone, remove {self.path}."
+            f"{self.run.name} is being resumed by {who}{when}; only one process at a time can "
+            f"submit a run. Try again later; see 'clusterddp status {self.run.cli_name}'. If that "
+            f"process no longer exists, remove {self.path}."
         )
 
     @property
@@ -88,7 +92,10 @@ class Claim:
 
 
 def _take(run: RunDir) -> Claim:
-    """Make the next number. Raises RequestError where the latest one is held, and OSError."""
+    """Create the claim with the next number.
+
+    Raises RequestError if the latest claim is held, and OSError.
+    """
     while True:
         latest = _latest(run)
         if latest and latest.is_held:
@@ -97,21 +104,21 @@ def _take(run: RunDir) -> Claim:
         claim = Claim(run, latest.number + 1 if latest else 1, holder)
         if not files.create_record(claim.path, holder):
             continue
-        # A look at the numbers that was long ago: others have come and gone since.
+        # The numbers may be out of date by now: other processes may have taken and released claims.
         if any(each != latest and each.is_held for each in _claims(run) if each != claim):
             claim.path.unlink()
             continue
         if latest:
             log.warning(
-                f"a process that resumed {run.name} ended in the midst of it. A job "
-                f"of it may be queued: look with squeue --me -t all -o '%i %T %V %k' for the "
-                f"comment {submission_comment(run.name)} [CD0404]"
+                f"a process died while it resumed {run.name}. Its job may be queued: look for "
+                f"the comment {submission_comment(run.name)} in: "
+                "squeue --me -t all -o '%i %T %V %k' [CD0404]"
             )
         return claim
 
 
 def _release(claim: Claim) -> None:
-    with contextlib.suppress(OSError):  # this process ends, by which the claim does as well
+    with contextlib.suppress(OSError):  # the claim lapses anyway when this process ends
         for each in _claims(claim.run):
             if each == claim or each.number < claim.number:
                 each.path.unlink(missing_ok=True)
@@ -124,6 +131,6 @@ def _latest(run: RunDir) -> Claim | None:
 def _claims(run: RunDir) -> list[Claim]:
     with os.scandir(run.path) as entries:
         numbers = [int(name[1]) for entry in entries if (name := _NAME.fullmatch(entry.name))]
-    nobody = ClaimHolder()
-    claims = [Claim(run, number, nobody) for number in numbers]
-    return [replace(each, holder=files.read(ClaimHolder, each.path) or nobody) for each in claims]
+    unknown = ClaimHolder()
+    claims = [Claim(run, number, unknown) for number in numbers]
+    return [replace(each, holder=files.read(ClaimHolder, each.path) or unknown) for each in claims]

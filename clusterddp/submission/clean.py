@@ -1,11 +1,13 @@
-"""Removes what can be spared of runs, checkpoints, copies of code, their clusterddp; and runs.
+"""Removal of unneeded checkpoints, code copies and bundles from runs, and of whole runs.
 
-A run that is queued, running or could go on loses nothing unless it is named, and then nothing that
-it needs to go on; a whole run goes once it is over and no other needs it. Nothing outside a run's
-directory is touched: no symbolic link is followed, and a file counts only where all folders above
-it are the run's own. What was removed stands in events.jsonl. What the points of a sweep share lies
-in the sweep's directory, and goes only once none of them could go on; a point whose directory is
-gone could be submitted again, and keeps it unless the sweep is named.
+A run that is queued, running or resumable loses nothing unless it is named, and even then keeps
+everything it needs to resume. A whole run is removed only if it is over and no other run needs it.
+Nothing outside a run's directory is touched: links are not followed, and every directory above a
+removed file must be the run's own. Removals are recorded in events.jsonl.
+
+The files that a sweep's trials share are in the sweep's directory. They are removed only if no
+trial can resume. A trial without a directory could be resumed, so the files then stay unless
+the sweep is named.
 """
 
 import contextlib
@@ -45,23 +47,23 @@ _OVER = (RunState.CREATED, RunState.DONE, RunState.FAILED, RunState.STOPPED, Run
 
 @dataclass(frozen=True)
 class Item:
-    """Something that can be spared, and goes as a whole."""
+    """Unneeded files of a run that are removed together."""
 
     kind: str
     """`checkpoint`, `code` or `clusterddp`."""
     path: str
-    """Its place in the run's directory."""
+    """Path relative to the run's directory."""
     step: int | None = None
     bytes: int = 0
-    """Bytes that its removal gives back; a file with other names that stay gives none."""
+    """Bytes freed by its removal; a file with further hard links frees none."""
     files: tuple[str, ...] = ()
     """Files to remove, in this order."""
     folders: tuple[str, ...] = ()
-    """Folders to remove where they are empty then."""
+    """Directories to remove if they are empty then."""
 
     @property
-    def words(self) -> str:
-        """Name it: `step 400 of attempt 1`, `14 files of its copy of the code`."""
+    def description(self) -> str:
+        """Return its name in text: `step 400 of attempt 1`, `14 files of its copy of the code`."""
         if self.kind == CHECKPOINT:
             return f"step {self.step} of attempt {int(PurePosixPath(self.path).parts[1])}"
         if self.kind == CODE:
@@ -72,33 +74,34 @@ class Item:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Things to remove of one run, or of what a sweep's points share, or that were removed."""
+    """Items to remove, or already removed, of one run or of a sweep's shared files."""
 
     run: RunDir
     state: RunState
     items: tuple[Item, ...] = ()
     kept_because: str = ""
-    """Reason for which nothing of it is removed; empty where something is, or nothing was found."""
+    """Why nothing is removed; empty if something is removed or nothing was found."""
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that are given back."""
+        """Return the bytes freed."""
         return sum(item.bytes for item in self.items)
 
 
 def plan(
     runs: Sequence[RunDir], *, named: bool, older_than: float = 0.0, now: float
 ) -> list[Cleaning]:
-    """Find what can be spared of each run; asks Slurm once for all of them, and touches nothing.
+    """Find what each run no longer needs, with one query to Slurm; changes nothing.
 
-    runs: sweeps among them stand for what their points share, and not for these. named: whether a
-    person has named these runs. older_than: seconds for which a run must have been
-    left alone. now: seconds since the epoch.
+    runs: a sweep stands for its shared files, not for its trials.
+    named: whether the user named these runs.
+    older_than: seconds for which a run must have been inactive.
+    now: seconds since the epoch.
     """
     others = [each for root in {run.path.parent for run in runs} for each in find_runs(root)]
-    resumed = set(filter(None, map(begins_from, others)))
-    alone = [run for run in runs if not isinstance(run, SweepDir)]
-    known = {run.path: status for run, status in zip(alone, statuses(alone), strict=True)}
+    resumed = set(filter(None, map(starts_from, others)))
+    single = [run for run in runs if not isinstance(run, SweepDir)]
+    known = {run.path: status for run, status in zip(single, statuses(single), strict=True)}
     return [
         _plan_shared(run, named=named, older_than=older_than, now=now)
         if isinstance(run, SweepDir)
@@ -108,11 +111,11 @@ def plan(
 
 
 def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> Cleaning:
-    """Remove what can be spared of a run as it is now; returns what was removed.
+    """Remove what a run no longer needs now, and return what was removed.
 
-    The others are as of `plan`. No other process submits or cleans the run meanwhile; one that a
-    person gives to sbatch by hand ends the removal as it starts. Raises RequestError where another
-    process is at it, and NotRemoved; what was removed is recorded.
+    Arguments are as for `plan`. No other process can submit or clean the run meanwhile; if the user
+    starts its script by hand, the removal stops. Removals are recorded. Raises RequestError if
+    another process has the claim or the run has started, and NotRemoved.
     """
     with contextlib.ExitStack() as stack:
         for each in (run, *_points(run)):
@@ -125,14 +128,14 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
             for item in cleaning.items:
                 if _latest(run) != before:
                     raise RequestError(
-                        f"{run.name} has started meanwhile: the rest of it stays. [CD0508]"
+                        f"{run.name} has started meanwhile: nothing more is removed. [CD0508]"
                     )
                 _remove(run, item)
                 removed.append(item)
         except OSError as error:
             raise NotRemoved(
-                f"{run.name}: {error.filename or run.path} cannot be removed: {error.strerror}. "
-                "What comes after it stays."
+                f"{run.name}: cannot remove {error.filename or run.path}: {error.strerror}. "
+                "Nothing more was removed."
             ) from None
         finally:
             if removed:
@@ -141,7 +144,7 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
 
 
 def _points(run: RunDir) -> list[RunDir]:
-    """Return the points of a sweep that are there; none of a run. Raises RequestError."""
+    """Return the existing trials of a sweep; empty for a run. Raises RequestError."""
     points = run.elements if isinstance(run, SweepDir) else []
     return [point for point in points if point.path.is_dir()]
 
@@ -150,18 +153,18 @@ def _latest(run: RunDir) -> list[attempts.Attempt | None]:
     return [attempts.latest(each) for each in (_points(run) or [run])]
 
 
-def why_kept(run: RunDir, status: RunStatus) -> str:
-    """Say why a run may go on, for which it is not cleaned unasked; empty where it has ended."""
+def reason_to_keep(run: RunDir, status: RunStatus) -> str:
+    """Return why a run is cleaned only if it is named; empty if it cannot continue."""
     if status.state == RunState.DONE:
         return ""
     if status.state not in (RunState.FAILED, RunState.CANCELLED):
-        return status.state if status.state in ACTIVE else f"{status.state}, can go on"
+        return status.state if status.state in ACTIVE else f"{status.state}, can resume"
     if status.checkpoint_step is not None:
-        return f"{status.state}, can go on from step {status.checkpoint_step}"
+        return f"{status.state}, can resume from step {status.checkpoint_step}"
     spec = run.read_spec()
     if spec and not spec.uses_own_code:
         return ""
-    return f"{status.state}, can {(spec.program if spec else Command).again}"
+    return f"{status.state}, can {(spec.program if spec else Command).restart_phrase}"
 
 
 def _plan(
@@ -173,21 +176,22 @@ def _plan(
     older_than: float,
     now: float,
 ) -> Cleaning:
-    if not os.path.lexists(run.path):  # a sweep has it among its points
-        words = (
-            "its directory is gone; it can be submitted again while its sweep keeps what is shared"
-        )
-        return Cleaning(run, status.state, kept_because=words)
-    goes_on = why_kept(run, status)
-    if goes_on and not named:
-        return Cleaning(run, status.state, kept_because=goes_on)
+    if not os.path.lexists(run.path):  # a trial of a sweep
+        reason = "its directory is missing; its sweep's shared files are kept to resume it"
+        return Cleaning(run, status.state, kept_because=reason)
+    can_continue = reason_to_keep(run, status)
+    if can_continue and not named:
+        return Cleaning(run, status.state, kept_because=can_continue)
     if run.path.is_symlink() and not named:
         return Cleaning(run, status.state, kept_because="its directory is a link")
     if older_than and now - _last_change(run, status) < older_than:
         return Cleaning(run, status.state, kept_because="not old enough")
     try:
-        found = [*_checkpoints(run, status, resumed), *_bundles(run, keep_current=bool(goes_on))]
-        if not goes_on:
+        found = [
+            *_checkpoints(run, status, resumed),
+            *_bundles(run, keep_current=bool(can_continue)),
+        ]
+        if not can_continue:
             found += _code(run)
     except (ClusterDDPError, OSError) as error:
         return Cleaning(run, status.state, kept_because=f"it cannot be read: {error}")
@@ -195,7 +199,7 @@ def _plan(
 
 
 def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float) -> Cleaning:
-    """Find what the points of a sweep share, once none of them could go on."""
+    """Find a sweep's shared files, if none of its trials can resume."""
     try:
         points = _points(sweep)
         known = statuses(points)
@@ -203,14 +207,14 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         if not points and not named:
             return Cleaning(sweep, state, kept_because="it has no points yet")
         if len(points) < len(sweep.elements) and not named:
-            words = "points of it are gone, and could be submitted again"
-            return Cleaning(sweep, state, kept_because=words)
-        needed = [run.name for run, s in zip(points, known, strict=True) if why_kept(run, s)]
+            reason = "some of its points have no directory and could be resumed"
+            return Cleaning(sweep, state, kept_because=reason)
+        needed = [run.name for run, s in zip(points, known, strict=True) if reason_to_keep(run, s)]
         if needed:
-            words = "points that share it could go on"
+            reason = "points that use its files can resume"
             if named:
-                words += f": {formatting.join_limited(needed, _MOST_NAMES, ', ')}"
-            return Cleaning(sweep, state, kept_because=words)
+                reason += f": {formatting.join_limited(needed, _MOST_NAMES, ', ')}"
+            return Cleaning(sweep, state, kept_because=reason)
         if sweep.path.is_symlink() and not named:
             return Cleaning(sweep, state, kept_because="its directory is a link")
         changes = [_last_change(run, s) for run, s in zip(points, known, strict=True)]
@@ -223,19 +227,18 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
 
 
 def _last_change(run: RunDir, status: RunStatus) -> float:
-    """Return the time at which the run was last heard of, in seconds since the epoch."""
+    """Return the time of the run's last activity, in seconds since the epoch."""
     if status.ended_time:
         return status.ended_time
-    # `clean` itself is no life.
+    # An earlier `clean` does not count as activity.
     history = [e for e in events.read(run.events) if not isinstance(e, events.Cleaned)]
     return max((event.time or 0.0 for event in history), default=status.created_time or 0.0)
 
 
 def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> Iterator[Item]:
-    """Yield the checkpoints but for the last valid one, the best, and those that others resume.
+    """Yield the checkpoints except the last valid one, the best, and those other runs start from.
 
-    A run none of whose checkpoints is valid keeps all of them, and an attempt that may be at work
-    all of its own.
+    A run without any valid checkpoint keeps all, and so does an attempt that may be running.
     """
     with log.to(lambda _: None):
         newest = catalog.newest(run)
@@ -257,7 +260,7 @@ def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> I
             CHECKPOINT,
             _relative(run, each.path),
             catalog.step_of(each.path),
-            # In this order, so that a kill in between leaves no apparently damaged checkpoint.
+            # In this order, a kill in between leaves no checkpoint that looks damaged.
             files=(
                 _relative(run, each.path),
                 _relative(run, catalog.checksum_of(each.path)),
@@ -276,25 +279,25 @@ def _is_valid(path: Path) -> bool:
 
 
 def _bundles(run: RunDir, *, keep_current: bool) -> Iterator[Item]:
-    """Yield the run's own clusterddp, with the bytecode.
+    """Yield the run's bundles of clusterddp with their bytecode.
 
-    The one in use stays where `keep_current` says so, or where a job is to tell the end by it.
+    The current one stays if `keep_current` is true or a notification job still needs it.
     """
     keep_current = keep_current or notify.has_pending_job(run)
     current = os.readlink(run.bundle) if run.bundle.is_symlink() else ""  # noqa: PTH115
     bytecode = _names_in(run, run.path / "__pycache__")
     for name in sorted(path.name for path in run.path.iterdir()):
         if _OWN_CLUSTERDDP.fullmatch(name) and not (keep_current and name == current):
-            beside = [f for f in bytecode if f.startswith(f"__pycache__/{name[: -len('.pyz')]}.")]
+            compiled = [f for f in bytecode if f.startswith(f"__pycache__/{name[: -len('.pyz')]}.")]
             link = (run.bundle.name,) if name == current else ()
-            files = (name, *beside, *link)
+            files = (name, *compiled, *link)
             yield Item(CLUSTERDDP, name, files=files, folders=("__pycache__",))
 
 
 def _code(run: RunDir) -> Iterator[Item]:
-    """Yield the files of the copy of the code that are as they were copied: the others stay.
+    """Yield the unchanged files of the code copy.
 
-    What a command has written or changed there is its result. Raises RequestError.
+    Files that a command wrote or changed there are results and stay. Raises RequestError.
     """
     if not run.code_record.is_file() or run.code.is_symlink() or not run.code.is_dir():
         return
@@ -311,7 +314,7 @@ def _code(run: RunDir) -> Iterator[Item]:
 
 
 def _is_same(run: RunDir, name: str, digest: str) -> bool:
-    """Return whether a path in the run is still the file with this SHA-256."""
+    """Return whether a path in the run is still a file with this SHA-256."""
     try:
         path = _own(run, name)
         if path.is_symlink() or not path.is_file():
@@ -323,7 +326,7 @@ def _is_same(run: RunDir, name: str, digest: str) -> bool:
 
 
 def _names_in(run: RunDir, path: Path) -> list[str]:
-    """List what lies in a folder of the run, as paths in the run; nothing behind a link."""
+    """List a directory of the run, as paths relative to the run; empty if it is behind a link."""
     try:
         inner = sorted(_own(run, f"{_relative(run, path)}/each").parent.iterdir())
     except OSError:
@@ -332,7 +335,7 @@ def _names_in(run: RunDir, path: Path) -> list[str]:
 
 
 def _counted(run: RunDir, items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items with the files that are there, and the bytes that they give back."""
+    """Yield the items with their existing files and the bytes that removing these frees."""
     names: dict[tuple[int, int], int] = {}
     for item in items:
         size, files = 0, []
@@ -357,7 +360,7 @@ def _lstat(run: RunDir, name: str) -> os.stat_result | None:
 
 
 def _remove(run: RunDir, item: Item) -> None:
-    """Remove an item's files and empty folders. Raises OSError; what is gone already is passed."""
+    """Remove an item's files and empty directories; missing files are ignored. Raises OSError."""
     for name in item.files:
         _own(run, name).unlink(missing_ok=True)
     for name in item.folders:
@@ -366,13 +369,13 @@ def _remove(run: RunDir, item: Item) -> None:
 
 
 def _own(run: RunDir, name: str) -> Path:
-    """Return a path in the run whose folders are all the run's own. Raises OSError for another.
+    """Return a path in the run. Raises OSError if it leaves the run through a link.
 
-    name: relative to the run's directory, which may itself be reached by a link.
+    name: relative to the run's directory, which may itself be reached through a link.
     """
     path = run.path.resolve() / name
     if path.parent.resolve() != path.parent or not path.is_relative_to(run.path.resolve()):
-        raise OSError(errno.ELOOP, "it is reached by a link", str(run.path / name))
+        raise OSError(errno.ELOOP, "its path contains a link", str(run.path / name))
     return run.path / name
 
 
@@ -381,7 +384,7 @@ def _relative(run: RunDir, path: Path) -> str:
 
 
 def _record(run: RunDir, removed: Sequence[Item]) -> None:
-    """Record what was removed; on a disk that takes nothing it is logged."""
+    """Record what was removed, or log that this failed (the disk may be full)."""
     try:
         events.add(
             run.events,
@@ -394,36 +397,36 @@ def _record(run: RunDir, removed: Sequence[Item]) -> None:
         )
     except OSError as error:
         log.warning(
-            f"{run.path} cannot be written ({error.strerror}): the removal is not recorded [CD0518]"
+            f"cannot write to {run.path} ({error.strerror}): the removal is not recorded [CD0518]"
         )
 
 
 class NotRemoved(ClusterDDPError):
-    """A run, or something of it, cannot be removed."""
+    """Raised if a run or a part of it cannot be removed."""
 
     code = "CD0504"
 
 
 @dataclass(frozen=True)
 class Removal:
-    """A directory that is to go as a whole."""
+    """A directory to remove as a whole."""
 
     run: RunDir
     state: str
     bytes: int
-    """Bytes of its files; of one with other names elsewhere too, which give none back."""
+    """Bytes of its files, including files with hard links elsewhere, which free nothing."""
 
 
 def plan_removals(runs: Sequence[RunDir]) -> tuple[list[Removal], list[RequestError]]:
-    """Measure what is to go, and refuse what may be at work; asks Slurm once, touches nothing.
+    """Measure the runs to remove and refuse those that may be active; changes nothing.
 
-    A sweep among the runs is to go once all its points are.
+    Slurm is asked once. A sweep can be removed together with all its trials.
     """
-    alone = [run for run in runs if not isinstance(run, SweepDir)]
-    known = {run.path: each for run, each in zip(alone, statuses(alone), strict=True)}
+    single = [run for run in runs if not isinstance(run, SweepDir)]
+    known = {run.path: each for run, each in zip(single, statuses(single), strict=True)}
     left, refused = list(runs), list[RequestError]()
     count = -1
-    while len(refused) != count:  # what stays may need another one
+    while len(refused) != count:  # a refused run may need another one
         count = len(refused)
         named = {run.path.resolve() for run in left}
         for run in left.copy():
@@ -437,10 +440,10 @@ def plan_removals(runs: Sequence[RunDir]) -> tuple[list[Removal], list[RequestEr
 
 
 def remove_run(removal: Removal) -> None:
-    """Remove a directory, from sight first; no link is followed out of it.
+    """Rename a directory to a hidden one, then delete that without following links.
 
-    Raises RequestError where another process submits or cleans the run, or it has been started
-    meanwhile, and NotRemoved.
+    Raises RequestError if another process submits or cleans the run or it has started meanwhile,
+    and NotRemoved.
     """
     run = removal.run
     hidden = None
@@ -455,52 +458,52 @@ def remove_run(removal: Removal) -> None:
         if hidden and where == run.path:
             with contextlib.suppress(OSError):
                 hidden.rmdir()
-        raise NotRemoved(
-            f"{run.name}: {where} cannot be removed: {error.strerror or error}."
-        ) from None
+        raise NotRemoved(f"{run.name}: cannot remove {where}: {error.strerror or error}.") from None
 
 
 def _check_removal(run: RunDir, status: RunStatus | None, named: Collection[Path] | None) -> None:
-    """Raise RequestError for a run that may be at work, or that another one needs.
+    """Raise RequestError for a run that may be active or that another run needs.
 
-    named: the others that are to go; None where these have been looked at, and may have gone.
+    named: all runs to remove; None if their needs have already been checked.
     """
     if run.path.is_symlink():
         raise RequestError(
-            f"{run.path} is a link to {run.path.resolve()}: name that directory, and remove the "
+            f"{run.path} is a link to {run.path.resolve()}. Name that directory, and remove the "
             "link yourself. [CD0502]"
         )
     if isinstance(run, SweepDir):
         left = [each.name for each in run.elements if each.path.is_dir()]
         left = [name for name in left if (run.path.parent / name).resolve() not in (named or ())]
         if left:
-            raise RequestError(f"{run.name} keeps what its points {', '.join(left)} use. [CD0508]")
+            raise RequestError(
+                f"{run.name} is not removed: its points {', '.join(left)} use its files. [CD0508]"
+            )
         return
     if status and not _is_over(run, status):
         is_unknown = status.state == RunState.UNKNOWN
-        how = "is not known to be over" if is_unknown else f"is {status.state}"
-        end = "" if is_unknown else f" End it first: clusterddp cancel {run.cli_name}"
-        raise RequestError(f"{run.name} {how}, and is not removed.{end} [CD0508]")
+        how = "may still be active" if is_unknown else f"is {status.state}"
+        end = "" if is_unknown else f" Cancel it first: clusterddp cancel {run.cli_name}"
+        raise RequestError(f"{run.name} {how} and is not removed.{end} [CD0508]")
     users = find_runs(run.path.parent) if named is not None else []
     users = [each for each in users if each.path.resolve() not in (named or ())]
     waiting = [each for each in users if _waits_for(each, run)]
     if waiting and any(each.state not in _OVER for each in statuses(waiting)):
         raise RequestError(
-            f"{run.name} is not removed: {waiting[0].name} waits for it, or did, and is not over. "
+            f"{run.name} is not removed: {waiting[0].name} depends on it and is not over. "
             f"Cancel that first: clusterddp cancel {waiting[0].cli_name} [CD0508]"
         )
-    user = next((each for each in users if _begins_within(each, run)), None)
+    user = next((each for each in users if _starts_within(each, run)), None)
     if user:
         raise RequestError(
-            f"{run.name} is not removed: {user.name} begins from a checkpoint of it, and may be "
-            f"started again. Remove that as well. [CD0508]"
+            f"{run.name} is not removed: {user.name} starts from one of its checkpoints and may be "
+            f"restarted. Remove both together. [CD0508]"
         )
 
 
 def _is_over(run: RunDir, status: RunStatus) -> bool:
     spec = run.read_spec()
     if status.is_forgotten and spec and spec.run_name != run.name:
-        return False  # it was moved, and Slurm may know its job by the name that it had
+        return False  # it was moved; Slurm may know its job by its former name
     if status.state == RunState.CREATED and awaits_turn(History.read(run)):
         return False
     if status.state in _OVER or status.is_forgotten:
@@ -509,16 +512,16 @@ def _is_over(run: RunDir, status: RunStatus) -> bool:
     return not status.job_id and not (latest and latest.is_alive())  # it was started by hand
 
 
-def begins_from(run: RunDir) -> Path | None:
+def starts_from(run: RunDir) -> Path | None:
     """Return the checkpoint or directory that a run's --init-from names."""
     spec = run.read_spec()
     source = spec.program.options.get("init_from") if spec else None
     return Path(source).resolve() if source else None
 
 
-def _begins_within(other: RunDir, run: RunDir) -> bool:
-    place = begins_from(other) if other.path != run.path else None
-    return place is not None and place.is_relative_to(run.path.resolve())
+def _starts_within(other: RunDir, run: RunDir) -> bool:
+    source = starts_from(other) if other.path != run.path else None
+    return source is not None and source.is_relative_to(run.path.resolve())
 
 
 def _waits_for(other: RunDir, run: RunDir) -> bool:

@@ -1,6 +1,6 @@
-"""From what is given to a `JobSpec`, for the command line and the Python API alike.
+"""Construction of a `JobSpec` from options, for the command line and the Python API.
 
-What is to be said of a sound one stands here, too.
+Also has the warnings about valid but suspicious requests.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from clusterddp.request.train_config import TRAINING, TrainConfig, recipe_settin
 from clusterddp.slurm import forms
 
 CONTAINER = ("container_image", "container_runtime", "container_mount", "container_workdir")
-"""Options of a container, by their parameters."""
+"""Parameters of the container options."""
 IMAGES_PYTHON = "python3"
-"""Interpreter of the tasks in an image where none is named."""
+"""Default interpreter of the tasks in an image."""
 _OF_GPUS = {"device": "cuda", "backend": "nccl", "precision": "tf32", "cuda_graph": "on"}
-"""Values of options with which nothing but GPUs will do."""
+"""Values of options that require GPUs."""
 _FURTHER = ("chdir", "comment", "gres", "nice")
 _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
-"""Directives of sbatch(1) that --sbatch and --omit-directive can name, and no shortened form."""
+"""Full names of sbatch(1) directives that --sbatch and --omit-directive accept."""
 
 
 CHANGEABLE = (
@@ -57,17 +57,17 @@ CHANGEABLE = (
     ),
     *("container_image", "container_runtime", "container_mounts", "container_workdir"),
 )
-"""Fields of a JobSpec that `resume` may change, beside those that its program names."""
+"""Fields of a JobSpec that resume may change, in addition to its program's."""
 _NO_CONTAINER = {"container_runtime": "auto", "container_mounts": (), "container_workdir": ""}
 
 
-def made_up_name(kind: str) -> str:
-    """Return a name for a run, or a sweep, that nobody has named."""
+def generate_name(kind: str) -> str:
+    """Return a unique name for a run or sweep without --run-name."""
     return f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def job_spec(given: Given, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
-    """Return the checked request; paths among the values are meant from here.
+    """Return the checked request, with paths resolved from the current directory.
 
     Raises RequestError, which names the source of a value that was not typed.
     """
@@ -79,28 +79,28 @@ def job_spec(given: Given, run_name: str, sweep: Sweep = NO_SWEEP) -> JobSpec:
 
 
 def _check_typed(given: Given, sweep: Sweep) -> None:
-    """Refuse options that contradict each other by being typed, and an empty one."""
+    """Refuse typed options that conflict, and an empty one."""
     if given.command:
         if flags := given.flags(row.parameter for row in TRAINING):
             raise OptionError(
                 flags,
-                f" belong{'' if ',' in flags else 's'} to the MNIST training, but a COMMAND is "
-                "given; put the command's own options after '--'. [CD0103]",
+                f" appl{'y' if ',' in flags else 'ies'} only to the built-in training, but a "
+                "COMMAND is given. Put the command's own options after '--'. [CD0103]",
             )
     elif name := next((n for n in sweep.names if given.source(n.replace("-", "_")) == FLAG), ""):
         raise OptionError(
-            f"--{name}", f" against --sweep {name}: leave the first out, or the second. [CD0103]"
+            f"--{name}", f" conflicts with --sweep {name}. Remove one of them. [CD0103]"
         )
     for name, value in given.typed.items():
         if value == "":
             flag = f"--{name.replace('_', '-')}"
-            raise OptionError(flag, " is empty; give a value, or leave it out. [CD0102]")
+            raise OptionError(flag, " is empty. Give a value, or omit the option. [CD0102]")
 
 
 def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
     values = {name: value for name, value in given.values.items() if value is not None}
     program = _program(given)
-    # A single one drives all GPUs.
+    # Without DDP a single task drives all GPUs.
     tasks = 0 if program.options.get("strategy", "ddp") == "ddp" else 1
     resources = changed_resources(Resources(), values, tasks)
     environment, passed = environment_of(given.environment, values["env"])
@@ -126,7 +126,7 @@ def _job_spec(given: Given, run_name: str, sweep: Sweep) -> JobSpec:
 
 
 def _fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for values of options, by their parameters, but those of a container."""
+    """Return the fields for option values, given by parameter, except container options."""
     names = values.keys() - {*CONTAINER, "python"}
     own = {field.name for field in dataclasses.fields(JobSpec)}
     rows = [row for row in REQUEST if row.parameter in names and row.field in own]
@@ -134,12 +134,12 @@ def _fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(given: Given, before: JobSpec) -> JobSpec:
-    """Return a recorded request with what is typed in the place of what it has.
+    """Return a recorded request with the typed options replacing its values.
 
-    Raises RequestError, also for options of the training where the run has none.
+    Raises RequestError, for example for training options if the run has a COMMAND.
     """
     typed, asked = given.typed, before.resources
-    # Where it was one a GPU before, it stays so.
+    # One task per GPU before stays one task per GPU.
     tasks = 0 if asked.tasks_per_node == (asked.gpus_per_node or 1) else asked.tasks_per_node
     of_container = {*CONTAINER, "python"}
     fields = _fields_of(typed)
@@ -151,7 +151,7 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
     if "controller_python" in fields:
         fields["controller_python"] = interpreter(fields["controller_python"])
     image = fields.get("container_image")
-    if image == "":  # none any more, nor what was asked for beside it
+    if image == "":  # also drops the other container options
         fields = {**_NO_CONTAINER, **fields}
     if image is not None and bool(image) != bool(before.container_image):
         fields.setdefault("python", IMAGES_PYTHON if image else sys.executable)
@@ -165,7 +165,7 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
 
 
 def _changed_program(given: Given, before: JobSpec) -> Program:
-    """Return what the run runs with what is typed, over a recipe that is typed."""
+    """Return the run's program with the typed options, which override a typed recipe."""
     names = [row.parameter for row in TRAINING if row.name != "allow-config-change"]
     typed = {name: value for name, value in given.typed.items() if name in names}
     typed = {**recipe_settings(typed.get("recipe")), **typed}
@@ -175,31 +175,31 @@ def _changed_program(given: Given, before: JobSpec) -> Program:
 
 
 def _of_command(given: Given, before: JobSpec, resources: Resources) -> dict[str, object]:
-    """Return the fields that decide what runs, with the typed ones in place of the recorded."""
+    """Return the fields that determine what runs; typed values replace recorded ones."""
     typed = given.typed
     fields = _changed_program(given, before).fields
     if "env" in typed:
         former = {**dict(before.environment), **dict.fromkeys(before.pass_environment)}
         fields["environment"], fields["pass_environment"] = environment_of(
-            *_over(former, typed["env"])
+            *_merge(former, typed["env"])
         )
     if "sbatch" in typed:
-        fields["sbatch"] = directives_of(*_over(dict(before.sbatch), typed["sbatch"]), resources)
+        fields["sbatch"] = directives_of(*_merge(dict(before.sbatch), typed["sbatch"]), resources)
     for option, field in (("module", "modules"), ("setup", "setup")):
         if option in typed:
             fields[field] = tuple(line for line in typed[option] if line)
     return fields
 
 
-def _over(
+def _merge(
     former: Mapping[str, str | None], items: Sequence[str]
 ) -> tuple[Mapping[str, str | None], list[str]]:
-    """Return the recorded values, unless an empty item drops them, and the other items."""
+    """Return the recorded values, unless an empty item drops them, and the nonempty items."""
     return ({} if "" in items else former), [item for item in items if item]
 
 
 def _program(given: Given) -> Program:
-    """Return what is to run: COMMAND, or a training, whose paths are meant from here."""
+    """Return the COMMAND, or the training with paths resolved from the current directory."""
     if given.command:
         return Command(given.command)
     data_dir, source = given.values["data_dir"], given.values["init_from"]
@@ -210,9 +210,9 @@ def _program(given: Given) -> Program:
 
 
 def container_of(given: Given) -> dict[str, Any]:
-    """Return the fields of a container; without an image only those that were typed.
+    """Return the container fields; without an image only those that were typed.
 
-    A site's own stand for the runs that name an image. The tasks' Python is the image's.
+    A site's container settings apply only to runs with an image. The tasks' Python is the image's.
     """
     fields = {name: given.values[name] for name in CONTAINER if given.values[name]}
     if "container_image" in fields:
@@ -224,26 +224,26 @@ def container_of(given: Given) -> dict[str, Any]:
 
 
 def template_folder(given: Given) -> Path | None:
-    """Return the folder of a person's own templates; raises OptionError where it is not there.
+    """Return the directory of the user's templates: --template-dir, or that of a --template file.
 
-    It is that of a file which --template names, too.
+    Raises OptionError if it does not exist.
     """
     template, folder = given.values["template"], given.values["template_dir"]
     path = Path(template)
     if "/" in template and not path.is_file():
-        raise OptionError("--template", f": {template!r} is no file.")
+        raise OptionError("--template", f": there is no file {template!r}.")
     if "/" in template or (path.is_file() and path.name not in SHIPPED):
         return path.parent
     if folder is not None and not Path(folder).is_dir():
-        raise OptionError("--template-dir", f": {str(folder)!r} is no folder.")
+        raise OptionError("--template-dir", f": there is no directory {str(folder)!r}.")
     return None if folder is None else Path(folder)
 
 
 def _template(given: Given) -> str:
-    """Return the name of a template's file; raises OptionError where it could mean two."""
+    """Return the name of a template's file. Raises OptionError if it is ambiguous."""
     value, folder = given.values["template"], given.values["template_dir"]
     if Path(value).name.startswith("_"):
-        raise OptionError("--template", f" {value}: it is part of another one, not for itself.")
+        raise OptionError("--template", f" {value}: this file is only a part of other templates.")
     template_folder(given)
     if "/" in value:
         return Path(value).name
@@ -252,23 +252,22 @@ def _template(given: Given) -> str:
     if is_named and value in SHIPPED and not is_own and Path(value).is_file():
         raise OptionError(
             "--template",
-            f" {value}: there is a file of that name here, and a shipped template. Use ./{value} "
-            f"for the file, or {value.removesuffix('.sbatch.j2')} for the shipped one.",
+            f" {value} is ambiguous: both a file here and a shipped template. Use ./{value} for "
+            f"the file or {value.removesuffix('.sbatch.j2')} for the shipped template.",
         )
     return full_name(value, Path(folder) if folder else None)
 
 
 def check_new(spec: JobSpec) -> None:
-    """Check what the record of a request is read without; raises RequestError."""
+    """Make the checks that recorded requests skip. Raises RequestError."""
     refuse_launcher(spec)
     spec.check_points()
 
 
 def refuse_launcher(spec: JobSpec) -> None:
-    """Refuse a launcher in every task, unless it is meant; raises RequestError.
+    """Raise RequestError, with the line to type, if each task would start a launcher.
 
-    A new request is checked; the record of a run that is queued is read without it. The line to
-    type is in the message.
+    Only new requests are checked, not the records of queued runs.
     """
     nested = None if spec.allow_launcher else spec.program.launcher()
     if nested is None:
@@ -284,70 +283,70 @@ def refuse_launcher(spec: JobSpec) -> None:
     if nested.adds_local_rank:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
-        f"COMMAND starts {nested.name}, which starts ranks of its own. The tasks are ranks "
-        f"already ({spec.layout}), so each would train a copy by itself. With your other "
-        f"options, type: {line}{'' if nested.instead else ' (your program and its arguments)'}."
-        f"{note} If each task is to start it all the same, add --allow-launcher. [CD0307]"
+        f"COMMAND starts {nested.name}, but the tasks are already ranks ({spec.layout}), so each "
+        f"would train a separate copy. With your other options, type: "
+        f"{line}{'' if nested.instead else ' (your program and its arguments)'}."
+        f"{note} To start {nested.name} in each task anyway, add --allow-launcher. [CD0307]"
     )
 
 
 def remarks(spec: JobSpec) -> tuple[str, ...]:
-    """Return what a person should know of a sound request before it waits in the queue."""
+    """Return warnings about a valid request, to log before it waits in the queue."""
     gpus, tasks = spec.resources.gpus_per_node, spec.resources.tasks_per_node
     program = spec.program
-    said = [
-        f"{word} stays as it is in the COMMAND, as there is no --sweep of this name"
+    found = [
+        f"{word} in the COMMAND is not replaced, because --sweep has no such name"
         for word in program.unswept(spec.sweep.names)
     ]
     if gpus and program.options.get("device") == "cpu":
-        said.append(f"--device cpu leaves the {gpus} GPUs of each node idle")
+        found.append(f"--device cpu leaves the {gpus} GPUs of each node idle")
     elif gpus > tasks and program.options.get("strategy") == "ddp":
-        said.append(
-            f"{gpus - tasks} of the {gpus} GPUs of each node lie idle, as a rank computes on "
-            f"one: leave --tasks-per-node {tasks} out, or ask for fewer"
+        found.append(
+            f"{gpus - tasks} of the {gpus} GPUs of each node stay idle, because a rank uses one: "
+            f"remove --tasks-per-node {tasks}, or request fewer GPUs"
         )
     elif 0 < gpus < tasks:
-        said.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
+        found.append(f"{tasks // gpus} ranks share each GPU, its time and its memory")
     if spec.launcher == "local":
         if spec.preflight not in (None, NO_PREFLIGHT):
-            said.append(f"--preflight {spec.preflight} checks nothing here: one machine")
-        return tuple(said)
+            found.append(f"--preflight {spec.preflight} has no effect with --launcher local")
+        return tuple(found)
     if spec.preflight and spec.preflight not in program.preflights:
-        said.append(
-            f"--preflight {spec.preflight} is quick for a COMMAND: what it adds is measured inside "
-            "clusterddp's own training"
+        found.append(
+            f"--preflight {spec.preflight} is the same as quick for a COMMAND: its further checks "
+            "need the built-in training"
         )
     if gpus and not (spec.says_cpus or "cpus-per-task" in spec.omit_directives):
-        gets = f"each {program.rank} gets one CPU, unless the partition has a DefCpuPerGPU"
-        if "torchrun" in spec.template:  # whose agents ask for their ranks' CPUs
-            gets = "each rank gets one CPU, whatever DefCpuPerGPU the partition has"
-        said.append(
-            f"{gets}. That is too few for a GPU's steps, NCCL, reading and checkpoints: type "
-            "--cpus-per-task 4, say, or set cpus-per-task in site.cfg"
+        gets = f"each {program.rank} gets one CPU unless the partition sets DefCpuPerGPU"
+        if "torchrun" in spec.template:  # its agents request the CPUs of their ranks
+            gets = "each rank gets one CPU, whatever the partition's DefCpuPerGPU"
+        found.append(
+            f"{gets}. That is too few for a GPU's steps, NCCL, data loading and checkpoints: add "
+            "for example --cpus-per-task 4, or set cpus-per-task in site.cfg"
         )
     wanted = [name for name, value in _OF_GPUS.items() if program.options.get(name) == value]
     if wanted and not gpus:
-        said.append(
-            f"--{wanted[0].replace('_', '-')} {_OF_GPUS[wanted[0]]} needs GPUs, and the request "
-            "names none: type --gpus-per-node N, unless the partition gives them without"
+        found.append(
+            f"--{wanted[0].replace('_', '-')} {_OF_GPUS[wanted[0]]} needs GPUs, but none are "
+            "requested: add --gpus-per-node N unless the partition provides them anyway"
         )
-    return tuple(said)
+    return tuple(found)
 
 
 def slurm_folder() -> str:
-    """Return the folder of Slurm's commands, where it is none of those on every PATH."""
+    """Return the directory of Slurm's commands, or empty if it is on every PATH."""
     folders = os.get_exec_path()
     found = next((each for each in folders if os.access(f"{each}/sbatch", os.X_OK)), "")
     return "" if found in ("/usr/bin", "/bin", "/usr/local/bin") else found
 
 
 def interpreter(name: str) -> str:
-    """Return a path as it is meant from here; a bare name is found on the PATH of the job."""
+    """Return a path as absolute; a bare name is looked up on the job's PATH."""
     return os.path.abspath(name) if "/" in name else name
 
 
 def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a JobSpec for options of a container; paths are meant from here."""
+    """Return the JobSpec fields of container options, with paths made absolute."""
     fields = {**given}
     mounts = fields.pop("container_mount", None)
     if "python" in fields:
@@ -368,9 +367,9 @@ def container_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 def changed_resources(
     before: Resources, given: Mapping[str, object], tasks_per_node: int
 ) -> Resources:
-    """Return the resources with the given values of options in place of theirs.
+    """Return the resources with the given option values.
 
-    tasks_per_node: where none is given; 0 is one a GPU, or one.
+    tasks_per_node: default if not given; 0 means one per GPU, or one without GPUs.
     """
     names = {field.name for field in dataclasses.fields(Resources)}
     fields: dict[str, Any] = {name: value for name, value in given.items() if name in names}
@@ -382,19 +381,18 @@ def changed_resources(
 
 
 def source_path(value: str, runs_dir: str) -> str:
-    """Return a checkpoint file or a run's directory, also of a run below the output root."""
+    """Return the path of a checkpoint file or a run's directory, which may be below `runs_dir`."""
     for path in (Path(value), Path(runs_dir) / value):
         if path.exists():
             return os.path.abspath(path)
     raise OptionError(
         "--init-from",
-        f": {value!r} is neither a checkpoint, nor a run's directory, nor the name of a run below "
-        f"{runs_dir}.",
+        f": {value!r} is not a checkpoint, a run's directory or the name of a run in {runs_dir}.",
     )
 
 
 def _after(values: Mapping[str, Any], source: str) -> tuple[tuple[str, str], ...]:
-    """Return the runs to wait for: those of --after, and that of --init-from while it goes on."""
+    """Return the runs to wait for: those in --after, and that of --init-from if still active."""
     after = awaited_runs(values["after"], Path(values["runs_dir"]))
     if not source or not (Path(source) / "spec.json").is_file() or source in dict(after):
         return after
@@ -402,42 +400,42 @@ def _after(values: Mapping[str, Any], source: str) -> tuple[tuple[str, str], ...
     from clusterddp.status.status import statuses
 
     [status] = statuses([RunDir(Path(source))])
-    goes_on = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
-    return (*after, (source, ANY)) if goes_on else after
+    is_active = status.state in ("queued", "running") and status.launcher in ("sbatch", "submitit")
+    return (*after, (source, ANY)) if is_active else after
 
 
 def awaited_runs(texts: Iterable[str], runs_dir: Path) -> tuple[tuple[str, str], ...]:
-    """Return the directories of the runs of --after, and the end that each is to come to.
+    """Return the directory of each run in --after and the state that it must reach.
 
-    An empty text names none. Raises OptionError where there is no such run.
+    An empty text names none. Raises OptionError if there is no such run.
     """
     texts = [text for text in texts if text]
     if not texts:
         return ()
-    from clusterddp.status import chain  # few runs wait
+    from clusterddp.status import chain  # rarely needed
 
     try:
         return tuple(dict(chain.find(runs_dir, text) for text in texts).items())
     except RequestError as error:
         ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
         raise OptionError(
-            "--after", f": {error} The end to wait for stands behind ':', {ends}."
+            "--after", f": {error} Use RUN or RUN:STATE with the state {ends}."
         ) from None
 
 
 def environment_of(
     before: Mapping[str, str | None], items: Iterable[str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """Return what the script sets, and what it passes by name: --env over the site's own.
+    """Return the variables that the script sets, and the names of those it passes on.
 
-    before: the values under those of --env; None for a variable that is passed by name.
+    before: values that --env items override; None for a variable passed by name.
     """
     values: dict[str, str | None] = dict(before)
     for item in items:
         name, equals, value = item.partition("=")
         if not equals and re.fullmatch(forms.VARIABLE, name) and name not in os.environ:
             raise OptionError(
-                "--env", f" {name}: is not set here; set it, or use --env {name}=VALUE."
+                "--env", f" {name}: not set in this shell. Set it, or use --env {name}=VALUE."
             )
         values.pop(name, None)
         values[name] = _as_utf8(value) if equals else None
@@ -451,24 +449,24 @@ def environment_of(
             if name in os.environ and name not in arriving:
                 raise OptionError(
                     "--env",
-                    f" {name}: a surrounding job's {name} is kept out of submissions, so it cannot "
-                    f"be passed by name. Use --env {name}=VALUE.",
+                    f" {name} cannot be passed by name: it belongs to the surrounding job and is "
+                    f"removed from submissions. Use --env {name}=VALUE.",
                 )
     return environment, passed
 
 
 def _as_utf8(value: str) -> str:
-    """Return a typed text as UTF-8, whatever the locale had Python take its bytes for."""
+    """Return a typed text decoded as UTF-8, whatever the locale's encoding."""
     try:
         return os.fsencode(value).decode()
     except UnicodeError:
-        return value  # which is refused, unless it comes from a file
+        return value  # refused later, unless it comes from a file
 
 
 def directives_of(
     before: Mapping[str, str | None], items: Iterable[str], resources: Resources
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return --sbatch over directives from elsewhere, without those that an option contradicts."""
+    """Return the directives in --sbatch and `before`, without those that an option overrides."""
     mem, cpus = resources.mem, resources.cpus_per_task
     instead_of = {"mem-per-cpu": mem, "mem-per-gpu": mem, "cpus-per-gpu": cpus}
     directives = {name: value for name, value in before.items() if not instead_of.get(name)}
@@ -476,17 +474,18 @@ def directives_of(
         key, equals, value = item.partition("=")
         name = key.removeprefix("--")
         forms.DIRECTIVE.check("--sbatch", name)
-        instead = _instead(name) if name != "output" else ""  # what is printed ahead of the log
+        # --output is accepted: it takes what is printed before the job log is opened.
+        instead = _instead(name) if name != "output" else ""
         if name == "gres" and "gpu" in value:
             instead = "--gpus-per-node with --gpu-directive gres"
         if instead:
-            raise OptionError("--sbatch", f" {item}: refused; use {instead}.")
+            raise OptionError("--sbatch", f" {item} is not accepted. Use {instead}.")
         directives[name] = forms.text(f"--sbatch {name}", value) if equals else None
     return tuple(directives.items())
 
 
 def _instead(name: str) -> str:
-    """Return what is typed in place of a directive, also of a shortened one, which sbatch takes."""
+    """Return the option that replaces a directive or its abbreviation, which sbatch accepts too."""
     if name not in _KNOWN_DIRECTIVES:
         name = next((full for full in (*DIRECTIVES, *REPLACED) if full.startswith(name)), name)
     return DIRECTIVES[name].flag if name in DIRECTIVES else REPLACED.get(name, "")
@@ -496,11 +495,11 @@ def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         forms.DIRECTIVE.check("--omit-directive", name)
         if name in NEEDED_DIRECTIVES:
-            raise OptionError("--omit-directive", f" {name}: the run cannot do without it.")
+            raise OptionError("--omit-directive", f" {name}: the run requires this directive.")
         if name not in _KNOWN_DIRECTIVES:
             import difflib
 
             near = difflib.get_close_matches(name, _KNOWN_DIRECTIVES, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise OptionError("--omit-directive", f" {name}: there is no such directive.{hint}")
+            raise OptionError("--omit-directive", f" {name}: no such directive.{hint}")
     return names

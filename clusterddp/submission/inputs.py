@@ -1,4 +1,4 @@
-"""Checks, before anything starts, the files that a training will read."""
+"""Checks of the files that a training reads, before anything is submitted or started."""
 
 import shlex
 import sys
@@ -15,17 +15,18 @@ from clusterddp.run.records import Agreement, Report
 from clusterddp.run.run_dir import RunDir, checkpoint_step
 
 
-def make_sure(
+def check_inputs(
     config: TrainConfig, spec: JobSpec | None = None, *, code: Path | None = None
 ) -> None:
-    """Check that the dataset is whole, or make or fetch it, and that the checkpoint is not torn.
+    """Check the dataset (generate or download it if needed), the checkpoint and user functions.
 
-    A person's own functions are found, without running them, from the folder `code`, which is the
-    current one by default. spec: request of the job that trains, whose Python can have more
-    installed, and whose ranks have to share the checkpoint's batch; None where ranks are started
-    here, for which nothing is fetched.
+    spec: request of the job that trains. Its Python may have more packages than this one, and its
+        ranks must be able to share the checkpoint's batch. None if ranks are started here; then
+        nothing is downloaded.
+    code: directory in which user functions are looked up, without running them; by default the
+        current one.
 
-    Says what it found. Raises RequestError: nothing has run yet that could have failed.
+    Logs the files found. Raises RequestError.
     """
     from clusterddp.checkpoints import catalog
     from clusterddp.data import mnist
@@ -34,7 +35,7 @@ def make_sure(
     absent = config.missing_package()
     if absent and not _in_another_python(spec):
         raise RequestError(absent, code="CD0803")
-    find_own_functions(config, spec, code=code)
+    find_user_functions(config, spec, code=code)
     try:
         if config.init_from and spec and config.init_from in dict(spec.after):
             _check_awaited(RunDir(Path(config.init_from)), config, spec)
@@ -53,36 +54,36 @@ def make_sure(
 
 
 def _fetch(data_dir: str) -> None:
-    from clusterddp.data.download import fetch  # and tarfile, http.client …
+    from clusterddp.data.download import fetch  # imports tarfile, http.client …
 
     fetch(data_dir)
 
 
 def check_folder(config: TrainConfig) -> None:
-    """Refuse to download into a folder that is not there: its name may be mistyped.
+    """Raise RequestError if --data-dir does not exist: its name may be mistyped.
 
-    The default one is excepted, which nobody has typed. Raises RequestError.
+    The default directory is created if needed.
     """
     usual = Path(TrainConfig().data_dir).absolute()
     is_named = config.dataset == "mnist" and Path(config.data_dir).absolute() != usual
     if is_named and not Path(config.data_dir).expanduser().exists():
         place = shlex.quote(config.data_dir)
         raise RequestError(
-            f"--data-dir: {place} does not exist. Name the folder that holds MNIST/raw, or have it "
-            f"made: clusterddp data fetch --data-dir {place}; --dataset synthetic needs none. "
-            "[CD0601]"
+            f"--data-dir: {place} does not exist. Name the directory that contains MNIST/raw, or "
+            f"create it: clusterddp data fetch --data-dir {place}. --dataset synthetic needs no "
+            "data. [CD0601]"
         )
 
 
-def find_own_functions(
+def find_user_functions(
     config: TrainConfig, spec: JobSpec | None, *, code: Path | None = None
 ) -> None:
-    """Find a person's own model and dataset without running them, as `make_sure` does.
+    """Look up the user's model and dataset functions without running them.
 
-    Touches nothing. Raises RequestError where one is not there.
+    Raises RequestError if one does not exist.
     """
     folder = code or Path.cwd()
-    for option, reference in config.own_functions:
+    for option, reference in config.user_functions:
         if _in_another_python(spec) and user_functions.find(reference, folder) is None:
             log.warning(f"{option} {reference} is not in {folder}: the tasks need it [CD0317]")
         else:
@@ -91,29 +92,29 @@ def find_own_functions(
 
 
 def _in_another_python(spec: JobSpec | None) -> bool:
-    """Return whether the tasks can have modules installed that are not installed here."""
+    """Return whether the tasks may have packages that are not installed here."""
     if spec is None:
         return False
     return spec.python != sys.executable or bool(spec.wrapper or spec.container_image)
 
 
 def _check_awaited(run: RunDir, config: TrainConfig, spec: JobSpec) -> None:
-    """Check a request against a run that goes on, from whose last checkpoint it is to start."""
+    """Check a request that starts from the last checkpoint of a run that has not ended yet."""
     before = run.read_spec()
     for train in before.trainings if before else ():
         _check_run(run, train, None, config, spec)
-    log.info(f"--init-from: from the newest checkpoint that {run.name} has once it has ended")
+    log.info(f"--init-from: starts from the newest checkpoint of {run.name} after that run ends")
 
 
 def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | None) -> None:
-    """Refuse a checkpoint that its ranks would refuse, or that leaves them nothing to train."""
+    """Raise RequestError if ranks would refuse the checkpoint or nothing is left to train."""
     step = checkpoint_step(checkpoint)
     if step is not None and config.max_steps and config.max_steps <= step:
         raise RequestError(
-            f"--init-from {config.init_from}: it has trained {step} steps already, and --max-steps "
-            f"{config.max_steps} ends there: nothing is left to train. Give more steps. [CD0510]"
+            f"--init-from {config.init_from}: this checkpoint is at step {step}, so --max-steps "
+            f"{config.max_steps} leaves nothing to train. Raise --max-steps. [CD0510]"
         )
-    for folder in checkpoint.resolve().parents[1:4]:  # only a run keeps records
+    for folder in checkpoint.resolve().parents[1:4]:  # the run that wrote it, if any
         before = RunDir(folder).read_spec()
         if before:
             for train in before.trainings:
@@ -124,19 +125,18 @@ def _check_checkpoint(checkpoint: Path, config: TrainConfig, spec: JobSpec | Non
 def _check_run(
     run: RunDir, before: TrainConfig, step: int | None, config: TrainConfig, spec: JobSpec | None
 ) -> None:
-    """Check a request against the run from whose checkpoint it starts."""
+    """Check a request against the run whose checkpoint it starts from."""
     changed = changes(vars(before), vars(config))
     if changed and not config.allow_config_change:
         raise RequestError(
-            f"--init-from {config.init_from}: it was trained with another configuration: "
-            f"{'; '.join(changed)}. Give the options as they were, or add "
-            "--allow-config-change. [CD0703]"
+            f"--init-from {config.init_from}: trained with another configuration: "
+            f"{'; '.join(changed)}. Restore these options, or add --allow-config-change. [CD0703]"
         )
     if step is not None and not config.find_batch_size and is_finished(run, step, before, config):
         raise RequestError(
-            f"--init-from {config.init_from}: {run.name} is done at step {step}: nothing is left "
-            "to train. Give it more, such as --epochs N --allow-config-change, or name an earlier "
-            "checkpoint of it. [CD0510]"
+            f"--init-from {config.init_from}: {run.name} finished at step {step}, so nothing is "
+            "left to train. Add --epochs N --allow-config-change with more epochs, or choose an "
+            "earlier checkpoint. [CD0510]"
         )
     problem = uneven_batch(run, config, spec.world_size) if spec else ""
     if problem:
@@ -144,9 +144,9 @@ def _check_run(
 
 
 def uneven_batch(run: RunDir, config: TrainConfig, world_size: int, *, resumes: bool = True) -> str:
-    """Explain why so many ranks cannot share the batch that a run's ranks agreed on; empty else.
+    """Return why `world_size` ranks cannot share the batch of a run; empty if they can.
 
-    resumes: False where they begin at step 0.
+    resumes: False if they start at step 0.
     """
     agreed = files.read(Agreement, run.resolved) or Agreement()
     images, ranks = agreed.global_batch_size, agreed.reference_world_size
@@ -160,9 +160,9 @@ def uneven_batch(run: RunDir, config: TrainConfig, world_size: int, *, resumes: 
 
 
 def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig) -> bool:
-    """Return whether a run has trained all of `after`, by the report that it wrote at `step`.
+    """Return whether a run's report at `step` shows that it has trained all that `after` requests.
 
-    before: what it was asked for. A run without a report has not come to its end.
+    before: configuration of the run. A run without a report has not finished.
     """
     report = files.read(Report, run.report) or Report()
     steps, epochs = report.steps, report.epochs
@@ -170,5 +170,5 @@ def is_finished(run: RunDir, step: int, before: TrainConfig, after: TrainConfig)
         return False
     if after.max_steps and after.max_steps <= steps:
         return True
-    # Ended by --max-steps, it may have been anywhere in its last epoch.
+    # A run that --max-steps ended may have stopped anywhere in its last epoch.
     return steps != before.max_steps and after.epochs <= epochs

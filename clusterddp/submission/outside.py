@@ -1,7 +1,7 @@
-"""Names what a COMMAND reads that is not in the run's copy of the code.
+"""Code and paths that a COMMAND uses outside the run's copy of the code.
 
-Its files are only read, and nothing is started: installed packages are known by the files that
-installers leave, paths by the text of the script.
+Files are only read, and nothing is started: installed packages are found by the metadata that
+installers write, and paths by parsing the script.
 """
 
 import ast
@@ -23,42 +23,41 @@ from clusterddp.scripts import check
 from clusterddp.scripts.python_file import PythonFile
 
 _OWN = Path(__file__).parents[2]
-"""Folder of this package, which the run carries."""
+"""Directory of this package, which is bundled into the run."""
 _INSTALLED = ("site-packages", "dist-packages")
-"""Folders of another environment, on which this one stands."""
+"""Package directories of a base environment, not source trees."""
 _UP = re.compile(r"/?\.\.(?:/[^\s*]*)?")
 _LONGEST = 60
 _OF_TEXTS = ("replace", "split", "startswith", "endswith", "strip", "count", "find")
-"""Methods of a text whose argument is looked for in it."""
+"""String methods whose argument is a pattern, not a path."""
 
 
 def warn_of_imports(spec: JobSpec, tree: Path, folder: Path) -> None:
-    """Warn of source trees that the tasks import from as they are, beside the copy of `tree`.
+    """Warn of source trees outside `tree` that the tasks import from, because they are not copied.
 
-    The copy takes the place of what lies in `tree` (`processes.armed`). folder: the one of the
-    submission.
+    Imports from within `tree` use the copy (`processes.armed`).
+    folder: directory of the submission.
     """
     own = Path(os.path.realpath(tree))
     folders = [path for path in _sources(spec, folder) if not path.is_relative_to(own)]
     if folders:
         named = formatting.join_limited([shlex.quote(str(path)) for path in folders], 3, ", ")
         log.warning(
-            f"the tasks import from {named} as it is when they start: it lies outside {tree}, of "
-            "which alone a copy is taken. To keep it too, install it without -e, or submit from a "
-            "folder that holds both. [CD0320]"
+            f"the tasks import the current code of {named}: only {tree} is copied. To freeze it "
+            "too, install it without -e, or submit from a directory that contains both. [CD0320]"
         )
     script = nested_launcher.started(spec.command)[1]
     if script.startswith("/") and Path(os.path.realpath(script)).is_relative_to(own):
         log.warning(
-            f"COMMAND names {shlex.quote(script)} itself, and not the copy of it. Type it relative "
-            "to this folder to run the copy. [CD0320]"
+            f"COMMAND runs {shlex.quote(script)} itself, not its copy. To run the copy, use a path "
+            "relative to this directory. [CD0320]"
         )
 
 
 def leaving_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]:
-    """Name the relative paths of a COMMAND, and of the script that it starts, that leave a tree.
+    """List the relative paths in a COMMAND and its script that leave a tree.
 
-    From a copy of the tree they lead elsewhere. folder: the one in which it starts, in the tree.
+    They resolve differently in a copy of the tree. folder: its working directory, in the tree.
     """
     depth = len(folder.relative_to(tree).parts)
     found = []
@@ -73,18 +72,18 @@ def leaving_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]
 
 
 def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
-    """Name the relative paths of a Python script that leave a tree; none of any other file.
+    """List the relative paths in a Python script that leave a tree; empty for other files.
 
-    folder: the one in which it starts, in the tree.
+    folder: its working directory, in the tree.
     """
     path = Path(os.path.realpath(folder / name))
-    is_file = os.path.isfile(path)  # noqa: PTH113 -- no pipe is read; a name can be too long
+    is_file = os.path.isfile(path)  # noqa: PTH113 -- Path.is_file raises if a name is too long
     if path.suffix != ".py" or not is_file or not path.is_relative_to(tree):
         return []
     try:
         script = PythonFile(name, check.read_script(str(path)))
     except (RequestError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # the task that starts it reports that
+        return []  # the task itself will report it
     depth = len(folder.relative_to(tree).parts)
     own_depth = len(path.parent.relative_to(_real(tree)).parts)
     return [
@@ -95,24 +94,24 @@ def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
 
 
 def leaving_remark(paths: Sequence[str], tree: Path) -> str:
-    """Say that these paths leave a tree of which the tasks run a copy."""
+    """Return the warning that these paths leave a tree and so break in its copy."""
     named = formatting.join_limited(paths, 3, ", ")
     return (
-        f"{named}: a relative path that leaves {tree}. The tasks run a copy of that, from where it "
-        "leads elsewhere. Type it in full, submit from a folder (or a git work tree) that holds "
-        "what it leads to, or use --no-snapshot."
+        f"{named}: a relative path that leaves {tree}. It breaks because the tasks run a copy of "
+        "that directory. Use an absolute path, submit from a directory (or git work tree) that "
+        "contains its target, or add --no-snapshot."
     )
 
 
 def src_remark(command: Sequence[str], folder: Path, pythonpath: str | None) -> str:
-    """Say what a `python -m pkg.train` needs whose package lies below src/; empty where nothing.
+    """Return how to run `python -m pkg.train` with the package in src/; empty if it is importable.
 
-    pythonpath: the one of the tasks.
+    pythonpath: PYTHONPATH of the tasks.
     """
     package = nested_launcher.module_of(command).partition(".")[0]
     if not package or not _has(folder / "src", package):
         return ""
-    entries = [folder / part for part in (pythonpath or "").split(":")]  # empty: the folder itself
+    entries = [folder / part for part in (pythonpath or "").split(":")]  # empty: the cwd
     sites = list(_site_packages(command))
     entries += [*sites, *(path for site in sites for path in _named_in(site))]
     if any(_has(entry, package) for entry in (folder, *entries)):
@@ -121,13 +120,13 @@ def src_remark(command: Sequence[str], folder: Path, pythonpath: str | None) -> 
         return ""
     value = shlex.quote(f"src:{pythonpath}" if pythonpath else "src")
     return (
-        f"COMMAND: there is no module {package} in {folder} or in its Python; it lies in src/. Add "
+        f"COMMAND: no module {package} in {folder} or in its Python, but src/ has one. Add "
         f"--env PYTHONPATH={value}, or install it: pip install -e ."
     )
 
 
 def pythonpath(spec: JobSpec) -> str | None:
-    """Return the PYTHONPATH with which the tasks start."""
+    """Return the tasks' PYTHONPATH."""
     return dict(spec.environment).get("PYTHONPATH", os.environ.get("PYTHONPATH"))
 
 
@@ -140,11 +139,11 @@ def _has(folder: Path, package: str) -> bool:
 
 
 def _sources(spec: JobSpec, folder: Path) -> list[Path]:
-    """List the folders of source code, with links resolved, that the tasks' Python imports from."""
+    """List the source directories, links resolved, that the tasks' Python imports from."""
     found = [folder / part for part in (pythonpath(spec) or "").split(":") if part]
-    # Modules of a site put their folders on it, too.
+    # A site's environment modules add their own directories, which users cannot write.
     found = [path for path in found if os.access(path, os.W_OK)]
-    for site in _site_packages((*spec.command, spec.python)):  # a training is its Python's alone
+    for site in _site_packages((*spec.command, spec.python)):  # COMMAND is empty for a training
         inside = Path(os.path.realpath(site))
         named = [*_named_in(site), *_editable(site)]
         found += [path for path in named if not _real(path).is_relative_to(inside.parent)]
@@ -163,7 +162,7 @@ def _real(path: Path) -> Path:
 
 
 def _site_packages(command: Sequence[str]) -> Iterator[Path]:
-    """Yield the folders of packages of the environment that the command's program lies in."""
+    """Yield the site-packages of the environment that contains the command's program."""
     program = shutil.which(nested_launcher.started(command)[0] or "")
     if program:
         prefix = Path(os.path.abspath(program)).parents[1]
@@ -171,7 +170,7 @@ def _site_packages(command: Sequence[str]) -> Iterator[Path]:
 
 
 def _named_in(site: Path) -> Iterator[Path]:
-    """Yield the folders that .pth files put on the path (Python's site)."""
+    """Yield the directories that .pth files add to the path (Python's site module)."""
     for file in sorted(site.glob("*.pth")):
         for line in _lines(file):
             path = line.strip()
@@ -180,14 +179,14 @@ def _named_in(site: Path) -> Iterator[Path]:
 
 
 def _editable(site: Path) -> Iterator[Path]:
-    """Yield the source trees of what is installed editable (PEP 610)."""
+    """Yield the source trees of editable installs (PEP 610)."""
     for file in sorted(site.glob("*.dist-info/direct_url.json")):
         try:
             origin = json.loads("\n".join(_lines(file)))
             if origin["dir_info"]["editable"]:
                 yield Path(unquote(urlsplit(origin["url"]).path))
         except (ValueError, KeyError, TypeError):
-            continue  # it came from elsewhere, or is damaged
+            continue  # not a local install, or damaged
 
 
 def _lines(file: Path) -> list[str]:
@@ -199,19 +198,19 @@ def _lines(file: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class UpwardPath:
-    """A path that goes up from the current folder, or from that of the script."""
+    """A path that goes up from the working directory or from the script's directory."""
 
     line: int
     typed: str
-    """Its expression, as Python writes it."""
+    """Its expression, normalized by `ast.unparse`."""
     levels: int
-    """Folders that it goes up."""
+    """Number of directories that it goes up."""
     of_script: bool
-    """True where it starts at the script's own folder (`__file__`)."""
+    """True if it starts at the script's directory (`__file__`)."""
 
 
 def upward_paths(script: PythonFile) -> Iterator[UpwardPath]:
-    """Yield the paths that go up, in the order of their lines."""
+    """Yield the paths that go up, in line order."""
     seen: set[ast.AST] = set()
     found = []
     for node in script.nodes:
@@ -231,14 +230,14 @@ def upward_paths(script: PythonFile) -> Iterator[UpwardPath]:
 
 
 def _is_looked_for(above: ast.AST | None) -> bool:
-    """Return whether a text is compared with another, or looked for in one, and so no path."""
+    """Return whether a string is a comparison operand or a search pattern rather than a path."""
     is_method = isinstance(above, ast.Call) and isinstance(above.func, ast.Attribute)
     name = above.func.attr if is_method else ""  # type: ignore[union-attr]
     return isinstance(above, ast.Compare) or name in _OF_TEXTS
 
 
 def levels_up(path: str) -> int:
-    """Return how many folders a path goes up from where it starts: 2 of `../../data`."""
+    """Return how many directories a path goes up from its start: 2 for `../../data`."""
     if not _UP.fullmatch(path):
         return 0
     depth = lowest = 0
@@ -254,7 +253,7 @@ def _levels(node: ast.AST) -> int:
 
 
 def _expression(script: PythonFile, name: ast.AST) -> ast.AST:
-    """Return the whole path that a `__file__` is part of: up to a call that makes no path."""
+    """Return the whole path expression around `__file__`, up to a call that is not a path's."""
     whole = name
     for parent, child in script.above(name):
         is_path = not isinstance(parent, ast.Call) or child is parent.func or _makes_path(parent)

@@ -32,16 +32,21 @@ from clusterddp.status import chain
 from clusterddp.status.state import ACTIVE, RunState, jobs_to_query, latest_submission
 from clusterddp.status.status import RunStatus, run_status, statuses
 from clusterddp.status.sweeps import has_failed
-from clusterddp.submission import bundle, outlook, snapshot, submit
+from clusterddp.submission import bundle, slurm_checks, snapshot, submit
 from clusterddp.submission.claim import Claim, claimed
 from clusterddp.submission.fields import CHANGEABLE, refuse_launcher, remarks
-from clusterddp.submission.inputs import find_own_functions, is_finished, make_sure, uneven_batch
+from clusterddp.submission.inputs import (
+    check_inputs,
+    find_user_functions,
+    is_finished,
+    uneven_batch,
+)
 from clusterddp.submission.programs import check_pythons
 from clusterddp.submission.submit import (
     ask_for_partitions,
     check_commands,
-    naming_the_job,
-    no_code,
+    excluded_from_code,
+    reporting_queued_job,
     send,
 )
 from clusterddp.version import of_script
@@ -70,7 +75,7 @@ class Terms:
     even_if_done: bool = False
     """True starts a COMMAND again that ended with exit code 0."""
     force: bool = False
-    """True warns of what would be refused as nobody here has it (`outlook`, `programs`)."""
+    """True warns of resources and programs not found here, rather than refuse."""
     template_folder: Path | None = None
     """Folder of the person's templates, where the run was submitted with one."""
     snapshot_limit_mb: float | None = None
@@ -150,7 +155,7 @@ def resume(
         plan = Resumption(after, script, _source(run, after, terms), tuple(indices))
         if claim is None:
             for train in after.trainings:
-                find_own_functions(train, after, code=own_code)
+                find_user_functions(train, after, code=own_code)
             return plan
         _check_start(before, plan, own_code, terms)
         runs = [run.element(index) for index in indices] if isinstance(run, SweepDir) else []
@@ -160,8 +165,8 @@ def resume(
             renewal = _code_renewed(after, run, terms.snapshot_limit_mb)
             new += (f"code: {line}" for line in stack.enter_context(renewal))
         is_new = not run.script.is_file() or script != _recorded_script(run)
-        if terms.new_clusterddp or is_new or not bundle.keeps(run):
-            new += stack.enter_context(bundle.renewed(run))
+        if terms.new_clusterddp or is_new or not bundle.verify_bundle(run):
+            new += stack.enter_context(bundle.replaced_bundle(run))
         submission = _submit(claims, before, plan, terms, new)
         return dataclasses.replace(plan, submission=submission)
 
@@ -301,11 +306,11 @@ def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms
             )
     for train in spec.trainings:
         init_from = "" if plan.source else train.init_from  # the run's own checkpoints come first
-        make_sure(dataclasses.replace(train, init_from=init_from), spec, code=own_code)
+        check_inputs(dataclasses.replace(train, init_from=init_from), spec, code=own_code)
     if spec.sweep and has_queue:
-        outlook.check_array(spec, len(plan.indices), array_limits(spec.resources.account))
+        slurm_checks.check_array(spec, len(plan.indices), array_limits(spec.resources.account))
     if question:
-        outlook.check_partitions(spec, question.answer(), force=terms.force)
+        slurm_checks.check_partitions(spec, question.answer(), force=terms.force)
 
 
 def _check_directory(run: RunDir, spec: JobSpec) -> None:
@@ -512,7 +517,7 @@ def _submit(
     if not run.script.is_file() or _recorded_script(run) != plan.script:  # none of `debug`
         records[run.script] = plan.script
     changes = (*_differences(before, after), *new)
-    with naming_the_job(after), contextlib.ExitStack() as stack:
+    with reporting_queued_job(after), contextlib.ExitStack() as stack:
         stack.enter_context(_records_renewed(run, records))
         runs = []
         if isinstance(run, SweepDir):
@@ -593,7 +598,7 @@ def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
     Raises RequestError where the record of the copy cannot be read.
     """
     tree, recorded = run.top_of_code(Path.cwd()), snapshot.Snapshot.read(run.code_record)
-    left_out, workdir = no_code(spec, run), run.workdir_name
+    left_out, workdir = excluded_from_code(spec, run), run.workdir_name
     limit = _limit_of_code(recorded)
     now = snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
@@ -702,7 +707,7 @@ def _take_code(
     spec: JobSpec, run: RunDir, recorded: snapshot.Snapshot | None, limit_mb: float | None
 ) -> snapshot.Snapshot | None:
     """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
-    tree, left_out, has_copy = Path.cwd(), no_code(spec, run), run.code.is_dir()
+    tree, left_out, has_copy = Path.cwd(), excluded_from_code(spec, run), run.code.is_dir()
     tree, workdir = run.top_of_code(tree), run.workdir_name
     limit = _limit_of_code(recorded) if limit_mb is None else limit_mb
     taken = None

@@ -1,8 +1,8 @@
-"""A copy of the person's code as it was at submission, and its comparison with the code since.
+"""Copies of the user's code at submission, and their comparison with later code.
 
-People edit while their jobs wait, so every attempt of a run uses the copy. It holds the files that
-git would keep; data, environments and build outputs are linked beside it. Where the copy lies and
-who runs from it is the caller's.
+Users edit code while their jobs wait, so every attempt of a run uses the copy. It contains the
+files that git would track; data, environments and build outputs are linked. The caller decides
+where the copy is stored and what runs from it.
 """
 
 import hashlib
@@ -26,67 +26,67 @@ from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, describe_output_folder, run_folders
 
 LIMIT_MB = 50.0
-"""Code is smaller, even with notebooks; more is data or checkpoints that git was not told of."""
+"""Code is smaller, even with notebooks; more means data or checkpoints missing in .gitignore."""
 MOST_FILES = 10_000
-"""Most files and links of a copy: a shared file system makes about 1,000 a second."""
+"""Maximum of files and links in a copy: a shared file system creates about 1,000 per second."""
 
 _NEVER = frozenset({".git", "__pycache__"})
-"""Neither copied nor linked: the copy is no work tree, and Python writes its own bytecode."""
+"""Neither copied nor linked: the copy is not a work tree, and Python writes its own bytecode."""
 _JOBS_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
-"""File in the folder of the submission with what a script prints while its job runs."""
+"""Name of a job's output file, which grows in the directory of the submission."""
 _LINKED = frozenset({".venv", "node_modules"})
 _MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")
-"""Paths that venv and conda leave in an environment, and `clusterddp data` and torchvision in a
-folder of datasets, whatever its name."""
+"""Paths that identify directories of environments (venv, conda) and datasets (`clusterddp data`,
+torchvision)."""
 _OF_A_RUN = ("spec.json", "events.jsonl")
-"""Records of a run: below another output root than this one's, it is no code either."""
+"""Records that identify a run's directory, which is not code below any --runs-dir."""
 _OUTPUTS = re.compile(
     r"(out|outputs?|checkpoints?|ckpts?|runs?|results?|logs?|lightning_logs|wandb|mlruns|work_dirs"
     r"|exps?|experiments?|saved?|saves|saved?_models?)([-_.].*)?",
     re.IGNORECASE,
 )
-"""Folders into which training programs write by habit."""
+"""Usual names of training programs' output directories."""
 _SAVED = re.compile(r"(ckpt|checkpoint|last|epoch|step)\b|(checkpoint|epoch|step|version)[-_=]?\d")
-"""Begin of a checkpoint's name, or of its folder's."""
+"""Usual prefixes of checkpoint files and directories."""
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors", ".distcp")
 _LARGE_BYTES = 1_000_000
-"""Files from here on are linked, the largest first, where all of them are more than the limit."""
+"""Smallest file that is linked, rather than copied, if the files exceed the limit."""
 GIT_SECONDS = 60.0
-"""Bound on one call of git, which walks the folders that it does not ignore."""
+"""Timeout of a git call, which walks all directories that are not ignored."""
 
-# They would make git list another repository, as inside one of git's own hooks.
+# These variables, set in git hooks for example, would make git list another repository.
 _GIT_PLACES = frozenset(
     f"GIT_{name}"
     for name in ("DIR", "WORK_TREE", "INDEX_FILE", "COMMON_DIR", "OBJECT_DIRECTORY", "PREFIX")
 )
 _CHUNK_BYTES = 1 << 20
-_LINK = b"symbolic link to "  # before a link's text, in what its digest is of
+_LINK = b"symbolic link to "  # prefix of a link's target when its digest is computed
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Files of the code; names hold undecodable bytes as os.fsdecode gives them."""
+    """Files of the code; undecodable bytes in names are escaped as by os.fsdecode."""
 
     files: int
-    """Number of files, symbolic links included."""
+    """Number of files, including symbolic links."""
     bytes: int
     digests: Mapping[str, str]
-    """Name below the tree, with slashes, to the SHA-256 of the content (a link: of its text)."""
+    """Path relative to the tree to SHA-256 of the content, or of the target for a link."""
     commit: str
-    """The hash of git's HEAD; empty without a commit. The files may differ from it."""
+    """Hash of git's HEAD; empty without a commit. The files may differ from it."""
     large: tuple[str, ...] = field(default=(), compare=False)
-    """Files that are linked in place of a copy, as with them it would be over its limit."""
+    """Files that are linked because copying them would exceed the limit."""
     leaving: tuple[str, ...] = field(default=(), compare=False)
-    """Relative paths of COMMAND and its script that leave the tree (`submission.outside`)."""
+    """Relative paths in COMMAND and its script that leave the tree (`submission.outside`)."""
 
     def write(self, path: Path) -> None:
-        """Write it as a record, in plain ASCII, so that every file name survives."""
+        """Write it as a record, in ASCII, which preserves every file name."""
         write_atomically(path, json.dumps(asdict(self), indent=1, sort_keys=True).encode())
 
     @classmethod
     def read(cls, path: Path) -> "Snapshot":
-        """Read a record back; raises RequestError when that cannot be done."""
-        record, problem = None, "it is no record of a code snapshot."
+        """Read a record. Raises RequestError if it is missing or invalid."""
+        record, problem = None, "it is not a record of a code snapshot."
         try:
             record = load(cls, json.loads(read_file(path)), strict=True)
         except (OSError, ValueError, RecursionError) as error:
@@ -98,46 +98,47 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Item:
-    """A file or a symbolic link that is to be copied."""
+    """A file or symbolic link to copy."""
 
     size: int
     mode: int
     modified_ns: int
     link: str
-    """Text of the link, as it stands in the tree; empty for a file."""
+    """Target of the link as stored in the tree; empty for a file."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Contents of a copy of a folder of code."""
+    """Contents of a copy of the code."""
 
     tree: str
     items: dict[str, Item]
     left_out: frozenset[str]
-    """Names below the tree that are neither copied nor linked."""
+    """Paths in the tree that are neither copied nor linked."""
     commit: str
     large: tuple[str, ...] = ()
-    """Files that are linked for their size, the largest first."""
+    """Files that are linked because of their size, largest first."""
 
 
-def place_of_code(run: RunDir, tree: Path) -> dict[str, object]:
-    """Return where the tasks run a person's code: its folder, its files, whether that is a copy.
+def code_location(run: RunDir, tree: Path) -> dict[str, object]:
+    """Return the directory of the user's code, its number of files, and whether it is a copy.
 
-    tree: the folder of the submission. Empty where the run has no code of the person's.
+    Empty if the run does not use the user's code.
+    tree: directory of the submission.
     """
     is_copy = run.code.is_dir()
     if not is_copy and not run.code_record.is_file():
         return {}
     try:
         files: int | None = Snapshot.read(run.code_record).files
-    except RequestError:  # it is submitted; whoever compares the code reports that
+    except RequestError:  # reported when the code is compared
         files = None
-    place = (run.code_folder if is_copy else tree).absolute()
-    return {"code": str(place), "code_files": files, "is_copy": is_copy}
+    folder = (run.code_folder if is_copy else tree).absolute()
+    return {"code": str(folder), "code_files": files, "is_copy": is_copy}
 
 
-def described(run: RunDir, place: Mapping[str, object], tree: Path) -> str:
-    """Word such a place: `/jobs/a/code: a copy of 12 files of /home/me/x; relative output …`."""
+def format_code_location(run: RunDir, place: Mapping[str, object], tree: Path) -> str:
+    """Format it as `/jobs/a/code: a copy of 12 files of /home/me/x; relative output …`."""
     files = place["code_files"]
     count = "the files" if files is None else "1 file" if files == 1 else f"{files:,} files"
     if place["is_copy"]:
@@ -147,19 +148,20 @@ def described(run: RunDir, place: Mapping[str, object], tree: Path) -> str:
 
 
 def top_of(folder: Path) -> Path:
-    """Return the top of the git work tree in which a folder of code lies, to be copied with it.
+    """Return the top of the git work tree that contains a directory, to copy it as a whole.
 
-    The folder itself without one, where git ignores it, and where the top has the home within.
+    Return the directory itself if it is not in a work tree, git ignores it, or the home directory
+    is within the work tree.
     """
     try:
         prefix, _ = _git(str(folder), "rev-parse", "--show-prefix")
         depth = os.fsdecode(prefix).rstrip("\n").count("/")
         if not depth or not _git_names(str(folder))[0]:
             return folder
-    except RequestError:  # git gives no answer, which the copy of the folder reports
+    except RequestError:  # git timed out; copying the directory reports it
         return folder
     top = folder.parents[depth - 1]
-    home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 -- there may be none
+    home = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111 -- raises without a home
     return folder if home.is_relative_to(os.path.realpath(top)) else top
 
 
@@ -171,20 +173,20 @@ def take(
     leave_out: Collection[Path] = (),
     workdir: str = "",
 ) -> Snapshot:
-    """Copy the code in a folder to a new, private folder.
+    """Copy the code in a directory to a new, private directory.
 
-    tree: in a git work tree, at its top or below, the files that git tracks or does not ignore,
-        those of submodules and repositories within included; elsewhere all files. Never
-        __pycache__, environments, node_modules, runs or folders of datasets (`MNIST/raw` below).
-    target: must not exist, its parent must. Where a folder was copied, what was passed over in it
-        is linked by its absolute path, so that `data/train` still leads somewhere.
-    limit_mb: most that the files may have together, in 10^6 bytes. Where they have more, large
-        files are linked rather than copied, the largest first, until the others keep to it.
-    leave_out: absolute paths that are neither copied nor linked, such as the folder of the runs.
-    workdir: folder below the tree in which the code starts, which is code whatever lies in it.
+    tree: in a git work tree, all files that git tracks or does not ignore, including those of
+        submodules and nested repositories; elsewhere all files. Never __pycache__, environments,
+        node_modules, runs or dataset directories (with `MNIST/raw`).
+    target: must not exist, but its parent must. Anything skipped in a copied directory is linked
+        by its absolute path, so that `data/train` still resolves.
+    limit_mb: limit of the files' total size, in 10^6 bytes. Above it, large files are linked
+        rather than copied, largest first.
+    leave_out: absolute paths that are neither copied nor linked, for example that of the runs.
+    workdir: directory in the tree where the code starts; always treated as code.
 
-    Raises RequestError when the tree is over the limits or a file cannot be read (nothing is
-    written then), and when the copy fails, of which nothing is left.
+    Raises RequestError if the tree exceeds the limits, a file cannot be read or copying fails; no
+    partial copy is left.
     """
     plan = _plan(tree, limit_mb, leave_out, workdir)
     links = _links(plan)
@@ -192,7 +194,7 @@ def take(
         target.mkdir(mode=0o700)
     except OSError as error:
         raise RequestError(
-            f"cannot make {target} for the code: {error.strerror}. [CD0504]"
+            f"cannot create {target} for the code: {error.strerror}. [CD0504]"
         ) from None
     try:
         return _copy(plan, str(target), links)
@@ -210,9 +212,9 @@ def try_to_take(
     needed: bool,
     workdir: str = "",
 ) -> Snapshot | None:
-    """Take a copy, or warn that it cannot be taken; where it is `needed`, raise RequestError.
+    """Copy the code; on failure raise RequestError if the copy is `needed`, else warn.
 
-    Warns of files linked for their size too: what is edited there reaches a waiting run.
+    Also warns of files linked because of their size: later edits of them affect the run.
     """
     try:
         taken = take(tree, target, limit_mb=limit_mb, leave_out=leave_out, workdir=workdir)
@@ -222,20 +224,20 @@ def try_to_take(
         log.warning(coded(f"your code is not copied: {error}", error.code))
         return None
     if taken.large:
-        names = formatting.join_limited([_shown(name) for name in taken.large], 3, ", ")
+        names = formatting.join_limited([_printable(name) for name in taken.large], 3, ", ")
         log.warning(
-            f"too large to copy with your code, so linked: {names}. The run reads them where they "
-            f"are. Raise --snapshot-limit MB (now {limit_mb:g}) to have them copied; what "
-            ".gitignore lists is linked without a word. [CD0311]"
+            f"linked, not copied with your code, because of their size: {names}. To copy them, "
+            f"raise --snapshot-limit MB (now {limit_mb:g}); to silence this warning, list them in "
+            ".gitignore. [CD0311]"
         )
     _warn_of_outputs(taken, tree, Path(target, workdir))
     return taken
 
 
 def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
-    """Warn of outputs of earlier runs that a run from this copy would write over, or resume from.
+    """Warn of earlier runs' outputs that a run from this copy would overwrite or resume from.
 
-    folder: that of the copy in which the tasks start.
+    folder: working directory of the tasks in the copy.
     """
     linked = [
         path
@@ -243,24 +245,24 @@ def _warn_of_outputs(taken: Snapshot, tree: Path, folder: Path) -> None:
         if path.is_symlink() and path.is_dir() and _OUTPUTS.fullmatch(path.name)
     ]
     if linked:
-        names = formatting.join_limited([_shown(f"{path.name}/") for path in linked], 3, ", ")
+        names = formatting.join_limited([_printable(f"{path.name}/") for path in linked], 3, ", ")
         log.warning(
-            f"{names} in the copy of your code: a link to {os.readlink(linked[0])}, as git "  # noqa: PTH115
-            "ignores it. What the run writes there lies there, and other runs write over it. Name "
-            "another folder for each run in COMMAND, or move it away before you submit. [CD0320]"
+            f"{names} in the copy of your code: a link to {os.readlink(linked[0])}, because git "  # noqa: PTH115
+            "ignores it. Runs that write there overwrite each other's files. Give each run its own "
+            "output directory in COMMAND, or move this one away before you submit. [CD0320]"
         )
     copied = sorted(filter(_is_checkpoint, taken.digests))
     if copied:
-        names = formatting.join_limited([_shown(name) for name in copied], 3, ", ")
+        names = formatting.join_limited([_printable(name) for name in copied], 3, ", ")
         log.warning(
-            f"copied with the code of {tree}: {names}. A program that looks for its last "
-            "checkpoint there resumes from it. If the run is to begin anew, move them away before "
-            "you submit. [CD0320]"
+            f"checkpoints copied with the code of {tree}: {names}. A program that looks there for "
+            "its last checkpoint would resume from it. To start from scratch, move them away "
+            "before you submit. [CD0320]"
         )
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Return whether a file seems to be a checkpoint that an earlier run has left."""
+    """Return whether a file looks like a checkpoint of an earlier run."""
     path = PurePosixPath(name)
     folders = path.parent.parts
     in_outputs = any(_OUTPUTS.fullmatch(part) or _SAVED.match(part) for part in folders)
@@ -270,40 +272,40 @@ def _is_checkpoint(name: str) -> bool:
 def carry_over(
     copy: Path, record: Snapshot, tree: Path, target: Path, taken: Snapshot
 ) -> list[str]:
-    """Give a new copy of a tree what was written in the former one since it was taken.
+    """Transfer files that a run wrote in its former copy of a tree to a new copy.
 
-    A command so finds its files where it wrote them: those that the record of the former copy has
-    not, and that are no links of `take`; and those that it has changed, where the tree has not.
-    Hard links where those can be made, or copies, so that the former copy stays whole.
+    A command then finds its files where it wrote them: new files, except links made by `take`, and
+    files that it changed if the tree did not change them. They are hard-linked if possible, else
+    copied, so the former copy stays intact.
 
-    Returns the written names that the new copy had as well, whose place they take. Raises
-    RequestError, for a file that both have changed too.
+    Returns the written names that replace files of the new copy. Raises RequestError, also for a
+    file changed on both sides.
     """
-    both, name = [], "."
+    replaced, name = [], "."
     try:
         changed = _changed_in(copy, record)
         for name in changed:
             if taken.digests.get(name) not in (None, record.digests[name]):
                 raise RequestError(
-                    f"{_shown(name)} was changed by the run in {copy}, and in {tree} otherwise. "
-                    f"Copy the one that is meant over the other. [CD0319]"
+                    f"{_printable(name)} was changed by the run in {copy} and differently in "
+                    f"{tree}. Copy the version to keep over the other one. [CD0319]"
                 )
         for name in [*changed, *_written(copy, record, os.path.abspath(tree))]:
             source, goal = copy / name, target / name
             for parent in _parents(name):
                 link = target / parent
                 if link.is_symlink() and link.is_dir() and not any(link.iterdir()):
-                    link.unlink()  # its last file has gone from the tree
+                    link.unlink()  # its last file was removed from the tree
                 elif link.is_symlink():
                     raise RequestError(
-                        f"{_shown(name)} was written in {copy}, but {_shown(parent)} of {tree} is "
-                        "no code any more (git ignores it, or it is a link). Move one of "
-                        "them. [CD0319]"
+                        f"the run wrote {_printable(name)} in {copy}, but {_printable(parent)} of "
+                        f"{tree} is no longer copied (git ignores it, or it is a link). Move one "
+                        "of them. [CD0319]"
                     )
             if goal.is_symlink():
                 goal.unlink()
             elif goal.exists():
-                both += [] if name in record.digests else [name]
+                replaced += [] if name in record.digests else [name]
                 shutil.rmtree(goal) if goal.is_dir() else goal.unlink()
             goal.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir() and not source.is_symlink():
@@ -312,18 +314,18 @@ def carry_over(
                 _link_or_copy(source, goal)
     except (OSError, shutil.Error) as error:
         raise RequestError(
-            f"cannot keep {_shown(name)}, which was written in {copy}: {error}. Make room, or mend "
-            "the file. [CD0319]"
+            f"cannot keep {_printable(name)}, which the run wrote in {copy}: {error}. Free space, "
+            "or fix the file. [CD0319]"
         ) from None
-    return both
+    return replaced
 
 
 def fingerprint(
     tree: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = (), workdir: str = ""
 ) -> Snapshot | None:
-    """Return what `take` would, without a copy.
+    """Return what `take` would return, without copying.
 
-    None when nothing can be compared: the tree is gone, over the limits, or cannot be read.
+    None if the tree is missing, exceeds the limits or cannot be read.
     """
     try:
         return _copy(_plan(tree, limit_mb, leave_out, workdir), "", {})
@@ -332,10 +334,10 @@ def fingerprint(
 
 
 def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
-    """List the changes of a folder's code since the run was submitted from it.
+    """List the changes of a directory's code since the run was submitted from it.
 
-    Empty where the run uses a copy, None where nothing can be compared. Raises RequestError where
-    the record of the code cannot be read.
+    Empty if the run uses a copy, None if the code cannot be compared. Raises RequestError if the
+    record of the code cannot be read.
     """
     if run.code.is_dir() or not run.code_record.exists():
         return []
@@ -345,10 +347,9 @@ def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
 
 
 def is_cleaned(run: RunDir) -> bool:
-    """Return whether `clusterddp clean` has removed files of the run's copy, which are still gone.
+    """Return whether `clusterddp clean` removed files of the run's copy that are still missing.
 
-    The copy of a sweep's point can be the sweep's. Raises RequestError where the record of the code
-    cannot be read.
+    A trial's copy may be its sweep's. Raises RequestError if the record of the code cannot be read.
     """
     sweep = run.sweep if run.code.is_symlink() else None
     history = events.read((sweep or run).events)
@@ -359,21 +360,22 @@ def is_cleaned(run: RunDir) -> bool:
 
 
 def difference(before: Snapshot, after: Snapshot, *, new: bool = False) -> list[str]:
-    """List the changes of the files of `before`, a line each.
+    """List the changes to the files of `before`, one line per file.
 
-    new: list new ones too. Where a run works in the tree itself it leaves its results there.
+    new: also list new files. A run that works in the tree itself leaves its results there.
     """
-    lines = [f"new {_shown(name)}" for name in after.digests if new and name not in before.digests]
+    added = [name for name in after.digests if new and name not in before.digests]
+    lines = [f"new {_printable(name)}" for name in added]
     for name in before.digests:
         if name not in after.digests:
-            lines.append(f"removed {_shown(name)}")
+            lines.append(f"removed {_printable(name)}")
         elif before.digests[name] != after.digests[name]:
-            lines.append(f"changed {_shown(name)}")
+            lines.append(f"changed {_printable(name)}")
     return sorted(lines)
 
 
 def _changed_in(copy: Path, record: Snapshot) -> list[str]:
-    """List the recorded files of a copy whose content has changed."""
+    """List the recorded files of a copy that have changed."""
     changed = []
     for name, digest in record.digests.items():
         path = copy / name
@@ -386,7 +388,7 @@ def _changed_in(copy: Path, record: Snapshot) -> list[str]:
 
 
 def _written(copy: Path, record: Snapshot, tree: str) -> Iterator[str]:
-    """Yield the names written in a copy since, the topmost ones, folder by folder."""
+    """Yield the topmost paths written in a copy since it was made, directory by directory."""
     folders = {"", *(parent for name in record.digests for parent in _parents(name))}
     for folder in sorted(folders):
         if not (copy / folder).is_dir():
@@ -401,7 +403,7 @@ def _written(copy: Path, record: Snapshot, tree: str) -> Iterator[str]:
 
 
 def _parents(name: str) -> list[str]:
-    """List the folders above a name, the topmost first."""
+    """List the parent directories of a path, topmost first."""
     parts = name.split("/")
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
@@ -414,9 +416,9 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
-    """Fill a folder, with these links too; digests are of the written bytes, whoever is editing.
+    """Copy the files and create the links. Digests are of the bytes copied, even during edits.
 
-    target: empty where only the digests are wanted.
+    target: empty if only the digests are needed.
     """
     digests, size, name = {}, 0, ""
     try:
@@ -430,7 +432,7 @@ def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
             try:
                 source = open(f"{plan.tree}/{name}", "rb")  # noqa: PTH123, SIM115
             except FileNotFoundError:
-                continue  # removed since, as an editor's temporary file is
+                continue  # removed meanwhile, for example an editor's temporary file
             with source, _new_file(f"{target}/{name}", item) if target else nullcontext() as copy:
                 digests[name], length = digest_of(source, copy)
             size += length
@@ -439,36 +441,36 @@ def _copy(plan: Plan, target: str, links: dict[str, str]) -> Snapshot:
             Path(f"{target}/{name}").symlink_to(links[name])
     except OSError as error:
         raise RequestError(
-            f"cannot copy {_shown(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
-            "Nothing of the copy is left. Make room there or mend the file, or use --no-snapshot "
-            "to run from the folder itself. [CD0312]"
+            f"cannot copy {_printable(name or '.')} of {plan.tree} to {target}: {error.strerror}. "
+            "The copy was removed. Free space there, fix the file, or use --no-snapshot to run "
+            "from the directory itself. [CD0312]"
         ) from None
     return Snapshot(len(digests), size, digests, plan.commit, plan.large)
 
 
 @contextmanager
 def _new_file(target: str, item: Item) -> Iterator[BinaryIO]:
-    """Make a file, and give it the mode and the time of the item when it is written."""
+    """Create a file, and set its mode and time to the item's after it is written."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         yield file
         file.flush()
         os.fchmod(descriptor, item.mode)
-        # make and ninja would build anew what is linked, were its sources younger.
+        # make and ninja would rebuild linked outputs if their sources were newer.
         os.utime(descriptor, ns=(item.modified_ns, item.modified_ns))
 
 
 def _carried_link(plan: Plan, name: str, link: str) -> str:
-    """Return the text of a copied link, absolute where its target is not in the copy."""
+    """Return the target of a copied link, made absolute if it is not in the copy."""
     folder = os.path.dirname(name)  # noqa: PTH120
     leads_to = os.path.normpath(os.path.join(folder, link))  # noqa: PTH118
     if leads_to.split("/")[0] in ("", "..") or _is_left_out(leads_to, plan.left_out):
-        return os.path.join(plan.tree, folder, link)  # noqa: PTH118 -- an absolute one as it is
+        return os.path.join(plan.tree, folder, link)  # noqa: PTH118 -- keeps an absolute link
     return link
 
 
 def digest_of(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]:
-    """Return digest and size of the content, and write it to `copy`."""
+    """Return SHA-256 and size of the content, and write the content to `copy`."""
     digest, size = hashlib.sha256(), 0
     while chunk := source.read(_CHUNK_BYTES):
         if copy:
@@ -479,23 +481,23 @@ def digest_of(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]
 
 
 def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path], workdir: str) -> Plan:
-    """Measure the tree; raises RequestError when it cannot be read or is over a limit."""
+    """Plan the copy of a tree. Raises RequestError if it is unreadable or exceeds a limit."""
     top = os.path.abspath(tree)
     if not tree.is_dir():
-        raise RequestError(f"{tree} is no folder: there is no code to copy. [CD0312]")
+        raise RequestError(f"{tree} is not a directory: there is no code to copy. [CD0312]")
     left_out = _names_below(top, leave_out)
     folders = _Folders(top, left_out, workdir)
     listed, without_git = _git_names(top)
     if not listed:
-        # Nothing at all: the folder is itself ignored by a repository around it, such as a home.
-        without_git = without_git or "git ignores the whole folder"
+        # An enclosing repository, for example of the home directory, ignores this directory.
+        without_git = without_git or "git ignores the whole directory"
     commit = _git_head(top) if listed else ""
     items: dict[str, Item] = {}
     for name in _files(top, listed or _walk(top, "", folders), folders):
         if item := _measure(top, name):
             items[name] = item
         if len(items) > 10 * MOST_FILES:
-            break  # a home directory, perhaps: enough is seen to name the largest
+            break  # perhaps a home directory: enough files to name the largest directories
     large = _large(items, limit_mb)
     items = {name: item for name, item in items.items() if name not in large}
     _check_limits(top, items, limit_mb, without_git)
@@ -506,9 +508,9 @@ def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path], workdir: str
 
 
 def _links(plan: Plan) -> dict[str, str]:
-    """Map each name that was passed over in a copied folder to the target of its link.
+    """Map each path that is skipped in a copied directory to the target of its link.
 
-    Includes what git ignores, and empty folders, in which the code may mean to write.
+    Includes git-ignored paths, and empty directories, which the code may write to.
     """
     folders = {"", *(parent for name in plan.items for parent in _parents(name))}
     links = {}
@@ -521,28 +523,28 @@ def _links(plan: Plan) -> dict[str, str]:
     if len(links) + len(plan.items) > MOST_FILES:
         full, count = Counter(name.rpartition("/")[0] for name in links).most_common(1)[0]
         raise RequestError(
-            f"beside the code in {plan.tree} are {len(links):,} files and folders that git ignores "
-            f"and that would be linked one by one, {count:,} of them in {_shown(full or '.')}; at "
-            f"most {MOST_FILES:,} are copied or linked. Move them to a folder that holds no code, "
-            "or use --no-snapshot to run from the folder itself. [CD0311]"
+            f"the code in {plan.tree} has {len(links):,} git-ignored files and directories next to "
+            f"it, {count:,} of them in {_printable(full or '.')}; at most {MOST_FILES:,} are "
+            "copied or linked. Move them to a directory without code, or use --no-snapshot to run "
+            "from the directory itself. [CD0311]"
         )
     return links
 
 
 def _is_left_out(name: str, left_out: frozenset[str]) -> bool:
-    """Return whether the copy has neither a file nor a link of that name."""
+    """Return whether a path is neither copied nor linked."""
     if _JOBS_OUTPUT.fullmatch(name):
         return True
     return not (_NEVER.isdisjoint(name.split("/")) and left_out.isdisjoint([*_parents(name), name]))
 
 
-def _shown(name: str) -> str:
-    """Return a name for a message: as it is, unless it would break or hide in the line."""
+def _printable(name: str) -> str:
+    """Return a name for a message, escaped if it has unprintable or surrounding whitespace."""
     return name if name.isprintable() and name == name.strip() and name else ascii(name)
 
 
 class _Folders:
-    """Folders of a tree that are code, looked up once each: real ones, no environments, no runs."""
+    """Cache of the directories that are code: not links, environments, datasets or runs."""
 
     def __init__(self, tree: str, left_out: frozenset[str], workdir: str) -> None:
         self._tree = tree
@@ -557,8 +559,8 @@ class _Folders:
                 last not in _NEVER | _LINKED
                 and name not in self.left_out
                 and self.is_code(parent)
-                # git goes on listing what it tracks in a folder that has become a link; written
-                # through the copied link it would land in the original.
+                # git still lists tracked files of a directory that was replaced by a link; copying
+                # them through the copied link would write to the original.
                 and _is_real_folder(path)
                 and not any(os.path.lexists(f"{path}/{mark}") for mark in _MARKS)
                 and not all(os.path.lexists(f"{path}/{record}") for record in _OF_A_RUN)
@@ -567,14 +569,14 @@ class _Folders:
 
 
 def _names_below(tree: str, paths: Collection[Path]) -> frozenset[str]:
-    """Return the paths that lie in the tree, relative to it, typed through links or not."""
+    """Return the paths inside the tree, relative to it, whether or not they contain links."""
     typed = {os.path.relpath(os.path.abspath(path), tree) for path in paths}
     real = {os.path.relpath(os.path.realpath(path), os.path.realpath(tree)) for path in paths}
     return frozenset(name for name in typed | real if name.split("/")[0] not in (".", ".."))
 
 
 def _walk(tree: str, folder: str, folders: _Folders) -> Iterator[str]:
-    """Yield every file and link in a folder, and in those below it, that are code."""
+    """Yield every file and link that is code in a directory and below."""
     for name, entry in _entries(tree, folder):
         if not entry.is_dir(follow_symlinks=False):
             yield name
@@ -583,7 +585,7 @@ def _walk(tree: str, folder: str, folders: _Folders) -> Iterator[str]:
 
 
 def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
-    """Yield the names that are code; a repository within is replaced by its files."""
+    """Yield the paths that are code; a nested repository is replaced by its files."""
     for listed in names:
         name = listed.rstrip("/")
         parent, _, last = name.rpartition("/")
@@ -595,29 +597,29 @@ def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
         if not _is_real_folder(path):
             yield name
         elif folders.is_code(name) and os.path.lexists(f"{path}/.git"):
-            # One that git cannot list has no names here, so that it is linked as a whole; for one
-            # with a damaged .git folder the repository around answers, with the folder itself.
+            # If git cannot list it, there are no names and it is linked as a whole. If its .git is
+            # damaged, the enclosing repository answers with the directory itself ("./").
             inner, _ = _git_names(path)
             yield from _files(tree, (f"{name}/{file}" for file in inner if file != "./"), folders)
 
 
 def _entries(tree: str, folder: str) -> list[tuple[str, "os.DirEntry[str]"]]:
-    """List what a folder of the tree holds, by its name below the tree."""
+    """List the entries of a directory with their paths relative to the tree."""
     try:
         with os.scandir(f"{tree}/{folder}") as entries:
             return [(f"{folder}/{entry.name}".lstrip("/"), entry) for entry in entries]
     except FileNotFoundError:
-        return []  # removed since it was listed
+        return []  # removed meanwhile
     except OSError as error:
         raise _unreadable(tree, folder, error.strerror) from None
 
 
 def _measure(tree: str, name: str) -> Item | None:
-    """Return the item of a name; None when it has been removed, or is a socket, pipe or device."""
+    """Return the item of a path, or None if it was removed or is a socket, pipe or device."""
     path = f"{tree}/{name}"
     try:
         status = os.lstat(path)
-        # Not Path.readlink, which tidies the text.
+        # Path.readlink would normalize the target.
         link = os.readlink(path) if stat.S_ISLNK(status.st_mode) else ""  # noqa: PTH115
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -629,9 +631,9 @@ def _measure(tree: str, name: str) -> Item | None:
 
 
 def _large(items: Mapping[str, Item], limit_mb: float) -> tuple[str, ...]:
-    """Choose the fewest large files without which the others keep to the limit.
+    """Choose the fewest large files to link so that the others stay within the limit.
 
-    Empty where that is not enough, or not needed.
+    Empty if none are needed, or if linking all of them is not enough.
     """
     surplus = sum(item.size for item in items.values()) - limit_mb * 1e6
     chosen = []
@@ -645,29 +647,28 @@ def _large(items: Mapping[str, Item], limit_mb: float) -> tuple[str, ...]:
 
 def _check_limits(tree: str, items: Mapping[str, Item], limit_mb: float, without_git: str) -> None:
     total = sum(item.size for item in items.values())
-    ignore = "list what is no code in .gitignore (it is then linked, not copied)"
+    ignore = "list other files in .gitignore (they are linked then)"
     if without_git:
         ignore += f", which was not used here ({without_git})"
     if len(items) > MOST_FILES:
         largest = _largest(dict.fromkeys(items, 1), lambda count: f"{count:,} files")
         at_least = "at least " if len(items) > 10 * MOST_FILES else ""
         raise RequestError(
-            f"the code in {tree} has {at_least}{len(items):,} files; a copy of it is taken for "
-            f"each run, of at most {MOST_FILES:,}. Most are in {largest}. Submit from the folder "
-            f"of the code, {ignore}, or use --no-snapshot to run from the folder itself. [CD0311]"
+            f"the code in {tree} has {at_least}{len(items):,} files, but a run's copy may have at "
+            f"most {MOST_FILES:,}. Most are in {largest}. Submit from the directory of the code, "
+            f"{ignore}, or use --no-snapshot to run from the directory itself. [CD0311]"
         )
     if total > limit_mb * 1e6:
         largest = _largest({name: item.size for name, item in items.items()}, _megabytes)
         raise RequestError(
-            f"the code in {tree} has {_megabytes(total)} in {len(items):,} files; a copy of it is "
-            f"taken for each run, of at most {limit_mb:g} MB. The largest: {largest}. Raise "
-            f"--snapshot-limit MB, {ignore}, or use --no-snapshot to run from the folder "
-            "itself. [CD0311]"
+            f"the code in {tree} has {_megabytes(total)} in {len(items):,} files, but a run's copy "
+            f"may have at most {limit_mb:g} MB. The largest: {largest}. Raise --snapshot-limit MB, "
+            f"{ignore}, or use --no-snapshot to run from the directory itself. [CD0311]"
         )
 
 
 def _largest(weights: Mapping[str, int], show: Callable[[int], str]) -> str:
-    """Name the three heaviest files or folders, each as deep as one place holds most of it."""
+    """Name the three largest files or directories, descending while one child has 80% of it."""
     sums: Counter[str] = Counter()
     children = defaultdict(set)
     for name, weight in weights.items():
@@ -682,7 +683,7 @@ def _largest(weights: Mapping[str, int], show: Callable[[int], str]) -> str:
             if sums[deeper] < 0.8 * sums[name]:
                 break
             name = deeper
-        largest.append(f"{_shown(name)}{'/' * (name in children)} ({show(sums[name])})")
+        largest.append(f"{_printable(name)}{'/' * (name in children)} ({show(sums[name])})")
     return ", ".join(largest)
 
 
@@ -692,8 +693,9 @@ def _is_real_folder(path: str) -> bool:
 
 def _unreadable(tree: str, name: str, problem: str | None) -> RequestError:
     return RequestError(
-        f"cannot read {_shown(name or '.')} of the code in {tree}: {problem}. Make it readable, "
-        "list it in .gitignore, or use --no-snapshot to run from the folder itself. [CD0312]"
+        f"cannot read {_printable(name or '.')} of the code in {tree}: {problem}. Make it "
+        "readable, list it in .gitignore, or use --no-snapshot to run from the directory "
+        "itself. [CD0312]"
     )
 
 
@@ -702,25 +704,25 @@ def _megabytes(size: int) -> str:
 
 
 def _git_names(folder: str) -> tuple[list[str], str]:
-    """List the names that git keeps in a folder, and the error where git could not be asked.
+    """List the paths that git tracks or does not ignore, and git's error if it failed.
 
-    A repository in it is one name that ends in a slash, a submodule one without.
+    A nested repository is one name that ends in a slash, a submodule one without.
     """
-    # -z: the names as they are, neither quoted nor ended by a newline that may be their own.
+    # -z: names are neither quoted nor separated by newlines, which they may contain.
     arguments = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     listed, problem = _git(folder, *arguments)
     return [os.fsdecode(name) for name in listed.split(b"\0") if name], problem
 
 
 def _git_head(folder: str) -> str:
-    """Return the hash of the commit that is checked out; empty without one."""
+    """Return the hash of the checked-out commit, or an empty string."""
     return _git(folder, "rev-parse", "--verify", "--quiet", "HEAD")[0].decode().strip()
 
 
 def _git(folder: str, *arguments: str) -> tuple[bytes, str]:
-    """Run git in a folder; returns its output, or nothing and its error."""
+    """Run git in a directory; return its output and, if it failed, its error."""
     environ = {name: value for name, value in os.environ.items() if name not in _GIT_PLACES}
-    environ["GIT_OPTIONAL_LOCKS"] = "0"  # only looks: no commit of the person's has to wait
+    environ["GIT_OPTIONAL_LOCKS"] = "0"  # does not block the user's own git commands
     try:
         answer = subprocess.run(
             ["git", *arguments],
@@ -735,8 +737,8 @@ def _git(folder: str, *arguments: str) -> tuple[bytes, str]:
         return b"", f"git: {error.strerror}"
     except subprocess.TimeoutExpired:
         raise RequestError(
-            f"git {arguments[0]} gave no answer within {formatting.setting(GIT_SECONDS)} in "
-            f"{folder}. Try again, or use --no-snapshot to run from the folder itself. [CD0312]"
+            f"git {arguments[0]} did not finish within {formatting.setting(GIT_SECONDS)} in "
+            f"{folder}. Try again, or use --no-snapshot to run from the directory itself. [CD0312]"
         ) from None
     if answer.returncode:
         words = answer.stderr.decode(errors="replace").strip().splitlines()

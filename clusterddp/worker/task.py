@@ -327,7 +327,7 @@ def _train(
             return _find_batch_size(task, joined, sets, progress)
         training = _begin_training(task, joined, sets, progress)
         ending.training = training
-        if config.own_functions:
+        if config.user_functions:
             check_fit(config, training.model, *sets)
         if held:
             held.close()  # DDP has started on every rank, so all have mapped it
@@ -399,7 +399,7 @@ def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Pro
     from clusterddp.worker import start
 
     config, run = task.config, joined.attempt.run
-    if config.own_functions:
+    if config.user_functions:
         check_fit(config, nets.build(config.model).to(joined.device), *sets)
     rows, reason = batch_size.find(
         config,

@@ -108,7 +108,7 @@ def train(
     if container:
         from clusterddp.submission import bundle  # most runs have no container
 
-        bundle.carry(run)
+        bundle.bundle_into(run)
         gpus = config.device != "cpu" and (has_nvidia_driver() or AMD_DEVICE.exists())
         container = replace(container, gpus=gpus)
     run.make(run.logs)

@@ -665,8 +665,8 @@ def test_a_run_that_was_sent_by_hand_carries_the_clusterddp_of_its_first_attempt
     assert started.end() == 0
     carried = bundle.find(started.run)
     assert carried and carried.version == __version__
-    assert f"\nclusterddp: the run carries clusterddp {carried} from now on\n" in started.log
-    assert "the script is from clusterddp 0.1.0; it runs with this version" in started.log
+    assert f"\nclusterddp: the run now uses its own copy of clusterddp, {carried}\n" in started.log
+    assert "its script is of clusterddp 0.1.0; what that leaves out is as in this" in started.log
 
 
 def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same(
@@ -675,7 +675,7 @@ def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same
     limit = partial(insert, ahead="trap ''", line="ulimit -f 1000\n")
     started = job(sys.executable, "-c", "print('at work')", change=limit, **COMMAND)
     assert started.end() == 0
-    assert "the run uses the clusterddp that is installed: cannot put" in started.log
+    assert "the run uses the installed clusterddp: cannot write" in started.log
     assert "\nat work\n" in started.log
     assert not list(started.run.path.glob("*.pyz"))
 

@@ -148,7 +148,7 @@ def test_a_secret_is_saved_by_name_and_said() -> None:
     assert "hush" not in text
     assert 'env = ["HF_TOKEN", "A=1"]' in text
     assert stat.S_IMODE(Path("it.toml").stat().st_mode) == 0o600
-    assert "HF_TOKEN: is not set here" in refused("submit", "--dry-run", "--config", "it.toml")
+    assert "HF_TOKEN: not set in this shell" in refused("submit", "--dry-run", "--config", "it.toml")
     assert asked("--config", "it.toml", HF_TOKEN="x").pass_environment == ("HF_TOKEN",)
 
 
@@ -188,11 +188,11 @@ def test_debug_takes_the_training_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
     recorded(asked("--", "true"), "of-command")
     seen: list[Any] = []
 
-    def make_sure(config: Any, _spec: Any) -> None:
+    def check_inputs(config: Any, _spec: Any) -> None:
         seen.append(config)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("clusterddp.cli.commands.debug.make_sure", make_sure)
+    monkeypatch.setattr("clusterddp.cli.commands.debug.check_inputs", check_inputs)
     invoke("debug", "--config", "a", "--epochs", "1")
     assert (seen[0].lr, seen[0].epochs) == (0.25, 1)
     assert "it runs a command" in refused("debug", "--config", "of-command")

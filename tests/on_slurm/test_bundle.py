@@ -138,4 +138,4 @@ def test_a_run_that_was_sent_by_hand_requeues_with_what_ran_its_first_attempt(
     run = RunDir(site.folder / "jobs" / name)
     assert site.cluster.wait_job(job_id) == "COMPLETED", run.job_log.read_text()
     assert who_started(run) == [f"{__version__} (installed)", carried(run)]
-    assert f"the run carries clusterddp {carried(run)} from now on" in run.job_log.read_text()
+    assert f"the run now uses its own copy of clusterddp, {carried(run)}" in run.job_log.read_text()

@@ -153,7 +153,7 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
     assert "--after a: a (failed" in refused.stderr
     for after, words in (
         ("a", "--after a: a (failed: "),
-        ("a:done", "The end to wait for stands behind ':', ok, any or failed"),
+        ("a:done", "Use RUN or RUN:STATE with the state ok, any or failed"),
         ("x", "there is no run 'x'"),
     ):
         done = submit(cluster, tmp_path, "--run-name", "f", "--after", after, "--", "true")
@@ -219,7 +219,7 @@ def test_resume_of_a_run_that_goes_on_waits_for_it(
     ):
         done = submit(cluster, tmp_path, *training, "--run-name", name, "--max-steps", steps, *more)
         assert done.returncode == 0, done.stderr
-    assert "from the newest checkpoint that a has once it has ended" in done.stderr
+    assert "starts from the newest checkpoint of a after that run ends" in done.stderr
     assert told(cluster, tmp_path, "b")["detail"] == "waits for a:any"
     cluster.run(["scontrol", "release", held], check=True)
     assert cluster.wait_job(told(cluster, tmp_path, "b")["job_id"]) == "COMPLETED"

@@ -40,7 +40,7 @@ def test_a_run_goes_on_after_it_was_cleaned(
     assert "nothing to remove" in at_work.stderr
     assert typed(cluster, tmp_path, "stop", "one").returncode == 0
     wait_for(lambda: told(cluster, tmp_path, "one")["state"] == "stopped", "the stop", LONG)
-    assert "stopped, can go on" in typed(cluster, tmp_path, "clean", "--yes").stderr
+    assert "stopped, can resume" in typed(cluster, tmp_path, "clean", "--yes").stderr
     named = typed(cluster, tmp_path, "clean", "one", "--yes", "--json")
     [cleaned] = json.loads(named.stdout)
     assert len([item for item in cleaned["items"] if item["kind"] == "checkpoint"]) >= 3

@@ -195,7 +195,7 @@ def test_what_no_node_has_is_refused_and_sbatch_decides_where_a_person_insists(
     one = ("--force", "--tasks-per-node", "1", "--gpus-per-node", "64")
     done = submit_patiently(cluster, tmp_path, *one, "--", "true")
     assert done.returncode == 2
-    assert "no node of partition main has more than 4 GPUs, as sinfo says" in done.stderr
+    assert "no node of partition main has more than 4 GPUs (from sinfo)" in done.stderr
     assert "sbatch refused the job: " in done.stderr
     done = submit_patiently(cluster, tmp_path, *long, "--force", "--", "true")
     assert done.returncode == 0, done.stderr

@@ -242,7 +242,7 @@ def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
 ) -> None:
     done = submit(cluster, tmp_path, "--sweep", "n=0..1001", "--", "sleep", "{n}")
     assert done.returncode == 2
-    assert "1002 points, whose indices go up to 1001; MaxArraySize of this cluster is 1001" in (
+    assert "1002 points have indices up to 1001, but MaxArraySize 1001 of this cluster" in (
         done.stderr
     )
     assert not [*tmp_path.iterdir()]

@@ -89,7 +89,7 @@ def test_what_was_put_aside_is_not_lost_by_a_second_time(tmp_path: Path) -> None
     own.write_text("[defaults]\naccount = physics\n")
     _, before = sites.use("lumi", environ, force=True)
     assert before
-    with pytest.raises(RequestError, match=r"site\.cfg\.old is there already.* Move it"):
+    with pytest.raises(RequestError, match=r"site\.cfg\.old already exists.* Move it"):
         sites.use("frontier", environ, force=True)
     assert before.read_text() == "[defaults]\naccount = physics\n"
     assert own.read_bytes() == (FOLDER / "lumi.cfg").read_bytes()
@@ -104,7 +104,7 @@ def test_a_link_is_a_file_of_ones_own_too(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "site.cfg").symlink_to(tmp_path / "gone.cfg")
     environ = {"XDG_CONFIG_HOME": str(tmp_path)}
-    with pytest.raises(RequestError, match="is there already"):
+    with pytest.raises(RequestError, match="already exists"):
         sites.use("lumi", environ)
     sites.use("lumi", environ, force=True)
     assert not (folder / "site.cfg").is_symlink() and not (tmp_path / "gone.cfg").exists()
@@ -130,7 +130,7 @@ def test_a_home_that_cannot_be_written_is_named(
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("os.fdopen", full)
-    with pytest.raises(RequestError, match=r"site\.cfg cannot be written: "):
+    with pytest.raises(RequestError, match=r"cannot write .*site\.cfg: "):
         sites.use("lumi", {"HOME": str(tmp_path)})
     assert not list(tmp_path.rglob("site.cfg*"))
 

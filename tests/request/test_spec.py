@@ -49,10 +49,10 @@ def test_tasks_per_node_defaults_to_one_per_gpu_or_one() -> None:
         ({"gpus_per_node": 2, "tasks_per_node": 4, "gpu_directive": "gpus-per-task"},
          ["--tasks-per-node 4", "--gpus-per-node 2", "--gpu-directive gpus-per-task"]),
         ({"gpus_per_node": 4, "tasks_per_node": 3, "gpu_directive": "gpus-per-task"},
-         ["--tasks-per-node 3", "--gpus-per-node 4", "gives all tasks as many GPUs"]),
+         ["--tasks-per-node 3", "--gpus-per-node 4", "needs the same number of GPUs"]),
         ({"nodes": 1, "nodelist": "h[01-02]"}, ["h[01-02] names 2 hosts", "--nodes", "1"]),
         ({"nodes": 2, "spare_nodes": 1, "nodelist": "h[01-05]"},
-         ["--nodes asks for 2 and --spare-nodes for 1 more", "Use --nodes 4 or"]),
+         ["--nodes requests 2 and --spare-nodes for 1 more", "Use --nodes 4 or"]),
         ({"nodes": 2, "nodelist": "h1,h2", "exclude": "h2"}, ["--nodelist h1,h2", "--exclude h2"]),
         ({"nodelist": "h[1-"}, ["h[1-"]),
         ({"exclude": "h]"}, ["h]"]),
@@ -350,7 +350,9 @@ def test_full_checks_are_quick_ones_for_a_command_and_that_is_said() -> None:
     command = {"command": ("a",), "resources": Resources(nodes=2)}
     asking = spec(preflight="full", **command)
     assert asking.node_checks == "quick"
-    assert [remark for remark in remarks(asking) if "full is quick for a COMMAND" in remark]
+    assert [
+        remark for remark in remarks(asking) if "full is the same as quick for a COMMAND" in remark
+    ]
     assert remarks(spec(preflight="quick", **command)) == ()
     assert remarks(spec(preflight="full")) == ()
 
@@ -477,7 +479,7 @@ def test_ranks_share_a_gpu_only_where_that_is_asked_for(
         spec(**fields)
 
 
-CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
+CPUS = "each GPU rank gets one CPU unless the partition sets DefCpuPerGPU"
 
 
 @pytest.mark.parametrize(
@@ -492,7 +494,7 @@ CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
         ({"gpus_per_node": 4}, {"sbatch": (("cpus-per-gpu", "6"),)}, []),
         ({"gpus_per_node": 4}, {"sbatch": (("exclusive", "user"),)}, []),
         ({"gpus_per_node": 4, "tasks_per_node": 2, "cpus_per_task": 8}, {},
-         ["2 of the 4 GPUs of each node lie idle"]),
+         ["2 of the 4 GPUs of each node stay idle"]),
         ({"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
          {"train": TrainConfig(strategy="dp")}, []),
         ({"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
@@ -502,14 +504,14 @@ CPUS = "each GPU rank gets one CPU, unless the partition has a DefCpuPerGPU"
         ({"gpus_per_node": 2, "tasks_per_node": 4}, {"train": TrainConfig(backend="gloo")},
          ["2 ranks share each GPU", CPUS]),
         ({"gpus_per_node": 8, "tasks_per_node": 3, "cpus_per_task": 8}, {},
-         ["5 of the 8 GPUs of each node lie idle"]),
+         ["5 of the 8 GPUs of each node stay idle"]),
         ({"gpus_per_node": 8, "tasks_per_node": 1}, {"command": ("torchrun", "train.py")},
-         ["each task gets one CPU, unless the partition has a DefCpuPerGPU"]),
+         ["each task gets one CPU unless the partition sets DefCpuPerGPU"]),
         ({"gpus_per_node": 4}, {"template": "torchrun.sbatch.j2"},
-         ["each rank gets one CPU, whatever DefCpuPerGPU the partition has"]),
+         ["each rank gets one CPU, whatever the partition's DefCpuPerGPU"]),
         ({"gpus_per_node": 4}, {"omit_directives": ("cpus-per-task",)}, []),
         ({}, {"train": TrainConfig(backend="nccl")},
-         ["--backend nccl needs GPUs, and the request names none: type --gpus-per-node"]),
+         ["--backend nccl needs GPUs, but none are requested: add --gpus-per-node"]),
         ({}, {"train": TrainConfig(cuda_graph="on")}, ["--cuda-graph on needs GPUs"]),
         ({}, {"train": TrainConfig(device="cuda"), "launcher": "local"}, []),
     ],

@@ -146,9 +146,7 @@ def test_a_place_of_a_value_that_no_sweep_has_is_remarked() -> None:
     alone = remarks(JobSpec("s", "/jobs/s", Resources(), command=words))
     assert [remark.split()[0] for remark in alone] == ["{lr}", "--x={seed}"]
     [of_other] = remarks(command(*words, sweep=parse(["lr=1,2"])))
-    assert (
-        of_other == "--x={seed} stays as it is in the COMMAND, as there is no --sweep of this name"
-    )
+    assert of_other == "--x={seed} in the COMMAND is not replaced, because --sweep has no such name"
 
 
 def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
@@ -167,8 +165,8 @@ def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        (["nodes=1,2"], "nodes: a sweep is one job array"),
-        (["time=1:00,2:00"], "time: a sweep is one job array"),
+        (["nodes=1,2"], "nodes cannot be swept: a sweep is one job array"),
+        (["time=1:00,2:00"], "time cannot be swept: a sweep is one job array"),
         (["recipe=a"], "recipe: a recipe sets several"),
         (["learning=1"], "no such option"),
         (["lr=0.1,high"], "'high' is no number"),
@@ -197,7 +195,7 @@ def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
     sweep = Sweep(("a", "b"), (("{b}", "x"),))
     spec = command("p", "{a}{b}", "{c}", "{ a }", "${a}", sweep=sweep)
     assert spec.element(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
-    with pytest.raises(OptionError, match=r"there is no \{n\} in the COMMAND"):
+    with pytest.raises(OptionError, match=r"the COMMAND does not contain \{n\}"):
         command("p", "{a}", sweep=parse(["a=1", "n=1,2"]))
 
 

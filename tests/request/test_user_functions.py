@@ -41,7 +41,7 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("value", ["nets:build", "my.nets.small:Net", "_a._b:_c", "A1:B2"])
 def test_a_reference_is_a_module_and_a_name_in_it(value: str) -> None:
     assert is_reference(value)
-    assert TrainConfig(model=value, dataset=value).own_functions == (
+    assert TrainConfig(model=value, dataset=value).user_functions == (
         ("--model", value), ("--dataset", value),
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def test_a_module_that_fails_is_told_in_a_line_and_its_traceback_is_in_the_log(
     assert 'fails.py", line 2' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "seen"), [("", "is not there"), ("build = 3", "is int")])
+@pytest.mark.parametrize(("text", "seen"), [("", "is missing"), ("build = 3", "is int")])
 def test_what_is_no_function_is_refused_with_the_file_that_was_read(
     tree: Path, text: str, seen: str
 ) -> None:

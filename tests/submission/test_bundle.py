@@ -78,7 +78,7 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", False)
         patch.setattr(sys, "pycache_prefix", str(tmp_path_factory.mktemp("bytecode")))
-        bundle.carry(run)
+        bundle.bundle_into(run)
     return run
 
 
@@ -116,7 +116,7 @@ def test_the_same_sources_give_the_same_bytes(run: RunDir, tmp_path: Path) -> No
     file, digest = end.stdout.rsplit(maxsplit=1)
     assert Path(file).is_relative_to(tmp_path)
     assert digest == hashlib.sha256(bundle.build()).hexdigest()
-    made = bundle.carry(run)
+    made = bundle.bundle_into(run)
     assert made.path.name == f"clusterddp-{__version__}-{digest[:12]}.pyz"
     assert (made.version, str(made)) == (__version__, f"{__version__} ({digest[:12]})")
 
@@ -124,8 +124,8 @@ def test_the_same_sources_give_the_same_bytes(run: RunDir, tmp_path: Path) -> No
 def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> None:
     names = zipfile.ZipFile(carried.bundle).namelist()
     assert all(name.endswith(".py") for name in names)
-    assert {name.split("/")[0] for name in names} == {"__main__.py", "clusterddp", "beside"}
-    assert {name.split("/")[1] for name in names if name.startswith("beside/")} == {"click"}
+    assert {name.split("/")[0] for name in names} == {"__main__.py", "clusterddp", "vendored"}
+    assert {name.split("/")[1] for name in names if name.startswith("vendored/")} == {"click"}
     [bytecode] = carried.path.glob("__pycache__/*.zip")
     compiled = zipfile.ZipFile(bytecode).namelist()
     assert {f"{name}c" for name in names} == {*compiled, "__main__.pyc"}
@@ -134,7 +134,7 @@ def test_it_holds_the_sources_of_clusterddp_and_click_alone(carried: RunDir) -> 
 def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a $(run)'s; own")
     run.path.mkdir()
-    made = bundle.carry(run)
+    made = bundle.bundle_into(run)
     assert bundle.find(run) == made
     content = bytearray(made.path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -150,29 +150,29 @@ def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_is_put_right_by_carrying_it_once_more(run: RunDir) -> None:
-    made = bundle.carry(run)
+    made = bundle.bundle_into(run)
     made.path.write_bytes(b"")
-    assert not bundle.keeps(run)
-    assert bundle.carry(run) == bundle.find(run) == made
+    assert not bundle.verify_bundle(run)
+    assert bundle.bundle_into(run) == bundle.find(run) == made
 
 
 def test_another_one_is_taken_while_the_run_is_submitted(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    former = bundle.carry(run)
-    assert bundle.keeps(run)
+    former = bundle.bundle_into(run)
+    assert bundle.verify_bundle(run)
     assert not logged
-    with bundle.renewed(run) as same:
+    with bundle.replaced_bundle(run) as same:
         assert same == []
     monkeypatch.setattr(bundle, "__version__", "9.9")
     monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
-    assert bundle.keeps(run)
+    assert bundle.verify_bundle(run)
     [line] = logged
     assert f"keeps its clusterddp {former}; 9.9 (" in line
-    with pytest.raises(RequestError, match="sbatch"), bundle.renewed(run):
+    with pytest.raises(RequestError, match="sbatch"), bundle.replaced_bundle(run):
         raise RequestError("sbatch refused the job")
     assert bundle.find(run) == former
-    with bundle.renewed(run) as changes:
+    with bundle.replaced_bundle(run) as changes:
         pass
     made = bundle.find(run)
     assert made and made.version == "9.9"
@@ -194,8 +194,8 @@ def no_room() -> Iterator[None]:
 
 
 def test_no_room_is_a_refusal_that_leaves_nothing(run: RunDir, no_room: None) -> None:
-    with pytest.raises(RequestError, match=r"MB\): File too large. Make room .*--runs-dir"):
-        bundle.carry(run)
+    with pytest.raises(RequestError, match=r"MB\): File too large. Free space .*--runs-dir"):
+        bundle.bundle_into(run)
     assert not list(run.path.iterdir())
 
 
@@ -203,7 +203,7 @@ def test_no_room_ends_a_submission_before_it_is_sent(tmp_path: Path, no_room: No
     words = said(
         sys.executable, "-m", "clusterddp", "submit", "--", "true", code=2, folder=tmp_path
     )
-    assert "cannot put clusterddp into the run" in words
+    assert "cannot write clusterddp's bundle" in words
     assert not list(tmp_path.iterdir())
 
 
@@ -224,7 +224,7 @@ def test_the_bytecode_is_that_of_the_files_own_sources(
     contents["clusterddp/errors.py"] += b"AS_SUBMITTED = 1\n"
     content = bundle._zip(contents)
     monkeypatch.setattr(bundle, "build", lambda: content)
-    carried = bundle.carry(run)
+    carried = bundle.bundle_into(run)
     [file] = run.path.glob("__pycache__/*.zip")
     code = marshal.loads(zipfile.ZipFile(file).read("clusterddp/errors.pyc")[16:])
     assert "AS_SUBMITTED" in code.co_names
@@ -235,7 +235,7 @@ def test_the_bytecode_is_that_of_the_files_own_sources(
 def test_bytecode_that_was_altered_is_left_alone(
     run: RunDir, pycache: Path, content: bytes | None
 ) -> None:
-    bundle.carry(run)
+    bundle.bundle_into(run)
     [file] = run.path.glob("__pycache__/*.zip")
     other = bundle._zip({"clusterddp/__init__.py": b"raise SystemExit('altered')"})
     file.write_bytes(other if content is None else content)
@@ -248,13 +248,13 @@ def test_bytecode_of_the_installation_is_taken_as_long_as_it_is_whole(
     runs = [RunDir(tmp_path / name) for name in "abc"]
     for run in runs:
         run.path.mkdir()
-    bundle.carry(runs[0])
+    bundle.bundle_into(runs[0])
     [file] = pycache.glob("*.zip")
     taken = file.stat().st_mtime_ns
-    bundle.carry(runs[1])
+    bundle.bundle_into(runs[1])
     assert [each.stat().st_mtime_ns for each in pycache.glob("*.zip")] == [taken]
     file.write_bytes(b"torn")
-    bundle.carry(runs[2])
+    bundle.bundle_into(runs[2])
     assert {len(list(run.path.glob("__pycache__/*.zip"))) for run in runs} == {1}
     for each in [*pycache.glob("*.zip"), *tmp_path.glob("?/__pycache__/*.zip")]:
         assert each.stem.endswith(f"-{hashlib.sha256(each.read_bytes()).hexdigest()[:12]}")
@@ -264,14 +264,14 @@ def test_bytecode_of_the_installation_is_taken_as_long_as_it_is_whole(
 def test_bytecode_that_another_user_could_have_written_is_not_taken(
     tmp_path: Path, run: RunDir, pycache: Path, what: str
 ) -> None:
-    bundle.carry(RunDir(tmp_path))
+    bundle.bundle_into(RunDir(tmp_path))
     [file] = pycache.glob("*.zip")
     (pycache if what == "folder" else file).chmod(0o777)
     text = file.read_bytes()
     assert text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundle, "_compile", unlikely)
-        bundle.carry(run)
+        bundle.bundle_into(run)
     assert not list(run.path.glob("__pycache__/*.zip"))
 
 
@@ -284,7 +284,7 @@ def test_where_python_writes_no_bytecode_the_file_is_enough(
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "none"))
-    bundle.carry(run)
+    bundle.bundle_into(run)
     assert not list(run.path.glob("__pycache__/*"))
     assert said(sys.executable, "-I", "-S", run.bundle, "--version").endswith(f" {__version__}\n")
 
@@ -298,7 +298,7 @@ def test_an_older_python_is_refused_in_one_sentence(carried: RunDir) -> None:
         f"runpy.run_path({str(carried.bundle)!r})"
     )
     [line] = said(sys.executable, "-c", code, code=1).splitlines()
-    assert "is Python 3.9.18, and clusterddp needs 3.10 or later" in line
+    assert "is Python 3.9.18; clusterddp needs 3.10 or later" in line
     assert sys.executable in line and "--python" in line
 
 

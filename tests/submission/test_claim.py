@@ -106,7 +106,7 @@ def test_the_claim_of_a_killed_process_is_taken_over(run: RunDir) -> None:
         holder.kill()
         holder.communicate()
     [said] = submit(run)
-    assert "ended in the midst" in said
+    assert "died while it resumed" in said
     assert submission_comment(run.name) in said
     assert names(run) == []
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_looked_at_is_held_for_a_while(run: RunDir, content: str)
 
 
 def test_a_claim_that_was_taken_over_submits_nothing(run: RunDir) -> None:
-    with pytest.raises(RequestError, match="has submitted nothing"), claimed(run) as claim:
+    with pytest.raises(RequestError, match="submitted nothing"), claimed(run) as claim:
         (run.path / "resume-0002.claim").write_text("")
         claim.use()
     assert names(run) == ["resume-0002.claim"]
@@ -145,12 +145,12 @@ def test_a_claim_that_was_taken_over_submits_nothing(run: RunDir) -> None:
 
 def test_a_directory_that_cannot_be_written_is_said(run: RunDir) -> None:
     run.path.rmdir()
-    with pytest.raises(RequestError, match="nothing was submitted"):
+    with pytest.raises(RequestError, match="Nothing was submitted"):
         submit(run)
 
 
 def test_one_that_was_resumed_meanwhile_is_not_submitted(run: RunDir) -> None:
-    with pytest.raises(RequestError, match="has submitted nothing"), claimed(run) as claim:
+    with pytest.raises(RequestError, match="submitted nothing"), claimed(run) as claim:
         claim.path.unlink()  # taken over, as it had expired, and done
         submit(run)
         claim.use()

@@ -15,7 +15,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.run_dir import RunDir
-from clusterddp.submission.inputs import make_sure
+from clusterddp.submission.inputs import check_inputs
 from tests.checkpoints import made_checkpoints
 from tests.cli.made_runs import Workplace, workplace
 from tests.cli.test_imports import HEAVY, watched
@@ -51,7 +51,7 @@ def test_nothing_is_downloaded_into_a_folder_that_is_not_there(
     monkeypatch.setattr("clusterddp.data.download.fetch", fetch)
     missing = tmp_path / "shred data"
     with pytest.raises(RequestError, match=r"does not exist.*data fetch --data-dir '/"):
-        make_sure(TrainConfig(data_dir=str(missing)), job())
+        check_inputs(TrainConfig(data_dir=str(missing)), job())
     assert not missing.exists()
     assert fetched == []
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_nothing_is_downloaded_into_a_folder_that_is_not_there(
     usual = TrainConfig().data_dir
     for there in (str(missing), usual, str(tmp_path / usual)):  # the default is no typing error
         with pytest.raises(RequestError, match="no network"):
-            make_sure(TrainConfig(data_dir=there), job())
+            check_inputs(TrainConfig(data_dir=there), job())
     assert fetched == [str(missing), "data", str(tmp_path / "data")]
 
 
@@ -73,20 +73,20 @@ def test_a_resume_with_another_configuration_is_refused_before_it_queues(
         "init_from": str(run.path / what),
     }
     with pytest.raises(RequestError, match=r"--lr 0\.001, now 0\.5"):
-        make_sure(TrainConfig(lr=0.5, **wanted))
-    make_sure(TrainConfig(lr=0.5, allow_config_change=True, **wanted))
+        check_inputs(TrainConfig(lr=0.5, **wanted))
+    check_inputs(TrainConfig(lr=0.5, allow_config_change=True, **wanted))
 
 
 @pytest.mark.parametrize(
     ("steps", "wanted", "words"),
     [
-        (0, {}, "one is done at step 20: nothing is left to train"),
+        (0, {}, "one finished at step 20, so nothing is left to train"),
         (0, {"epochs": 1}, "nothing is left to train"),
-        (0, {"max_steps": 20}, "--max-steps 20 ends there"),
+        (0, {"max_steps": 20}, "--max-steps 20 leaves nothing to train"),
         (0, {"max_steps": 30}, "nothing is left to train"),
         (0, {"epochs": 3}, ""),
-        (20, {"max_steps": 10}, "--max-steps 10 ends there"),
-        (20, {"max_steps": 20}, "--max-steps 20 ends there"),
+        (20, {"max_steps": 10}, "--max-steps 10 leaves nothing to train"),
+        (20, {"max_steps": 20}, "--max-steps 20 leaves nothing to train"),
         (20, {"max_steps": 30}, ""),
         (20, {}, ""),  # --max-steps had ended it, anywhere in its last epoch
     ],
@@ -102,14 +102,14 @@ def test_a_resume_of_a_run_that_is_done_is_refused_where_nothing_is_left(
     config = TrainConfig(dataset="synthetic", allow_config_change=True, **fields)
     if words:
         with pytest.raises(RequestError, match=words):
-            make_sure(config)
+            check_inputs(config)
     else:
-        make_sure(config)
+        check_inputs(config)
     made_checkpoints.make(run.path / "attempts/0001/checkpoints", 10)
     earlier = dataclasses.replace(
         config, init_from=str(run.path / "attempts/0001/checkpoints/step-00000010.pt"), max_steps=15
     )
-    make_sure(earlier)
+    check_inputs(earlier)
 
 
 def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
@@ -118,8 +118,8 @@ def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
     run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
     config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), init_from=str(run.path))
     with pytest.raises(RequestError, match="cannot be shared by 3 ranks"):
-        make_sure(config, job(ranks=3))
-    make_sure(config, job(ranks=2))
+        check_inputs(config, job(ranks=3))
+    check_inputs(config, job(ranks=2))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def tree(workplace: Workplace) -> Path:
 def test_own_functions_are_found_and_no_dataset_is_looked_for(
     tree: Path, logged: list[str]
 ) -> None:
-    make_sure(OWN)
+    check_inputs(OWN)
     assert logged == [
         f"model: nets:build of {tree / 'nets.py'}",
         f"dataset: pkg.sets:make of {tree / 'pkg/sets.py'}",
@@ -150,15 +150,15 @@ def test_own_functions_are_looked_for_in_the_copy_where_there_is_one(
     copy = tree / "copy"
     copy.mkdir()
     with pytest.raises(RequestError, match=f"there is no module nets in {copy}"):
-        make_sure(OWN, code=copy)
+        check_inputs(OWN, code=copy)
     (tree / "nets.py").rename(copy / "nets.py")
     (tree / "pkg").rename(copy / "pkg")
     importlib.invalidate_caches()
-    make_sure(OWN, code=copy)
+    check_inputs(OWN, code=copy)
     with pytest.raises(RequestError, match="there is no module nets"):
-        make_sure(OWN)
+        check_inputs(OWN)
     capfd.readouterr()
-    make_sure(OWN, job("/another/python"))  # it can be installed for the tasks' Python
+    check_inputs(OWN, job("/another/python"))  # it can be installed for the tasks' Python
     assert "warning: --model nets:build is not in" in capfd.readouterr().err
 
 

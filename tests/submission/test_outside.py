@@ -108,7 +108,7 @@ def test_tasks_import_the_copy_of_a_source_tree_that_is_installed_in_place(
     assert done.returncode == 0, done.stderr
     copy = tree / "jobs/a/code/src/demo/__init__.py"
     assert f"'demo' from '{copy}'" in (tree / "jobs/a/logs/rank-0.log").read_text()
-    assert "it lies outside" not in done.stderr
+    assert "current code of" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["pth", "pip", "PYTHONPATH"])
@@ -127,7 +127,7 @@ def test_a_source_tree_outside_of_the_copy_is_named(
     else:
         monkeypatch.setenv("PYTHONPATH", f"{others}:{tree / 'src'}:")
     said = submit(str(environment / "bin/python"), "-c", "pass")
-    assert f"the tasks import from '{others}' as it is when they start" in said
+    assert f"the tasks import the current code of '{others}'" in said
     assert said.count("[CD0320]") == 1
 
 
@@ -144,7 +144,7 @@ def test_a_package_below_src_that_nobody_has_installed_says_what_to_add(
 ) -> None:
     python = str(environment / "bin/python")
     said = submit(python, "-m", "demo.where")
-    assert "there is no module demo in" in said
+    assert "no module demo in" in said
     assert "Add --env PYTHONPATH=src, or install it: pip install -e ." in said
     shutil.rmtree(tree.parent / "jobs")
     assert "no module" not in submit(python, "-m", "demo.where", options=("--env=PYTHONPATH=src",))
@@ -162,7 +162,7 @@ def test_what_is_to_be_added_for_a_package_below_src_works(tree: Path, environme
 def test_a_script_that_is_typed_in_full_is_not_the_copy(tree: Path, submit: Say) -> None:
     write(tree, {"train.py": "pass"})
     said = submit("python", f"{tree}/train.py")
-    assert f"COMMAND names {tree}/train.py itself, and not the copy of it" in said
+    assert f"COMMAND runs {tree}/train.py itself, not its copy" in said
 
 
 @with_git
@@ -193,7 +193,7 @@ def test_a_work_tree_that_is_too_large_is_said_and_the_folder_alone_copied(
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     monkeypatch.chdir(tree / "examples")
     said = submit("python", "train.py", options=("--snapshot-limit=1",))
-    assert f"only {tree}/examples is copied, and not all of its git work tree {tree}" in said
+    assert f"only {tree}/examples is copied, not its whole git work tree {tree}" in said
     run = RunDir(tmp_path / "jobs/a")
     assert [path.name for path in run.code.iterdir()] == ["train.py"]
     assert run.code_folder == run.code
@@ -252,7 +252,7 @@ def test_outputs_that_are_links_to_a_persons_own_are_said_to_be_so(
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     said = submit("true")
     link = "outputs/ in the copy of your code: a link to "
-    assert f"{link}{tree / 'outputs'}, as git ignores it" in said
+    assert f"{link}{tree / 'outputs'}, because git ignores it" in said
     assert "; relative output is there, except in data/, outputs/ (links to your folders)\n" in said
     root = ["--runs-dir", str(tmp_path / "jobs")]
     shown = CliRunner().invoke(cli, ["status", *root, "a"])

@@ -75,8 +75,8 @@ def test_a_program_that_is_not_on_the_path_is_refused_unless_a_person_insists(
     argv = ("submit", "--run-name", "one")
     got = workplace.invoke(*argv, "--", "pyton", "nets.py")
     assert (got.code, workplace.calls) == (2, [])
-    assert "COMMAND: there is no program pyton on the PATH" in got.err
-    refusal = "warning: a submission would refuse this: COMMAND: there is no program pyton"
+    assert "COMMAND: program pyton is not on the PATH" in got.err
+    refusal = "warning: a submission would refuse this: COMMAND: program pyton is not"
     assert refusal in workplace.invoke(*argv, "--dry-run", "--", "pyton", "nets.py").err
     got = workplace.invoke(*argv, "--force", "--", "pyton", "nets.py")
     assert got.code == 0 and "warning: pyton of COMMAND is not on this machine" in got.err
@@ -154,7 +154,7 @@ def test_litgpt_without_its_counts_trains_alone_in_each_task(
         "submit", "--dry-run", "--nodes=3", "--tasks-per-node=2", "--", *words.split()
     )
     assert got.code == 0
-    said = f"litgpt without {missing}: each of the 6 tasks trains the whole by itself"
+    said = f"litgpt without {missing}: each of the 6 tasks trains a separate copy"
     assert (said in got.err, "litgpt without" in got.err) == (bool(missing), bool(missing))
 
 
@@ -182,21 +182,21 @@ def test_a_template_of_ones_own_may_bring_the_file_whatever_its_name(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--", "nets.py"], "COMMAND: nets.py is a file in {}, and no program on the PATH"),
-        (["--", "nets.py"], "Type it as: python nets.py."),
-        (["--module", "cuda", "--", "nets.py"], "Type it as: python nets.py."),
-        (["--", "env", "LR=1", "nets.py"], "Type it as: python nets.py."),
-        (["--", "python-of-the-site"], "Type it as: ./python-of-the-site."),
-        (["--", "run.sh"], "Type it as: bash run.sh, or ./run.sh."),
-        (["--", "./nets.py"], "COMMAND: ./nets.py cannot be run by itself"),
-        (["--", "./nets.py"], "itself: it has no execute permission. Type it as: python"),
-        (["--", "./bare.py"], "itself: it names no interpreter in its first line (#!…). Type"),
-        (["--", "./bare.py"], "Type it as: python ./bare.py"),
-        (["--", "weights"], "Type it as: INTERPRETER weights."),
-        (["--", "./pkg"], "COMMAND: ./pkg is a folder, which cannot be run."),
-        (["--", "/usr"], "COMMAND: /usr is a folder, which cannot be run."),
-        (["--", "/usr/bin/python3"], "COMMAND: /usr/bin/python3 is given nothing to run"),
-        (["--", "env", "LR=1", "bash"], "Type it as: bash FILE"),
+        (["--", "nets.py"], "COMMAND: nets.py is a file in {}, not a program on the PATH"),
+        (["--", "nets.py"], "Use: python nets.py."),
+        (["--module", "cuda", "--", "nets.py"], "Use: python nets.py."),
+        (["--", "env", "LR=1", "nets.py"], "Use: python nets.py."),
+        (["--", "python-of-the-site"], "Use: ./python-of-the-site."),
+        (["--", "run.sh"], "Use: bash run.sh, or ./run.sh."),
+        (["--", "./nets.py"], "COMMAND: ./nets.py cannot be run directly"),
+        (["--", "./nets.py"], "directly: it has no execute permission. Use: python"),
+        (["--", "./bare.py"], "directly: its first line names no interpreter (#!…). Use"),
+        (["--", "./bare.py"], "Use: python ./bare.py"),
+        (["--", "weights"], "Use: INTERPRETER weights."),
+        (["--", "./pkg"], "COMMAND: ./pkg is a directory and cannot be run."),
+        (["--", "/usr"], "COMMAND: /usr is a directory and cannot be run."),
+        (["--", "/usr/bin/python3"], "COMMAND: /usr/bin/python3 has nothing to run"),
+        (["--", "env", "LR=1", "bash"], "Use: bash FILE"),
     ],
 )
 def test_a_file_that_is_typed_as_if_it_were_a_program_is_refused_with_what_to_type(
@@ -234,8 +234,8 @@ def test_a_file_that_may_be_a_program_as_well_is_none_of_our_business(
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("venv/bin/python", "cannot run: there is no such file."),
-        ("pkg/", "cannot run: it is a folder."),
+        ("venv/bin/python", "cannot run: no such file."),
+        ("pkg/", "cannot run: it is a directory."),
         ("nets.py/../nets.py", "cannot run: it has no execute permission."),
         ("./nets.py", "cannot run: it has no execute permission."),
     ],
@@ -266,14 +266,14 @@ def test_a_name_that_can_be_taken_for_a_jobs_id_is_warned_of(
 ) -> None:
     got = workplace.invoke("submit", "--run-name", name, "--", "/bin/true")
     assert got.code == 0
-    assert (f"--run-name {name} has the form of a job's id" in got.err) == is_warned_of
+    assert (f"--run-name {name} looks like a job id" in got.err) == is_warned_of
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--notify", "nosuchprog x"], "no such program on the PATH"),
-        (["--notify", "./tell x"], "no such program in {tree}, where it starts"),
+        (["--notify", "./tell x"], "no such program in {tree} on this machine"),
         (["--notify", "nets.py"], "no such program on the PATH"),
         (["--notify", "pkg/run.py x"], ""),
         (["--notify", "sbatch x"], ""),
@@ -342,7 +342,7 @@ def test_the_python_of_an_image_is_not_started(tree: Path, workplace: Workplace)
     argv = ("submit", "--run-name", "one", "--check-python", "--container-image", "docker://torch")
     got = workplace.invoke(*argv, "--", "python", "nets.py")
     assert got.code == 0, got.err
-    assert "warning: --check-python: the tasks' Python is their image's" in got.err
+    assert "warning: --check-python: not checked, because the tasks use" in got.err
 
 
 @pytest.mark.parametrize("sweep", [NO_SWEEP, Sweep(("lr",), (("0.1",), ("0.2",)))])

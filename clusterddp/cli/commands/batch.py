@@ -29,4 +29,4 @@ def _carry(run: RunDir) -> None:
     if not run.bundle.exists():
         from clusterddp.submission import bundle  # most runs carry one
 
-        bundle.carry_at_start(run)
+        bundle.bundle_manual_run(run)

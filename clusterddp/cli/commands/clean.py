@@ -97,7 +97,7 @@ def command(
 def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
     """Print what goes, an item a line; on stderr what is left alone."""
     rows = [
-        (each.run.name, each.state, str(item.bytes), item.path, item.words)
+        (each.run.name, each.state, str(item.bytes), item.path, item.description)
         for each in cleanings
         for item in each.items
     ]

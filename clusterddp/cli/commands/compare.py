@@ -26,7 +26,7 @@ from clusterddp.slurm import forms
 from clusterddp.status.find import DEFAULT_ROOT
 from clusterddp.status.state import RunState
 from clusterddp.submission.fields import job_spec, template_folder
-from clusterddp.submission.inputs import find_own_functions, make_sure
+from clusterddp.submission.inputs import check_inputs, find_user_functions
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
 _FIXED: dict[str, object] = {
@@ -161,10 +161,10 @@ def command(
     templates = template_folder(held) if base else None
     plan.log_remarks(planned)
     if dry_run:
-        find_own_functions(config, base)
+        find_user_functions(config, base)
         click.echo("\n".join(plan.dry_run(rows, planned, base, templates)))
         return EXIT_DONE
-    make_sure(config, base)
+    check_inputs(config, base)
     try:
         if base:
             limit, force = held.values["snapshot_limit"], held.values["force"]

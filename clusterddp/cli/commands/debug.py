@@ -19,7 +19,7 @@ from clusterddp.run import attempt as attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.submission.fields import CONTAINER, container_of
-from clusterddp.submission.inputs import make_sure
+from clusterddp.submission.inputs import check_inputs
 
 
 @click.command(cls=SettingsCommand)
@@ -89,7 +89,7 @@ def command(
     path = _path(values["runs_dir"], run_dir, run_name)
     spec = workstation.request(path, config, procs, **container)
     spec.refuse_pyxis()
-    make_sure(config, spec if container else None)
+    check_inputs(config, spec if container else None)
     with workstation.recorded(spec, may_exist=bool(run_dir)) as (run, record):
         if container or procs > 1 or start_method:
             box = spec.container if container else None

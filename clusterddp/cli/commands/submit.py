@@ -20,7 +20,7 @@ from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestE
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, Given, unused_variables
 from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
-from clusterddp.submission.fields import job_spec, made_up_name, remarks, template_folder
+from clusterddp.submission.fields import generate_name, job_spec, remarks, template_folder
 
 
 class SubmitCommand(WithCommand):
@@ -119,7 +119,7 @@ def command(
         raise OptionError(
             "--max-concurrent", " is for the points of a sweep: give --sweep. [CD1104]"
         )
-    spec = job_spec(held, run_name or made_up_name("sweep" if swept else "run"), swept)
+    spec = job_spec(held, run_name or generate_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(held))
     if save_to:
         _save(held, spec, save_to)
@@ -200,8 +200,8 @@ def _warn(held: Given, spec: JobSpec, script: str) -> None:
         from clusterddp.submission import inputs, submit  # which a plain dry run does without
 
         for train in spec.trainings:
-            inputs.find_own_functions(train, spec)
-        for refused in submit.refusals_of_files(
+            inputs.find_user_functions(train, spec)
+        for refused in submit.missing_files(
             spec, script, has_folder=has_folder, force=held.values["force"]
         ):
             said = f"warning: a submission would refuse this: {coded(refused)}"

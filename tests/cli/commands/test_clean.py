@@ -123,10 +123,10 @@ def test_afterwards_the_commands_say_what_is_gone(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("state", "history", "word"),
     [
-        ("stopped", STOPPED, "stopped, can go on"),
-        ("failed", FAILED, "failed, can go on from step 300"),
-        ("unknown", HISTORY, "unknown, can go on"),
-        ("created", [], "created, can go on"),
+        ("stopped", STOPPED, "stopped, can resume"),
+        ("failed", FAILED, "failed, can resume from step 300"),
+        ("unknown", HISTORY, "unknown, can resume"),
+        ("created", [], "created, can resume"),
     ],
 )
 def test_a_run_that_could_go_on_is_left_alone_unless_named(
@@ -350,6 +350,6 @@ def test_what_cannot_be_removed_is_said_and_the_others_go(
     got = workplace.invoke("clean", "--yes")
     assert got.code == 1
     path = "attempts/0001/checkpoints/step-00000100.pt"
-    assert f"bad: {path} cannot be removed: Permission denied" in got.err
+    assert f"bad: cannot remove {path}: Permission denied" in got.err
     assert (len(checkpoints(bad)), len(checkpoints(good))) == (2, 1)
     assert [e["event"] for e in read_events(bad)].count("cleaned") == 0

@@ -83,7 +83,7 @@ def comparing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Answer:
         return workplace.invoke("compare", *argv)
 
     for module in (compare, submit):
-        monkeypatch.setattr(module, "make_sure", lambda *_, **__: None)
+        monkeypatch.setattr(module, "check_inputs", lambda *_, **__: None)
     monkeypatch.setattr(plots, "can_draw", lambda: False)
     return invoke
 
@@ -278,7 +278,7 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
     monkeypatch.setattr(compare.plan, "wait_for_end", interrupt)
     made_sure: list[Any] = []
     for module in (compare, submit):
-        monkeypatch.setattr(module, "make_sure", lambda *args, **_: made_sure.append(args))
+        monkeypatch.setattr(module, "check_inputs", lambda *args, **_: made_sure.append(args))
     got = comparing(
         "--launcher=sbatch", "--name=a", "--strategies=ddp", "--tasks-per-node=2",
         "--world-sizes=1,2,4", "--dependency=afterok:9",

@@ -291,7 +291,7 @@ def test_what_is_wrong_is_not_proposed(site: Site) -> None:
 def test_a_file_that_is_there_is_never_overwritten(site: Site) -> None:
     (site.folder / "new.cfg").write_text("mine")
     got = write(site)
-    assert got.code == 2 and "is there already" in got.err
+    assert got.code == 2 and "already exists" in got.err
     assert site.workplace.calls == [] and (site.folder / "new.cfg").read_text() == "mine"
     for place in ("gone/new.cfg", ""):
         assert site.workplace.invoke("doctor", "--write", place).code == 2

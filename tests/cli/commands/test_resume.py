@@ -40,7 +40,7 @@ BEGUN = {**started("12"), "attempt": 1}
 def data(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """The trainings whose dataset was made sure of; what that does is tested elsewhere."""
     seen: list[TrainConfig] = []
-    monkeypatch.setattr(resuming, "make_sure", lambda config, *_, **__: seen.append(config))
+    monkeypatch.setattr(resuming, "check_inputs", lambda config, *_, **__: seen.append(config))
     return seen
 
 
@@ -293,7 +293,7 @@ def test_what_belongs_to_a_command_can_be_changed(
     [
         (["torchrun", "train.py"], "COMMAND starts torchrun"),
         (["python", "trian.py"], "COMMAND: there is no trian.py in "),
-        (["train.py"], "Type it as: python train.py."),
+        (["train.py"], "Use: python train.py."),
     ],
 )
 def test_another_command_is_checked_as_that_of_a_submission(
@@ -312,7 +312,7 @@ def test_another_command_is_looked_for_in_the_runs_copy_of_the_code(workplace: W
     root = ("--runs-dir", str(workplace.root), "--dry-run")
     said = refused(workplace, run, *root, "--", "python", "new.py")
     assert f"COMMAND: there is no new.py in {run.code}" in said
-    assert "Take the current files with --code new, or" in said
+    assert "Use the current files with --code new, or" in said
     said = refused(workplace, run, *root, "--", "new.py")
     assert f"COMMAND: there is no new.py in {run.code}" in said
     accepted(workplace, "one", *root, "--code", "new", "--", "python", "new.py")
@@ -401,7 +401,7 @@ def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = stopped(workplace)
-    former = bundle.carry(run)
+    former = bundle.bundle_into(run)
     monkeypatch.setattr(bundle, "__version__", "9.9")
     monkeypatch.setattr(bundle, "_MAIN", f"{bundle._MAIN}# newer\n")
     assert f"keeps its clusterddp {former}; 9.9 (" in accepted(workplace, "one").err
@@ -419,7 +419,7 @@ def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
 @pytest.mark.parametrize("options", [(), ("--clusterddp", "new")])
 def test_one_that_was_altered_is_replaced(workplace: Workplace, options: tuple[str, ...]) -> None:
     run = stopped(workplace)
-    made = bundle.carry(run)
+    made = bundle.bundle_into(run)
     made.path.write_bytes(b"")
     accepted(workplace, "one", *options)
     assert bundle.find(run) == made
@@ -499,7 +499,7 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
 ) -> None:
     stopped(workplace, resources=Resources(nodes=1, gpus_per_node=2))
     said = accepted(workplace, "one", "--gpus-per-node", "4", "--tasks-per-node", "2").err
-    assert "2 of the 4 GPUs of each node lie idle" in said
+    assert "2 of the 4 GPUs of each node stay idle" in said
     assert "each GPU rank gets one CPU" not in said
 
 
@@ -516,7 +516,7 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--env", "A=1"], "one keeps its environment"),
         (["--module", "cuda"], "one keeps its modules"),
         (["--setup", "true"], "one keeps its setup"),
-        (["--", "python", "train.py"], "belongs to the run of a COMMAND, but one trains"),
+        (["--", "python", "train.py"], "cannot be given: one runs the built-in training"),
         (["--init-from", "x"], "No such option"),
         (["--runs-dir", "nowhere"], "there is no run"),
     ],
@@ -745,7 +745,7 @@ def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) ->
 
 def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
     run = stopped(workplace, train=None, command=("true",))
-    assert "--lr belongs to the MNIST training" in refused(workplace, run, "--lr", "1")
+    assert "--lr applies only to the built-in training" in refused(workplace, run, "--lr", "1")
 
 
 def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplace) -> None:

@@ -66,7 +66,7 @@ def test_a_run_that_may_be_at_work_stays(workplace: Workplace) -> None:
     workplace.command("squeue", "echo 'slurm_load_jobs error: no controller' >&2; exit 1")
     done = workplace.invoke("rm", "--yes", "one", "two")
     assert done.code == 2
-    assert "clusterddp: one is not known to be over, and is not removed. [CD0508]" in done.err
+    assert "clusterddp: one may still be active and is not removed. [CD0508]" in done.err
     assert left(workplace) == ["one"]
 
 
@@ -88,7 +88,7 @@ def test_a_run_from_which_another_begins_stays_until_both_are_named(workplace: W
     second.spec.write_text(dataclasses.replace(spec, train=train).to_json())
     done = workplace.invoke("rm", "--yes", "one")
     assert done.code == 2
-    assert "two begins from a checkpoint of it" in done.err
+    assert "two starts from one of its checkpoints" in done.err
     assert workplace.invoke("rm", "--yes", "one", "two").code == 0
     assert left(workplace) == []
 
@@ -114,7 +114,7 @@ def test_a_run_that_was_moved_stays_while_its_job_may_run(workplace: Workplace) 
     workplace.command("squeue", "echo '5 5 N/A|RUNNING|None|clusterddp:one'")
     done = workplace.invoke("rm", "--yes", str(moved))
     assert (done.code, left(workplace)) == (2, ["moved"])
-    assert "moved is not known to be over, and is not removed" in done.err
+    assert "moved may still be active and is not removed" in done.err
 
 
 def test_a_sweep_goes_with_its_points(workplace: Workplace) -> None:
@@ -135,5 +135,5 @@ def test_a_directory_that_is_a_link_stays(workplace: Workplace) -> None:
     run.path.symlink_to(elsewhere)
     done = workplace.invoke("rm", "--yes", "one")
     assert done.code == 2
-    assert f"is a link to {elsewhere}: name that directory" in done.err
+    assert f"is a link to {elsewhere}. Name that directory" in done.err
     assert (elsewhere / "spec.json").is_file()

@@ -147,7 +147,7 @@ def test_a_dry_run_touches_nothing(name: str, elsewhere: Path) -> None:
 def test_a_dry_run_says_on_stderr_what_the_request_wastes() -> None:
     result = run("--dry-run", *FIXED, *EIGHT, "--tasks-per-node", "2")
     idle, cpus = result.stderr.splitlines()
-    assert idle.startswith("clusterddp: warning: 2 of the 4 GPUs of each node lie idle")
+    assert idle.startswith("clusterddp: warning: 2 of the 4 GPUs of each node stay idle")
     assert cpus.startswith("clusterddp: warning: each GPU rank gets one CPU")
     assert "--cpus-per-task 4" in cpus and "warning" not in result.stdout
     assert run("--dry-run", *FIXED, *EIGHT, "--cpus-per-task", "8").stderr == ""
@@ -263,7 +263,7 @@ REFUSALS: list[tuple[list[str], list[str]]] = [
     (["--sbatch", "array=0-3"], ["one run"]),
     (["--sbatch", "=x"], ["--sbatch"]),
     (["--omit-directive", "nodes"], ["nodes"]),
-    (["--env", "NOT_SET_HERE"], ["NOT_SET_HERE", "is not set"]),
+    (["--env", "NOT_SET_HERE"], ["NOT_SET_HERE", "not set in this shell"]),
     (["--env", "1A=x"], ["1A"]),
     (["--env", "RANK=0"], ["RANK"]),
     (["--template", "gone.j2"], ["gone.j2", "ddp.sbatch.j2"]),
@@ -363,7 +363,7 @@ def test_a_run_name_that_exists_is_refused_and_kept(tmp_path: Path, elsewhere: P
     assert run("--run-name", "a", "--", "true", env=env).exit_code == 0
     before = sorted(p.name for p in (elsewhere / "jobs/a").iterdir())
     again = run("--run-name", "a", "--", "true", env=env)
-    assert "exists already" in str(again.exception)
+    assert "already exists" in str(again.exception)
     assert sorted(p.name for p in (elsewhere / "jobs/a").iterdir()) == before
 
 
@@ -533,7 +533,7 @@ def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path
     assert "use it with --template ./torchrun.sbatch.j2" in copied.output
     Path("torchrun.sbatch.j2").write_text("#!/bin/bash\necho edited\n")
     refused = refusal("--dry-run", "--template", "torchrun.sbatch.j2")
-    assert "./torchrun.sbatch.j2 for the file, or torchrun for the shipped one" in refused
+    assert "./torchrun.sbatch.j2 for the file or torchrun for the shipped" in refused
     assert dry_run("--template", "./torchrun.sbatch.j2") == "#!/bin/bash\necho edited\n"
     assert dry_run("--template", "torchrun") == full
     Path("ddp.sbatch.j2").write_text("#!/bin/bash\necho edited\n")
@@ -566,11 +566,11 @@ def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecas
         ("echo 'sbatch: Job 9 to start at 2026-01-02T03:04:05 on nodes h1' >&2; exit 0",
          "clusterddp: Slurm says: to start at 2026-01-02T03:04:05 on nodes h1\n"),
         ("echo 'allocation failure: Requested node configuration is not available' >&2; exit 1",
-         "warning: Slurm says: Requested node configuration is not available. Queued all"),
+         "warning: Slurm says: Requested node configuration is not available. The job would"),
         ("echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
          "warning: Slurm says: Invalid partition name specified [CD0403]\n"),
         ("echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
-         "warning: Slurm could not be asked: "),
+         "warning: cannot get Slurm's forecast: "),
     ],
 )  # fmt: skip
 def test_a_check_is_one_question_that_warns_and_refuses_nothing(
@@ -637,7 +637,7 @@ def test_a_launcher_in_a_script_is_a_warning(
 ) -> None:
     sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
     (elsewhere / "run.sh").write_text("cd /data\ntorchrun train.py\n")
-    expected = "warning: run.sh, line 2, may start torchrun in each of the tasks"
+    expected = "warning: run.sh, line 2, may start torchrun in every task"
     for mode in (["--dry-run"], ["--no-snapshot"]):
         result = run(*mode, "--run-name", "a", "--", "bash", "run.sh")
         assert result.exit_code == 0, result.output
@@ -698,7 +698,7 @@ def test_large_files_beside_a_command_are_linked_and_named(
     (elsewhere / "weights.bin").write_bytes(b"x" * 2_000_000)
     result = run("--snapshot-limit", "1", "--run-name", "demo", "--", "true")
     assert result.exit_code == 0, result.output
-    assert "too large to copy with your code, so linked: weights.bin" in result.stderr
+    assert "linked, not copied with your code, because of their size: weights.bin" in result.stderr
     code = elsewhere / "jobs/demo/code"
     assert (code / "train.py").is_file() and not (code / "train.py").is_symlink()
     assert (code / "weights.bin").readlink() == elsewhere / "weights.bin"

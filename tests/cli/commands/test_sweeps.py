@@ -86,7 +86,7 @@ def test_a_run_in_the_place_of_a_point_is_left_alone(workplace: Workplace) -> No
     workplace.run("s-4")
     done = workplace.invoke(*TEN)
     assert done.code == 2
-    assert "the run s-4 exists already" in done.err
+    assert "the run s-4, a point of the sweep s, already exists" in done.err
     assert [path.name for path in workplace.root.iterdir()] == ["s-4"]
 
 
@@ -94,10 +94,14 @@ def test_a_run_in_the_place_of_a_point_is_left_alone(workplace: Workplace) -> No
     ("config", "submitted", "words"),
     [
         ("MaxArraySize = 10", "", ""),
-        ("MaxArraySize = 9", "", "up to 9; MaxArraySize of this cluster is 9"),
-        ("SchedulerParameters = a=1,max_array_tasks=5", "", "10 points; max_array_tasks in"),
-        ("MaxJobCount = 9", "", "10 points; MaxJobCount is 9 here"),
-        ("AccountingStorageEnforce = associations,limits,qos", "12", "beside the 3 jobs"),
+        ("MaxArraySize = 9", "", "up to 9, but MaxArraySize 9 of this cluster"),
+        ("SchedulerParameters = a=1,max_array_tasks=5", "", "10 points exceed max_array_tasks in"),
+        ("MaxJobCount = 9", "", "10 points exceed MaxJobCount (9)"),
+        (
+            "AccountingStorageEnforce = associations,limits,qos",
+            "12",
+            "and your 3 queued or running",
+        ),
         ("AccountingStorageEnforce = associations,limits,qos", "13", ""),
         ("AccountingStorageEnforce = associations", "1", ""),
         ("no words at all", "", ""),
@@ -416,7 +420,7 @@ def test_what_points_share_is_removed_once_none_could_go_on(
         assert done.code == 0, done.err
         assert bundle.exists(), argv
         assert (sweep.code / "train.py").exists()
-    assert "s is left alone: points that share it could go on: s-2" in (
+    assert "s is left alone: points that use its files can resume: s-2" in (
         workplace.invoke("clean", "--yes", "s").err
     )
     workplace.command("sbatch", "echo 30")
@@ -463,9 +467,9 @@ def test_what_points_share_is_there_for_one_whose_directory_is_gone(
     bundle = sweep.bundle.resolve()
     every = workplace.invoke("clean", "--yes")
     assert (every.code, bundle.exists()) == (0, True), every.out
-    assert "points of it are gone, and could be submitted again" in every.err
+    assert "some of its points have no directory and could be resumed" in every.err
     named = workplace.invoke("clean", "--yes", "s")
-    assert "s-3 is left alone: its directory is gone; it can be submitted again while" in named.err
+    assert "s-3 is left alone: its directory is missing; its sweep's shared files" in named.err
     assert not bundle.exists()
 
 
@@ -506,7 +510,7 @@ def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
     workplace.run("s-11")
     done = workplace.invoke("resume", "s", "--sweep", "n=10..12")
     assert done.code == 2
-    assert "the run s-11 exists already" in done.err
+    assert "the run s-11, a point of the sweep s, already exists" in done.err
     assert "submit these as a sweep of their own (clusterddp submit --run-name NAME" in done.err
     assert not sweep.element(10).path.exists()
 
@@ -571,7 +575,7 @@ def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: 
     sweep.events.write_text(f"{json.dumps(line)}\n")
     done = workplace.invoke("rm", "--yes", "s-0")
     assert done.code == 2
-    assert "s-0 is created, and is not removed. End it first: clusterddp cancel s-0" in done.err
+    assert "s-0 is created and is not removed. Cancel it first: clusterddp cancel s-0" in done.err
     assert workplace.invoke("cancel", "s-0").code == 0
     assert workplace.invoke("rm", "--yes", "s-0").code == 0
 
@@ -656,8 +660,8 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
         (["submit", "--launcher", "local", "--max-concurrent", "2", "--sweep", "lr=1,2"],
          "--max-concurrent 2: has no part in --launcher local"),
         (["submit", "--sample", "2"], "name what to draw"),
-        (["submit", "--lr", "1", "--sweep", "lr=1,2"], "against --sweep lr"),
-        (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes against --sweep nodes"),
+        (["submit", "--lr", "1", "--sweep", "lr=1,2"], "--lr conflicts with --sweep lr"),
+        (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes conflicts with --sweep"),
         (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
     ],
 )  # fmt: skip

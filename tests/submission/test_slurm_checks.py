@@ -37,9 +37,7 @@ def test_an_unknown_partition_is_refused_with_those_that_there_are(site: Workpla
     for asked in ("mian", "main,mian"):
         code, said = submit(site, "--run-name", "one", "--partition", asked)
         assert code == 2
-        assert (
-            "--partition mian: there is no such partition here; there are main, fast, slow." in said
-        )
+        assert "--partition mian: no such partition. This cluster has main, fast, slow." in said
         assert site.calls == [ASKED] and not (site.root / "one").exists()
         (site.folder / "calls").unlink()
 
@@ -51,8 +49,8 @@ def test_a_directive_that_sbatch_does_not_have_is_a_warning_for_a_plugin_may_add
     code, said = submit(site, "--dry-run", *got)
     assert code == 0
     assert (
-        "--sbatch foo: sbatch has no option --foo, and refuses the job where no plugin of the site "
-        "adds it. sbatch(1) has the names. [CD0107]" in said
+        "--sbatch foo: sbatch has no option --foo and rejects the job unless a plugin of the site "
+        "adds it. See sbatch(1) for the options. [CD0107]" in said
     )
     assert "has no option --gpu-per-node" in said and "Did you mean --gpus-per-node?" in said
     assert "thread-spec" not in said
@@ -69,8 +67,11 @@ def test_a_directive_that_sbatch_does_not_have_is_a_warning_for_a_plugin_may_add
         ),
         ("-p fast --gpus-per-node h100:1", "partition fast has more than 0 GPUs of type h100"),
         ("-p slow --gpus-per-node 1", "no node of partition slow has more than 0 GPUs"),
-        ("-c 9 --tasks-per-node 2", "--cpus-per-task 9 for 2 tasks a node is 18 CPUs: no node of"),
-        ("-N 3", "--nodes 3: partition main has 2"),
+        (
+            "-c 9 --tasks-per-node 2",
+            "--cpus-per-task 9 for 2 tasks per node needs 18 CPUs: no node",
+        ),
+        ("-N 3", "--nodes 3: partition main has only 2"),
         ("-t 1-01", "--time 1-01: the limit of partition main is 1-00:00:00"),
         ("-p main,fast -t UNLIMITED", "the limit of partition main or fast is 1-00:00:00"),
     ],
@@ -104,7 +105,7 @@ def test_resuming_on_no_fitting_partition_is_refused_unless_a_person_insists(
         RunDir(site.root / "one").events, events.Ended(job_id="12", exit_code=1, cause="failed")
     )
     got = site.invoke("resume", "one", "-N", "3", "--code", "new")
-    assert got.code == 2 and "--nodes 3: partition main has 2" in got.err, got.err
+    assert got.code == 2 and "--nodes 3: partition main has only 2" in got.err, got.err
     assert site.invoke("resume", "one", "-N", "3", "--code", "new", "--force").code == 0
 
 

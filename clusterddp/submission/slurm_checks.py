@@ -1,4 +1,4 @@
-"""Slurm's view of a request before it is submitted: its partitions, and its forecast."""
+"""Checks of a request against Slurm before submission: partitions, array limits and forecast."""
 
 import math
 import os
@@ -16,13 +16,13 @@ _MOST_NAMES = 30
 def check_partitions(
     spec: JobSpec, partitions: Mapping[str, Partition], *, force: bool = False
 ) -> None:
-    """Refuse a partition that is not there, and a request that it cannot meet.
+    """Refuse an unknown partition, and a request that exceeds the partition's limits.
 
-    sbatch refuses such a job by itself, or has it wait for ever: that depends on the site's
-    settings. Of several partitions one has to do. Nothing is checked where none are known, or where
-    sbatch is sent none.
+    Depending on the site's settings, sbatch would reject such a job or leave it pending
+    indefinitely. With several partitions, at least one must fit. Nothing is checked if no
+    partitions are known or sbatch gets no --partition.
 
-    force: warn of what it cannot meet.
+    force: warn, rather than refuse, if limits are exceeded.
     """
     if not partitions or "partition" in spec.omit_directives:
         return
@@ -30,7 +30,7 @@ def check_partitions(
     unknown = [name for name in names if name and name not in partitions]
     if unknown:
         known = formatting.join_limited(list(partitions), _MOST_NAMES, ", ")
-        problem = f" {unknown[0]}: there is no such partition here; there are {known}."
+        problem = f" {unknown[0]}: no such partition. This cluster has {known}."
         raise OptionError("--partition", problem)
     of_job = [p for p in partitions.values() if p.name in names or (names == [""] and p.is_default)]
     if not of_job:
@@ -51,39 +51,40 @@ def check_partitions(
         )
     if cpus > most_cpus and "overcommit" not in dict(spec.sbatch):
         problems.append(
-            f"--cpus-per-task {asked.cpus_per_task} for {asked.tasks_per_node} tasks a node is "
-            f"{cpus} CPUs: no node of {where} has more than {most_cpus}"
+            f"--cpus-per-task {asked.cpus_per_task} for {asked.tasks_per_node} tasks per node "
+            f"needs {cpus} CPUs: no node of {where} has more than {most_cpus}"
         )
     if asked.job_nodes > most_nodes:
         spares = f" and --spare-nodes {asked.spare_nodes}" if asked.spare_nodes else ""
-        problems.append(f"--nodes {asked.nodes}{spares}: {where} has {most_nodes}")
+        problems.append(f"--nodes {asked.nodes}{spares}: {where} has only {most_nodes}")
     is_too_long = longest.limit_seconds and (limit or math.inf) > longest.limit_seconds
     if asked.time and is_too_long and "time-min" not in dict(spec.sbatch):
         problems.append(f"--time {asked.time}: the limit of {where} is {longest.limit}")
     if not problems:
         return
-    words = f"{'; '.join(problems)}, as sinfo says. Slurm refuses such a job, or it waits for ever"
+    text = (
+        f"{'; '.join(problems)} (from sinfo). Slurm would reject the job or leave it pending "
+        "indefinitely"
+    )
     if not force:
         raise RequestError(
-            f"{words}. Ask for less, or for another --partition; if Slurm takes it all the same, "
-            "add --force. [CD0407]"
+            f"{text}. Request less or another --partition; to submit anyway, add --force. [CD0407]"
         )
-    log.warning(f"{words} [CD0407]")
+    log.warning(f"{text} [CD0407]")
 
 
 def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
-    """Refuse a sweep that Slurm would not take as one array; raises OptionError with the figures.
+    """Raise OptionError if Slurm's limits do not allow the sweep as one array.
 
-    count: points that are submitted now.
+    count: number of trials submitted now.
     """
     size, last = limits.size, len(spec.sweep) - 1
     if size is not None and last >= size:
         parts = -(-len(spec.sweep) // size)
         raise OptionError(
             "--sweep",
-            f": {len(spec.sweep)} points, whose indices go up to {last}; MaxArraySize of this "
-            f"cluster is {size}, so an index is {size - 1} at most. Submit it as {parts} sweeps "
-            "with other values each. [CD0412]",
+            f": {len(spec.sweep)} points have indices up to {last}, but MaxArraySize {size} of "
+            f"this cluster allows at most {size - 1}. Split it into {parts} sweeps. [CD0412]",
         )
     bounds = {
         "max_array_tasks in SchedulerParameters": (limits.tasks, 0),
@@ -92,51 +93,51 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
     }
     for name, (most, present) in bounds.items():
         if most is not None and count + present > most:
-            more = f" beside the {present} jobs that you have queued or running" if present else ""
+            more = f" and your {present} queued or running jobs" if present else ""
             raise OptionError(
                 "--sweep",
-                f": {count} points{more}; {name} is {most} here. Submit fewer points now, and the "
-                f"others later: clusterddp resume {spec.run_name} --sweep … [CD0412]",
+                f": {count} points{more} exceed {name} ({most}). Submit fewer points now and the "
+                f"rest later: clusterddp resume {spec.run_name} --sweep … [CD0412]",
             )
 
 
 def check_directives(spec: JobSpec) -> None:
-    """Warn of a directive that sbatch itself does not have: a plugin of the site may add it."""
+    """Warn of a directive that sbatch does not have; a plugin of the site may add it."""
     if not spec.sbatch or spec.launcher == "local":
         return
-    from clusterddp.scripts import sbatch_file  # for these names alone
+    from clusterddp.scripts import sbatch_file  # needed only here
 
     for name, _ in spec.sbatch:
         if not sbatch_file.has_option(name):
             near = sbatch_file.nearest_name(name)
-            hint = f"Did you mean --{near}?" if near else "sbatch(1) has the names."
+            hint = f"Did you mean --{near}?" if near else "See sbatch(1) for the options."
             log.warning(
-                f"--sbatch {name}: sbatch has no option --{name}, and refuses the job where no "
+                f"--sbatch {name}: sbatch has no option --{name} and rejects the job unless a "
                 f"plugin of the site adds it. {hint} [CD0107]"
             )
 
 
 def log_forecast(script: str) -> None:
-    """Log Slurm's forecast; sbatch itself refuses what can never run."""
+    """Log Slurm's forecast of the job's start; sbatch itself rejects a job that can never run."""
     from clusterddp.slurm.client import predict_start, requeue_exits
 
     try:
         can_start, words = predict_start(script, os.environ)
     except SlurmError as error:
-        log.warning(f"Slurm could not be asked: {error}. [CD0401]")
+        log.warning(f"cannot get Slurm's forecast: {error}. [CD0401]")
     else:
         if can_start:
             log.info(f"Slurm says: {words}")
         elif "configuration is not available" in words:
             log.warning(
-                f"Slurm says: {words}. Queued all the same, it waits for a node or a partition "
-                "that is down, or for ever: see sinfo. [CD0407]"
+                f"Slurm says: {words}. The job would stay pending until a node or partition comes "
+                "up, possibly forever: see sinfo. [CD0407]"
             )
         else:
             log.warning(f"Slurm says: {words} [CD0403]")
     for setting in requeue_exits():
         log.warning(
-            f"slurm.conf has {setting}: Slurm requeues a job that ends with such a code, also "
-            "where --no-requeue, --max-requeues or 'clusterddp stop' say otherwise. A run that was "
-            "stopped ends with 75, a failed one with its rank's code or 1. [CD0413]"
+            f"slurm.conf has {setting}: Slurm requeues jobs with this exit code despite "
+            "--no-requeue, --max-requeues and 'clusterddp stop'. A stopped run exits with 75, a "
+            "failed one with its rank's code or 1. [CD0413]"
         )
