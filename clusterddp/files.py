@@ -1,4 +1,4 @@
-"""Reads and writes the files of a run: whole or not at all, and typed, whoever has written them."""
+"""Read and write a run's files: atomically, and with types whatever process wrote them."""
 
 import dataclasses
 import errno
@@ -16,23 +16,23 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 T = TypeVar("T")
 
 Loss = Annotated[float, "may be NaN or infinite"]
-"""A number of which a record may say that it is none: the training has diverged."""
+"""A number that a record may give as NaN or infinite: the training has diverged."""
 
 _WRONG = object()
 _made: dict[type, dict[str, Callable[[object], object]]] = {}
 
 
 def read(kind: type[T], path: Path, *, strict: bool = False) -> T | None:
-    """Read the record in a JSON file; None where it is absent, torn or no such record."""
+    """Read the record in a JSON file; None if it is missing, incomplete or of another type."""
     return load(kind, read_json(path), strict=strict)
 
 
 def load(kind: type[T], content: object, *, strict: bool = False) -> T | None:
     """Build a record, a dataclass, from parsed JSON.
 
-    A field that is missing, or is not of its type, gets its default, and names that the class does
-    not have are passed over: another version may have written them. Returns None where the content
-    is no object, or where a field without a default cannot be read; strict: where any cannot.
+    A field that is missing or of the wrong type gets its default. Unknown names are ignored, since
+    another version may have written them. Returns None if the content is not an object or a field
+    without a default cannot be read; with strict, if any field cannot be read.
     """
     if not isinstance(content, dict):
         return None
@@ -51,7 +51,7 @@ def load(kind: type[T], content: object, *, strict: bool = False) -> T | None:
 
 
 def read_json(path: Path) -> dict[str, object] | None:
-    """Read the object in a JSON file; None where it is absent or torn."""
+    """Read the object in a JSON file; None if it is missing or incomplete."""
     try:
         value = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError):
@@ -60,30 +60,30 @@ def read_json(path: Path) -> dict[str, object] | None:
 
 
 def finite(value: object) -> Any:
-    """Return JSON's own types for a value; a loss that is not a number becomes null."""
+    """Return a value as plain JSON types; a loss that is not a number becomes null."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def number(value: object) -> float | None:
-    """Take a finite number; None for anything else."""
+    """Return a finite number; None for anything else."""
     finite = _finite(value)
     return finite if isinstance(finite, float) else None
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, object]]:
-    """Yield the objects of a JSON-lines file, but not a line that a killed writer has torn."""
+    """Yield the objects of a JSON-lines file; a line left incomplete by a kill is skipped."""
     if not path.is_file():
         return
     yield from parse_json_lines(path.read_bytes())
 
 
 def read_lines(kind: type[T], path: Path) -> Iterator[T]:
-    """Yield the records of a JSON-lines file that can be read. Raises OSError."""
+    """Yield the readable records of a JSON-lines file. Raises OSError."""
     return (record for line in read_json_lines(path) if (record := load(kind, line)) is not None)
 
 
 def parse_json_lines(content: bytes) -> Iterator[dict[str, object]]:
-    """Yield the objects in a part of a JSON-lines file; the lines at its ends may be torn."""
+    """Yield the objects in a part of a JSON-lines file, whose first and last lines may be cut."""
     for line in content.decode(errors="replace").splitlines():
         try:
             value = json.loads(line)
@@ -94,7 +94,7 @@ def parse_json_lines(content: bytes) -> Iterator[dict[str, object]]:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a regular file. Raises OSError, for a FIFO too, without waiting for a writer."""
+    """Read a regular file. Raises OSError for anything else, without waiting at a FIFO."""
 
     def at_once(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)
@@ -106,7 +106,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_tail(path: Path, most: int, *, since: int = 0) -> bytes:
-    """Read the last bytes of a file, from an offset on; none where it cannot be read."""
+    """Read the last bytes of a file, from an offset on; none if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(since, file.seek(0, os.SEEK_END) - most))
@@ -116,9 +116,9 @@ def read_tail(path: Path, most: int, *, since: int = 0) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: a temporary beside it, fsync, rename, fsync of the folder.
+    """Write a file atomically and durably: temporary file, fsync, rename, fsync of the folder.
 
-    Mode 0600. Raises OSError, and then leaves the file that was there as it was.
+    Mode 0600. Raises OSError, and then leaves an existing file unchanged.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -134,10 +134,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def create(path: Path, content: bytes = b"") -> bool:
-    """Make a file that is not there yet, for this process alone; returns False where it is there.
+    """Create a file exclusively. Return False if it exists already.
 
-    Hosts that share the file system agree on who has made it. Mode 0600. Raises OSError, and leaves
-    no file that a full disk has cut.
+    Exactly one process succeeds, also across hosts on a shared file system. Mode 0600. Raises
+    OSError, and then leaves no incomplete file.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -153,14 +153,14 @@ def create(path: Path, content: bytes = b"") -> bool:
 
 
 def create_record(path: Path, record: object) -> bool:
-    """Write a dataclass, or JSON's own types, as `create` does."""
+    """Write a dataclass or JSON types, as `create` does."""
     return create(path, f"{json.dumps(record, default=dataclasses.asdict)}\n".encode())
 
 
 def age(path: Path, folder: Path) -> float:
-    """Return the seconds since a file's last change, by the file system's clock; inf without it.
+    """Return the seconds since a file's last change, by the file system's clock; inf if missing.
 
-    folder: of the same file system; this process may write there. Raises OSError.
+    folder: a writable folder on the same file system. Raises OSError.
     """
     try:
         changed = path.stat().st_mtime
@@ -171,7 +171,7 @@ def age(path: Path, folder: Path) -> float:
 
 
 def write_record(path: Path, record: object, *, indent: int | None = None) -> None:
-    """Write a dataclass, or JSON's own types, as `write_atomically` does. Raises OSError."""
+    """Write a dataclass or JSON types, as `write_atomically` does. Raises OSError."""
     text = json.dumps(record, indent=indent, default=dataclasses.asdict)
     write_atomically(path, f"{text}\n".encode())
 
@@ -181,7 +181,7 @@ def append_json_line(
 ) -> None:
     """Append an object to a JSON-lines file in one write, and sync it. Raises OSError.
 
-    mode: of a new file.
+    mode: mode of a new file.
     """
     line = json.dumps(content, default=dataclasses.asdict)
     append_line(path, line, os.O_CREAT, sync=sync, mode=mode)
@@ -190,10 +190,10 @@ def append_json_line(
 def append_line(
     path: Path, line: str, flags: int, *, sync: bool = False, mode: int = 0o600
 ) -> None:
-    """Append a line in one write. Raises OSError. flags: of open(2). mode: of a new file.
+    """Append a line in one write. Raises OSError. flags: of open(2). mode: mode of a new file.
 
-    Two writers do not mix their lines, and a line that was torn, by a kill or a full disk, is ended
-    first.
+    Concurrent writers do not mix their lines. An incomplete last line, left by a kill or a full
+    disk, is ended first.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, mode)
     try:
@@ -211,7 +211,7 @@ def append_line(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last. Raises OSError."""
+    """Make a folder's entries durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -220,14 +220,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def _converters(kind: Any) -> dict[str, Callable[[object], object]]:
-    """Make, once a class, the functions that take the JSON values of its fields."""
+    """Return the functions that convert the JSON values of a class's fields, cached by class."""
     if kind not in _made:
         _made[kind] = {field.name: _converter(field.type) for field in dataclasses.fields(kind)}
     return _made[kind]
 
 
 def _converter(annotation: Any) -> Callable[[object], object]:
-    """Make the function that takes a JSON value as this type, or returns _WRONG."""
+    """Return a function that converts a JSON value to this type, or returns _WRONG."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         [inner] = [_converter(each) for each in arguments if each is not type(None)]
@@ -244,8 +244,8 @@ def _converter(annotation: Any) -> Callable[[object], object]:
 
 
 def _items(value: object, convert: Callable[[object], object], may_be_none: bool) -> object:
-    """Convert the items of a list; what cannot be is None where that keeps its place, else left."""
-    if not isinstance(value, list | tuple):  # a tuple: of what this process has not read but made
+    """Convert the items of a list; an invalid one becomes None if allowed, else is dropped."""
+    if not isinstance(value, list | tuple):  # a tuple comes from a record built in this process
         return _WRONG
     items = (convert(item) for item in value)
     kept = (item for item in items if may_be_none or item is not _WRONG)

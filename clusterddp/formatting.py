@@ -1,4 +1,4 @@
-"""Figures as a person reads them, and texts that strangers may have written."""
+"""Formats of figures for users, and safe output of untrusted text."""
 
 import re
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def percent(value: float | None) -> str:
-    """Format a fraction as `99.65%`; `-` when unknown, like the others."""
+    """Format a fraction as `99.65%`; `-` if unknown, as in the other functions."""
     return "-" if value is None else f"{value:.2%}"
 
 
@@ -16,10 +16,10 @@ def loss(value: float | None) -> str:
 
 
 def steps(step: int | None, planned: int | None, percent_done: float | None) -> str:
-    """Format steps as `40 of 400 (10%)`, or `40` where nobody knows of how many; `-` without."""
+    """Format steps as `40 of 400 (10%)`, or `40` if the total is unknown; `-` without a step."""
     if step is None or planned is None or percent_done is None:
         return "-" if step is None else str(step)
-    # 100% is for what is done.
+    # Rounded down: 100% only when done.
     return f"{step} of {planned} ({int(percent_done)}%)"
 
 
@@ -39,7 +39,7 @@ def duration(seconds: float | None) -> str:
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 DURATION = "".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS)
-"""Pattern of a duration such as `10m`; it takes an empty text as well."""
+"""Pattern of a duration: `10m`; it matches an empty text too."""
 
 
 def setting(seconds: float) -> str:
@@ -67,12 +67,12 @@ def seconds(text: str) -> float | None:
 
 
 def moment(when: float | None) -> str:
-    """Show a time, in seconds since the epoch, as this machine's; empty for none."""
+    """Format a time since the epoch as local time; empty for none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if when else ""
 
 
 def hours(value: float | None) -> str:
-    """Format hours to their size: `0.0123`, `4.56`, `1,234.5`."""
+    """Format hours with a fitting precision: `0.0123`, `4.56`, `1,234.5`."""
     if value is None:
         return "-"
     return f"{value:,.{4 if value < 1 else 2 if value < 100 else 1}f}"
@@ -84,7 +84,7 @@ def rate(value: float | None) -> str:
 
 
 def memory(count: int | None) -> str:
-    """Format bytes as `812 MiB`, `1.2 GiB`: powers of 1024, in which memory is sold."""
+    """Format bytes as `812 MiB`, `1.2 GiB`: powers of 1024, as usual for memory."""
     if count is None:
         return "-"
     mebibytes = count / 2**20
@@ -92,14 +92,14 @@ def memory(count: int | None) -> str:
 
 
 def size(count: int) -> str:
-    """Format bytes as `812 B`, `345.7 kB`, `1.2 GB`: powers of 1000, as of disks."""
+    """Format bytes as `812 B`, `345.7 kB`, `1.2 GB`: powers of 1000, as usual for disks."""
     power = min((len(str(count)) - 1) // 3, 4)
     unit = ("B", "kB", "MB", "GB", "TB")[power]
     return f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGKILL` for 9; a real-time signal has no name of its own."""
+    """Return `SIGKILL` for 9; `signal N` for a real-time signal, which has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -112,18 +112,18 @@ def count(value: int, noun: str) -> str:
 
 
 def join_known(*figures: tuple[str, object]) -> str:
-    """Join the figures that are known, each in its words: `("epoch {}", 3)`."""
+    """Join the known figures, each with its format: `("epoch {}", 3)`."""
     return ", ".join(form.format(value) for form, value in figures if value not in (None, "", "-"))
 
 
 def join_limited(items: Sequence[str], most: int, separator: str = " ") -> str:
-    """Join the first of them, and say how many more there are."""
+    """Join the first items, and append how many more there are."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 
 
 def job(job_id: str, launcher: str) -> str:
-    """Name a job; of a rehearsal, which has none, the process on this machine that runs it."""
+    """Name a job; for a rehearsal, which has no job, the local process that runs it."""
     return f"process {job_id}" if launcher == "local" else f"job {job_id}"
 
 
@@ -142,7 +142,7 @@ def line(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Escape what moves a terminal's cursor or turns its text around; line ends and tabs stay."""
+    """Escape characters that move the cursor or reverse text; line ends and tabs stay."""
     return "".join(
         each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text
     )

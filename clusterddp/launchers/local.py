@@ -1,9 +1,9 @@
-"""Launches locally: rehearses a run on this workstation, with the very script of the cluster.
+"""Launch locally: rehearse a run on this workstation with the script of the cluster.
 
-`submit` starts a stand-in for slurmctld, this module run as a program: it
-gives the script the variables of a job, puts the stand-in of `srun.py` first on its PATH, keeps the
-time limit and the signal ahead of it, and signals the tasks as scancel does. It has no queue into
-which it could put a job back. The hosts are 127.0.0.1, 127.0.0.2, …
+`submit` starts a stand-in for slurmctld, which is this module run as a program. It sets the
+variables of a job, puts the stand-in of `srun.py` first on the script's PATH, enforces the time
+limit and the signal before it, and signals the tasks as scancel does. It has no queue, so it cannot
+requeue a job. The hosts are 127.0.0.1, 127.0.0.2, …
 """
 
 import fcntl
@@ -44,10 +44,10 @@ _SIGNAL = re.compile(
     r"(?:(?P<flags>[RB]+):)?(?:SIG)?(?:(?P<name>[A-Z]+[0-9]?)|(?P<number>\d+))(?:@(?P<lead>\d+))?"
 )
 _SLURMS_LEAD_SECONDS = 60
-# With the host, as not every file system that hosts share passes locks on.
+# Named by host, because not all shared file systems share locks between hosts.
 _FOLDER = f"clusterddp-local-{socket.gethostname()}@"
 _ALIVE = "alive"
-prepare = sbatch.prepare  # the very script that sbatch would get
+prepare = sbatch.prepare  # the same script that sbatch would get
 
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 -- the run has it
@@ -68,21 +68,20 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
         environ[VISIBLE_GPUS] = ",".join(gpus)
     if spec.retries:
         log.warning(
-            f"--retries {spec.retries} has no effect here: a rehearsal is "
-            "not put back into a queue [CD0103]"
+            f"--retries {spec.retries} has no effect here: a rehearsal is not requeued [CD0103]"
         )
     in_image = spec.wrapper or spec.container_image
     if not in_image and not shutil.which(spec.python):
         log.warning(
             f"--python {spec.python}: there is no such interpreter on this workstation; unless the "
-            "set-up brings it, no task can start [CD0310]"
+            "setup provides it, no task can start [CD0310]"
         )
     parent = os.getpid()
     stand_in = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.launchers.local", str(run.path)],
         env=environ,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # the terminal's Ctrl-C is ours: it becomes an orderly cancel
+        start_new_session=True,  # Ctrl-C in the terminal goes to us, and becomes an orderly cancel
         preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),  # noqa: PLW1509 -- no threads yet
     )
     job_id = str(stand_in.pid)
@@ -96,7 +95,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
             folder=str(Path.cwd()),
         ),
     )
-    # Reaped as soon as it ends, so that nobody takes the dead process for a living one.
+    # Reaped as soon as it ends, so that its process id does not seem to be alive.
     reaper = threading.Thread(target=stand_in.wait, daemon=True)
     reaper.start()
 
@@ -111,8 +110,8 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
 def own_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str] | None:
     """Return the GPUs that a rehearsal may use: those that its shell was given, or all there are.
 
-    None where neither tells, as on a workstation without GPUs: tasks are then shown numbers alone.
-    Raises RequestError for a value by which CUDA shows none, though it names some.
+    None if neither is known, e.g. on a workstation without GPUs: tasks then see only numbers.
+    Raises RequestError for a value that names GPUs but with which CUDA shows none.
     """
     shown = environ.get(VISIBLE_GPUS)
     if shown is None:
@@ -128,9 +127,9 @@ def own_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
 
 
 def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
-    """Refuse hosts that this workstation's GPUs cannot serve, unless ranks may share them.
+    """Reject more GPUs than this workstation has, unless ranks may share them.
 
-    Where all are hidden, or not wanted, the ranks compute on CPUs.
+    If all GPUs are hidden or not wanted, the ranks compute on CPUs.
     """
     nodes, each = spec.resources.nodes, spec.resources.gpus_per_node
     options = spec.program.options
@@ -156,11 +155,11 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the script of a run directory to its end; exits as the script does."""
+    """Run the script of a run directory to its end, and exit with its code."""
     run = RunDir(Path(sys.argv[1]))
     script = run.script.read_text("utf-8")
     limit = Limit.of(script)
-    job = _Job(run, limit)  # ahead of the folder, which would outlive a signal
+    job = _Job(run, limit)  # before the folder, which would remain after a signal
     _remove_abandoned_folders()
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, _kept(Path(folder)):
         environ = {
@@ -174,16 +173,16 @@ def main() -> None:
 
 
 def _element(run: RunDir, script: str) -> dict[str, str]:
-    """Give the variable of a sweep's point whose script is that of all of them."""
+    """Return the array index of a sweep's point if its script is that of all points."""
     is_of_all = run.sweep and is_array(script)
     return {"SLURM_ARRAY_TASK_ID": run.name.rpartition("-")[2]} if is_of_all else {}
 
 
 @contextmanager
 def _kept(folder: Path) -> Iterator[None]:
-    """Lock the folder's mark, which says that its process is alive, be it in a container.
+    """Lock a mark in the folder, which shows that its process is alive, even in a container.
 
-    The mark gets its name once it is locked: until then nobody takes the folder for abandoned.
+    The mark gets its name once it is locked, so the folder never looks abandoned.
     """
     with (folder / "locking").open("w") as mark:
         with suppress(OSError):  # a file system without locks
@@ -193,12 +192,12 @@ def _kept(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned_folders() -> None:
-    """Remove the folders of this user's rehearsals whose process has been killed."""
+    """Remove the folders of this user's rehearsals whose process was killed."""
     for mark in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_ALIVE}"):
         # An OSError: its process lives and holds the lock, or another rehearsal removes it.
         with suppress(OSError):
             if mark.parent.lstat().st_uid != os.getuid():
-                continue  # before it is opened: it can be a pipe
+                continue  # before it is opened, because it can be a pipe
             with mark.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(mark.parent)
@@ -206,17 +205,17 @@ def _remove_abandoned_folders() -> None:
 
 @dataclass(frozen=True)
 class Limit:
-    """Time limit of a job, and the signal that it asks for ahead of it."""
+    """Time limit of a job, and the signal that it requests before it."""
 
     seconds: int | None = None
     signal: int | None = None
     lead_seconds: int = 0
     to_script: bool = False
-    """True where the signal is for the batch shell alone, rather than for the tasks alone."""
+    """True if the signal goes to the batch shell, False if it goes to the tasks."""
 
     @classmethod
     def of(cls, script: str) -> "Limit":
-        """Read it from the script's directives; a signal without a limit never comes."""
+        """Read the limit from the script's directives; without one there is no signal."""
         directives = _directives(script)
         seconds = forms.limit_seconds(directives.get("time", ""))
         parts = _SIGNAL.fullmatch(directives.get("signal", ""))
@@ -227,7 +226,7 @@ class Limit:
         return cls(seconds, number or None, lead, "B" in (parts["flags"] or ""))
 
     def environment(self, now: float) -> dict[str, str]:
-        """Give the variables in which newer versions of Slurm tell a job its limit."""
+        """Return the variables in which newer versions of Slurm pass a job its limit."""
         if self.seconds is None:
             return {}
         end = int(now + self.seconds)
@@ -237,9 +236,9 @@ class Limit:
 def job_environment(
     script: str, job_id: int, folder: Path, gpus: str | None = None
 ) -> dict[str, str]:
-    """Give the variables that a batch script finds, from the directives that size the job.
+    """Return the variables of a batch script, from the directives that size the job.
 
-    gpus: names of those that its hosts share out between them; None for numbers from 0.
+    gpus: names of the GPUs that its hosts share; None for numbers from 0.
     """
     directives = _directives(script)
     nodes = int(directives.get("nodes", "1"))
@@ -294,7 +293,7 @@ def job_environment(
 
 
 class _Job:
-    """Batch script and tasks of its steps; from here on a TERM to this process cancels them."""
+    """Batch script and tasks of its steps. A TERM to this process cancels them."""
 
     def __init__(self, run: RunDir, limit: Limit) -> None:
         self._run, self._limit = run, limit
@@ -306,7 +305,7 @@ class _Job:
             signal.signal(number, self._cancel)
 
     def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
-        """Run the script to its exit code; each step notes its tasks in the folder `steps`."""
+        """Run the script to its exit code. Each step records its tasks in the folder `steps`."""
         self._steps = steps
         parent = os.getpid()
         with _script_output() as output:
@@ -322,19 +321,19 @@ class _Job:
         began = time.monotonic()
         while True:
             try:
-                # A signal does not end the wait by itself, so look again every so often.
+                # A signal does not interrupt the wait, so poll.
                 code = process.wait(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
                 self._keep_time(process.pid, time.monotonic() - began)
-        self._signal(process.pid, signal.SIGKILL)  # what the script left behind
+        self._signal(process.pid, signal.SIGKILL)  # processes that the script left
         return code if code >= 0 else 128 - code
 
     def _cancel(self, *_: object) -> None:
         self._cancelled = True
 
     def _keep_time(self, script: int, elapsed: float) -> None:
-        """Signal what is due after so many seconds: ahead of the limit, at it, after KillWait."""
+        """Send what is due after so many seconds: before the limit, at it, after KillWait."""
         limit = self._limit
         left = limit.seconds - elapsed if limit.seconds is not None else math.inf
         if self._kill_at is not None:
@@ -343,7 +342,7 @@ class _Job:
         elif self._cancelled or left <= 0:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
             event = events.CancelAsked if self._cancelled else events.TimeLimitReached
-            with suppress(OSError):  # a full disk costs the record
+            with suppress(OSError):  # a full disk costs only the record
                 if not self._has_ended():
                     events.add(self._run.events, event(job_id=str(os.getpid())))
             self._signal(script, signal.SIGCONT, signal.SIGTERM)
@@ -356,7 +355,7 @@ class _Job:
                 self._signal_tasks(limit.signal, signal.SIGCONT)
 
     def _has_ended(self) -> bool:
-        """Return whether the verdict is recorded: who waited for it leaves, and cancels nothing."""
+        """Return whether the result is recorded, after which Ctrl-C must not cancel anything."""
         starts_and_ends = (
             isinstance(event, events.Ended)
             for event in reversed(events.read(self._run.events))
@@ -382,7 +381,7 @@ class _Job:
 
 
 def _script_output() -> IO[bytes]:
-    """Open the file of what a script prints, as Slurm's default --output does."""
+    """Open the script's output file, as Slurm's default --output does."""
     try:
         return Path(f"slurm-{os.getpid()}.out").open("ab")
     except OSError:
@@ -390,7 +389,7 @@ def _script_output() -> IO[bytes]:
 
 
 def _stand_in(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Put an `srun` first on the PATH; returns the variables that lead to it."""
+    """Put an `srun` first on the PATH. Return the variables for it."""
     binaries, steps = folder / "bin", folder / "steps"
     binaries.mkdir()
     steps.mkdir()
@@ -404,7 +403,7 @@ def _stand_in(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _directives(script: str) -> dict[str, str]:
-    """Read the directives that have a value, unquoted as far as numbers need it."""
+    """Read the directives with a value, unquoted enough for numbers."""
     lines = re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE)
     return {name: value.strip('"') for name, value in lines}
 

@@ -1,8 +1,8 @@
-"""A stand-in for srun, for the local rehearsal: starts the tasks of one step on this workstation.
+"""A stand-in for srun in the local rehearsal: starts the tasks of one step on this workstation.
 
-Each task gets the variables that a real step gives it, hosts being those of SLURM_JOB_NODELIST.
-Exit codes, forwarded signals and the words about failed tasks are those of Slurm 22.05, as seen:
-the highest code wins; USR1 and USR2 go to every task; TERM to srun ends the tasks and srun exits 0.
+Each task gets the variables of a real step, with the hosts of SLURM_JOB_NODELIST. Exit codes,
+forwarded signals and messages about failed tasks follow Slurm 22.05, as seen: the highest code
+wins, USR1 and USR2 go to every task, and TERM to srun ends the tasks, and srun exits with 0.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from clusterddp.ranks.variables import REHEARSAL_VARIABLE, VISIBLE_GPUS
 from clusterddp.slurm.forms import expand_nodelist
 
 KILL_WAIT_SECONDS = 30
-"""Between TERM and KILL, as Slurm's default KillWait."""
+"""Time between TERM and KILL: Slurm's default KillWait."""
 CANCELLED = "cancelled"
-"""File in the folder of the steps: no further one may start."""
+"""File in the folder of the steps: no further step may start."""
 
 
 def main() -> None:
     """Start the tasks, wait for them, and exit as srun does."""
-    os.setsid()  # a signal to the batch script and its children is not for srun
-    die_with_parent(os.getppid(), signal.SIGTERM)  # but its end is: TERM ends the tasks
+    os.setsid()  # srun gets no signal sent to the batch script and its children
+    die_with_parent(os.getppid(), signal.SIGTERM)  # but it ends with them: TERM ends the tasks
     options = parse(sys.argv[1:])
     steps = Path(os.environ[REHEARSAL_VARIABLE])
     if (steps / CANCELLED).exists():
@@ -38,14 +38,14 @@ def main() -> None:
         sys.exit(1)
     step_id = _next_step(steps)
     tasks = [task_environment(os.environ, options, rank, step_id) for rank in range(options.ntasks)]
-    set_subreaper()  # of what the tasks leave behind
+    set_subreaper()  # for processes that the tasks leave
     code = run_step(options, tasks, steps / str(step_id))
     _end_what_is_left()
     sys.exit(code)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse srun's arguments; those that a rehearsal has no use for are named and passed over."""
+    """Parse srun's arguments; unsupported ones are reported and ignored."""
     parser = argparse.ArgumentParser(prog="srun", allow_abbrev=False)
     for flags in ("-N --nodes", "-n --ntasks", "--ntasks-per-node", "-c --cpus-per-task"):
         parser.add_argument(*flags.split(), type=int)
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def task_environment(
     job: Mapping[str, str], options: argparse.Namespace, rank: int, step_id: int
 ) -> dict[str, str]:
-    """Give the variables of one task, as a real step does: tasks in blocks, node by node."""
+    """Return the variables of one task, as in a real step: tasks in blocks, node by node."""
     hosts = expand_nodelist(job["SLURM_JOB_NODELIST"])[: options.nodes]
     each, rest = divmod(options.ntasks, len(hosts))
     counts = [each + (node < rest) for node in range(len(hosts))]
@@ -100,9 +100,9 @@ def task_environment(
         environ["SLURM_CPUS_PER_TASK"] = str(options.cpus_per_task)
     gpus = [int(n) for n in job.get("SLURM_JOB_GPUS", "").split(",") if n]
     if gpus:
-        # The hosts are one workstation, so each has its own share of the workstation's GPUs; where
-        # these are fewer, hosts share them, and CUDA takes no GPU that stands in its list twice.
-        numbers = ",".join(map(str, range(len(hosts) * len(gpus))))  # where set-up lines unset it
+        # The hosts are one workstation, so each gets its own share of the workstation's GPUs. With
+        # too few, hosts share them, and CUDA accepts no GPU twice in the list.
+        numbers = ",".join(map(str, range(len(hosts) * len(gpus))))  # if setup lines unset it
         names, first = job.get(VISIBLE_GPUS, numbers).split(","), node * len(gpus)
         per_task = int(job.get("SLURM_GPUS_PER_TASK", "0"))
         given = range(local_rank * per_task, (local_rank + 1) * per_task) if per_task else gpus
@@ -116,12 +116,12 @@ def task_environment(
 
 
 def variables(values: Mapping[str, object]) -> dict[str, str]:
-    """Give the variables of an environment; those that share a value stand in one key."""
+    """Return the variables of an environment from keys that name one or more of them."""
     return {name: str(value) for names, value in values.items() for name in names.split()}
 
 
 def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], note: Path) -> int:
-    """Start the tasks, note their process ids, wait for them; returns srun's exit code."""
+    """Start the tasks, record their process ids and wait for them. Return srun's exit code."""
     terminated = False
 
     def report(rank: int, status: int) -> None:
@@ -141,7 +141,7 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
             terminated = True
             group.signal_all(signal.SIGKILL)
 
-        # Held back until every task is started, so that none misses a signal.
+        # Held back until every task has started, so that none misses a signal.
         held = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
         signal.pthread_sigmask(signal.SIG_BLOCK, held)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -153,7 +153,7 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
                 group.start(options.command, environ, _output(options, environ))
             except OSError as error:
                 _say(f"slurmstepd: error: execve(): {options.command[0]}: {error.strerror}")
-                return 2  # as slurmstepd: the errno of a file that is not there
+                return 2  # like slurmstepd: the errno of a missing file
         note.write_text(" ".join(map(str, group.pids)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         codes = [status if status >= 0 else 128 - status for status in group.wait()]
@@ -162,9 +162,9 @@ def run_step(options: argparse.Namespace, tasks: Sequence[Mapping[str, str]], no
 
 
 def _end_what_is_left() -> None:
-    """Kill what the tasks have left in sessions of their own, as slurmstepd does.
+    """Kill processes that the tasks left in separate sessions, as slurmstepd does.
 
-    Such are the ranks of an agent of torchrun that was ended while it started them.
+    For example, the ranks of a torchrun agent that was ended while it started them.
     """
     with suppress(OSError):  # there are no more
         for _ in patience.looks(every=patience.CHILD_PAUSE):
@@ -184,22 +184,22 @@ def _output(options: argparse.Namespace, task: Mapping[str, str]) -> Path | None
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 -- srun's own way to speak
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 -- like srun itself
 
 
 def signal_session(leader: int, number: int) -> None:
-    """Signal every process of a task; its leader's number is also that of its process group."""
+    """Signal every process of a task; its leader's id is also that of its process group."""
     with suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(leader, number)
 
 
 def _next_step(steps: Path) -> int:
-    """Take the number of a step, from 0: creating the folder's file takes it."""
+    """Take the next step number, from 0, by creating a file in the folder."""
     return next(n for n in itertools.count() if files.create(steps / f"{n}.taken"))
 
 
 def _compressed(counts: Sequence[int]) -> str:
-    """Write tasks per node as Slurm does: `4(x2),3`."""
+    """Return tasks per node in Slurm's form: `4(x2),3`."""
     parts = [(count, len([*equal])) for count, equal in itertools.groupby(counts)]
     return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in parts)
 

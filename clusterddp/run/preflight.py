@@ -1,4 +1,4 @@
-"""Checks the nodes of a job ahead of an attempt's tasks, and records what they measured."""
+"""Check the nodes of a job before an attempt's tasks, and record the results."""
 
 import contextlib
 import dataclasses
@@ -34,12 +34,12 @@ def check(
     ports: Sequence[int] = (),
     is_over: Callable[[], bool] = lambda: False,
 ) -> PreflightRecord:
-    """Check the nodes, log a table of them and record it; one that fails is named.
+    """Check the nodes, log a table, and record the results with the failed nodes.
 
-    program: that of clusterddp on the host. batch_host: its name and address. gpus: of each node.
-    prepare: called in srun's process before srun. ports: those to listen on, on this host and on
-    the nodes, the first that is free. is_over: whether the job is ending, asked all the while.
-    Where the checks cannot run, or the job is ending, nobody fails.
+    program: command of clusterddp on the host. batch_host: its name and address. gpus: per node.
+    prepare: runs in srun's process before srun. ports: candidates for the listening ports on this
+    host and the nodes; the first free one is used. is_over: returns whether the job is ending,
+    polled throughout. If the checks cannot run or the job is ending, no node fails.
     """
     began, nonce = time.monotonic(), secrets.token_hex(16)
     environ = {**os.environ, NONCE_VARIABLE: nonce}
@@ -72,7 +72,7 @@ def check(
 
 
 def summed_up(hosts: Iterable[str], failed: Mapping[str, str], took: float) -> str:
-    """Sum up checks of these hosts that took so many seconds."""
+    """Return a summary of checks of these hosts that took so many seconds."""
     summary = f"{formatting.count(len({*hosts} - {*failed}), 'node')} passed in {took:.1f} s"
     return f"failed: {', '.join(failed)}; {summary}" if failed else summary
 
@@ -83,7 +83,7 @@ def conclude(
     measured: Mapping[str, object],
     write: Callable[[Path, object], None] = files.write_record,
 ) -> bool:
-    """Log and record how the checks went; returns whether it could be recorded."""
+    """Log and record the results of the checks. Return whether they could be recorded."""
     log_record(record)
     try:
         write(path, {"format": _FORMAT, **vars(record), **measured})
@@ -98,7 +98,7 @@ def _either(first: Callable[[], bool], second: Callable[[], bool]) -> bool:
 
 
 def note(attempt: Attempt, remark: str) -> None:
-    """Add to the record of the checks what has followed from them."""
+    """Add a consequence of the checks to their record."""
     content = files.read_json(attempt.preflight) or {}
     try:
         summary = f"{content.get('summary', '')}; {remark}".removeprefix("; ")
@@ -108,7 +108,7 @@ def note(attempt: Attempt, remark: str) -> None:
 
 
 def log_record(record: PreflightRecord) -> None:
-    """Log how the checks went, a line for each node that has failed."""
+    """Log the results of the checks, with a line for each failed node."""
     for line in (record.summary, *record.remarks):
         log.info(f"preflight: {formatting.line(line)}")
     for host, reason in record.failed.items():
@@ -116,6 +116,6 @@ def log_record(record: PreflightRecord) -> None:
 
 
 def _last_words(attempt: Attempt) -> str:
-    """Return the last line that srun or a probe has printed."""
+    """Return the last line that srun or a probe printed."""
     text = files.read_tail(attempt.preflight_log, 4096).decode(errors="replace")
     return text.strip().rpartition("\n")[2]

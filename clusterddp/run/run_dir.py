@@ -128,7 +128,7 @@ class RunDir:
     def workdir_name(self) -> str:
         """Folder in which the tasks start, relative to the top of the copy; empty for the top."""
         try:
-            return os.readlink(self.workdir).partition("/")[2]  # noqa: PTH115 -- it normalizes the path
+            return os.readlink(self.workdir).partition("/")[2]  # noqa: PTH115 -- it normalizes
         except OSError:
             return ""
 
