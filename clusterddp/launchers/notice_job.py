@@ -1,6 +1,6 @@
-"""Queues the small job that tells a run's end where its own script cannot (`run.notify`).
+"""Queue the job that sends the notification of a run's end if its script cannot (`status.notify`).
 
-A sweep has no script of its own: the job tells its end in any case.
+A sweep has no script of its own, so this job always sends its notification.
 """
 
 from clusterddp import log
@@ -16,7 +16,7 @@ _PASSED_ON = ("partition", "account", "qos", "reservation")
 
 
 def render(spec: JobSpec) -> str:
-    """Render the script; on what it waits is an argument of sbatch's."""
+    """Render the script. Its dependency is an argument of sbatch."""
     from clusterddp.launchers.sbatch import directive, shell_word  # which imports jinja2
 
     wanted: dict[str, str | None] = {
@@ -40,11 +40,11 @@ def render(spec: JobSpec) -> str:
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in lines),
-            f"# Tells a program that {spec.run_name} has ended, where nobody else has.",
+            f"# Tells a program that {spec.run_name} has ended, unless its script did.",
             f"run_dir={run_dir}",
             'exec >>"$run_dir/logs/notify.log" 2>&1',
             'own=("$run_dir/clusterddp.pyz"); [ -e "${own[0]}" ] || own=(-m clusterddp)',
-            # Of a run whose interpreter is missing, its own script says nothing.
+            # If the run's interpreter is missing, its script sends no notification.
             f"python={shell_word(spec.controller_python)}",
             'command -v "$python" >/dev/null || python=python3',
             'exec "$python" "${own[@]}" notify "$run_dir"',
@@ -54,9 +54,9 @@ def render(spec: JobSpec) -> str:
 
 
 def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
-    """Queue the job behind the run's; where that is refused, a warning says what it means.
+    """Queue the job after the run's; if that fails, a warning says what is missing.
 
-    run: the run, or the sweep, whose array `job_id` is.
+    run: the run, or the sweep whose array is `job_id`.
     """
     if not spec.notify or spec.launcher == "local":
         return
@@ -66,11 +66,11 @@ def submit(spec: JobSpec, run: RunDir, job_id: str) -> None:
         notify.queue(run, spec, job_id)
     except (ClusterDDPError, OSError) as error:
         words = (
-            "so nobody will"
+            "so no notification is sent"
             if spec.sweep
-            else "so that nobody does where its own script cannot, such as after a cancellation in "
+            else "so none is sent if its script cannot send it, e.g. after a cancellation in "
             "the queue"
         )
         log.warning(
-            f"--notify: no job waits to tell the end of {run.name}, {words}: {error} [CD1108]"
+            f"--notify: the notification job of {run.name} is not queued, {words}: {error} [CD1108]"
         )

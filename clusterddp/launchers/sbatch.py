@@ -1,8 +1,8 @@
-"""Launches by sbatch, the default: renders a `JobSpec` into its script, and submits that.
+"""Launch with sbatch, the default: render a `JobSpec` into its script and submit it.
 
-Templates are looked up in the user's own folder first and among the shipped ones second; the
-shipped ones are always reachable as `shipped/NAME`, so that a user's template can extend them and
-replace one block. Rendering is pure: the same spec gives the same bytes.
+The user's template folder is searched before the shipped templates. These are always available as
+`shipped/NAME`, so that a user's template can extend them and replace one block. Rendering is pure:
+the same spec gives the same bytes.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ if TYPE_CHECKING:  # a dry run reads no run
     from clusterddp.run.run_dir import RunDir
 
 SUBMITIT_SETUP = "_submitit.sbatch.j2"
-"""Not for people: the part of the script that the submitit launcher hands on as set-up lines."""
+"""Internal template: the part of the script that the submitit launcher passes as setup lines."""
 _EXCLUDE = r"(?m)^#SBATCH\s+(?:--exclude(?:=|\s+)|-x\s*)(\S+)"
 _NODES = f'${{{forms.NODES_VARIABLE}:+--overlap --nodelist="${forms.NODES_VARIABLE}"}}'
 """Options of srun for the nodes of a step, in a job that has some to spare."""
 _PLAIN = r"[A-Za-z0-9_@%+=:,./()\[\]&|*!-]+"
 _COLUMNS = 100
-"""Width of the script's lines, but for a longer word."""
+"""Width of the script's lines, except for longer words."""
 
 
 def render(
     spec: JobSpec, template_folder: Path | None = None, *, template: str | None = None
 ) -> str:
-    """Render the whole script; raises RequestError with the line when the template is at fault.
+    """Render the whole script. Raises RequestError with the line for an error in the template.
 
-    template: in place of the one that was asked for.
+    template: replaces the requested one.
     """
     folders = [*([template_folder] if template_folder else []), shipped_folder()]
     environment = _jinja(folders)
@@ -68,7 +68,7 @@ def render(
         raise RequestError(f"template {error.filename}: {error.strerror}. [CD0301]") from None
     except UnicodeDecodeError:
         raise RequestError(f"template {spec.template} is not UTF-8 text. [CD0301]") from None
-    except Exception as error:  # whatever an expression in a person's own template can raise
+    except Exception as error:  # an expression in a user's template can raise anything
         _blame(error, folders)
     if template_folder:
         _check_blocks(environment, spec.template)
@@ -88,7 +88,7 @@ def submit(
     dependency: str = "",
     array: str = "",
 ) -> SentJob:
-    """Queue the script; what is given beside it takes the place of its lines."""
+    """Submit the script. The other arguments override its lines."""
     from clusterddp.slurm import client  # not needed for a dry run
 
     if spec.requeue == EXPEDITE:
@@ -106,16 +106,16 @@ def submit(
 
 
 def excluded(script: str) -> list[str]:
-    """Return the hosts that lines of a script leave out. Raises RequestError for no list of them.
+    """Return the hosts that a script excludes. Raises RequestError for an invalid host list.
 
-    An argument of sbatch takes the place of a line, which the person may have edited.
+    They are read because an argument of sbatch overrides the line, which the user may have edited.
     """
     lists = [text.strip("\"'") for text in re.findall(_EXCLUDE, script)]
     return [host for text in lists for host in forms.expand_nodelist(text)]
 
 
 def shipped_folder() -> Path:
-    """Find the shipped templates: inside the package in a wheel, beside it in a checkout.
+    """Return the folder of shipped templates: in the package of a wheel, next to it in a checkout.
 
     Raises RequestError in a run's own file, which has none.
     """
@@ -131,12 +131,12 @@ def shipped_folder() -> Path:
 
 
 def directives(spec: JobSpec, *, agents: bool = False) -> list[str]:
-    """Give the lines behind `#SBATCH `; `agents` asks for one task a node instead of one a rank."""
+    """Return the `#SBATCH` lines without that word; agents: one task per node, not per rank."""
     return [directive(name, value) for name, value in directive_values(spec, agents=agents).items()]
 
 
 def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | None]:
-    """Give the directives by name, values as they are; None is a bare flag."""
+    """Return the directives by name, with unquoted values; None is a flag."""
     resources = spec.resources
     tasks_per_node = 1 if agents else resources.tasks_per_node
     wanted: dict[str, str | None] = {
@@ -163,7 +163,7 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
     if spec.requeue is not None:  # an explicit one overrides the site's own default
         mode = spec.requeue if isinstance(spec.requeue, str) else None
         wanted["requeue" if spec.requeue else "no-requeue"] = mode
-    if spec.requeue:  # Slurm's own log keeps what a former start has left there
+    if spec.requeue:  # keeps the output of earlier starts in Slurm's log
         wanted["open-mode"] = "append"
     if spec.signal:
         wanted["signal"] = spec.signal
@@ -174,9 +174,9 @@ def directive_values(spec: JobSpec, *, agents: bool = False) -> dict[str, str | 
 
 
 def agent_cpus(spec: JobSpec) -> int:
-    """Return the CPUs of an agent, at least one for each of its ranks; 0 leaves them to the site.
+    """Return the CPUs of an agent, at least one per rank; 0 leaves them to the site.
 
-    Slurm would give it one, as it is one task. An exclusive node is all its own without a number.
+    Slurm would give the agent one CPU, because it is one task. An exclusive node has all its CPUs.
     """
     resources = spec.resources
     if resources.cpus_per_task:
@@ -186,11 +186,11 @@ def agent_cpus(spec: JobSpec) -> int:
 
 
 def _shows_all_gpus(spec: JobSpec) -> bool:
-    """Return whether tasks are to see all GPUs of their node, although each has asked for its own.
+    """Return whether tasks see all GPUs of their node, although each requests its own.
 
-    Slurm would show each its own alone (--gpus-per-task, srun(1)): with cgroups NCCL then finds no
-    way from one to another but through the host, and LOCAL_RANK is no GPU's number. `--gpu-bind
-    none` is no way out: Slurm 22.05 then names no GPUs, and a task sees those of other jobs, too.
+    Slurm would show each task only its own GPU (--gpus-per-task, srun(1)). With cgroups, NCCL then
+    connects GPUs only through the host, and LOCAL_RANK is not a valid GPU number. `--gpu-bind none`
+    does not help: Slurm 22.05 then names no GPUs, and tasks also see the GPUs of other jobs.
     """
     directives, resources = dict(spec.sbatch), spec.resources
     own = resources.gpus_per_node and resources.gpu_directive == "gpus-per-task"
@@ -198,9 +198,9 @@ def _shows_all_gpus(spec: JobSpec) -> bool:
 
 
 def directive(name: str, value: str | None) -> str:
-    """Write one directive in Slurm's own quoting, which is not the shell's.
+    """Return one directive with Slurm's quoting, which differs from the shell's.
 
-    Slurm's reader takes out backslashes everywhere and quotes in pairs, and ends a value at an
+    Slurm's reader removes backslashes and paired quotes, and ends a value at an
     unquoted blank or `#` (`_get_argument` in its sbatch sources); inside double quotes, a
     backslash keeps the character after it.
     """
@@ -219,14 +219,14 @@ def directive(name: str, value: str | None) -> str:
 
 
 def shell_word(value: object) -> str:
-    """Quote the value as one word of bash; a comma too, lest it look like a separator."""
+    """Quote the value as one word of bash, a comma included, which would look like a separator."""
     text = str(value)
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and "," in text else quoted
 
 
 def command_lines(words: Iterable[str], indent: int = 2) -> str:
-    """Join words of bash to a command, whose further lines are indented."""
+    """Join words of bash to a command with indented continuation lines."""
     lines = [""]
     for word in words:
         if lines[-1] and indent + len(lines[-1]) + len(word) + 3 > _COLUMNS:
@@ -236,11 +236,11 @@ def command_lines(words: Iterable[str], indent: int = 2) -> str:
 
 
 def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
-    """Give srun and its options, as words of bash; `agents` is as of `directives`.
+    """Return srun and its options as words of bash; agents: see `directives`.
 
     --export=ALL: a job submitted with --export=NONE would otherwise start bare tasks.
     --cpus-per-task: since Slurm 22.05, srun no longer takes it from the job.
-    --kill-on-bad-exit: ranks that wait for a dead one would sit there until their time-out.
+    --kill-on-bad-exit: ranks that wait for a dead one would otherwise wait until their timeout.
     """
     resources = spec.resources
     tasks_per_node = 1 if agents else resources.tasks_per_node
@@ -266,7 +266,7 @@ def srun_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
 
 
 def pyxis_words(spec: JobSpec) -> list[str]:
-    """Give the srun that starts the tasks in their containers, by NVIDIA's plug-in pyxis."""
+    """Return the srun options that start the tasks in containers with NVIDIA's plugin pyxis."""
     container, is_own = spec.container, spec.uses_own_code
     here = '"$PWD"' if is_own else '"$run_dir"'
     bound = f",{shell_word(','.join(map(str, container.bound)))}" if container.bound else ""
@@ -286,23 +286,23 @@ def pyxis_words(spec: JobSpec) -> list[str]:
 
 
 def container_words(spec: JobSpec, ranks: int = 1) -> list[str]:
-    """Give what starts a task in its container, without pyxis: it records how that ends, too.
+    """Return the command that runs a task in its container without pyxis and records its end.
 
-    ranks: of a task.
+    ranks: per task.
     """
     words = [shell_word(spec.controller_python), '"$own"', "exec", '--run-dir="$run_dir"']
     return [*words, f"--container={shell_word(spec.container.to_json(ranks))} --"]
 
 
 def _in_container(spec: JobSpec, words: Sequence[str], ranks: int = 1) -> list[str]:
-    """Give a task, as words of bash, with what starts it in its container, if it has one."""
+    """Return the command of a task as words of bash, with that of its container, if it has one."""
     if not spec.container_image or spec.container_runtime == "pyxis":
         return [*words]
     return [*(['"${container[@]}"'] if spec.pyxis else container_words(spec, ranks)), *words]
 
 
 def task_arguments(spec: JobSpec) -> list[str]:
-    """Give the arguments of every rank, after `python -m clusterddp`; without those of a point."""
+    """Return the arguments of all ranks after `python -m clusterddp`, without those of a point."""
     return [spec.program.starter, f"--run-dir={spec.run_dir}", *_options(spec), *spec.command]
 
 
@@ -312,9 +312,9 @@ def _options(spec: JobSpec) -> list[str]:
 
 
 def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
-    """Give what a rank runs, as words of bash; `agents`: as the program of an agent of torchrun.
+    """Return the command of a rank as words of bash; agents: as the program of a torchrun agent.
 
-    The values of a sweep stand in variables that `points` sets. An agent takes $$ for a $ in the
+    The values of a sweep are in variables that `points` sets. An agent needs $$ for a $ in the
     arguments of its program.
     """
 
@@ -337,10 +337,10 @@ def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
 
 
 def agent_words(spec: JobSpec) -> list[str]:
-    """Give one agent of torchrun, which starts the ranks of its node, as words of bash.
+    """Return the command of a torchrun agent, which starts its node's ranks, as words of bash.
 
-    bash -c: only the task itself knows which node it is on; and an agent would die of a signal that
-    its ranks take for a request to stop.
+    bash -c: only the task knows its node, and a signal that its ranks handle as a request to stop
+    would kill an agent.
     """
     resources = spec.resources
     of_node = ['--node-rank="$SLURM_NODEID"']
@@ -366,7 +366,7 @@ def agent_words(spec: JobSpec) -> list[str]:
 
 
 def points(spec: JobSpec) -> list[str]:
-    """Give the branches of a bash `case` over the array's index that set what a point varies."""
+    """Return the branches of a bash `case` over the array index that set a point's variables."""
     lines = []
     for index in range(len(spec.sweep)):
         point = spec.sweep.point(index)
@@ -394,11 +394,11 @@ _OF_SPEC = (
     "run_name run_dir python controller_python resources environment pass_environment modules "
     "setup teardown srun_args network_interface wrapper"
 )
-"""Fields of the request that a template can use by their names."""
+"""Fields of the request that a template can use by name."""
 
 
 def _context(spec: JobSpec) -> dict[str, object]:
-    """Give the names that a template can use; `docs/templates.md` lists them."""
+    """Return the names that a template can use; `docs/templates.md` lists them."""
     return {
         **{name: getattr(spec, name) for name in _OF_SPEC.split()},
         "spec": spec,
@@ -438,10 +438,10 @@ def _jinja(folders: list[Path]) -> jinja2.Environment:
 
 
 class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
-    """Keeps compiled templates in `__pycache__`, as Python keeps modules.
+    """Cache of compiled templates in `__pycache__`, like Python's of modules.
 
-    Compiling takes longer than rendering. Nothing is written where PYTHONDONTWRITEBYTECODE is set
-    or the folder is read-only; nothing is read that another user could have written.
+    Compiling takes longer than rendering. Nothing is written if PYTHONDONTWRITEBYTECODE is set or
+    the folder is read-only; nothing is read that another user could have written.
     """
 
     def load_bytecode(self, bucket: Bucket) -> None:
@@ -449,7 +449,7 @@ class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
             kept = Path(self.directory, self.pattern % (bucket.key,))
             if all(self._is_trusted(path.stat()) for path in (kept.parent, kept)):
                 super().load_bytecode(bucket)
-        except Exception:  # there is none; or what pickle and marshal raise on a damaged file
+        except Exception:  # missing, or damaged: pickle and marshal can raise anything
             bucket.reset()
 
     def _is_trusted(self, status: os.stat_result) -> bool:
@@ -459,14 +459,14 @@ class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
     def dump_bytecode(self, bucket: Bucket) -> None:
         if sys.dont_write_bytecode:
             return
-        with contextlib.suppress(OSError):  # another user's installation: it works without
+        with contextlib.suppress(OSError):  # the installation of another user
             Path(self.directory).mkdir(parents=True, exist_ok=True)
             super().dump_bytecode(bucket)
             Path(self.directory, self.pattern % (bucket.key,)).chmod(0o644)
 
 
 def _blame(error: Exception, folders: list[Path]) -> NoReturn:
-    """Name the template's file and line: Jinja rewrites tracebacks to point into templates."""
+    """Raise RequestError with the template's file and line, which Jinja puts into tracebacks."""
     import traceback
 
     frames = [
@@ -482,9 +482,9 @@ def _blame(error: Exception, folders: list[Path]) -> NoReturn:
 
 
 def _check_blocks(environment: jinja2.Environment, name: str) -> None:
-    """Refuse a block of a person's own template that replaces none of those it extends.
+    """Reject a block of a user's template that overrides no block of the template it extends.
 
-    Jinja would leave it out without a word. A block inside another one is the template's own.
+    Jinja would silently drop it. A block inside another one may be new.
     """
     chain = [_parsed(environment, name)]
     while (parent := _extended(chain[0][0])) is not None:
@@ -511,14 +511,14 @@ def _parsed(environment: jinja2.Environment, name: str) -> tuple[nodes.Template,
 
 
 def _extended(tree: nodes.Template) -> str | None:
-    """Name the template that this one extends; None without one, or for an expression."""
+    """Return the template that this one extends; None without one, or for an expression."""
     extends = tree.find(nodes.Extends)
     named = extends.template if extends else None
     return named.value if isinstance(named, nodes.Const) else None
 
 
 def _check(spec: JobSpec, script: str) -> None:
-    """Refuse what sbatch would refuse or silently ignore, with the template's name."""
+    """Reject what sbatch would reject or silently ignore, with the template's name."""
     if not script.startswith("#!"):
         raise RequestError(
             f"template {spec.template}: the first line is not '#!/bin/bash'. [CD0303]"

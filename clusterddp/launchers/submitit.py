@@ -1,9 +1,9 @@
-"""Launches by submitit: its own executor, folder and logs, below the run's directory.
+"""Launch with submitit: its executor, folder and logs, in the run's directory.
 
-submitit writes the script; what stands around its srun line (records, environment, set-up, port,
-tear-down, verdict) comes from our own template, as submitit's `setup` lines. Each task runs the
-same command as under the other launchers. Ahead of the time limit the job goes back into the queue
-by submitit's own protocol, `Task.checkpoint`. The differences are listed in docs/launchers.md.
+submitit writes the script. Everything around its srun line (records, environment, setup, port,
+teardown, result) comes from our template, as submitit's `setup` lines. Each task runs the same
+command as with the other launchers. Before the time limit, submitit's own protocol requeues the
+job: `Task.checkpoint`. docs/launchers.md lists the differences.
 """
 
 import math
@@ -36,7 +36,7 @@ _LEAST_PATIENCE_SECONDS = 30
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
-    """Give the text that submitit sends; raises RequestError for options that it cannot carry."""
+    """Return the text that submitit submits. Raises RequestError for other options."""
     if template_folder or spec.template != "ddp.sbatch.j2":
         raise RequestError(
             "--launcher submitit writes its script itself and takes no --template or "
@@ -47,7 +47,7 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
             "--launcher submitit starts submitit's own program in each task, which an image rarely "
             "has; use --launcher sbatch with --container-image. [CD0305]"
         )
-    # The one call of a private function, for the dry run; seen to give the text that
+    # The only call of a private function, for the dry run; verified to return the text that
     # SlurmExecutor.submit sends with submitit 1.5.4.
     try:
         from submitit.slurm.slurm import _make_sbatch_string
@@ -63,7 +63,7 @@ def prepare(spec: JobSpec, template_folder: Path | None) -> str:
 
 
 def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
-    """Queue the run through submitit's executor, which renders the script anew."""
+    """Submit the run through submitit's executor, which renders the script again."""
     import submitit
 
     if spec.requeue == EXPEDITE:
@@ -95,7 +95,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
         raise RequestError(f"sbatch refused the job: {words} [CD0403]") from None
     finally:
         replace_environment(kept)
-        # Slurm has a copy of its own of the script; submitit leaves a link to it, or the file.
+        # Slurm has its own copy of the script; submitit leaves the file or a link to it.
         for left in _folder(spec).glob(".submission_file_*.sh"):
             left.unlink(missing_ok=True)
     events.add(
@@ -108,30 +108,30 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
 class Task:
     """Task that submitit pickles, calls in every process, and asks for its successor.
 
-    submitit's handler for its signal calls `checkpoint` in the task of rank 0, requeues the job
-    from there when it gets something to start again, and leaves; Slurm then ends all other tasks,
-    whatever they are doing. So `checkpoint` returns only when the ranks have saved and left.
+    On submitit's signal, its handler calls `checkpoint` in the task of rank 0, requeues the job if
+    that returns a successor, and exits. Slurm then kills all other tasks. So `checkpoint` returns
+    only when all ranks have saved and exited.
     """
 
     run_dir: str
     argv: tuple[str, ...]
-    """The command of the other launchers, PYTHON -m clusterddp NAME …, without the attempt."""
+    """Command of the other launchers, PYTHON -m clusterddp NAME …, without the attempt."""
     policy: Policy
     world_size: int
     patience_seconds: float
-    """Seconds that the ranks may take to save."""
+    """Time limit for the ranks to save."""
     by_protocol: bool
-    """True where submitit's signal is for submitit; otherwise it is for the ranks alone."""
+    """True if submitit handles its signal; otherwise only the ranks do."""
 
     def __call__(self) -> None:
-        """Run one rank, in its own log.
+        """Run one rank with its own log.
 
-        Raises RuntimeError when it failed, for submitit to record, and SystemExit when it has
-        paused: submitit then keeps no result of an attempt that is not the last.
+        Raises RuntimeError if it failed, for submitit to record, and SystemExit if it has paused,
+        so that submitit stores no result of an attempt that is not the last.
         """
         for number in (signal.SIGUSR1, signal.SIGUSR2):
-            # Without its protocol submitit's handler would compare with a limit that it was not
-            # told, and requeue. The other signal is for the rank, and would end this process.
+            # Without its protocol, submitit's handler would check a time limit that it does not
+            # know, and requeue. The other signal is for the rank, and would end this process.
             if not (self.by_protocol and number == _submitits_signal()):
                 signal.signal(number, _do_nothing)
         attempt = self._attempt()
@@ -149,13 +149,13 @@ class Task:
             raise SystemExit(0)
 
     def checkpoint(self) -> object:
-        """Have the ranks save and leave; returns what submitit requeues, or None for no requeue."""
+        """Ask the ranks to save and exit. Return what submitit requeues, or None for no requeue."""
         import submitit
 
-        signal.signal(_submitits_signal(), _do_nothing)  # a second one would begin this anew
+        signal.signal(_submitits_signal(), _do_nothing)  # a second signal would start this again
         attempt = self._attempt()
         if not attempt.stop.exists():
-            with suppress(OSError):  # the ranks have had the signal as well
+            with suppress(OSError):  # the ranks have received the signal as well
                 attempt.ask_to_stop("signal")
         outcomes: list[Outcome] = []
         for _ in patience.looks(self.patience_seconds, every=patience.RECORDS_PAUSE):
@@ -163,14 +163,14 @@ class Task:
             if sum(outcome.ended is not None for outcome in outcomes) >= self.world_size:
                 break
         if outcomes and all(outcome.exit_code == 0 for outcome in outcomes):
-            raise SystemExit(0)  # the signal met the end of the work; None would be an error
+            raise SystemExit(0)  # the ranks were just done; None would be an error
         return submitit.helpers.DelayedSubmission(self) if self._is_requeued(attempt) else None
 
     def _attempt(self) -> Attempt:
         return Attempt(RunDir(Path(self.run_dir)), int(os.environ[forms.ATTEMPT_VARIABLE]))
 
     def _is_requeued(self, attempt: Attempt) -> bool:
-        """Decide, as the batch controller does after a signal; that logs the reason."""
+        """Decide on a requeue, as the batch controller does after a signal and logs."""
         run, job_id = attempt.run, os.environ["SLURM_JOB_ID"]
         if any(outcome.failed for outcome in read_outcomes(attempt.outcomes)):
             return False
@@ -188,7 +188,7 @@ class Task:
 
 
 def _do_nothing(*_: object) -> None:
-    """Take a signal; unlike an ignored one, it is not ignored in what this process starts."""
+    """Do nothing on a signal. Unlike SIG_IGN, a handler is not inherited by child processes."""
 
 
 def _submitits_signal() -> signal.Signals:
@@ -200,7 +200,7 @@ def _folder(spec: JobSpec) -> Path:
 
 
 def _by_protocol(spec: JobSpec) -> bool:
-    """Return whether submitit can tell what its signal means, by the limit of --time."""
+    """Return whether submitit can interpret its signal, for which it needs the limit of --time."""
     timed = "time" in sbatch.directive_values(spec)
     limit = forms.limit_seconds(spec.resources.time) if timed else None
     return bool(spec.requeue and spec.signal) and limit is not None
@@ -211,13 +211,13 @@ def _python(spec: JobSpec) -> str:
 
 
 def _parameters(spec: JobSpec) -> dict[str, Any]:
-    """submitit's parameters; directives go through `additional_parameters`, values as they are."""
+    """Return submitit's parameters; directives are in `additional_parameters`, unquoted."""
     resources = spec.resources
     wanted = sbatch.directive_values(spec)
     limit = forms.limit_seconds(wanted.get("time") or "")
     if spec.signal:  # to the tasks, where submitit listens
         wanted["signal"] = spec.signal.removeprefix("B:")
-    for name in ("output", "nodes", "ntasks-per-node"):  # submitit writes these by itself
+    for name in ("output", "nodes", "ntasks-per-node"):  # submitit writes these
         wanted.pop(name, None)
     srun_args = [f"--ntasks={resources.num_tasks}", "--kill-on-bad-exit=1", "--export=ALL"]
     if resources.cpus_per_task:
@@ -225,14 +225,14 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
     return {
         "nodes": resources.nodes,
         "ntasks_per_node": resources.tasks_per_node,
-        # submitit counts time-outs by it; without one it would ask for five minutes.
+        # submitit counts timeouts with it; without one it would request five minutes.
         "time": None if limit is None else math.ceil(limit / 60),
         "wckey": None,
         "job_name": _escaped(wanted.pop("job-name", None)),
         "setup": sbatch.render(spec, template=sbatch.SUBMITIT_SETUP).split("\n"),
         "additional_parameters": {
-            # submitit always asks Slurm for a signal ahead of the time limit, which would end the
-            # tasks: unless one was asked for, let it be one that does nothing.
+            # submitit always requests a signal before the time limit, which would end the tasks.
+            # Without a requested signal, use one that does nothing.
             "signal": "CONT@1",
             **{n: True if value is None else _escaped(value) for n, value in wanted.items()},
         },
@@ -241,5 +241,5 @@ def _parameters(spec: JobSpec) -> dict[str, Any]:
 
 
 def _escaped(value: str | None) -> str | None:
-    """submitit quotes a value for a shell; Slurm's own reader also takes backslashes out."""
+    """Escape backslashes, which Slurm's reader removes after submitit's shell quoting."""
     return None if value is None else forms.text("directive", value).replace("\\", "\\\\")
