@@ -42,7 +42,7 @@ from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
 from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import END, JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt, print_to_job_log
 from clusterddp.run.history import History, Policy
@@ -542,7 +542,7 @@ class Controller:
                 self._watch_step(attempt, step)
                 if self._allocation:
                     self._watch_nodes(attempt, step)
-            if self._spec.silence:
+            if self._spec.hang_timeout and self._spec.command:
                 self._watch_output(attempt, step)
             code = self._await(lines, step)
         finally:
@@ -679,9 +679,9 @@ class Controller:
             else:  # its tasks have KillWait to exit
                 slurm.cancel(name)
 
-        ending = end if spec.end_silent else None
+        ending = end if spec.on_hang == END else None
         self._watch(
-            step_watch.watch_output, attempt, spec.world_size, (spec.silence or 0) * 60, ending
+            step_watch.watch_output, attempt, spec.world_size, spec.hang_timeout or 0, ending
         )
 
     def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:

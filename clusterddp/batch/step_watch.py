@@ -238,12 +238,12 @@ def watch_output(
         record = Silence(round(time.time() - seconds, 3), before, tuple(ranks), where)
         files.write_record(attempt.silent, vars(record))
     if not end:
-        log.info("the job goes on, and this is not printed again; --end-silent would end it")
+        log.info("the job continues, and this is not printed again; --on-hang end would end it")
         return
     if printed_bytes(attempt.run) != before:  # reading the stacks takes time
         log.info("the ranks print again: the job continues, and this is not printed again")
         return
-    log.info("ending the job for it, as --end-silent asks")
+    log.info("ending the job for it, as --on-hang end asks")
     with suppress(OSError):
         _record_hung_ranks(attempt, rank_stacks, world_size, seconds)
     try:

@@ -86,7 +86,7 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "signal": spec.signal or "none",
     }
     # The defaults of these follow the rest of the request.
-    values |= {name: None for name in ("signal", "requeue", "silence") if spec.is_usual(name)}
+    values |= {name: None for name in ("signal", "requeue", "hang_timeout") if spec.is_usual(name)}
     return {name: None if value == "" else value for name, value in values.items()}
 
 

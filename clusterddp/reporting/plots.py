@@ -57,7 +57,7 @@ _NEEDLESS = re.compile(
 # Options that change neither the result of a step nor its speed.
 _WITHOUT_EFFECT = re.compile(
     "recipe|data_dir|epochs|max_steps|seed|init_from|save_every|keep_last|eval_every|log_every|profile"
-    "|tensorboard|allow_config_change|rendezvous_timeout|process_group_timeout|watchdog|lr|lr_scaling"
+    "|tensorboard|allow_config_change|rendezvous_timeout|process_group_timeout|hang_timeout|lr|lr_scaling"
     "|warmup_steps|strategy"
 )
 

@@ -32,8 +32,6 @@ _LIST = "point"
 """Variable of the batch script that holds a point's options of the training."""
 _OF_COMMANDS = {
     "report_to": "the training itself logs to --tensorboard and metrics.jsonl",
-    "silence": "the training has --watchdog SECONDS",
-    "end_silent": "the training has --process-group-timeout SECONDS",
 }
 """Fields of a request that the training does not use, and why."""
 _ROWS = {row.name: row for row in TRAINING}

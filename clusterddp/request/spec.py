@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterddp import formatting
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
@@ -51,7 +52,8 @@ _SPARES_OWN = (
 """Arguments of srun that decide on which nodes of the job a step runs."""
 _SCRIPTS_OWN = "run_dir own hold srun container"
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
-_SILENCE_MINUTES = 30.0
+_HANG_SECONDS = 1800
+REPORT, END = ON_HANG = ("report", "end")
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -227,16 +229,20 @@ class JobSpec(Record):
         group=table.FAULT_TOLERANCE,
         negatable=True,
     )
-    silence: float | None = option(
+    hang_timeout: float | None = option(
         None,
-        "Minutes for which no rank of a COMMAND prints anything, until the stacks of all go to "
-        "the job's log, once; 0 is never.",
-        table.NUMBER,
-        "MINUTES",
-        shown="30.0",
+        "Time without a training step, or without output from a COMMAND, until it counts as hung "
+        "and its stacks are logged; 0: never.",
+        table.DURATION_OR_NEVER,
+        shown="60s for the training, 30m for a COMMAND",
         group=table.FAULT_TOLERANCE,
     )
-    end_silent: bool = option(False, "End the job then, as failed.", group=table.FAULT_TOLERANCE)
+    on_hang: str = option(
+        REPORT,
+        "After a hang of a COMMAND: only report it, or end the job as failed.",
+        Choice(ON_HANG),
+        group=table.FAULT_TOLERANCE,
+    )
     notify: tuple[str, ...] = option(
         (),
         "Command run once at the end; JSON result on stdin.",
@@ -282,6 +288,12 @@ class JobSpec(Record):
                 "them out. [CD0103]",
             )
         self._check_program()
+        if self.train:
+            if self.hang_timeout is None:
+                object.__setattr__(self, "hang_timeout", self.train.hang_timeout)
+            else:
+                train = dataclasses.replace(self.train, hang_timeout=self.hang_timeout)
+                object.__setattr__(self, "train", train)
         for name, value in self._usual().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -313,14 +325,25 @@ class JobSpec(Record):
             "resumable": self.program.resumable,
             "requeue": True if resumable or self.retries else None,
             "signal": f"B:USR1@{max(lead, 1)}" if resumable else "",
-            "silence": 0.0 if resumable else _SILENCE_MINUTES,
+            "hang_timeout": (
+                TrainConfig.hang_timeout if self.train else 0 if resumable else _HANG_SECONDS
+            ),
         }
 
     def _check_program(self) -> None:
         """Refuse a program that cannot start, and options for which it has no use."""
-        if self.end_silent and self.silence == 0:
+        if self.on_hang == END and self.train:
+            shown = formatting.setting(self.train.process_group_timeout)
             raise OptionError(
-                "--end-silent", " against --silence 0, by which no silence counts. [CD0103]"
+                "--on-hang end",
+                f" is for a COMMAND. The training ends by --process-group-timeout ({shown}): "
+                "shorten that instead. [CD0103]",
+            )
+        if self.on_hang == END and self.hang_timeout == 0:
+            raise OptionError(
+                "--on-hang end",
+                " conflicts with --hang-timeout 0, which reports no hang. Remove one of them. "
+                "[CD0103]",
             )
         for name, why in self.program.refused.items():
             if getattr(self, name):
@@ -689,6 +712,8 @@ class JobSpec(Record):
             "python": self.python,
             "controller_python": self.controller_python,
         }
+        if isinstance(asked.get("train"), dict):  # the request's own field has it
+            asked["train"].pop("hang_timeout", None)
         unsaid = [name for name, usual in self._usual().items() if getattr(self, name) == usual]
         if self.controller_python == self.python and not (self.wrapper or self.container_image):
             unsaid.append("controller_python")

@@ -240,17 +240,19 @@ class TrainConfig(Record):
     allow_config_change: bool = option(False, "Resume despite a changed configuration.")
     rendezvous_timeout: float = option(300, "Time to wait for all ranks.", DURATION)
     process_group_timeout: float = option(600, "Timeout of collectives.", DURATION)
-    watchdog: float = option(
-        60, "Time without progress until the hanging rank is named; 0 is never.", DURATION_OR_NEVER
-    )
     straggler_window: float = option(
         60,
         "Report a rank below 80% of the others' speed for so long; 0: never.",
         DURATION_OR_NEVER,
     )
 
+    hang_timeout: float = 60
+    """Seconds without a step until a hang is reported; 0 is never. `JobSpec.hang_timeout` sets
+    it."""
+
     def __post_init__(self) -> None:
         table.check_fields(self)
+        DURATION_OR_NEVER.check("--hang-timeout", self.hang_timeout)
         typed = self.to_argv()
         for first, second, why in _CONTRADICTIONS:
             if first in typed and second in typed:
@@ -339,7 +341,7 @@ class TrainConfig(Record):
 
         A recipe gives those that have their default. Raises RequestError for a value not valid.
         """
-        names = (row.parameter for row in TRAINING)
+        names = (*(row.parameter for row in TRAINING), "hang_timeout")
         values = {name: given.values[name] for name in names if given.values.get(name) is not None}
         for name, value in recipe_settings(values.get("recipe")).items():
             if name not in given.sources:
@@ -373,6 +375,8 @@ class TrainConfig(Record):
         """
         values = {row.flag: row.text(getattr(self, row.parameter)) for row in TRAINING}
         usual = {row.flag: row.text(getattr(TrainConfig, row.parameter)) for row in TRAINING}
+        for record, each in ((self, values), (TrainConfig, usual)):
+            each["--hang-timeout"] = formatting.setting(record.hang_timeout)
         del values["--recipe"]
         return [
             flag if value is True else f"{flag}={value}"

@@ -48,8 +48,8 @@ CHANGEABLE = (
     *("requeue", "max_requeues", "retries", "max_restarts"),
     *(
         "stacks",
-        "silence",
-        "end_silent",
+        "hang_timeout",
+        "on_hang",
         "avoid_bad_nodes_for",
         "preflight",
         "notify",

@@ -261,7 +261,7 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
 
 def _init_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunStore) -> None:
     agreed, device = joined.agreed, joined.device
-    ends_first = config.watchdog and agreed.backend == "nccl"
+    ends_first = config.hang_timeout and agreed.backend == "nccl"
     timeout = config.process_group_timeout + (_NCCL_GRACE_SECONDS if ends_first else 0)
     torch.set_num_threads(agreed.threads)
     if config.deterministic:

@@ -139,7 +139,7 @@ def _run(task: _Task) -> int:
             fingerprint=reading.fingerprint if reading else None,
         )
         joined = join.join(config, env, store, os.environ, settle, lookups)
-        if config.watchdog:
+        if config.hang_timeout:
             watchdog = at_end.enter_context(_watchdog(config, env, joined, progress, ending))
         reason = _train(task, joined, store, reading, progress, ending)
         dist.barrier()
@@ -285,7 +285,7 @@ def _watchdog(
     return Watchdog.of_ranks(
         env,
         progress,
-        silent_seconds=config.watchdog,
+        silent_seconds=config.hang_timeout,
         group_seconds=config.process_group_timeout,
         host=joined.hello.host,
         note=noting(joined.attempt.outcomes),

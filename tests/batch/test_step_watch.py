@@ -238,7 +238,7 @@ def test_the_stacks_are_printed_once_and_the_job_goes_on(
     assert logged[0] == "no rank has printed anything for 10m. Stacks of the ranks:"
     assert logged[1].startswith("3 of 4 (ranks 0-2) in all_reduce")
     assert [line for line in logged if line.startswith("rank 3 on gpu03 in DataLoader")]
-    assert logged[-1].startswith("the job goes on")
+    assert logged[-1].startswith("the job continues")
     silent = read_json(attempt.silent)
     assert silent is not None
     assert silent["ranks"] == [3]

@@ -71,7 +71,7 @@ AROUND = [
     "--allow-launcher",
     "--no-requeue", "--max-restarts", "1", "--template", "torchrun.sbatch.j2",
     "--avoid-bad-nodes-for", "3h", "--preflight", "none",
-    "--no-stacks", "--silence", "60", "--end-silent", "--check-python",
+    "--no-stacks", "--hang-timeout", "60m", "--on-hang", "end", "--check-python",
     "--snapshot-limit", "9", "--notify", "sh -c 'echo \"a b\"'", "--report-to", "wandb",
     "--", "torchrun", "train.py",
 ]  # fmt: skip

@@ -59,7 +59,7 @@ def test_every_rank_ends_and_the_one_that_failed_is_named(
     run = RunDir(tmp_path / "run")
     attempt = begin(run)
     more = (
-        "--epochs=1000000", "--log-every=100", "--own-log", "--attempt=1", "--watchdog=4s",
+        "--epochs=1000000", "--log-every=100", "--own-log", "--attempt=1", "--hang-timeout=4s",
         f"--process-group-timeout={TIMEOUT}s", f"--cuda-graph={graph}",
     )  # fmt: skip
     path = f"{site}:{os.environ.get('PYTHONPATH', '')}"

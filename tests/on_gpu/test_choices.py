@@ -50,7 +50,7 @@ def test_fp32_trains_on_a_gpu_as_on_a_cpu(gpu_digits: Digits, tmp_path: Path) ->
 
 
 def test_a_compiled_model_trains(gpu_digits: Digits, tmp_path: Path) -> None:
-    report, _ = trained(gpu_digits, tmp_path, "--compile", "--max-steps=20", "--watchdog=0")
+    report, _ = trained(gpu_digits, tmp_path, "--compile", "--max-steps=20", "--hang-timeout=0")
     assert (report["steps"], report["cuda_graph"]) == (20, False)
 
 

@@ -163,7 +163,7 @@ WAYS = {
         (*TRAINING, "--model", "model:leave"), launchers=OF_RANKS
     ),
     "a rank hangs, and the others have given up (`--process-group-timeout`)": Way(
-        (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--watchdog", "2s",
+        (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--hang-timeout", "2s",
          "--process-group-timeout", "10s"),
         launchers=OF_RANKS,
     ),

@@ -200,7 +200,7 @@ def test_what_begins_after_quick_checks_is_found_by_full_ones(
 def test_a_rank_that_hangs_in_the_checks_is_named(
     four: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    limits = ["--watchdog", "2s", "--process-group-timeout", "16s"]
+    limits = ["--hang-timeout", "2s", "--process-group-timeout", "16s"]
     run, status = trained(
         four, tmp_path, synthetic_dir, "--nodes", "3", *limits, env=hooked(tmp_path, HANGS)
     )

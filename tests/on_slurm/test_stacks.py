@@ -120,7 +120,7 @@ def test_a_silent_command_is_ended_when_asked_and_the_odd_rank_is_named(
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(JUMPS.format(quiet=str(quiet)))
     run = started(
-        cluster, tmp_path, "--end-silent", "--", sys.executable, "train.py",
+        cluster, tmp_path, "--on-hang", "end", "--", sys.executable, "train.py",
         env={"PYTHONPATH": f"{hooks}:{PACKAGE}"},
     )  # fmt: skip
     wait_for(lambda: AT_THEIR_PLACES in stacks(cluster, tmp_path).stdout, AT_THEIR_PLACES, LONG)

@@ -136,7 +136,7 @@ def test_intervals_are_due_after_each_of_their_unit_and_minutes_by_the_clock_alo
 def test_what_decides_the_weights_and_has_changed_is_told() -> None:
     before = dataclasses.asdict(TrainConfig())
     assert changes(before, vars(TrainConfig())) == []
-    assert changes(before, vars(TrainConfig(lr=0.5, seed=3, watchdog=0, max_steps=9))) == [
+    assert changes(before, vars(TrainConfig(lr=0.5, seed=3, hang_timeout=0, max_steps=9))) == [
         "--lr 0.001, now 0.5", "--seed 0, now 3",
     ]  # fmt: skip
     assert changes({"lr": 0.001}, vars(TrainConfig(seed=3))) == [], "what an older record lacks"
@@ -209,19 +209,19 @@ def test_the_record_of_a_request_is_its_text_in_the_script_and_names_no_default(
 
 
 @pytest.mark.parametrize(
-    ("asked", "requeue", "signal", "silence"),
+    ("asked", "requeue", "signal", "hang_timeout"),
     [
-        ({}, True, "B:USR1@120", 0),
-        ({"command": ("true",)}, None, "", 30),
-        ({"command": ("true",), "retries": 1}, True, "", 30),
+        ({}, True, "B:USR1@120", 60),
+        ({"command": ("true",)}, None, "", 1800),
+        ({"command": ("true",), "retries": 1}, True, "", 1800),
         ({"command": ("true",), "resumable": True}, True, "B:USR1@120", 0),
     ],
 )
 def test_defaults_hang_on_whether_the_run_is_resumable(
-    asked: dict[str, Any], requeue: bool | None, signal: str, silence: float
+    asked: dict[str, Any], requeue: bool | None, signal: str, hang_timeout: float
 ) -> None:
     made = spec(**asked)
-    assert (made.requeue, made.signal, made.silence) == (requeue, signal, silence)
+    assert (made.requeue, made.signal, made.hang_timeout) == (requeue, signal, hang_timeout)
     assert JobSpec.from_json(made.to_json()) == made
     typed = dataclasses.replace(made, signal="USR2@9", requeue=False, retries=0)
     assert JobSpec.from_json(typed.to_json()) == typed
@@ -300,21 +300,39 @@ def test_a_container_that_cannot_be_is_refused(
     assert said.value.code == code
 
 
-@pytest.mark.parametrize("field", ["end_silent", "silence"])
-def test_what_concerns_a_commands_output_is_no_option_of_the_training(field: str) -> None:
-    value: float | bool = {"silence": 5.0, "stacks": False}.get(field, True)
-    flag = f"--{field.replace('_', '-')}"
-    with pytest.raises(OptionError, match=f"{flag} is for a COMMAND"):
-        spec(**{field: value})
-    of_command = spec(**{field: value}, command=("python", "train.py"))
+@pytest.mark.parametrize(
+    "fields", [{"report_to": "wandb"}, {"on_hang": "end"}, {"on_hang": "end", "hang_timeout": 300}]
+)
+def test_options_of_a_command_are_refused_for_the_training(fields: dict[str, Any]) -> None:
+    flag = f"--{next(iter(fields)).replace('_', '-')}"
+    with pytest.raises(OptionError, match=f"{flag}.* is for a COMMAND"):
+        spec(**fields)
+    of_command = spec(**fields, command=("python", "train.py"))
     assert JobSpec.from_json(of_command.to_json()) == of_command
 
 
-def test_no_silence_can_end_a_command_where_none_counts() -> None:
-    with pytest.raises(OptionError, match="--end-silent against --silence 0"):
-        spec(command=("a",), end_silent=True, silence=0.0)
-    with pytest.raises(OptionError, match="--silence"):
-        spec(command=("a",), silence=-1.0)
+def test_a_hang_that_is_never_reported_cannot_end_a_command() -> None:
+    with pytest.raises(OptionError, match="--on-hang end conflicts with --hang-timeout 0"):
+        spec(command=("a",), on_hang="end", hang_timeout=0)
+    with pytest.raises(OptionError, match="--hang-timeout"):
+        spec(command=("a",), hang_timeout=-1.0)
+    with pytest.raises(OptionError, match="--on-hang"):
+        spec(command=("a",), on_hang="kill")
+
+
+def test_a_hang_of_the_training_is_ended_by_its_process_group() -> None:
+    with pytest.raises(OptionError, match=r"is for a COMMAND\. .*--process-group-timeout \(10m\)"):
+        spec(on_hang="end")
+
+
+def test_the_training_has_the_hang_timeout_of_its_request_and_one_record_of_it() -> None:
+    for asked in (spec(hang_timeout=300), spec(train=TrainConfig(hang_timeout=300))):
+        assert asked.train and asked.hang_timeout == asked.train.hang_timeout == 300
+        record = json.loads(asked.to_json())
+        assert record["hang_timeout"] == 300 and "hang_timeout" not in record["train"]
+        assert JobSpec.from_json(asked.to_json()) == asked
+        assert "--hang-timeout=5m" in asked.train.to_argv(defaults=False)
+    assert "hang_timeout" not in spec().to_json()
 
 
 @pytest.mark.parametrize(
@@ -397,7 +415,7 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"save_every": "0"}, "--save-every"),
         ({"eval_every": "1 fortnight"}, "--eval-every"),
         ({"keep_last": 0}, "--keep-last"),
-        ({"watchdog": -1}, "--watchdog"),
+        ({"hang_timeout": -1}, "--hang-timeout"),
         ({"beta2": 1.0}, "--beta2"),
         ({"label_smoothing": -0.1}, "--label-smoothing"),
         ({"label_smoothing": float("nan")}, "--label-smoothing"),

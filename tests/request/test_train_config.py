@@ -12,7 +12,7 @@ from clusterddp.cli.commands import submit
 from clusterddp.cli.options import held_by, options
 from clusterddp.errors import RequestError
 from clusterddp.request.options import Settings
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import RECIPES, TRAINING, TrainConfig, changes
 
 CASES = [
@@ -60,7 +60,7 @@ def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> T
     def run(ctx: click.Context, **_params: Any) -> TrainConfig:
         return TrainConfig.of(held_by(ctx))
 
-    command = click.command()(options(TRAINING, settings=settings)(run))
+    command = click.command()(options([*TRAINING, OPTIONS["hang-timeout"]], settings=settings)(run))
     site = Settings(sources=dict.fromkeys(default_map, "site.cfg [defaults]"))
     config = command.main(argv, standalone_mode=False, default_map=default_map, obj=site)
     assert isinstance(config, TrainConfig)

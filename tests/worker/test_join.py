@@ -282,7 +282,7 @@ def test_nccl_waits_longer_than_our_own_watchdog_does(
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **more: asked.update(more))
-    config = TrainConfig(watchdog=watchdog)
+    config = TrainConfig(hang_timeout=watchdog)
     store = rendezvous.RunStore(dist.HashStore(), rendezvous.Identity("", ""))
     join._init_group(config, joined(backend), DistEnv.from_environ({}), store)
     assert asked["timeout"].total_seconds() == seconds

@@ -154,7 +154,7 @@ def test_what_does_not_decide_the_weights_may_change(
 ) -> None:
     train_alone(config(synthetic_dir), tmp_path, 2)
     other = config(
-        synthetic_dir, max_steps=3, save_every="1m", log_every=7, watchdog=5, keep_last=9
+        synthetic_dir, max_steps=3, save_every="1m", log_every=7, hang_timeout=5, keep_last=9
     )
     assert agree(other, tmp_path).resume
 

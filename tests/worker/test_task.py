@@ -121,7 +121,7 @@ def test_a_task_shows_its_parent_that_python_runs_while_the_watchdog_is_on(
     for watchdog, shown in ((60, True), (0, False)):
         beats = list[float]()
         monkeypatch.setattr(supervise, "gil_watch", SimpleNamespace(beat=beats.append))
-        config = make_config(synthetic_dir, watchdog=watchdog)
+        config = make_config(synthetic_dir, hang_timeout=watchdog)
         assert run_task(config, tmp_path / f"run-{watchdog}") == 0
         assert bool(beats) is shown
         assert not shown or (beats[0] > 60 and beats[-1] == 0)

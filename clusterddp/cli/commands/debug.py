@@ -24,7 +24,7 @@ from clusterddp.submission.inputs import check_inputs
 
 @click.command(cls=SettingsCommand)
 @options(TRAINING)
-@options(OPTIONS[name.replace("_", "-")] for name in ("python", *CONTAINER))
+@options(OPTIONS[name.replace("_", "-")] for name in ("python", "hang-timeout", *CONTAINER))
 @click.option(
     "--procs",
     type=click.IntRange(1, MOST_PROCS),

@@ -11,6 +11,7 @@ from clusterddp.formatting import setting
 from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.dist_env import DistEnv
+from clusterddp.request.spec import OPTIONS
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 from clusterddp.training import stop
@@ -20,7 +21,7 @@ _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "l
 
 
 @click.command(cls=GroupedCommand)
-@options(TRAINING, settings=False)
+@options([*TRAINING, OPTIONS["hang-timeout"]], settings=False)
 @click.option(
     "--run-dir",
     metavar="DIR",

@@ -1012,8 +1012,18 @@ def test_options_cover_what_submit_asks_slurm_for() -> None:
 
 def test_a_command_that_hung_is_resumed_with_another_watch(workplace: Workplace) -> None:
     stopped(workplace, train=None, command=("python", "train.py"))
-    accepted(workplace, "one", "--no-stacks", "--silence", "5", "--end-silent", "--code", "new")
+    accepted(
+        workplace,
+        "one",
+        "--no-stacks",
+        "--hang-timeout",
+        "5m",
+        "--on-hang",
+        "end",
+        "--code",
+        "new",
+    )
     script = sent(workplace)
     assert "--no-stacks -- python train.py" in script
-    assert '"silence": 5.0' in script
-    assert '"end_silent": true' in script
+    assert '"hang_timeout": 300' in script
+    assert '"on_hang": "end"' in script

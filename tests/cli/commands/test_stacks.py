@@ -165,7 +165,7 @@ def test_a_silent_command_has_its_stacks_in_the_jobs_log(rehearse: Begin, tmp_pa
     )  # fmt: skip
     wait_for(run.is_up, "all ranks")
     quiet.touch()
-    last = "--end-silent"  # is in the last line
+    last = "--on-hang end"  # is in the last line
     wait_for(lambda: last in run.run.job_log.read_text(), last)
     log = run.run.job_log.read_text()
     assert log.count("no rank has printed anything for 30m") == 1

@@ -62,7 +62,7 @@ SCRIPTS: dict[str, list[str]] = {
     ],
     "interruptions": [
         "--no-requeue", "--max-requeues", "3", "--signal", "USR1@60", "--time", "10",
-        "--keep-last", "5", "--allow-config-change", "--watchdog", "0",
+        "--keep-last", "5", "--allow-config-change", "--hang-timeout", "0",
     ],
     "container": [
         *EIGHT, "--container-image", "pytorch/pytorch:2.9", "--container-mount", "/scratch:/s:ro",

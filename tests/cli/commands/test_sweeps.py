@@ -583,7 +583,7 @@ def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: 
 def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
     points = Sweep(("lr",), (("0.1",),))
-    asked = {"train": TrainConfig(), "command": (), "silence": None, "sweep": points}
+    asked = {"train": TrainConfig(), "command": (), "hang_timeout": None, "sweep": points}
     spec = dataclasses.replace(sweep.load_spec(), **asked)
     sweep.spec.write_text(spec.to_json())
     none = workplace.invoke("resume", "s", "--dry-run", "--sweep", "lr=0.10")

@@ -15,6 +15,7 @@ import pytest
 
 from clusterddp.checkpoints.catalog import step_of
 from clusterddp.cli.options import held_by, options
+from clusterddp.request.spec import OPTIONS
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run.attempt import begin
 from clusterddp.run.outcome import first_failure, read_outcomes
@@ -202,7 +203,7 @@ def test_ranks_that_wait_in_nccl_save_and_leave_and_name_the_one_that_hangs(
 ) -> None:
     attempt = begin(RunDir(tmp_path))
     argv = train_argv(
-        synthetic_dir, tmp_path, "--attempt=1", "--save-every=2steps", "--watchdog=1s",
+        synthetic_dir, tmp_path, "--attempt=1", "--save-every=2steps", "--hang-timeout=1s",
         "--process-group-timeout=6s",
     )  # fmt: skip
     argv[1:3] = ["-c", WAITING_RANKS]
@@ -310,7 +311,10 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
     text = " ".join(process.stdout.split())
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')} " in text
-        shown = field.default if field.default != "" else "none"
+        row = OPTIONS[field.metadata.get("option", {}).get("name") or field.name.replace("_", "-")]
+        shown = row.text(field.default) if field.default != "" else "none"
+        if row.name == "hang-timeout":
+            shown = row.shown
         assert field.type is bool or f"[default: {shown}]" in text
 
 
@@ -320,7 +324,8 @@ def options_command(settings: bool) -> click.Command:
         return TrainConfig.of(held_by(ctx))
 
     other = click.option("--nodes", default=2)
-    return click.command()(other(options(TRAINING, settings=settings)(run)))
+    rows = [*TRAINING, OPTIONS["hang-timeout"]]
+    return click.command()(other(options(rows, settings=settings)(run)))
 
 
 def test_options_become_the_configuration_and_its_argv_the_options() -> None:
@@ -330,7 +335,7 @@ def test_options_become_the_configuration_and_its_argv_the_options() -> None:
     command = options_command(settings=False)
     assert command.main(given.to_argv(), standalone_mode=False) == given
     assert command.main([], standalone_mode=False) == TrainConfig()
-    assert {row.parameter for row in TRAINING} == {
+    assert {*(row.parameter for row in TRAINING), "hang_timeout"} == {
         field.name for field in dataclasses.fields(TrainConfig)
     }
 

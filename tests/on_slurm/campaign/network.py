@@ -65,7 +65,7 @@ def network_cut_for_seconds(trial: Trial) -> str:
     return run.check_same(struck, causes=["done"])
 
 
-SHORT = ["--process-group-timeout", "10s", "--watchdog", "4s"]
+SHORT = ["--process-group-timeout", "10s", "--hang-timeout", "4s"]
 
 
 @fault("network-cut-for-good", conf=SOON, hosts=3)

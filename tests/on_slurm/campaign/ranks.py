@@ -345,7 +345,7 @@ def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
 
 @fault("stopped-for-good", conf={})
 def stopped_for_good(trial: Trial) -> str:
-    return _stop_for_good(trial, 1, "--watchdog", "4s")
+    return _stop_for_good(trial, 1, "--hang-timeout", "4s")
 
 
 @fault("stopped-with-a-time-out-under-the-watchdogs", conf={}, quick=True)
@@ -355,7 +355,7 @@ def stopped_with_a_time_out_under_the_watchdogs(trial: Trial) -> str:
 
 @fault("stopped-for-seconds")
 def stopped_for_seconds(trial: Trial) -> str:
-    run = trial.start("--process-group-timeout", "60s", "--watchdog", "4s")
+    run = trial.start("--process-group-timeout", "60s", "--hang-timeout", "4s")
     run.wait_step(60)
     pid = run.kill(1, signal.SIGSTOP)
     run.wait_said("is stopped (SIGSTOP)")
