@@ -1,13 +1,13 @@
-"""Takes a PyTorch distributed training run onto a Slurm cluster.
+"""PyTorch distributed training on Slurm clusters.
 
-The names below are the Python API; each is imported when it is first used, so that importing the
-package costs nothing (PEP 562).
+The names below are the Python API. Each is imported on first use, so that importing the package is
+fast (PEP 562).
 """
 
 import sys
 from typing import TYPE_CHECKING
 
-# A COMMAND's Python may be another than the run's; its script can do without (`loop`).
+# A COMMAND's Python may be older than clusterddp's. Its script can catch the error (see `loop`).
 if sys.version_info < (3, 10):  # noqa: UP036
     raise ImportError("clusterddp needs Python 3.10 or later, this is " + sys.version.split()[0])
 

@@ -1,7 +1,7 @@
-"""Python API: what the commands do, as functions and as methods of a run.
+"""Python API: the commands as functions and as methods of a run.
 
-`from clusterddp import render, submit, runs, launch`; importing the package loads this module only
-when one of them is used.
+`from clusterddp import render, submit, runs, launch`. Importing the package loads this module only
+when one of these names is used.
 """
 
 import os
@@ -56,25 +56,26 @@ _NAMES = {
     for flag in (*row.flags, row.flag)
     if flag.startswith("--")
 }
-"""Options by all names that they have on the command line, `ntasks_per_node` as well."""
+"""Parameter of each option by all its names, including aliases such as `ntasks_per_node`."""
 _ELSEWHERE = {
     "dry_run": "render(spec) gives the script of a JobSpec",
     "gpus": "those of each node are gpus_per_node",
     "sweep": "'clusterddp submit --sweep …' submits one",
     "wait": "call wait() of the run that comes back",
 }
-"""What to do instead of giving what is no option of a request."""
+"""What to use in place of names that are not options of a request."""
 _TEMPLATES = ("template", "template_dir")
 _TRAINING = {row.parameter for row in TRAINING}
 _FLAG = re.compile(r"(clusterddp [a-z][^.;\n]*)|(?<![\w-])--([a-z][a-z-]*)(?![\w-])")
-"""A flag; or a line for the shell, which keeps its own."""
+"""A flag to replace by a keyword, or a shell command line, which keeps its flags."""
 
 
 def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
-    """Render the script that `submit` sends, as `clusterddp submit --dry-run` prints it.
+    """Return the batch script that `submit` sends, as `clusterddp submit --dry-run` prints it.
 
-    template_folder: folder of your own templates. Raises RequestError where the template is at
-    fault, or where the command is a launcher.
+    template_folder: directory of your own templates.
+
+    Raises RequestError if the template is invalid or the command is a launcher.
     """
     folder = Path(template_folder) if template_folder else None
     check_new(spec)
@@ -82,13 +83,16 @@ def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
 
 
 def _with_slurm(spec: JobSpec) -> JobSpec:
-    """Return a request that says where Slurm's commands are here, as the command line's does."""
+    """Return the request with the directory of Slurm's commands, as the command line sets it."""
     return spec if spec.slurm_folder else replace(spec, slurm_folder=slurm_folder())
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, by its directory, and what the commands do with it."""
+    """A run, identified by its directory, with the commands as methods.
+
+    Methods raise RequestError if the directory does not exist.
+    """
 
     run_dir: Path
 
@@ -96,7 +100,7 @@ class Run:
         object.__setattr__(self, "run_dir", Path(self.run_dir))
 
     def __fspath__(self) -> str:
-        """Return its directory: `after=run` waits for it."""
+        """Return the run's directory, so that `after=run` works."""
         return str(self.run_dir)
 
     @property
@@ -105,44 +109,43 @@ class Run:
 
     @property
     def _run(self) -> RunDir:
-        """Its directory; raises RequestError where that is not there."""
+        """The run's directory. Raises RequestError if it does not exist."""
         if not self.run_dir.is_dir():
-            raise RequestError(f"there is no run at {self.run_dir}: no such folder. [CD0501]")
+            raise RequestError(f"there is no run at {self.run_dir}: no such directory. [CD0501]")
         return RunDir(self.run_dir)
 
     @property
     def job_id(self) -> str:
-        """Job id of the latest submission; empty where nothing was submitted."""
+        """Job id of the latest submission; empty if nothing was submitted."""
         submission = latest_submission(events.read(self._run.events))
         return submission.job_id if submission else ""
 
     @property
     def spec(self) -> JobSpec:
-        """Recorded request. Raises RequestError where it cannot be read."""
+        """Recorded request. Raises RequestError if it cannot be read."""
         return self._run.load_spec()
 
     def status(self) -> RunStatus:
-        """Return how the run is doing, as `clusterddp status` shows it.
-
-        Raises RequestError, as all here do, where there is no such directory.
-        """
+        """Return the run's status, as `clusterddp status` shows it."""
         return statuses([self._run])[0]
 
     def wait(self, timeout: float | None = None) -> RunStatus:
-        """Wait until the run has ended, over requeues, and return how; logs changes of its state.
+        """Wait until the run ends, across requeues, and return its status; log state changes.
 
-        timeout: seconds after which TimeoutError is raised; the run goes on, and can be waited for
-        again.
+        The state is `unknown` if Slurm no longer knows the job and no end was recorded.
 
-        A run of which Slurm no longer knows the job, and that recorded no end, is `unknown`.
+        timeout: seconds until TimeoutError is raised; the run continues and can be waited for
+            again.
         """
         return follow.wait_for_end(self._run, timeout=timeout)
 
     def logs(self, rank: int | None = None, *, job: bool = False, lines: int | None = None) -> str:
-        """Read the log of a rank, or of the job; by default the one that tells most.
+        """Return the log of a rank or, with `job`, of the job.
 
-        That is the job's log after a failure, and rank 0's otherwise. lines: only the last ones.
-        Raises RequestError where there is no such log.
+        By default the job's log after a failure, otherwise rank 0's.
+        lines: return only this many last lines.
+
+        Raises RequestError if there is no such log.
         """
         run, status = self._run, self.status()
         path = follow.default_log(run, status) if rank is None else run.rank_log(rank)
@@ -152,10 +155,10 @@ class Run:
         return follow.LogTail(path, lines).read().decode(errors="replace")
 
     def stacks(self, rank: int | None = None) -> list[RankStacks]:
-        """Read where each rank is now, or one of them with all its threads and worker processes.
+        """Return the current stack of each rank, or of one with its threads and worker processes.
 
-        No rank is stopped or altered. Raises RequestError where the run does not run, SlurmError
-        where none of its hosts answers.
+        No rank is interrupted. Raises RequestError if the run is not running, SlurmError if none
+        of its hosts answers.
         """
         return stacks.read(self._run, self.status(), [] if rank is None else [rank])
 
@@ -168,9 +171,9 @@ class Run:
         return stopping.stop(self._run, self.status())
 
     def cancel(self) -> Cancellation:
-        """Ask Slurm, or the run's process on this workstation, to end the run now.
+        """End the run now, through Slurm or its process on this workstation.
 
-        Raises RequestError or SlurmError where that failed.
+        Raises RequestError or SlurmError if that fails.
         """
         return stopping.cancel(self._run, self.status())
 
@@ -204,9 +207,9 @@ class Run:
 
 
 def runs(runs_dir: str | Path = DEFAULT_ROOT) -> list[Run]:
-    """Return the runs below an output root, the latest last.
+    """Return the runs in a directory, the latest last.
 
-    Raises RequestError where it cannot be read.
+    Raises RequestError if the directory cannot be read.
     """
     return [Run(run.path.absolute()) for run in find_runs(Path(runs_dir))]
 
@@ -240,18 +243,19 @@ def submit(
     run_name: str | None = None,
     **options: object,
 ) -> Run:
-    """Submit a run as `clusterddp submit` does, with the same checks; logs what it finds.
+    """Submit a run with the checks and warnings of `clusterddp submit`.
 
     spec: a request; or a command as a list of words, with the options of `clusterddp submit` as
-    keywords, `gpus_per_node=4`; without either it is the training. Paths are meant from here.
+    keywords, for example `gpus_per_node=4`. Empty: the built-in training. Paths are relative to
+    the current directory.
 
     check: ask Slurm for its forecast. check_python: start the tasks' interpreters, which have to
     import torch. force: submit all the same where no partition can give what is asked for, or where
     the command's program is not on the PATH here. snapshot_limit_mb: most that a copy of your code
     may have (as a keyword of a command: snapshot_limit).
 
-    With the launcher `local` the run lives no longer than this process: `wait` for it. Raises
-    RequestError where nothing was submitted, SlurmError where Slurm did not answer.
+    With the launcher `local`, the run ends with this process, so call `wait()`. Raises
+    RequestError if nothing was submitted, SlurmError if Slurm did not answer.
     """
     if not isinstance(spec, JobSpec):
         given = {"check": check, "check_python": check_python, "force": force, **options}
@@ -266,12 +270,12 @@ def submit(
     if options or run_name is not None:
         names = ", ".join([*options, *(["run_name"] if run_name is not None else [])])
         raise RequestError(
-            f"{names}: options beside a JobSpec, which has its own; give it there. [CD0103]"
+            f"{names}: keywords cannot be combined with a JobSpec. Set them in it. [CD0103]"
         )
     if spec.sweep:
         raise RequestError(
-            "a sweep is no single run: submit it with 'clusterddp submit --sweep …', or each "
-            "spec.element(index) by itself. [CD0102]"
+            "a sweep is not a single run. Submit it with 'clusterddp submit --sweep …', or submit "
+            "each spec.element(index). [CD0102]"
         )
     spec = _with_slurm(spec)
     script = render(spec, template_folder)
@@ -314,25 +318,26 @@ def launch(
     start_method: str | None = None,
     run_dir: str | Path | None = None,
 ) -> dict[str, object] | list[T]:
-    """Train a configuration, or call a function, in so many processes of this workstation.
+    """Train a configuration or call a function in `procs` processes on this workstation.
 
-    A function finds RANK, WORLD_SIZE, MASTER_ADDR and the rest of torchrun's variables in
-    os.environ; what its ranks return comes back as a list, by rank. A configuration is trained as
-    `clusterddp debug --procs` does, in run_dir (jobs/debug-<time>), and its report comes back; one
-    that holds checkpoints is resumed.
+    A function finds torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR …) in os.environ. Return
+    its ranks' return values as a list, ordered by rank. A configuration is trained as by
+    `clusterddp debug --procs` in `run_dir` (default jobs/debug-<time>), resuming from checkpoints
+    there. Return its report.
 
-    start_method: fork (the usual one of a function, and the only one for a notebook's own), spawn
-    or forkserver; for a configuration also exec, the usual one: fresh interpreters.
+    args: arguments of the function.
+    start_method: fork (default for a function, required for functions defined in a notebook),
+        spawn or forkserver; for a configuration also exec (its default: fresh interpreters).
 
-    Raises RequestError where it cannot be started; TrainingError with the rank that failed first,
-    and its traceback; KeyboardInterrupt when it was interrupted, a training after it has saved.
+    Raises RequestError if it cannot be started; TrainingError with the traceback of the rank that
+    failed first; KeyboardInterrupt if interrupted, after a training has saved a checkpoint.
     """
     if not isinstance(procs, int):
         raise RequestError(
-            f"procs: {procs!r} is no number of processes; give one such as 2. [CD0102]"
+            f"procs: {procs!r} is not a number of processes. Use an integer: procs=2. [CD0102]"
         )
     if not 1 <= procs <= MOST_PROCS:
-        raise RequestError(f"procs: {procs} is not within 1 and {MOST_PROCS}. [CD0102]")
+        raise RequestError(f"procs: {procs} is not between 1 and {MOST_PROCS}. [CD0102]")
     known = START_METHODS if isinstance(target, TrainConfig) else START_METHODS[1:]
     if start_method not in (None, *known):
         raise RequestError(
@@ -340,17 +345,15 @@ def launch(
         )
     if isinstance(target, TrainConfig):
         if args:
-            raise RequestError("args are those of a function, but a TrainConfig is given. [CD0102]")
+            raise RequestError("args apply only to a function, not to a TrainConfig. [CD0102]")
         return _train(target, procs, start_method or "exec", run_dir)
     if not callable(target):
         raise RequestError(
-            f"target: {target!r} is neither a TrainConfig nor a function to call; for one with "
-            "arguments give the function itself, and the arguments as args. [CD0102]"
+            f"target: {target!r} is neither a TrainConfig nor a function. Pass the function "
+            "itself, and its arguments as args. [CD0102]"
         )
     if run_dir is not None:
-        raise RequestError(
-            "run_dir is that of a TrainConfig; a function keeps its own records. [CD0102]"
-        )
+        raise RequestError("run_dir applies only to a TrainConfig, not to a function. [CD0102]")
     return workstation.call_on_ranks(target, args, procs, start_method or "fork")
 
 
@@ -373,7 +376,7 @@ def _train(
         final_record = attempt.read_final_record()
         by_person = final_record and final_record.reason == "stop"
         raise TrainingError(
-            f"it was stopped and has saved; resume it with run_dir={str(path)!r}.",
+            f"the training stopped after a checkpoint. Resume it with run_dir={str(path)!r}.",
             code=end_codes.BY_CAUSE[Cause.STOPPED if by_person else Cause.SIGNAL],
         )
     if failure is None:
@@ -386,7 +389,7 @@ def _train(
 
 
 def _how_it_failed(attempt: attempts.Attempt, failure: Failure) -> str:
-    """Name the rank that failed first, with its traceback where its log ends with one."""
+    """Describe the failure of the first rank, with the traceback at the end of its log, if any."""
     text = read_attempt_log(attempt.run.rank_log(failure.rank), attempt.number)
     _, begin, trace = text.rpartition("Traceback (most recent call last):")
     return f"{failure.describe()}\n{begin}{trace}".rstrip() if begin else failure.describe()
@@ -395,14 +398,14 @@ def _how_it_failed(attempt: attempts.Attempt, failure: Failure) -> str:
 def _request(
     command: Sequence[str | os.PathLike[str]], run_name: str | None, given: Mapping[str, object]
 ) -> JobSpec:
-    """Return the checked request for a command, or without one for the training.
+    """Return the checked request for a command or, without one, for the training.
 
-    given: values by option. Variables and site.cfg have no part in it. Raises RequestError that
-    speaks of keywords.
+    given: values by option; environment variables and site.cfg are not used. Raises RequestError
+    that names keywords.
     """
     if isinstance(command, str) or not all(isinstance(w, (str, os.PathLike)) for w in command):
         raise RequestError(
-            f"the command {command!r} is no list of words; give one such as "
+            f"the command {command!r} is not a list of words. Use for example "
             '["python", "train.py"]. [CD0102]'
         )
     for name in given:
@@ -412,8 +415,8 @@ def _request(
     of_training = [name for name in given if name in _TRAINING] if command else []
     if of_training:
         raise RequestError(
-            f"{', '.join(of_training)}: of the MNIST training, but a command is given; put the "
-            "command's own options into its list. [CD0103]"
+            f"{', '.join(of_training)}: only for the built-in training, but a command is given. "
+            "Put the command's own options into its list. [CD0103]"
         )
     with _speaking_of_keywords():
         held = _held(given, tuple(os.fspath(word) for word in command))
@@ -429,7 +432,7 @@ def _held(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:
 
 @contextmanager
 def _speaking_of_keywords() -> Iterator[None]:
-    """Have refusals and warnings name keywords, `run_name`, in place of flags."""
+    """Make errors and warnings name keywords (`run_name`) rather than flags."""
     try:
         with log.worded(_worded):
             yield
@@ -438,7 +441,7 @@ def _speaking_of_keywords() -> Iterator[None]:
 
 
 def _folder_of_templates(given: Mapping[str, object]) -> Path | None:
-    """Return the folder of the person's own templates, if the keywords name one."""
+    """Return the directory of the user's templates, if the keywords name one."""
     return template_folder(_held({n: v for n, v in given.items() if n in _TEMPLATES}))
 
 
@@ -451,7 +454,7 @@ def _keyword(name: str) -> str:
 
 
 def _instead(name: str) -> str:
-    """Return, in words behind a wrong keyword, what is meant."""
+    """Return a hint about the right keyword, to append to an unknown one."""
     if name in _ELSEWHERE:
         return f": {_ELSEWHERE[name]}"
     denied = name.removeprefix("no_")

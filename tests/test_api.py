@@ -236,14 +236,14 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
         (["true"], {"nodes": 2.5}, "nodes: 2.5 is float, not int."),
         (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is no number."),
         (["true"], {"env": 3}, "env: 3 is neither a text nor a list of texts."),
-        (["true"], {"lr": 0.1}, "lr: of the MNIST training, but a command is given"),
-        (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "against gpus_per_node 2: "),
+        (["true"], {"lr": 0.1}, "lr: only for the built-in training, but a command is given"),
+        (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "conflicts with gpus_per_node 2: "),
         (["true"], {"run_name": "a/b"}, "run_name"),
         (["true"], {"template": "tpl/none.j2"}, "template: there is no file 'tpl/none.j2'."),
         (["true"], {"template_dir": "none"}, "template_dir: there is no directory 'none'."),
         (["true"], {"no_requeue": True}, "there is no option 'no_requeue': give requeue=False."),
         (["true"], {"wait": True}, "there is no option 'wait': call wait() of the run that"),
-        ("python train.py", {}, "is no list of words"),
+        ("python train.py", {}, "is not a list of words"),
     ],
 )
 def test_a_wrong_keyword_is_refused_by_its_name(
@@ -270,7 +270,7 @@ def test_what_cannot_be_submitted_is_refused_and_leaves_nothing(folder: Path) ->
     assert not Path("jobs").exists()
     assert not (folder / "sent").exists()
     submit(spec(folder))
-    with pytest.raises(RequestError, match="exists already"):
+    with pytest.raises(RequestError, match="already exists"):
         submit(spec(folder))
 
 

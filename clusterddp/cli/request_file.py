@@ -159,8 +159,8 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     for key, value in content.items():
         if key in _OF_A_SUBMISSION:
             raise RequestError(
-                f"--config {path}: {key} is no part of a request, which several runs and sweeps can "
-                f"have: type --{key}. [CD0204]"
+                f"--config {path}: {key} is not part of a request, which several runs and sweeps "
+                f"can share: type --{key}. [CD0204]"
             )
         if key not in OPTIONS:
             raise RequestError(
