@@ -235,14 +235,15 @@ def _folder_is_gone() -> bool:
 
 
 def _leave_threads_behind() -> None:
-    """Exit at once, as the last exit handler, while a thread may be inside torch.
+    """Exit at once, as the last exit handler, if Python's own exit could change the exit code.
 
-    A checkpoint that a disk holds up, a rank that does not answer: such a thread is left behind. Up
-    to Python 3.13 one that comes back from C++ after the interpreter has gone is ended there by
-    pthread_exit, and C++ answers with std::terminate: a crash in place of the exit code (seen with
-    torch.save; CPython's gh-87135).
+    A thread inside torch, for example in a slow save, that returns from C++ after the interpreter
+    has gone is ended by pthread_exit up to Python 3.13, and C++ answers with std::terminate: a
+    crash (seen with torch.save; CPython's gh-87135). After a Ctrl-C inside exec() of a string, as
+    in the import of a dataclass, `python -m` kills itself by SIGINT even if it was handled
+    (CPython's unhandled_keyboard_interrupt).
     """
-    if threading.active_count() > 1:
+    if threading.active_count() > 1 or _exit_code == EXIT_INTERRUPTED:
         _exit_at_once(_exit_code)
 
 

@@ -171,3 +171,15 @@ def test_a_submission_looks_for_garbage_as_soon_as_it_is_no_dry_run(tmp_path: Pa
     done = command(*argv, code=code, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "True\n"
+
+
+def test_a_handled_interruption_of_generated_code_exits_with_130(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(
+        "import gc\nfrom clusterddp.cli import main\n"
+        "def command(**_):\n"
+        "    try:\n        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n        return 130\n"
+        "gc.disable()\nmain.go_on()\nmain.cli.main = command\nmain.main()\n"
+    )
+    argv = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(argv, cwd=tmp_path, timeout=90).returncode == 130
