@@ -126,7 +126,7 @@ def resume(
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
     if terms.new_code and isinstance(run, SweepDir):
         raise RequestError(
-            f"--code new: the points of {run.name} share one copy of the code, which those that "
+            f"--refresh-code: the points of {run.name} share one copy of the code, which those that "
             "are done were trained with, and further ones use it, too. Submit these as a new "
             "sweep. [CD0313]"
         )
@@ -628,9 +628,9 @@ def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
     if spec.sweep:
         return (
             "submit a new sweep, or give each point that has not ended well a copy of its own: "
-            f"clusterddp resume {run.cli_name} --code new"
+            f"clusterddp resume {run.cli_name} --refresh-code"
         )
-    return "use --code new"
+    return "use --refresh-code"
 
 
 @contextlib.contextmanager
@@ -648,7 +648,7 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
     tree = run.top_of_code(Path.cwd())
     if not spec.program.has_own_code(spec.sweep, Path.cwd()):
         raise RequestError(
-            f"--code new: {run.name} uses no code of {tree}: its tasks run what is "
+            f"--refresh-code: {run.name} uses no code of {tree}: its tasks run what is "
             "installed. [CD0313]"
         )
     recorded = snapshot.Snapshot.read(run.code_record) if run.code_record.is_file() else None
@@ -669,7 +669,7 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
         _put_back_code(run, had_copy, record)
         if isinstance(error, OSError):
             raise RequestError(
-                f"--code new: {run.path} cannot be written: {error}. [CD0504]"
+                f"--refresh-code: {run.path} cannot be written: {error}. [CD0504]"
             ) from None
         raise
     changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []

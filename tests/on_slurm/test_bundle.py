@@ -108,7 +108,7 @@ def test_a_job_whose_clusterddp_was_altered_fails_and_says_why_in_slurms_file(si
     assert " ExitCode=1:0\n" in shown
     said = (site.folder / f"slurm-{job_id}.out").read_text()
     assert "was altered or damaged" in said
-    assert f"clusterddp resume {run.path} --clusterddp new" in said
+    assert f"clusterddp resume {run.path} --upgrade-clusterddp" in said
     assert who_started(run) == []
 
 

@@ -246,7 +246,7 @@ def test_mended_code_is_taken_and_of_three_resumes_one_is_queued(
 
     program.write_text("print('mended')\n")
     assert "changed own.py" in typed(cluster, tmp_path, "resume", "mended", "--dry-run").stderr
-    argv = [*CLUSTERDDP, "resume", "mended", "--code", "new", "--wait"]
+    argv = [*CLUSTERDDP, "resume", "mended", "--refresh-code", "--wait"]
     several = [cluster.popen(argv, cwd=tmp_path, stdout=-1, stderr=-1) for _ in range(3)]
     said = [process.communicate(timeout=200) for process in several]
     assert sorted(process.returncode for process in several) == [0, 2, 2], said

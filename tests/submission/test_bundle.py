@@ -139,13 +139,13 @@ def test_a_file_that_was_altered_says_so_and_what_to_do(tmp_path: Path) -> None:
     content = bytearray(made.path.read_bytes())
     content[len(content) // 2] ^= 1
     made.path.write_bytes(content)
-    with pytest.raises(RequestError, match=r"altered.*resume '.*own' --clusterddp new"):
+    with pytest.raises(RequestError, match=r"altered.*resume '.*own' --upgrade-clusterddp"):
         bundle.find(run)
     words = said(sys.executable, run.bundle, "--version", code=1)
     assert str(made.path) in words
-    assert f"clusterddp resume {shlex.quote(str(run.path))} --clusterddp new" in words
+    assert f"clusterddp resume {shlex.quote(str(run.path))} --upgrade-clusterddp" in words
     made.path.unlink()
-    with pytest.raises(RequestError, match=r"No such file.*--clusterddp new"):
+    with pytest.raises(RequestError, match=r"No such file.*--upgrade-clusterddp"):
         bundle.find(run)
 
 

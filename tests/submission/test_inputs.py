@@ -218,7 +218,7 @@ def test_a_changed_model_is_said_and_taken_on_purpose(tree: Path, workplace: Wor
     workplace.command("squeue", "true")
     (tree / "nets.py").write_text("raise SystemExit\ndef build(): return 2\n")
     assert "changed nets.py" in workplace.invoke("resume", "one", "--dry-run").err
-    got = workplace.invoke("resume", "one", "--code", "new")
+    got = workplace.invoke("resume", "one", "--refresh-code")
     assert got.code == 0, got.err
     assert (run / "code/nets.py").read_text() == (tree / "nets.py").read_text()
 

@@ -74,19 +74,14 @@ class ResumeCommand(WithCommand):
     help="Folder of your own templates, where the run was submitted with one and options change.",
 )
 @click.option(
-    "--code",
-    type=click.Choice(["kept", "new"]),
-    default="kept",
-    show_default=True,
-    help="The code that RUN uses: its copy, kept from the submission, or this folder as it is now.",
+    "--refresh-code",
+    is_flag=True,
+    help="Replace the run's copy of the code by the current directory.",
 )
 @click.option(
-    "--clusterddp",
-    type=click.Choice(["kept", "new"]),
-    default="kept",
-    show_default=True,
-    help="The clusterddp that RUN uses: its own, kept from the submission, or the one that is "
-    "installed here, which any other option takes as well.",
+    "--upgrade-clusterddp",
+    is_flag=True,
+    help="Use the clusterddp installed here, as any other option does.",
 )
 @click.option(
     "--snapshot-limit",
@@ -134,7 +129,7 @@ def command(
     directives. --env and --sbatch change those that they name and keep the others, which '' drops;
     --module and --setup take the place of all of theirs.
 
-    It runs its copy of your code, and logs in what the folder differs by now; --code new takes the
+    It runs its copy of your code, and logs in what the folder differs by now; --refresh-code takes the
     folder instead, with what a COMMAND has written in its copy; of a sweep, as a job for each of
     those points, with a copy of its own. A changed option that decides the
     weights, or changed code of a run without a copy, is refused with the difference shown, unless
@@ -174,8 +169,8 @@ def _terms(held: Given, more: Sweep) -> Terms:
     values = held.values
     return Terms(
         allow_config_change=bool(values["allow_config_change"]),
-        new_code=values["code"] == "new",
-        new_clusterddp=values["clusterddp"] == "new",
+        new_code=values["refresh_code"],
+        new_clusterddp=values["upgrade_clusterddp"],
         from_scratch=values["from_scratch"],
         even_if_done=values["even_if_done"],
         force=bool(values["force"]),

@@ -616,13 +616,13 @@ def test_changed_code_leads_to_a_new_sweep_or_to_copies_for_those_that_failed(
     again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
     assert "To run the current files, submit a new sweep, or give each point that" in again.err
-    assert "clusterddp resume s --code new.\n" in again.err
+    assert "clusterddp resume s --refresh-code.\n" in again.err
 
 
 def test_the_points_that_failed_start_together_with_changed_code(
     coded: SweepDir, workplace: Workplace
 ) -> None:
-    again = workplace.invoke("resume", "s", "--code", "new")
+    again = workplace.invoke("resume", "s", "--refresh-code")
     assert again.code == 0, again.err
     assert [line.split(" ", 2)[1] for line in again.out.splitlines()] == ["s-1", "s-2"]
     texts = [(coded.element(n).code / "train.py").read_text() for n in range(3)]
@@ -646,8 +646,8 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
     ("argv", "words"),
     [
         (["resume", "s", "--sweep", "m=1"], "varies n, and the new points m"),
-        (["resume", "s", "--code", "new", "--sweep", "n=11"], "share one copy of the code"),
-        (["resume", "s", "--code", "new", "--max-concurrent=1"],
+        (["resume", "s", "--refresh-code", "--sweep", "n=11"], "share one copy of the code"),
+        (["resume", "s", "--refresh-code", "--max-concurrent=1"],
          "are for one job; s means several"),
         (["resume", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
         (["resume", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
