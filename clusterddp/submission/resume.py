@@ -126,8 +126,8 @@ def resume(
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
     if terms.new_code and isinstance(run, SweepDir):
         raise RequestError(
-            f"--refresh-code: the points of {run.name} share one copy of the code, which those that "
-            "are done were trained with, and further ones use it, too. Submit these as a new "
+            f"--refresh-code: the points of {run.name} share one copy of the code, which those "
+            "that are done were trained with, and further ones use it, too. Submit these as a new "
             "sweep. [CD0313]"
         )
     with contextlib.ExitStack() as stack:
