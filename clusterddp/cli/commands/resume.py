@@ -130,9 +130,9 @@ def command(
     --module and --setup take the place of all of theirs.
 
     It runs its copy of your code, and logs in what the folder differs by now; --refresh-code takes
-    the folder instead, with what a COMMAND has written in its copy; of a sweep, as a job for each of
-    those points, with a copy of its own. A changed option that decides the
-    weights, or changed code of a run without a copy, is refused with the difference shown, unless
+    the folder instead, with what a COMMAND has written in its copy; of a sweep, as a job for each
+    of those points, with a copy of its own. A changed option that decides the weights, or changed
+    code of a run without a copy, is refused with the difference shown, unless
     --allow-config-change.
 
     A run that has saved checkpoints, and can resume from none of them any more, begins at step 0

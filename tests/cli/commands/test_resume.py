@@ -312,10 +312,10 @@ def test_another_command_is_looked_for_in_the_runs_copy_of_the_code(workplace: W
     root = ("--runs-dir", str(workplace.root), "--dry-run")
     said = refused(workplace, run, *root, "--", "python", "new.py")
     assert f"COMMAND: there is no new.py in {run.code}" in said
-    assert "Use the current files with --code new, or" in said
+    assert "Use the current files with --refresh-code, or" in said
     said = refused(workplace, run, *root, "--", "new.py")
     assert f"COMMAND: there is no new.py in {run.code}" in said
-    accepted(workplace, "one", *root, "--code", "new", "--", "python", "new.py")
+    accepted(workplace, "one", *root, "--refresh-code", "--", "python", "new.py")
 
 
 def test_a_command_that_is_done_can_be_given_another_one(workplace: Workplace) -> None:
@@ -416,7 +416,7 @@ def test_the_runs_own_clusterddp_is_kept_until_another_is_asked_for(
     assert f"clusterddp {former}, now {made}" in recorded_changes(run)[-1]
 
 
-@pytest.mark.parametrize("options", [(), ("--clusterddp", "new")])
+@pytest.mark.parametrize("options", [(), ("--upgrade-clusterddp",)])
 def test_one_that_was_altered_is_replaced(workplace: Workplace, options: tuple[str, ...]) -> None:
     run = stopped(workplace)
     made = bundle.bundle_into(run)
@@ -632,7 +632,7 @@ def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> N
     said = accepted(workplace, "one", *root).err
     assert f"one runs its copy of the code ({run.code}, of " in said
     assert '2 files differ by now: changed train.py, new "it\'s \\n new.py"' in said
-    assert "To run the current files, use --code new." in said
+    assert "To run the current files, use --refresh-code." in said
     assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
 
 
@@ -641,7 +641,7 @@ def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
     root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     Path("new.py").write_text("")
-    got = accepted(workplace, "one", *root, "--code", "new")
+    got = accepted(workplace, "one", *root, "--refresh-code")
     assert code_of(run) == {"train.py": "print(2)\n", "new.py": "", "state": "step 7"}
     assert f"copied {Path.cwd()} to {run.code} as it is now: " in got.err
     assert ": changed train.py, new new.py\n" in got.err
@@ -657,11 +657,11 @@ def test_a_refused_submission_has_its_former_code_back(workplace: Workplace) -> 
     before = code_of(run), run.code_record.read_bytes()
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
-    assert workplace.invoke("resume", "one", *root, "--code", "new").code == 2
+    assert workplace.invoke("resume", "one", *root, "--refresh-code").code == 2
     assert (code_of(run), run.code_record.read_bytes()) == before
     for name in ("images", "more"):  # neither is large enough to be linked for its size
         Path(name).write_bytes(bytes(900_000))
-    said = refused(workplace, run, *root, "--code", "new", "--snapshot-limit", "1")
+    said = refused(workplace, run, *root, "--refresh-code", "--snapshot-limit", "1")
     assert "--snapshot-limit" in said
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
 
@@ -677,7 +677,7 @@ def test_a_refused_submission_of_a_run_without_a_copy_leaves_none(
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     root = ["--runs-dir", str(workplace.root)]
-    assert workplace.invoke("resume", "one", *root, "--code", "new").code == 2
+    assert workplace.invoke("resume", "one", *root, "--refresh-code").code == 2
     assert (sorted(run.path.glob("*code*")), run.spec.read_bytes()) == before
 
 
@@ -687,7 +687,7 @@ def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Work
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
     workplace.monkeypatch.setattr("clusterddp.patience.SUBMITTED", 0.0)
-    got = workplace.invoke("resume", "one", *root, "--code", "new")
+    got = workplace.invoke("resume", "one", *root, "--refresh-code")
     assert (got.code, "it is not known whether" in got.err) == (1, True)
     assert code_of(run)["train.py"] == "print(2)\n"
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
@@ -707,20 +707,20 @@ def test_an_interrupt_while_the_code_is_renewed_leaves_the_former(
     root = ["--runs-dir", str(workplace.root)]
     with monkeypatch.context() as patched:
         patched.setattr(snapshot, "write_atomically", interrupted)
-        assert workplace.invoke("resume", "one", *root, "--code", "new").code == 130
+        assert workplace.invoke("resume", "one", *root, "--refresh-code").code == 130
     assert (code_of(run), run.code_record.read_bytes()) == before
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
 
 
-@pytest.mark.parametrize("code", ["new", "kept"])
+@pytest.mark.parametrize("flags", [("--refresh-code",), ()])
 def test_a_swap_that_was_killed_between_two_renames_is_mended(
-    code: str, workplace: Workplace
+    flags: tuple[str, ...], workplace: Workplace
 ) -> None:
     run = copied(workplace)
     root = ["--runs-dir", str(workplace.root)]
     run.code.rename(run.path / ".code-former")
     (run.path / ".code-new").mkdir()
-    accepted(workplace, "one", *root, "--code", code)
+    accepted(workplace, "one", *root, *flags)
     assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
 
@@ -731,8 +731,8 @@ def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workpl
     run.spec.write_text(spec.to_json())
     root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
-    assert "--code new" in refused(workplace, run, *root)
-    accepted(workplace, "one", *root, "--code", "new")
+    assert "--refresh-code" in refused(workplace, run, *root)
+    accepted(workplace, "one", *root, "--refresh-code")
     assert not run.code.exists()
     workplace.command("squeue", "echo '13|CANCELLED|None'")
     accepted(workplace, "one", *root, "--dry-run")
@@ -740,7 +740,7 @@ def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workpl
 
 def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) -> None:
     run = stopped(workplace)
-    assert "uses no code of" in refused(workplace, run, "--code", "new")
+    assert "uses no code of" in refused(workplace, run, "--refresh-code")
 
 
 def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
@@ -967,10 +967,10 @@ def test_new_code_of_a_command_runs_where_its_state_lies(workplace: Workplace) -
     program.write_text("echo second; cat state; exit 3\n")
     got = workplace.invoke("resume", "own")
     assert "changed job.sh" in got.err
-    assert "--code new" in got.err
+    assert "--refresh-code" in got.err
     log = RunDir(workplace.root / "own").rank_log(0)
     assert "second" not in log.read_text()
-    got = workplace.invoke("resume", "own", "--code", "new")
+    got = workplace.invoke("resume", "own", "--refresh-code")
     assert got.code == 1
     # The parts of the attempts, and of the last one alone what is shown when it has failed.
     *_, divider, second, state = log.read_text().splitlines()
