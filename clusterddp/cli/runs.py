@@ -120,11 +120,13 @@ def follow(
     *,
     goes_on: bool = True,
     to_stderr: bool = False,
+    attempt: int | None = None,
 ) -> int:
     """Print the run's logs as they grow until it ends, and its changes of state on stderr.
 
     paths: the logs to print, rank 0's when none are given; they need not exist yet.
     lines: how many of the existing lines are printed first; all when None.
+    attempt: the attempt with which the logs begin; sys.maxsize for the next one.
     to_stderr: print the logs there too, where stdout is for a script to read.
     goes_on: True where the run outlives a Ctrl-C here, which is then printed.
 
@@ -132,11 +134,12 @@ def follow(
     the command: 0 done, 1 failed, cancelled or lost, 75 stopped, 130 interrupted.
     """
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
+    followed = paths or [run.rank_log(0)]
     try:
         from clusterddp.run.attempt import read_attempt_log
         from clusterddp.status.follow import LogPrinter, log_end, wait_for_end
 
-        status = wait_for_end(run, LogPrinter(paths or [run.rank_log(0)], lines, stream))
+        status = wait_for_end(run, LogPrinter(followed, lines, stream, attempt=attempt))
     except KeyboardInterrupt:
         if goes_on:
             click.echo(
@@ -145,12 +148,15 @@ def follow(
                 err=True,
             )
         return errors.EXIT_INTERRUPTED
-    if status.state == RunState.FAILED and status.failed_rank != 0:
-        # The job log ends with the last words of the rank that failed.
-        latest = sys.maxsize if status.attempt is None else status.attempt
-        last = read_attempt_log(run.job_log, latest).rstrip().splitlines()[-_LAST_LINES:]
-        if last:
-            click.echo("\n".join([f"--- last lines of {run.job_log}:", *last]), err=True)
+    if status.state == RunState.FAILED:
+        # The cause comes once, below: a rank's own log does not repeat it, as the job log does.
+        rank = None if status.failed_rank is None else run.rank_log(status.failed_rank)
+        failed = rank if rank and rank.is_file() else run.job_log
+        if failed not in followed:
+            latest = sys.maxsize if status.attempt is None else status.attempt
+            last = read_attempt_log(failed, latest).rstrip().splitlines()[-_LAST_LINES:]
+            if last:
+                click.echo("\n".join([f"--- last lines of {failed}:", *last]), err=True)
     return log_end(run, status)
 
 

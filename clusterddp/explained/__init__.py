@@ -84,13 +84,6 @@ def with_words(words: Sequence[str]) -> list[Page]:
     ]
 
 
-def nearest(asked: str) -> list[str]:
-    """Return the codes nearest to one that there is not, of its subject; none for words.
-
-    Fewer than four digits alone are no code, but a number such as the exit code 137.
-    """
-    code = code_of(asked)
-    if not code or (asked.strip().isdigit() and len(asked.strip()) < 4):
-        return []
-    of_subject = [each for each in catalogue() if each[:4] == code[:4]]
-    return sorted(of_subject, key=lambda each: abs(int(each[2:]) - int(code[2:])))[:3]
+def is_code(asked: str) -> bool:
+    """Return whether a text has the form of a code; 137 is a number, the exit code."""
+    return bool(code_of(asked)) and not (asked.strip().isdigit() and len(asked.strip()) < 4)

@@ -479,6 +479,15 @@ def read_attempt_log(log: Path, number: int) -> str:
     return text[begin:end]
 
 
+def attempt_offset(log: Path, number: int) -> int:
+    """Return the offset of an attempt's part of a log; the log's end for attempts to come."""
+    text = log.read_bytes() if log.is_file() else b""
+    for divider in re.finditer(_DIVIDER.pattern.encode(), text, re.MULTILINE):
+        if int(divider[1]) >= number:
+            return divider.start()
+    return len(text) if number == sys.maxsize else 0
+
+
 def print_to_job_log(line: str, *, err: bool = False) -> None:
     """Print a line to the job log, from a process of the batch script.
 

@@ -43,9 +43,10 @@ def read_script(name: str) -> str:
             "UTF-8. [CD0315]"
         ) from None
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise RequestError(f"{name}: no such file. Name a script. [CD0317]") from None
         why = error.strerror if isinstance(error, OSError) else str(error)
-        code = "CD0317" if isinstance(error, FileNotFoundError) else "CD0315"
-        raise RequestError(f"cannot read {name!r}: {why}; give a script.", code=code) from None
+        raise RequestError(f"cannot read {name!r}: {why}; give a script. [CD0315]") from None
     if not is_python(name, text) and not sbatch_file.is_sbatch(text):
         raise RequestError(
             f"{name!r} is neither an sbatch file (first line #!/bin/bash, #SBATCH lines) nor "

@@ -13,6 +13,7 @@ from typing import BinaryIO
 from clusterddp import formatting, log, patience
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.run import events
+from clusterddp.run.attempt import attempt_offset
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.client import query
@@ -31,10 +32,12 @@ _BLOCK = 65536
 class LogTail:
     """Incremental reader of a growing log file, which need not exist yet."""
 
-    def __init__(self, path: Path, lines: int | None = None) -> None:
-        """Start at the last `lines` existing lines; at the beginning for None."""
+    def __init__(self, path: Path, lines: int | None = None, attempt: int | None = None) -> None:
+        """Start at the last `lines` existing lines; at the attempt's part of the log for None."""
         self.path = path
-        self._position = 0 if lines is None else _start_of_last(path, lines)
+        self._position = attempt_offset(path, attempt) if attempt else 0
+        if lines is not None:
+            self._position = max(self._position, _start_of_last(path, lines))
         self._unfinished = b""
 
     def read(self) -> bytes:
@@ -63,10 +66,15 @@ class LogPrinter:
     """Writer of several logs to one stream; with more than one, each line starts with a label."""
 
     def __init__(
-        self, paths: Sequence[Path], lines: int | None, stream: BinaryIO, labels: Sequence[str] = ()
+        self,
+        paths: Sequence[Path],
+        lines: int | None,
+        stream: BinaryIO,
+        labels: Sequence[str] = (),
+        attempt: int | None = None,
     ) -> None:
         """Take the files; labels: prefixes of the lines, by default the files' names."""
-        self._tails = [LogTail(path, lines) for path in paths]
+        self._tails = [LogTail(path, lines, attempt) for path in paths]
         self._labels = labels or [path.stem for path in paths]
         self._stream = stream
 
@@ -284,6 +292,9 @@ class _Watch:
         job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
         where = f" on {formatting.join_limited(status.hosts, 8)}" if status.hosts else ""
         text = status.state + (job if status.state == RunState.QUEUED else where)
+        if status.state == RunState.QUEUED and status.launcher == "local":
+            self._log(f"starting{job}")
+            return
         if status.state == RunState.RUNNING and status.restarts:
             text += f", attempt {status.attempt or status.restarts + 1}"
         self._log(f"{text}: {status.detail}" if status.detail else text)

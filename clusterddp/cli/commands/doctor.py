@@ -5,9 +5,11 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import socket
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ from clusterddp.request.spec import OPTIONS
 from clusterddp.submission.fields import interpreter, job_spec, template_folder
 
 if TYPE_CHECKING:
-    from clusterddp.doctor.site_checks import Diagnosis
+    from clusterddp.doctor.site_checks import Check, Diagnosis
 
 _NAMES = (
     *("partition", "account", "qos", "nodes", "gpus-per-node", "gpu-directive"),
@@ -50,7 +52,6 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
 
     Exit codes: 0 nothing is bad, 1 something is, 2 usage error.
     """
-    from clusterddp import formatting
     from clusterddp.doctor import examine
     from clusterddp.doctor import site_checks as found
 
@@ -75,11 +76,7 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         record = {"verdict": diagnosis.verdict, "checks": checks, "site_cfg": text}
         click.echo(json.dumps(record, indent=2))
     else:
-        rows = [
-            (check.verdict, check.name, formatting.line(_words(check.seen, check.advice)))
-            for check in diagnosis.checks
-        ]
-        click.echo(formatting.table(rows))
+        click.echo("\n".join(map(_wrapped, diagnosis.checks)))
         if isinstance(ctx.obj, Settings) and ctx.obj.path is None:
             _name_files_that_fit(diagnosis)
     if write is not None:
@@ -97,6 +94,23 @@ def _name_files_that_fit(diagnosis: "Diagnosis") -> None:
     for name in sites.fitting(known, "".join(clusters), socket.gethostname()):
         words = f"this may be {known[name].title}; its settings: clusterddp site use {name}"
         click.echo(f"clusterddp: {words}", err=True)
+
+
+def _wrapped(check: "Check") -> str:
+    """Return the lines of a check, wrapped at the terminal's width."""
+    from clusterddp import formatting
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
+    head = f"{check.verdict:<7}  {check.name:<14}  "
+    text = formatting.line(_words(check.seen, check.advice))
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _words(seen: str, advice: str) -> str:

@@ -1,22 +1,24 @@
 """`clusterddp explain`: cause, where to look and remedy of a code that ends a message."""
 
 import dataclasses
+import shutil
+import sys
 import textwrap
 
 import click
 
 from clusterddp.cli.runs import JSON_OPTION, echo_json
 from clusterddp.errors import EXIT_DONE, RequestError
-from clusterddp.explained import Page, catalogue, code_of, find, nearest
+from clusterddp.explained import Page, catalogue, code_of, find, is_code
 
 
 @click.command(name="explain")
 @click.argument("typed", nargs=-1, metavar="[CODE… | WORDS]")
 @JSON_OPTION
 def command(typed: tuple[str, ...], as_json: bool) -> int:
-    """Explain CODE, such as CD0401, which stands in brackets at the end of a message.
+    """Explain CODE, the CD0401 in brackets at the end of a message.
 
-    Without CODE it lists all of them; with WORDS those whose pages hold all the words.
+    Without CODE, list all codes. With WORDS, list the codes whose pages contain all of them.
 
     Exit codes: 0 printed, 2 there is no such code, and no page with these words.
     """
@@ -28,12 +30,10 @@ def command(typed: tuple[str, ...], as_json: bool) -> int:
     pages = find(typed)
     if not pages:
         asked = " ".join(typed)
-        near = ", ".join(nearest(asked))
-        if near:
-            raise RequestError(f"no page for {asked!r}. Near it are {near}. [CD0101]")
+        wrong = f"there is no code {asked}" if is_code(asked) else f"no page contains {asked!r}"
         raise RequestError(
-            f"no page has {asked!r}. 'clusterddp explain' lists all, and docs/troubleshooting.md "
-            "leads from symptoms to them. [CD0101]"
+            f"{wrong}. List all codes: clusterddp explain. From symptoms to codes: "
+            "docs/troubleshooting.md. [CD0101]"
         )
     if as_json:
         fields = [field.name for field in dataclasses.fields(Page) if field.name != "text"]
@@ -46,8 +46,11 @@ def command(typed: tuple[str, ...], as_json: bool) -> int:
 
 
 def _shown(page: Page) -> str:
-    text = page.text.partition("```text")[0]
-    return f"{page.code}: {text}{textwrap.indent(page.example, '    ')}"
+    paragraphs = page.text.partition("```text")[0].rstrip().split("\n\n")
+    width = min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 80
+    wrapped = [textwrap.fill(" ".join(each.split()), width) for each in paragraphs]
+    text = "\n\n".join(wrapped)
+    return f"{page.code}: {text}\n\n{textwrap.indent(page.example, '    ')}"
 
 
 def _listed(pages: list[Page]) -> str:

@@ -9,9 +9,11 @@ import click
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow
 from clusterddp.errors import RequestError
+from clusterddp.run.attempt import latest
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.find import find_run, select
 from clusterddp.status.follow import LogPrinter, check_logs, default_log
+from clusterddp.status.state import RunState
 from clusterddp.status.status import statuses
 
 
@@ -73,9 +75,14 @@ def command(
             )
     paths = [run_dir.job_log] if job else []
     paths += [run_dir.rank_log(rank) for rank in dict.fromkeys(ranks)]
-    paths = paths or [default_log(run_dir, status)]
     if following:
-        return follow(run_dir, paths, lines)
+        failed = run_dir.rank_log(status.failed_rank or 0)
+        chosen = paths or [failed if failed.is_file() else default_log(run_dir, status)]
+        made = latest(run_dir)
+        is_queued = status.state in (RunState.CREATED, RunState.QUEUED)
+        is_waiting = is_queued and made and made.end.exists()
+        return follow(run_dir, chosen, lines, attempt=sys.maxsize if is_waiting else status.attempt)
+    paths = paths or [default_log(run_dir, status)]
     check_logs(run_dir, status, paths)
     LogPrinter(paths, lines, sys.stdout.buffer).print_new(last=True)
     return 0

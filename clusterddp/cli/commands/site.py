@@ -24,25 +24,25 @@ def _names(_ctx: click.Context, _incomplete: str) -> Iterable[str]:
 
 
 @click.group(name="site", invoke_without_command=True)
-@click.option(
-    "--site", metavar="FILE", help="The site.cfg to use; 'clusterddp site' shows which it is."
-)
-@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--site", metavar="FILE", help="site.cfg to use instead.")
+@click.option("--cluster", metavar="NAME", help="Section [cluster:NAME] of site.cfg to use.")
+@click.option("--all", "show_all", is_flag=True, help="Show defaults as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print all settings as JSON.")
 @click.pass_context
-def command(context: click.Context, site: str | None, cluster: str | None, as_json: bool) -> None:
-    """Show each setting in force and where it came from.
+def command(
+    context: click.Context, site: str | None, cluster: str | None, show_all: bool, as_json: bool
+) -> None:
+    """Show the settings that differ from the defaults, and their sources.
 
-    'clusterddp site list' has files for public clusters, 'clusterddp site use NAME' takes one.
+    'clusterddp site list' lists files for public clusters, 'clusterddp site use NAME' installs one.
 
-    site.cfg is looked for at --site, $CLUSTERDDP_SITE, ./site.cfg, the user's config folder
-    (~/.config/clusterddp/site.cfg) and /etc/clusterddp/site.cfg; the first that is there is used,
-    alone. The others that are there are named as passed over.
+    Only one site.cfg is read, the first of --site, $CLUSTERDDP_SITE, ./site.cfg,
+    ~/.config/clusterddp/site.cfg and /etc/clusterddp/site.cfg. The others are listed as skipped.
 
-    Exit codes: 0 a submission takes these settings as they are, 2 it would refuse one of them.
+    Exit codes: 0 a submission accepts these settings, 2 it would refuse one of them.
     """
     if context.invoked_subcommand:
-        own = {"--site": site, "--cluster": cluster, "--json": as_json}
+        own = {"--site": site, "--cluster": cluster, "--all": show_all, "--json": as_json}
         given = [name for name, value in own.items() if value]
         if given:
             word = context.invoked_subcommand
@@ -75,7 +75,7 @@ def command(context: click.Context, site: str | None, cluster: str | None, as_js
         }
         click.echo(json.dumps(shown, indent=2))
     else:
-        _print_table(ctx.obj, rows, others)
+        _print_table(ctx.obj, rows, others, show_all=show_all)
     _check(held)
 
 
@@ -142,19 +142,27 @@ def _check(held: Given) -> None:
 
 
 def _print_table(
-    site: Settings, rows: Mapping[str, Mapping[str, object]], others: Sequence[Path]
+    site: Settings,
+    rows: Mapping[str, Mapping[str, object]],
+    others: Sequence[Path],
+    *,
+    show_all: bool,
 ) -> None:
     click.echo(f"site.cfg: {site.path or 'none found'}")
     if others:
-        click.echo(f"passed over: {', '.join(map(str, others))}")
+        click.echo(f"skipped: {', '.join(map(str, others))}")
     elif site.path is None:
         places = options.site_places(os.environ, Path.cwd())
         click.echo(f"looked for: {', '.join(map(str, places))}")
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
-    width = max(map(len, rows))
+    if not show_all:
+        rows = {name: row for name, row in rows.items() if row["source"] != options.DEFAULT}
+        words = "all other settings have" if rows else "all settings have"
+        click.echo(f"{words} their defaults: clusterddp site --all")
+    width = max(map(len, rows), default=0)
     shown = {name: _shown(OPTIONS[name].text(row["value"])) for name, row in rows.items()}
-    values = min(max(map(len, shown.values())), 40)
+    values = min(max(map(len, shown.values()), default=0), 40)
     for name, row in rows.items():
         click.echo(f"{name:{width}}  {shown[name]:{values}}  {row['source']}")
     for variable, value in site.environment.items():

@@ -44,12 +44,11 @@ def test_several_codes_are_explained_in_their_order() -> None:
     assert shown.startswith("CD1212: ") and "\n\nCD0401: " in shown
 
 
-def test_a_code_that_there_is_not_is_refused_with_those_near_it() -> None:
-    with pytest.raises(RequestError, match=r"Near it are CD0413, "):
-        explained("CD0420")
-    with pytest.raises(RequestError, match=r"no page has 'CD9999'\. 'clusterddp explain' lists"):
-        explained("CD9999")
-    with pytest.raises(RequestError, match=r"no page has 'CD0401 CD0499'"):
+def test_a_code_that_there_is_not_is_refused_with_what_to_type() -> None:
+    for code in ("CD0420", "CD9999"):
+        with pytest.raises(RequestError, match=f"there is no code {code}. .*: clusterddp explain"):
+            explained(code)
+    with pytest.raises(RequestError, match=r"no page contains 'CD0401 CD0499'"):
         explained("CD0401", "CD0499")
 
 
@@ -67,9 +66,8 @@ def test_the_file_that_a_run_carries_says_that_it_has_no_pages(
 
 @pytest.mark.parametrize("asked", ["418", "exit code 418", "no page has these"])
 def test_words_and_numbers_that_are_nowhere_lead_to_troubleshooting(asked: str) -> None:
-    with pytest.raises(RequestError, match=rf"^no page has '{asked}'.*troubleshooting") as refusal:
+    with pytest.raises(RequestError, match=rf"^no page contains '{asked}'.*troubleshooting"):
         explained(*asked.split())
-    assert "Near" not in str(refusal.value)
 
 
 def test_a_number_that_is_no_code_is_looked_for_as_a_word() -> None:

@@ -434,7 +434,7 @@ def test_logs_f_follows_files_that_do_not_exist_yet(workplace: Workplace) -> Non
     run = workplace.run("one", submitted("7", launcher="local", pid=os.getpid(), time=time.time()))
     follower = Follower("--rank", "0", "--rank", "1")
     try:
-        follower.wait_for("queued as process 7")
+        follower.wait_for("starting as process 7")
         write_logs(run, rank_1="late\nhalf")
         follower.wait_for("rank-1 | late\n")
         write_logs(run, rank_0="zero\n")

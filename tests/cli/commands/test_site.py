@@ -51,6 +51,13 @@ def test_the_table_for_people_names_the_same_sources(elsewhere: Path) -> None:
     assert time.split() == ["time", "60", str(elsewhere / "site.cfg"), "[defaults]"]
 
 
+def test_defaults_are_listed_only_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERDDP_NODES", "3")
+    for argv, count in ((["site"], 1), (["site", "--all"], len(OPTIONS))):
+        lines = CliRunner().invoke(cli, argv).output.splitlines()
+        assert sum(line.endswith(("  default", "  CLUSTERDDP_NODES")) for line in lines) == count
+
+
 def test_without_a_site_cfg_it_says_so() -> None:
     said, looked, *_ = CliRunner().invoke(cli, ["site"]).output.splitlines()
     assert said == "site.cfg: none found"
@@ -63,13 +70,13 @@ def test_the_files_that_another_one_hides_are_named(
     own = elsewhere / "home/.config/clusterddp/site.cfg"
     own.parent.mkdir(parents=True)
     own.write_text("[defaults]\npartition = a\n")
-    assert "passed over" not in CliRunner().invoke(cli, ["site"]).output
+    assert "skipped" not in CliRunner().invoke(cli, ["site"]).output
     here = elsewhere / "site.cfg"
     here.write_text("# all comments\n")
     lines = CliRunner().invoke(cli, ["site"]).output.splitlines()
-    assert lines[:2] == [f"site.cfg: {here}", f"passed over: {own}"]
+    assert lines[:2] == [f"site.cfg: {here}", f"skipped: {own}"]
     monkeypatch.setenv("CLUSTERDDP_SITE", "site.cfg")
-    assert CliRunner().invoke(cli, ["site"]).output.splitlines()[1] == f"passed over: {own}"
+    assert CliRunner().invoke(cli, ["site"]).output.splitlines()[1] == f"skipped: {own}"
     shown = json.loads(CliRunner().invoke(cli, ["site", "--site", str(own), "--json"]).output)
     assert (shown["site"], shown["passed_over"]) == (str(own), [str(here)])
 
