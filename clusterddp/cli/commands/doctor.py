@@ -137,7 +137,7 @@ def _check_place(name: str) -> None:
     """Refuse, before anything is checked, a file that cannot be written or is there already."""
     if os.path.lexists(name):
         raise RequestError(
-            f"--write: {name!r} is there already, and is left as it is. Name another. [CD0108]"
+            f"--write: {name!r} already exists. Name another file. [CD0108]"
         )
     if not name or not Path(name).parent.is_dir():
         raise RequestError(f"--write: the folder of {name!r} is not there. Make it first. [CD0108]")
@@ -178,7 +178,7 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
             file.write(text)
     except FileExistsError:
         raise RequestError(
-            f"--write: {name!r} is there already, and is left as it is. [CD0108]"
+            f"--write: {name!r} already exists. Name another file. [CD0108]"
         ) from None
     except OSError as error:
         raise RequestError(

@@ -118,25 +118,23 @@ def command(
 ) -> int:
     """Resume RUN in its own directory, from its last checkpoint.
 
-    Of a sweep those points are submitted again that have failed, were stopped, cancelled or lost.
-    With --sweep or --sweep-file points are added instead: those that the sweep has are left alone.
+    RUN is a run's name, job id or directory. Its script is submitted unchanged unless options are
+    given. They replace the recorded ones; an empty value drops one (--dependency ''). Variables
+    and site.cfg are ignored. The count for --max-requeues starts again.
 
-    RUN is a run's name, job id or directory. Its script is sent as it stands, unless options are
-    given: they replace the recorded ones, and an empty value drops one (--dependency ''). Nothing
-    is taken from variables or site.cfg. The attempts that --max-requeues caps are counted anew.
+    For a sweep, the points that failed, were stopped, cancelled or lost are submitted again.
+    --sweep or --sweep-file adds points instead; existing points are not submitted.
 
-    The run of a COMMAND can get another COMMAND, other variables, modules, set-up lines and
-    directives. --env and --sbatch change those that they name and keep the others, which '' drops;
-    --module and --setup take the place of all of theirs.
+    The run of a COMMAND accepts another COMMAND, variables, modules, setup lines and directives.
+    --env and --sbatch change only the names given; '' drops the others. --module and --setup
+    replace the whole list.
 
-    It runs its copy of your code, and logs in what the folder differs by now; --refresh-code takes
-    the folder instead, with what a COMMAND has written in its copy; of a sweep, as a job for each
-    of those points, with a copy of its own. A changed option that decides the weights, or changed
-    code of a run without a copy, is refused with the difference shown, unless
-    --allow-config-change.
+    The run uses its copy of your code, and logs how the directory differs. --refresh-code copies
+    the directory again, with what the COMMAND wrote in the old copy; a sweep gets one job and one
+    copy per point. If an option that decides the weights has changed, or code without a copy, the
+    difference is printed and the run is refused, unless --allow-config-change is given.
 
-    A run that has saved checkpoints, and can resume from none of them any more, begins at step 0
-    only with --from-scratch.
+    If none of the saved checkpoints can be used, the run starts at step 0 only with --from-scratch.
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
