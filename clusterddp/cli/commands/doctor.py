@@ -136,9 +136,7 @@ def _in_force(held: Given) -> dict[str, str]:
 def _check_place(name: str) -> None:
     """Refuse, before anything is checked, a file that cannot be written or is there already."""
     if os.path.lexists(name):
-        raise RequestError(
-            f"--write: {name!r} already exists. Name another file. [CD0108]"
-        )
+        raise RequestError(f"--write: {name!r} already exists. Name another file. [CD0108]")
     if not name or not Path(name).parent.is_dir():
         raise RequestError(f"--write: the folder of {name!r} is not there. Make it first. [CD0108]")
 
