@@ -63,7 +63,7 @@ def check():
 
         sys.exit(
             "clusterddp: %s was altered or damaged: its digest is %s. Replace it: "
-            "clusterddp resume %s --clusterddp new" % (path, digest, shlex.quote(folder))
+            "clusterddp resume %s --upgrade-clusterddp" % (path, digest, shlex.quote(folder))
         )
     sys.path[:1] = [path, path + "/CLICK"]
     import importlib.util
@@ -181,7 +181,7 @@ def verify_bundle(run: RunDir) -> bool:
     if current and current.path.name != installed.path.name:
         log.info(
             f"{run.name} keeps its clusterddp {current}; {installed} is installed. To switch: "
-            "--clusterddp new"
+            "--upgrade-clusterddp"
         )
     return True
 
@@ -194,7 +194,7 @@ def find(run: RunDir) -> Bundle | None:
     current = _current(run)
     if current is None:
         return None
-    remedy = f"Replace it: clusterddp resume {run.cli_name} --clusterddp new"
+    remedy = f"Replace it: clusterddp resume {run.cli_name} --upgrade-clusterddp"
     try:
         content = current.path.read_bytes()
     except OSError as error:

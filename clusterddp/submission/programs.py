@@ -89,7 +89,7 @@ def _refuse_missing(shown: str, folder: Path, missing: Sequence[str]) -> NoRetur
     is_newer = folder != Path.cwd() and any(os.path.exists(name) for name in missing)  # noqa: PTH110
     raise RequestError(
         f"COMMAND: there is no {shown} in {folder}, where the tasks start it. "
-        + ("Use the current files with --code new" if is_newer else _FROM_ITS_FOLDER)
+        + ("Use the current files with --refresh-code" if is_newer else _FROM_ITS_FOLDER)
         + ", or name an existing file.",
         code="CD0306",
     )

@@ -104,9 +104,9 @@ def test_resuming_on_no_fitting_partition_is_refused_unless_a_person_insists(
     events.add(
         RunDir(site.root / "one").events, events.Ended(job_id="12", exit_code=1, cause="failed")
     )
-    got = site.invoke("resume", "one", "-N", "3", "--code", "new")
+    got = site.invoke("resume", "one", "-N", "3", "--refresh-code")
     assert got.code == 2 and "--nodes 3: partition main has only 2" in got.err, got.err
-    assert site.invoke("resume", "one", "-N", "3", "--code", "new", "--force").code == 0
+    assert site.invoke("resume", "one", "-N", "3", "--refresh-code", "--force").code == 0
 
 
 @pytest.mark.parametrize(

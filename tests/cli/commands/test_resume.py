@@ -517,7 +517,7 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--module", "cuda"], "one keeps its modules"),
         (["--setup", "true"], "one keeps its setup"),
         (["--", "python", "train.py"], "cannot be given: one runs the built-in training"),
-        (["--init-from", "x"], "No such option"),
+        (["--init-from", "x"], "no such option"),
         (["--runs-dir", "nowhere"], "there is no run"),
     ],
 )
@@ -1020,8 +1020,7 @@ def test_a_command_that_hung_is_resumed_with_another_watch(workplace: Workplace)
         "5m",
         "--on-hang",
         "end",
-        "--code",
-        "new",
+        "--refresh-code",
     )
     script = sent(workplace)
     assert "--no-stacks -- python train.py" in script
