@@ -1,4 +1,4 @@
-"""`clusterddp compare`: compares one device with several of them, as a table and a picture."""
+"""`clusterddp compare`: compares one device with several, as a table and a plot."""
 
 import dataclasses
 import os
@@ -47,7 +47,7 @@ _NAME = forms.Form(
 class CompareCommand(SettingsCommand):
     """Takes the options of `submit` and of the training, but those that are fixed here."""
 
-    titles = dict.fromkeys(_OWN, "What is compared")
+    titles = dict.fromkeys(_OWN, "Comparison")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -66,20 +66,18 @@ class CompareCommand(SettingsCommand):
     metavar="LIST",
     default=",".join(_STRATEGIES.names),
     show_default=True,
-    help="Rows to compare: single, one process on one device; dp, one process with all GPUs of a "
-    "host (DataParallel); ddp, a rank a device (DistributedDataParallel).",
+    help="Rows: single: one device; dp: DataParallel; ddp: one rank per device.",
 )
 @click.option(
     "--world-sizes",
     metavar="LIST",
     show_default="powers of two, from 2 to the GPUs of a host",
-    help="Numbers of ranks of ddp and of GPUs of dp, such as 2,4,8.",
+    help="Numbers of ranks (ddp) or GPUs (dp): 2,4,8.",
 )
 @click.option(
     "--fixed-global-batch",
     is_flag=True,
-    help="The devices share one --batch-size (strong scaling); otherwise each has its own, and N "
-    "take N times as many images in a step (weak scaling).",
+    help="Share one --batch-size among devices (strong scaling).",
 )
 @click.option(
     "--repeat",
@@ -87,7 +85,7 @@ class CompareCommand(SettingsCommand):
     default=1,
     show_default=True,
     metavar="N",
-    help="Run every row N times, in turns; the table has medians and the spread.",
+    help="Run each row N times; print medians and spread.",
 )
 @click.option(
     "--launcher",
@@ -95,20 +93,20 @@ class CompareCommand(SettingsCommand):
     type=click.Choice(["debug", "sbatch"]),
     default="debug",
     show_default=True,
-    help="Train here, one run after the other, or as Slurm jobs.",
+    help="Train here, one by one, or as jobs.",
 )
 @click.option(
     "--name",
     metavar="NAME",
     default=partial(time.strftime, "compare-%Y%m%d-%H%M%S"),
     show_default="compare-<time>",
-    help="Name of the comparison; those of its runs begin with it.",
+    help="Name of the comparison and prefix of its runs.",
 )
 @click.option(
     "--of",
     metavar="NAME|RUN",
     multiple=True,
-    help="Run nothing: print the table of a comparison, or of runs; repeatable.",
+    help="Only print the table of a comparison or of runs; repeatable.",
 )
 @options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
 @site_options
@@ -133,12 +131,12 @@ def command(
     as_json: bool,
     **_values: object,
 ) -> int:
-    """Train the same on one device, with DataParallel and with DistributedDataParallel.
+    """Compare one device, DataParallel and DistributedDataParallel.
 
     \b
     clusterddp compare --max-steps 200                         # on this workstation
     clusterddp compare --launcher sbatch --gpus-per-node 4 --world-sizes 1,2,4,8
-    clusterddp compare --of compare-20261121-120000            # its table once more
+    clusterddp compare --of compare-20261121-120000            # prints its table again
 
     Under Slurm the ranks fill nodes of --gpus-per-node GPUs, or of --tasks-per-node ranks, and the
     jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes

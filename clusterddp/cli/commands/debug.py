@@ -31,15 +31,14 @@ from clusterddp.submission.inputs import check_inputs
     default=1,
     show_default=True,
     envvar="CLUSTERDDP_PROCS",
-    help="Processes to train in; with 1 it is this very process, where breakpoints work.",
+    help="Number of processes; with 1, breakpoints work.",
 )
 @click.option(
     "--start-method",
     type=click.Choice(START_METHODS),
     show_default="exec",
     envvar="CLUSTERDDP_START_METHOD",
-    help="How the processes begin: exec runs the command anew for each, the others are those of "
-    "torch.multiprocessing. With --procs 1 it makes that one a process of its own.",
+    help="How to start processes: exec, or as torch.multiprocessing.",
 )
 @click.option(
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
@@ -50,7 +49,7 @@ from clusterddp.submission.inputs import check_inputs
     "--run-dir",
     metavar="DIR",
     show_default="RUNS_DIR/RUN_NAME",
-    help="The run's directory itself; one that holds checkpoints is resumed.",
+    help="Run directory; resumes if it has checkpoints.",
 )
 def command(
     procs: int,
@@ -59,13 +58,13 @@ def command(
     run_dir: str | None,
     **_values: object,
 ) -> int:
-    """Train here and now, without Slurm.
+    """Train on this machine, without Slurm.
 
     \b
     clusterddp debug                 # in this process: a breakpoint in the model stops there
     clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has its log
 
-    With --container-image each rank runs in a container, as it would in a job.
+    With --container-image, each rank runs in a container, as in a job.
 
     Exit codes: 0 done, 1 the training failed, 2 usage error, 75 stopped after a checkpoint, can
     resume, 130 interrupted, 128 + N ended by signal N before a checkpoint.

@@ -1,4 +1,4 @@
-"""`clusterddp stop`: asks runs to save and leave, so that they can be resumed later."""
+"""`clusterddp stop`: asks runs to checkpoint and exit, so that they can be resumed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +16,15 @@ from clusterddp.status.stop import Stop, stop
 
 @click.command(name="stop", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@click.option("--wait", is_flag=True, help="Return when the runs have left.")
+@click.option("--wait", is_flag=True, help="Wait until the runs have ended.")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> int:
-    """Ask each RUN to save and leave: a run's name, job id or directory, a sweep's, or 'lr-*'.
+    """Ask each RUN to checkpoint and exit: a run's or sweep's name, job id or directory, or 'lr-*'.
 
-    Its ranks save a checkpoint at one step and end, within seconds, and no other attempt follows
-    until 'clusterddp resume RUN' continues from there. The job of a COMMAND gets SIGUSR1. A run
-    that waits in the queue is cancelled, for nothing trains; one that has ended is left as it is.
-    Where it does not work with one of several, the others are asked.
+    All ranks save a checkpoint at the same step and exit within seconds. No other attempt follows
+    until 'clusterddp resume RUN'. The job of a COMMAND gets SIGUSR1. A queued run is cancelled; an
+    ended run is not changed. If one run fails to stop, the others are still asked.
 
     Exit codes: 0 each is asked, or had ended (with --wait: and it did not fail), 1 one could not
     be asked, or failed, 2 one is no run, 130 interrupted.
