@@ -1,10 +1,10 @@
-"""Catalogues the checkpoints of a run: their names and validity, and which one it resumes from.
+"""Lists and verifies the checkpoints of a run, and selects the one to resume from.
 
-A file step-00001200.pt lies beside its SHA-256 in the form of sha256sum(1), because torch.load
-accepts a flipped bit silently; best.json in the same folder names the best checkpoint. What is
-sharded over the ranks lies in a folder step-00001200.shards beside it, whose files stand in the
-same list. A new attempt gets the checkpoints that it needs as links or copies. Works without torch:
-`state` knows the content, and `writer` writes.
+step-00001200.pt has a SHA-256 file in the format of sha256sum(1), because torch.load silently
+accepts a flipped bit. best.json in the same directory names the best checkpoint. Shards are in the
+directory step-00001200.shards and in the same list of digests. A new attempt gets the checkpoints
+that it needs as links or copies. Works without torch: `state` handles the content, and `writer`
+writes.
 """
 
 import errno
@@ -133,7 +133,7 @@ def source(run: RunDir) -> Path | None:
 
 
 def saved_step(run: RunDir) -> int:
-    """Return the highest step that a run has saved by its attempts' records; 0 without one."""
+    """Return the highest saved step in the records of a run's attempts; 0 if there is none."""
     noted = ((step, each) for each in _folders(run, None) for step in _noted_steps(each.attempt))
     return max((step for step, folder in noted if step <= folder.last_step), default=0)
 
@@ -150,10 +150,10 @@ def _noted_steps(attempt: Attempt) -> Iterator[int]:
 def newest(run: RunDir) -> Path | None:
     """Return the latest valid checkpoint of a run.
 
-    A damaged one is passed over with a warning. Those beyond the step from which a later attempt
-    resumed do not count: the orphan of a lost node may have written them.
+    Skips a damaged checkpoint with a warning, and all checkpoints after the step from which a later
+    attempt resumed: an orphaned process on a lost node may have written them.
 
-    Raises CheckpointError when a folder cannot be read.
+    Raises CheckpointError if a directory cannot be read.
     """
     return _first_valid(lambda: (each.path for each in all_of(run, None) if not each.superseded))
 
@@ -183,7 +183,7 @@ def listing(run: RunDir) -> list[Entry]:
             status = each.path.lstat()
             shards = sum(file.lstat().st_size for file in _shard_files(each.path))
         except FileNotFoundError:
-            continue  # removed meanwhile, as a newer one was written
+            continue  # replaced by a newer checkpoint meanwhile
         checksum = ""
         with suppress(OSError):
             checksum = checksum_of(each.path).read_text(errors="replace")
@@ -252,7 +252,7 @@ def given_up_attempt(run: RunDir) -> int:
 
 
 def _first_valid(candidates: Callable[[], Iterator[Path]]) -> Path | None:
-    """Return the first valid one; looks again when one is deleted, as it is for a newer one."""
+    """Return the first valid candidate; list again if a newer checkpoint replaced one."""
     warned = set()
     for _ in range(10):
         for path in candidates():
@@ -372,7 +372,7 @@ def checksum_of(path: Path) -> Path:
 
 
 def shards_of(path: Path) -> Path:
-    """Folder of what a checkpoint holds of each rank, where it is a sharded one."""
+    """Return the directory for the shards of a checkpoint."""
     return path.with_suffix(".shards")
 
 
@@ -439,8 +439,8 @@ def _sums_of(path: Path) -> list[str]:
     except FileNotFoundError:
         raise UnusableError(
             "no checksum",
-            f"the checkpoint {path} has no {checksum.name} beside it, so it may be incomplete. "
-            "Copy that file along; if you trust the checkpoint, make it with sha256sum.",
+            f"the checkpoint {path} has no {checksum.name} next to it, so it may be incomplete. "
+            "Copy that file too; if you trust the checkpoint, create it with sha256sum.",
         ) from None
     except OSError as error:
         reason = f"cannot be verified: {checksum.name}: {error.strerror}"
@@ -454,7 +454,7 @@ def _check_content(path: Path, data: bytes, fits: bool) -> None:
     """
     if not data.startswith(_HEAD) or (fits and _MARK not in data):
         raise UnusableError(
-            "foreign", f"{path} is no checkpoint of clusterddp: another file has its name. [CD0704]"
+            "foreign", f"{path} is not a checkpoint of clusterddp, despite its name. [CD0704]"
         )
     if not fits:
         cut = "" if data[-_TAIL_BYTES:].startswith(_TAIL) else "it is cut off and "
@@ -484,7 +484,7 @@ _verified: dict[tuple[int, ...], str] = {}
 
 
 def _verify_shard(path: Path, digest: str, name: str = "") -> None:
-    """Raise UnusableError for a file of a sharded checkpoint that is not as it was written."""
+    """Raise UnusableError if a shard has changed since it was written."""
     file = path.parent / name
     problem = "SHA-256 differs"
     try:

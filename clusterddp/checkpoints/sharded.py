@@ -1,8 +1,7 @@
-"""Saves and restores what is sharded over the ranks, by torch.distributed.checkpoint.
+"""Saves and restores sharded states with torch.distributed.checkpoint.
 
-Each rank writes what it holds. The files get their place beside the checkpoint's own once all of
-them are there, and their SHA-256 stands in its list (`catalog`). Another number of ranks reads what
-it needs of them.
+Each rank writes its shards. When all files are complete, they are moved next to the checkpoint
+file, and their SHA-256 is in its list (`catalog`). They can be read on another number of ranks.
 """
 
 import os
@@ -35,7 +34,7 @@ def is_sharded(module: object) -> bool:
 
 
 def part(objects: Objects) -> dict[str, Any]:
-    """Return the sharded modules and the optimizers, where there is a sharded module."""
+    """Return the sharded modules and the optimizers; empty without a sharded module."""
     if not any(map(is_sharded, objects.values())):
         return {}
     found = {
@@ -48,10 +47,10 @@ def part(objects: Objects) -> dict[str, Any]:
 
 
 def save(path: Path, objects: Objects) -> tuple[dict[str, str], str]:
-    """Save the state of all ranks beside the checkpoint `path`, which is written after it.
+    """Save the shards of all ranks; the checkpoint `path` itself is written afterwards.
 
-    Collective over the default process group. Returns the SHA-256 of each file by its name from the
-    folder of `path`, and, on rank 0 at least, the cause where a rank could not write.
+    Collective over the default process group. Returns the SHA-256 of each file by its path relative
+    to the directory of `path`, and (at least on rank 0) the error of a rank that could not write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -153,7 +152,7 @@ def owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
 
 
 def _digests(folder: Path, rank: int) -> dict[str, str]:
-    """Return the SHA-256 of the files that this rank has written, as the disk gives them back."""
+    """Return the SHA-256 of the files that this rank wrote, read back from disk."""
     written = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
     for file in written:
         with suppress(OSError), file.open("rb") as opened:

@@ -81,10 +81,10 @@ def collect(
     best: Best | None = None,
     **more: object,
 ) -> Content:
-    """Collect the content of a checkpoint, every tensor a copy on the CPU, so training can go on.
+    """Collect the content of a checkpoint, with all tensors copied to the CPU.
 
-    It has the fields of `Position`; the states by their names: of a module the bare one's, without
-    DDP's wrapper; `random_states`, one a rank; and `more`, plain values of whoever trains.
+    Contains the fields of `Position`, the states by name (for a module without the DDP wrapper),
+    `random_states` (one per rank), and `more` (plain values of the training).
     """
     head = {
         "format": FORMAT,  # first, where `catalog` looks for it
@@ -107,10 +107,10 @@ def load(path: Path, *, shards: bool = True) -> Content:
 
 
 def load_together(path: Path) -> Content:
-    """Load a checkpoint on every rank; rank 0 alone reads the file and broadcasts its bytes.
+    """Load a checkpoint on every rank; only rank 0 reads the file, and broadcasts its bytes.
 
-    Collective over the default process group, where there is one; shards are left out. Raises
-    CheckpointError as `load` does, on all ranks where rank 0 cannot read it.
+    Collective over the default process group, if there is one; does not load shards. Raises
+    CheckpointError like `load`, on all ranks if rank 0 cannot read the file.
     """
     rank, world_size = agreement.world()
     if world_size == 1:
@@ -141,13 +141,15 @@ def _parsed(path: Path, data: bytes) -> Content:
     try:
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
     except _UNREADABLE as error:
-        raise CheckpointError(f"{path} is no checkpoint of clusterddp: {error} [CD0704]") from None
+        raise CheckpointError(
+            f"{path} is not a checkpoint of clusterddp: {error} [CD0704]"
+        ) from None
 
 
 def restore(path: Path, states: Mapping[str, Stateful], content: Content) -> None:
-    """Restore states from a checkpoint; raises CheckpointError where they do not fit.
+    """Restore states from a checkpoint; raise CheckpointError if they do not fit.
 
-    path: where the content was loaded from, for messages.
+    path: source of the content, for messages.
     """
     for name, each in states.items():
         try:

@@ -153,9 +153,9 @@ class Saver:
         )
 
     def _publish(self, path: Path, data: bytes, shards: Mapping[str, str]) -> bool:
-        """Write the bytes under their name, verified; False when another attempt trains now.
+        """Write and verify the checkpoint; return False if another attempt is training now.
 
-        Raises OSError, and then leaves nothing behind.
+        Raises OSError, after it has removed all partial files.
         """
         digest = hashlib.sha256(data).hexdigest()
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -252,7 +252,7 @@ def stored_sha256(path: Path) -> str:
     """Return the digest of the bytes on disk, not of those cached in memory. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):  # drops clean pages, so that they are read anew
+        if hasattr(os, "posix_fadvise"):  # drop clean pages to read from disk
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)

@@ -31,8 +31,8 @@ _UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
 def fetch(data_dir: str) -> DatasetInfo:
     """Download MNIST from torchvision's mirrors, verify it and put it into place.
 
-    A whole set that is there already is left as it is. Raises DataError with the other ways when
-    the mirrors cannot be reached, what came is not MNIST, or the folder cannot be written.
+    Keeps a complete set that already exists. Raises DataError, which lists alternatives, if the
+    mirrors cannot be reached, the download is not MNIST, or the directory cannot be written.
     """
     root = mnist.folder("mnist", data_dir)
     if not mnist.missing_files(root):
@@ -82,11 +82,11 @@ def _download(draft: Path, others: str) -> None:
 
 
 def import_from(source: Path, data_dir: str) -> DatasetInfo:
-    """Take the four IDX files out of a folder or tar archive, wherever in it they are.
+    """Import the four IDX files from anywhere in a directory or tar archive.
 
     They may be gzipped, and named `train-images.idx3-ubyte` or `train-images-idx3-ubyte`.
-    A set other than the published MNIST is taken too; its digests are recorded beside it.
-    Raises DataError when files are missing, ambiguous or damaged, or when another set is in place.
+    Accepts sets other than the published MNIST, and records their digests. Raises DataError if
+    files are missing, ambiguous or damaged, or if another set already exists.
     """
     root = mnist.folder("mnist", data_dir)
     with mnist.draft_beside(root) as draft:
@@ -103,7 +103,7 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
             raise DataError(message, code=fault.code) from None
         published = all(mnist.digest(raw / name) == mnist.PUBLISHED[name] for name in mnist.FILES)
         if not published:
-            log.info("this is not MNIST as published; its own digests are recorded beside it")
+            log.info("this is not the published MNIST; its digests are recorded with it")
         mnist.write_sums(raw, "MNIST as published" if published else "imported from elsewhere")
         mnist.put_into_place(draft, root)
     return mnist.check("mnist", data_dir, checksums=True)
@@ -115,7 +115,7 @@ class _Offer:
 
     path: PurePath
     open: Callable[[], IO[bytes] | None]
-    """Gives None only for what is no regular file, and none of these is offered."""
+    """Returns None only for files that are not regular; those are never offered."""
 
 
 @contextmanager
@@ -132,12 +132,12 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
         yield offers
         return
     try:
-        archive = tarfile.open(source)  # noqa: SIM115 -- closed below; its errors are told apart
+        archive = tarfile.open(source)  # noqa: SIM115 -- closed below; its errors are handled separately
         members = archive.getmembers()
     except _UNREADABLE as error:
         raise DataError(
-            f"it is no folder and cannot be read as a tar archive ({_words(error)}). "
-            "Give a folder, or a .tar, .tar.gz or .tgz file; unpack other archives first. [CD0604]"
+            f"it is neither a directory nor a readable tar archive ({_words(error)}). Give a "
+            "directory, or a .tar, .tar.gz or .tgz file; unpack other archives first. [CD0604]"
         ) from None
     with archive:
         # Only regular files: a link or device could lead out of the archive.
@@ -157,9 +157,9 @@ def _opener(path: Path) -> Callable[[], IO[bytes]]:
 
 
 def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
-    """Choose one offer for each of the four files; raises DataError where that is not clear.
+    """Choose one offer for each of the four files; raise DataError if the choice is ambiguous.
 
-    A folder with all four wins over files that are spread out, and plain files over gzipped ones.
+    Prefers a directory with all four files over scattered files, and plain over gzipped files.
     """
     folders: dict[PurePath, dict[str, _Offer]] = {}
     for offer in sorted(offers, key=lambda offer: offer.path.suffix != ".gz"):

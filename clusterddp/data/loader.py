@@ -1,8 +1,8 @@
-"""Deals a dataset's images out to the ranks and reads them in batches.
+"""Distributes a dataset's images over the ranks and reads them in batches.
 
 `Images` keeps the set in memory on the rank's device; `Loaded` reads single images with torch's
-DataLoader, for sets that do not fit into memory. What draws random numbers seeds the generators
-here, torch's, Python's and numpy's, or keeps them as they are.
+DataLoader, for sets that do not fit in memory. Code that draws random numbers here either seeds the
+generators of torch, Python and numpy or leaves them unchanged.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from clusterddp.data.mnist import PIXEL_MEAN, PIXEL_STD
 from clusterddp.errors import DataError
 from clusterddp.processes.signals import ignore_requests
 
-# Images put in order at once: enough to make it cheap, few beside the set itself.
+# Images reordered at once: enough to be cheap, few compared with the set.
 _STRETCH = 8192
 
 
@@ -50,9 +50,9 @@ class Images:
     def batches(
         self, order: Tensor, batch_size: int, salt: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images as they were given, and labels (N,), in the order of these indices.
+        """Yield unmodified images and labels (N,) in the order of these indices.
 
-        salt: seeds random transforms in `Loaded`; here there are none.
+        salt: unused; seeds random transforms in `Loaded`.
         """
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)
@@ -86,8 +86,8 @@ def check_labels(labels: Tensor, classes: int | None) -> None:
 def as_images(batch: Tensor) -> Tensor:
     """Return a batch as normalised images (N, 1, H, W), made of bytes (N, H, W) or as given.
 
-    The values are exactly those of torchvision's ToTensor and Normalize, computed in the same
-    steps. Images of one channel get channels_last's strides: the layouts are the same bytes, but
+    The values are identical to torchvision's ToTensor and Normalize, computed in the same steps.
+    Images with one channel get the strides of channels_last: the bytes are the same, but
     convolutions choose their algorithm by the strides.
     """
     if batch.dtype is not torch.uint8:
@@ -110,7 +110,7 @@ def training_order(
     The order is exactly that of torch's DistributedSampler with these arguments, shuffled: one
     random order of all images, padded from its start to a multiple of the world size, dealt out to
     the ranks in turn. So the ranks together have seen the beginning of that order, whatever their
-    number: a run resumes from there at another world size. (Where `seen` is no multiple of the
+    number: a run resumes from there at another world size. (If `seen` is not a multiple of the
     world size, up to world size - 1 images are repeated.)
     """
     generator = torch.Generator().manual_seed(seed + epoch)
@@ -148,18 +148,18 @@ class Loaded:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images (N, …) and labels (N,), int64, in the order of these indices.
 
-        salt: seeds random transforms, together with the batch's indices alone. So a resumed
-        training draws the same numbers, whichever process reads the batch, and the rank's
-        generators are left as they are.
+        salt: seeds random transforms, together with the batch's indices. A resumed training
+        therefore draws the same numbers, whichever process reads the batch, and the rank's
+        generators do not change.
 
-        Raises DataError for a label that is none of the classes.
+        Raises DataError for a label that is not a class.
         """
         indices = order.tolist()
         cuts = range(0, len(indices), batch_size)
         loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
             _Salted(self._dataset, salt),
             batch_sampler=[indices[cut : cut + batch_size] for cut in cuts],
-            # A single batch, as the one that settles DDP's buckets, is not worth a process.
+            # A single batch (DDP's warm-up has one) is not worth a process.
             num_workers=self._workers if len(cuts) > 1 else 0,
             pin_memory=self._device.type == "cuda",
             worker_init_fn=_leave_signals_to_the_rank,
@@ -180,7 +180,7 @@ class Loaded:
 
 
 class _Salted(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that seeds the random generators anew for every batch."""
+    """Dataset that seeds the random generators for each batch."""
 
     def __init__(self, dataset: Items, salt: int) -> None:
         self._dataset, self._salt = dataset, salt

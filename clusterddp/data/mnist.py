@@ -1,12 +1,12 @@
-"""Locates, checks and shares a dataset of MNIST's form, and moves a new one into place whole.
+"""Locates, checks and shares a dataset in MNIST's format, and installs a new one atomically.
 
-A set is four IDX files. Checking is plain Python: it takes milliseconds on a login node, without
-torch or numpy. `download` and `synthetic` make a set in a draft folder beside its place. It is
-checked there and then renamed, so that an interrupted or concurrent writer never leaves half a set.
-Of each node the first rank reads the files, the others map its copy. That lies in anonymous memory
-(memfd_create(2)), sealed against changes. It has no name in any file system, so nothing is left
-behind whichever process is killed. The others open it through the first rank's /proc entry, which
-only the same user can. Reading begins before torch is imported.
+A set is four IDX files. Checks are plain Python: milliseconds on a login node, without torch or
+numpy. `download` and `synthetic` create a set in a draft directory next to its final place, check
+it and rename it, so that an interrupted or concurrent writer never leaves a partial set.
+On each node the first rank reads the files, and the others map its copy: sealed anonymous memory
+(memfd_create(2)) without a name in a file system, so that no killed process leaves files. The
+others open it through the first rank's /proc entry, which requires the same user. Reading begins
+before torch is imported.
 The format: http://yann.lecun.com/exdb/mnist/, "FILE FORMATS FOR THE MNIST DATABASE".
 """
 
@@ -197,7 +197,7 @@ class DatasetInfo:
     bytes: int
     checksums_verified: bool
     published: bool = False
-    """The verified digests are those of MNIST as published, not just the set's own record."""
+    """True if the verified digests are the published ones of MNIST."""
 
     def describe(self) -> str:
         """Name, place and size in one line."""
@@ -232,9 +232,9 @@ def ensure(
 def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     """Check headers and sizes, with `checksums` also every byte and label; change nothing.
 
-    The expected digests are those of the set's SHA256SUMS, which imported and synthetic sets have,
-    or else the published ones of MNIST. Raises DataError with the cause and the remedy when the
-    set is missing, damaged or unreadable.
+    Expected digests come from the set's SHA256SUMS (imported and synthetic sets have one), or else
+    are the published ones of MNIST. Raises DataError with cause and remedy if the set is missing,
+    damaged or unreadable.
     """
     root = folder(dataset, data_dir)
     missing = missing_files(root)
@@ -374,8 +374,8 @@ def _absence(dataset: str, data_dir: str, packed: Path | None) -> str:
             f"--data-dir {shlex.quote(data_dir)}"
         )
     return (
-        f"the {dataset} dataset is missing: {folder(dataset, data_dir) / RAW} does not hold "
-        f"{TRAIN_IMAGES} and its three companions. Get it before the job queues:\n"
+        f"the {dataset} dataset is missing: {folder(dataset, data_dir) / RAW} does not contain "
+        f"{TRAIN_IMAGES} and the other three files. Get it before you submit:\n"
         f"{ways(dataset, data_dir)}"
     )
 
@@ -403,8 +403,8 @@ def draft_beside(root: Path) -> Iterator[Path]:
         yield draft
     except OSError as error:
         raise DataError(
-            f"cannot write the dataset to {root}: {error.strerror or error}. Choose with "
-            "--data-dir a folder that you can write and that has room. [CD0607]"
+            f"cannot write the dataset to {root}: {error.strerror or error}. Use --data-dir to "
+            "choose a writable directory with free space. [CD0607]"
         ) from None
     finally:
         if draft:
@@ -419,7 +419,7 @@ def _make_draft(home: Path) -> Path:
         home.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # another process failed and took it away, being empty
             return Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=home))
-    raise OSError(f"{home} vanishes as often as it is made")
+    raise OSError(f"{home} is removed each time it is created")
 
 
 def put_into_place(draft: Path, root: Path) -> None:
@@ -523,7 +523,7 @@ class Reading:
         self._thread.start()
 
     def held(self) -> Held:
-        """Wait for the dataset; where reading it failed, read again, as it may be there now.
+        """Wait for the dataset; if reading it failed, try again, since it may exist now.
 
         Raises DataError as `read` does.
         """
@@ -560,7 +560,7 @@ def take(offer: Offer | None) -> Held:
     """Map what another rank of this node offers; raises OSError or ValueError where it cannot."""
     if offer is None:
         raise ValueError("it could not be put into memory that ranks can share")
-    # The descriptor of another process can be anything, even a pipe that nobody writes to.
+    # Another process's descriptor can be anything, even a pipe without a writer.
     handle = os.open(f"/proc/{offer.pid}/fd/{offer.handle}", os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
@@ -603,7 +603,7 @@ def _append(handle: int, path: Path) -> int:
 
 
 def _mapped(handle: int, size: int) -> mmap.mmap:
-    # Private, as torch wants writable memory and a sealed file allows no other writable mapping.
+    # Private: torch needs writable memory, and a sealed file permits no other writable mapping.
     return mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
 
 

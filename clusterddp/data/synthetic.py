@@ -36,10 +36,10 @@ _CHUNK = 2_000  # images rendered at once: about 20 MB, whatever the count. Part
 def generate(
     data_dir: str, *, train_images: int = 60_000, test_images: int = 10_000, seed: int = 0
 ) -> DatasetInfo:
-    """Render a set into data_dir/synthetic, checked and moved into place whole.
+    """Render a set into data_dir/synthetic, check it and install it atomically.
 
-    The same set that is there already is verified and left as it is. Raises DataError when the
-    one there is another or damaged, or when the folder cannot be written.
+    An identical set that already exists is verified and kept. Raises DataError if another or a
+    damaged set exists, or if the directory cannot be written.
     """
     COUNT.check("--train-images", train_images)
     COUNT.check("--test-images", test_images)

@@ -81,7 +81,7 @@ class OwnSets:
         return Loaded(given, device, self._config.num_workers)
 
     def _checked(self, given: Any, *, train: bool) -> Any:
-        """Return a pair as (float32 or bytes, int64), a dataset as it is; raises DataError."""
+        """Return a pair as (float32 or bytes, int64), a dataset unchanged; raises DataError."""
         what = f"--dataset {self._config.dataset} with train={train}"
         pair = isinstance(given, tuple | list) and len(given) == 2
         if pair and all(isinstance(each, Tensor) for each in given):

@@ -20,7 +20,7 @@ from clusterddp.errors import TrainingError
 from clusterddp.processes import change_environment
 from clusterddp.request.train_config import TrainConfig
 
-# Of the module convnet below; `keras` is imported by then.
+# Name of the network; `keras` is imported before it is used.
 _NAME = "keras-convnet"
 
 
@@ -37,7 +37,7 @@ class KerasNet(nn.Module):
         Raises TrainingError where two of them have the same path.
         """
         super().__init__()
-        self._model = (model,)  # in a tuple: by itself it would be a submodule, weights and all
+        self._model = (model,)  # the tuple hides it from torch, which would register a submodule
         self._variables: dict[str, Any] = {}
         for variable in model.weights:
             name = variable.path.replace("/", "_")
@@ -57,7 +57,7 @@ class KerasNet(nn.Module):
         import keras
 
         state = [(variable, getattr(self, name)) for name, variable in self._variables.items()]
-        # Keras moves whatever it is given to a device of its own choice, by default the first GPU.
+        # Keras moves its inputs to a device that it chooses, by default the first GPU.
         with keras.device(str(images.device)), keras.StatelessScope(state) as scope:
             scores: Tensor = self._model[0](images, training=self.training)
         if self.training:
@@ -78,10 +78,10 @@ def convnet(
 ) -> KerasNet:
     """Build the network of `nets.BNConvNet` in Keras, its weights drawn from torch's generator.
 
-    convolutions: filters, size, stride and padding of each; width: of the hidden layer.
+    convolutions: filters, size, stride and padding of each; width: size of the hidden layer.
 
-    (N, 1, 28, 28) images to (N, 10) scores. Raises TrainingError where Keras is not installed, or
-    has been imported on another backend.
+    Maps (N, 1, 28, 28) images to (N, 10) scores. Raises TrainingError if Keras is not installed or
+    is already imported with another backend.
     """
     keras = import_keras()
     layers, order = keras.layers, "channels_first"  # as images come

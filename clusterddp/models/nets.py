@@ -1,12 +1,12 @@
-"""Builds a model by its name, checks a user's own, and defines the built-in networks.
+"""Builds models by name, checks user models, and defines the built-in networks.
 
-A new built-in model is a class here, a line in MODELS and one in `train_config.MODELS`. The
-networks are plain torch: (N, 1, 28, 28) images to (N, 10) scores.
+To add a built-in model, add a class here and an entry in MODELS and in `train_config.MODELS`. The
+networks are plain torch and map (N, 1, 28, 28) images to (N, 10) scores.
 
-`fastnet` and `deepnet` belong to the recipes and are made for bf16 on CPUs with few cores. A step
-spends its time mostly on passes over large feature maps (normalisation, ReLU) and on the
-gradients of the weights. So both begin with a convolution of stride 2, pool before they normalise,
-and have channels in multiples of 16, the width in which AMX and AVX-512 compute.
+`fastnet` and `deepnet` belong to the recipes and are designed for bf16 on CPUs with few cores. A
+step is dominated by element-wise operations on large feature maps (normalisation, ReLU) and by
+weight gradients. Both therefore begin with a convolution of stride 2, pool before they normalise,
+and have channels in multiples of 16, the vector width of AMX and AVX-512.
 """
 
 import io
@@ -37,10 +37,10 @@ def build(name: str) -> nn.Module:
 
 
 def check(name: str, model: object) -> nn.Module:
-    """Return the model that `--model name` returned, once it is checked.
+    """Check the model that `--model name` returned, and return it.
 
-    Raises TrainingError when it is no module, has no parameter to train, has uninitialised ones,
-    or cannot be copied to other ranks or read back from a checkpoint.
+    Raises TrainingError if it is not a module, has no trainable or has uninitialised parameters, or
+    cannot be copied to other ranks or restored from a checkpoint.
     """
     if not isinstance(model, nn.Module):
         raise TrainingError(
@@ -74,9 +74,9 @@ def _check_extra_state(name: str, model: nn.Module) -> None:
         torch.load(file, weights_only=True)
     except Exception as error:
         raise TrainingError(
-            f"--model {name}: what its state_dict holds beside tensors ({', '.join(extra)}) cannot "
-            f"be read back from a checkpoint: {str(error).splitlines()[0]} Keep to tensors, "
-            "numbers, strings, lists and dicts. [CD0812]"
+            f"--model {name}: the state_dict entries {', '.join(extra)} cannot be restored from a "
+            f"checkpoint: {str(error).splitlines()[0]} Use only tensors, numbers, strings, lists "
+            "and dicts. [CD0812]"
         ) from None
 
 
@@ -166,11 +166,11 @@ class BNConvNet(nn.Module):
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:
-    """Normalise with Keras' constants; there is no scale, which the next layer would undo.
+    """Normalise with Keras' constants, without a scale, which the next layer would absorb.
 
-    torch's scales stay at one. Keras counts the share of the old in the average, torch that of the
-    new. (Of one batch torch notes the unbiased variance, Keras the biased one: in a batch of 64
-    images at 6 x 6 points they differ by 0.04 %.)
+    torch's scales stay at one. Keras' momentum weights the old average, torch's the new value.
+    (torch records the unbiased variance of a batch, Keras the biased one: for 64 images of
+    6 x 6 points they differ by 0.04%.)
     """
     norm = nn.BatchNorm2d(channels, eps=1e-3, momentum=1 - 0.99)
     norm.weight.requires_grad_(False)

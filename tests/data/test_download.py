@@ -195,7 +195,7 @@ def test_import_takes_the_set_from(
     info = import_from(source, str(tmp_path / "new"))
     assert (info.train_images, info.checksums_verified, info.published) == (30, True, False)
     assert contents(tmp_path / "new" / mnist.RAW) == contents(raw)
-    assert "not MNIST as published" in logged[-1]
+    assert "not the published MNIST" in logged[-1]
     after = {path for path in tmp_path.parent.rglob("*") if tmp_path / "new" not in path.parents}
     assert after - before == {tmp_path / "new"}
 

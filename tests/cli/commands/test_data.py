@@ -58,7 +58,7 @@ def test_check_of_the_real_mnist_through_the_environment(
 def test_import(synthetic_dir: Path, tmp_path: Path) -> None:
     result = run("import", str(synthetic_dir), "--data-dir", str(tmp_path))
     assert result.stdout.startswith(f"mnist is whole at {tmp_path}/MNIST/raw\n")
-    assert "not MNIST as published" in result.stderr
+    assert "not the published MNIST" in result.stderr
 
 
 def test_import_of_a_file_that_is_not_there_is_a_wrong_request() -> None:

@@ -295,7 +295,7 @@ def test_a_wrong_request_is_refused_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("content", "checksum", "words"),
     [
-        (b"torn", "0" * 64, "is no checkpoint of clusterddp"),
+        (b"torn", "0" * 64, "is not a checkpoint of clusterddp"),
         (b"PK\3\4 torn", "0" * 64, "damaged"),
         (b"torn", None, "no step-1.pt.sha256"),
         (None, None, "there is no valid checkpoint"),
