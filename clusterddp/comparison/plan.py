@@ -38,8 +38,8 @@ Planned = list[tuple[Row, JobSpec]]
 """The runs in the order in which they run."""
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ON_REQUEST = (
-    b"clusterddp: passed on to the run under way, which saves and leaves; Ctrl-C again ends it at "
-    b"once\n"
+    b"clusterddp: asked the current run to save a checkpoint and exit; Ctrl-C again ends it "
+    b"immediately\n"
 )
 
 
@@ -229,7 +229,7 @@ def after(spec: JobSpec, job_id: str) -> JobSpec:
 
 
 def log_remarks(planned: Planned) -> None:
-    """Log what a person should know of the rows' requests, each remark once."""
+    """Log the remarks on the rows' requests, each once."""
     for remark in dict.fromkeys(remark for _, spec in planned for remark in remarks(spec)):
         log.warning(coded(remark, "CD0112"))
 

@@ -1,4 +1,4 @@
-"""Results of a comparison: its rows, their runs, medians, speed-up and efficiency, as a table."""
+"""Computes the results of a comparison: rows, runs, medians, speed-up and efficiency."""
 
 import math
 import re
@@ -106,7 +106,7 @@ class RowSummary:
     why: str
     runs: tuple[str, ...]
     train_seconds: float | None = None
-    """Time of the training steps alone."""
+    """Time of the training steps only."""
     total_seconds: float | None = None
     """Time from a task's start to its end."""
     images_per_second: float | None = None
@@ -123,7 +123,7 @@ class RowSummary:
     threads: int | None = None
     """Compute threads of each rank."""
     speed_up: float | None = None
-    """Images per second over those of the baseline."""
+    """Images per second relative to the baseline."""
     efficiency: float | None = None
     """Speed-up over that of perfect scaling."""
     baseline: bool = False
@@ -138,9 +138,9 @@ def label(row: Row | RowSummary) -> str:
 
 
 def results(trials: Sequence[Trial]) -> list[RowSummary]:
-    """Sum up the trials of each row in a line: single first, then dp, then ddp.
+    """Summarize the trials of each row: single first, then dp, then ddp.
 
-    The baseline is single, or where it has no figures the row on the fewest devices.
+    The baseline is single, or if it has no figures the row with the fewest devices.
     """
     by_row: dict[Row, list[Trial]] = {}
     for trial in trials:
@@ -264,7 +264,7 @@ def _why(run: RunDir, status: RunStatus) -> str:
 
 
 def table(lines: Sequence[RowSummary]) -> str:
-    """Format the table, a line a row; a row without figures gives the cause in their place."""
+    """Format the table; a row without figures shows the cause instead."""
     rows = [_HEADER, *(_cells(line) for line in lines)]
     full = [row for row in rows if len(row) >= len(_HEADER)]
     widths = [
@@ -275,9 +275,9 @@ def table(lines: Sequence[RowSummary]) -> str:
 
 
 def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -> list[str]:
-    """List the conditions of the figures, a sentence or two a line.
+    """List the conditions of the figures, one or two sentences per note.
 
-    hardware: the processors, where they are known; the runs do not report them.
+    hardware: CPU or GPU models if known; the runs do not report them.
     """
     reports = [trial.report for trial in trials if trial.state == RunState.DONE and trial.report]
     measured = [line for line in lines if line.images_per_second is not None]
@@ -298,9 +298,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
         "end; memory: the largest of any rank",
     ]
     if any(len(line.images_per_second_each) > 1 for line in lines):
-        lines_of_text.append(
-            "several runs a row: medians, for images/s with the least and the greatest"
-        )
+        lines_of_text.append("several runs per row: medians, for images/s with minimum and maximum")
     shares = {line.threads for line in lines if line.threads}
     if len(shares) > 1 and not first.threads and "cuda" not in _each(reports, "device"):
         lines_of_text.append(
@@ -334,7 +332,7 @@ def _capture(reports: Sequence[Report]) -> str:
 
 
 def _unlike(trials: Sequence[Trial]) -> list[str]:
-    """Name what `auto` came to where that was not the same in all rows: no fair comparison."""
+    """Report rows in which `auto` resolved differently: the comparison is not fair then."""
     told = []
     for name, remedy in (("precision", "one --precision"), ("cuda_graph", "--cuda-graph off")):
         of_rows: dict[object, list[str]] = {}
@@ -384,7 +382,7 @@ def _cells(line: RowSummary) -> list[str]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Align words left and figures right; a cell beyond the columns stays as it is."""
+    """Align words left and figures right; a cell beyond the columns stays unaligned."""
     padded = widths if len(cells) >= len(widths) else widths[:_OF_ALL]
     shown = [
         cell.ljust(width) if column < 2 else cell.rjust(width)
@@ -401,10 +399,10 @@ def _batch(lines: Sequence[RowSummary]) -> str:
     each = {line.images_per_device for line in lines}
     together = {line.images_per_device * line.devices for line in lines}
     if len(each) == 1:
-        return f"{count(each.pop(), 'image')} a device and step: N devices take N times as many"
+        return f"{count(each.pop(), 'image')} per device and step: N devices take N times as many"
     if len(together) == 1:
-        return f"{count(together.pop(), 'image')} a step, shared out among the devices"
-    return f"{', '.join(map(str, sorted(each)))} images a device and step"
+        return f"{count(together.pop(), 'image')} per step, divided among the devices"
+    return f"{', '.join(map(str, sorted(each)))} images per device and step"
 
 
 def _each(reports: Sequence[Report], name: str) -> str:

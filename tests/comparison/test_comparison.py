@@ -190,11 +190,11 @@ def noted(*trials: Trial) -> str:
 def test_the_notes_say_what_the_figures_rest_on() -> None:
     said = noted(trial(SINGLE, 100), trial(DDP, 200))
     assert "on h01 (2 x Fast): cpu, bf16, threads per rank 1, torch 2.9" in said
-    assert "convnet on mnist, 60 images a device and step: N devices take N times" in said
+    assert "convnet on mnist, 60 images per device and step: N devices take N times" in said
     assert "against single" in said
     assert "differ" not in said and "shares" not in said
     strong = plan(CONFIG, ALL, [4], CPUS, fixed_global_batch=True)
-    assert "60 images a step, shared out" in noted(trial(strong[0], 100), trial(strong[2], 200))
+    assert "60 images per step, divided" in noted(trial(strong[0], 100), trial(strong[2], 200))
     other = dataclasses.replace(DDP, train=dataclasses.replace(CONFIG, model="mlp", seed=1))
     assert "the runs differ in --model, --seed" in noted(trial(SINGLE, 100), trial(other, 200))
     assert noted(Trial(SINGLE, state="failed")) == ""
@@ -233,9 +233,9 @@ def test_the_notes_say_what_gpus_did_before_the_clock() -> None:
 def test_a_batch_that_a_small_dataset_does_not_fill_is_told_as_it_is() -> None:
     few = [trial(row, 100, train_images=100) for row in (SINGLE, DP, DDP)]
     assert [line.images_per_device for line in results(few)] == [60, 25, 25]
-    assert "mnist, 25, 60 images a device and step;" in noted(few[0], few[2])
+    assert "mnist, 25, 60 images per device and step;" in noted(few[0], few[2])
     missing = Trial(dataclasses.replace(DDP, devices=2), why="needs 2 GPUs")
-    assert "mnist, 25 images a device and step: N" in noted(few[2], missing)
+    assert "mnist, 25 images per device and step: N" in noted(few[2], missing)
 
 
 @pytest.mark.parametrize("damage", [None, 5, "x", [None], {"torch": [1]}, math.nan, 10**400])
