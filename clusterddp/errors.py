@@ -1,9 +1,8 @@
-"""The errors that a user can meet, the exit code that each of them gives, and its stable code.
+"""Errors for the user, with their exit codes and stable codes.
 
-Whatever derives from `ClusterDDPError` is printed as one message without a traceback;
-anything else that escapes is a defect of ours and keeps its traceback. A code, `CD0123`, names the
-page that `clusterddp explain` prints: a class has one, or a message ends with its own; a test holds
-both to the catalogue (`explained/`).
+A `ClusterDDPError` is printed as one message without a traceback. Any other exception is a bug and
+keeps its traceback. A code, `CD0123`, names a page of `clusterddp explain`. It belongs to a class
+or ends a message; a test checks both against the catalogue (`explained/`).
 """
 
 import re
@@ -12,8 +11,7 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_REQUEST = 2
 EXIT_PAUSED = 75
-"""A rank has saved and left because it was asked to, or asks to be started again
-(sysexits.h, EX_TEMPFAIL)."""
+"""A rank stopped on request after a checkpoint, or asks for a restart (sysexits.h, EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 
 
@@ -22,16 +20,16 @@ CODE_AT_END = re.compile(r" \[(CD\d{4})\]\Z")
 
 
 class ClusterDDPError(Exception):
-    """Something that the user has to know about: what was seen, what was expected, what to do."""
+    """An error for the user: what happened, why, what to type."""
 
     exit_code = EXIT_FAILED
     code = ""
-    """Code of the class, where each of its errors has the same remedy."""
+    """Code of the class, if all its errors have the same remedy."""
 
     def __init__(self, message: object = "", *, code: str = "") -> None:
-        """Keep the code that ends the message as `code`: another message can quote the words.
+        """Split the code off the message, so that another message can quote the text.
 
-        code: that of an error which this one passes on.
+        code: the code of an error that this one wraps.
         """
         text = str(message)
         if own := CODE_AT_END.search(text):
@@ -49,7 +47,7 @@ def coded(message: object, code: str = "") -> str:
 
 
 class RequestError(ClusterDDPError):
-    """The request cannot be carried out as it stands: nothing was started and nothing written."""
+    """An invalid request: nothing was started and nothing written."""
 
     exit_code = EXIT_WRONG_REQUEST
 
@@ -65,7 +63,7 @@ class OptionError(RequestError):
         super().__init__(option + problem, code=code or _OF_OPTIONS.get(self.option, ""))
 
     def saying(self, more: str) -> "OptionError":
-        """Return the same refusal with more words behind it."""
+        """Return the same error with more text at the end."""
         problem = str(self).removeprefix(self.option)
         return OptionError(self.option, f"{problem} {more}", code=self.code)
 
@@ -95,7 +93,7 @@ _OF_OPTIONS = {
     "--template": "CD0301",
     "--template-dir": "CD0301",
 }
-"""Codes of options whose errors lead to a page of their own."""
+"""Codes of options whose errors have their own page."""
 
 
 class DistEnvError(ClusterDDPError):
@@ -127,7 +125,7 @@ class TrainingError(ClusterDDPError):
 
 
 class PeerError(TrainingError):
-    """This rank fails only because another one did; it is not the first to be named."""
+    """A failure caused by another rank; never named as the first one."""
 
     code = "CD0901"
 

@@ -41,7 +41,7 @@ def worded(change: Callable[[str], str]) -> Iterator[None]:
 
 
 def to_stdout(line: str) -> None:
-    """Print a line of a task's own log, from which it can be read at once."""
+    """Print a line to a task's log without buffering."""
     print(line, flush=True)  # noqa: T201
 
 
@@ -62,11 +62,11 @@ _write: Callable[[str], object] = _to_stderr
 
 @cache
 def _logger() -> "logging.Logger":
-    """Set the logger up, with its one handler."""
+    """Return the logger with its only handler."""
     import logging  # 5 ms, which a dry run with nothing to log does without
 
     class Lines(logging.Handler):
-        """Writes each record; a full disk or a closed log costs the line alone."""
+        """Handler that drops a line if the disk is full or the log is closed."""
 
         def emit(self, record: logging.LogRecord) -> None:
             severity = "warning: " if record.levelno >= logging.WARNING else ""

@@ -1,4 +1,4 @@
-"""Version of the package, and the file that it is run from."""
+"""Version of the package, and the file from which it runs."""
 
 import sys
 

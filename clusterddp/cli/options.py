@@ -88,7 +88,7 @@ def config_option(function: F) -> F:
 
 
 def site_options(function: F) -> F:
-    """Add --site and --cluster, which `SettingsCommand` reads ahead of the other options."""
+    """Add --site and --cluster, which `SettingsCommand` reads before the other options."""
     for name, metavar, text in (
         ("--cluster", "NAME", "Section [cluster:NAME] of site.cfg to use."),
         ("--site", "FILE", "site.cfg to use; see 'clusterddp site'."),
@@ -147,7 +147,7 @@ class SettingsCommand(GroupedCommand):
     """A command whose options can also be set in site.cfg and by SBATCH_* variables."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # Completion must print nothing, even where site.cfg is broken.
+        # Completion must print nothing, even if site.cfg is broken.
         with contextlib.suppress(*[RequestError] * ctx.resilient_parsing):
             self._load_settings(ctx, args)
         try:
@@ -177,7 +177,7 @@ class SettingsCommand(GroupedCommand):
         }
 
     def _peek(self, ctx: click.Context, args: list[str]) -> dict[str, str]:
-        """Read --site and --cluster ahead of the others, whose defaults they decide."""
+        """Read --site and --cluster first, because they decide the defaults of the others."""
         if not any(arg.startswith(("--site", "--cluster")) for arg in args):
             return {}
         try:
@@ -188,7 +188,7 @@ class SettingsCommand(GroupedCommand):
 
 
 class WithCommand(SettingsCommand):
-    """Takes what stands behind `--` as the COMMAND, untouched."""
+    """A command that takes all words after `--` as COMMAND, unchanged."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         cut = [*args, "--"].index("--")
@@ -328,7 +328,7 @@ def _with_value(args: list[str]) -> list[str]:
 
 
 def _partitions(_ctx: click.Context, incomplete: str) -> list[str]:
-    """Return the live cluster's partitions, behind those that are typed already."""
+    """Return the cluster's partitions, appended to those already typed."""
     from clusterddp.slurm.client import partitions
 
     before, comma, _ = incomplete.rpartition(",")

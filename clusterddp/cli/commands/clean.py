@@ -33,10 +33,11 @@ _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
     metavar="DURATION",
     type=DurationType(DURATION_OR_NEVER),
     default=0,
+    show_default="any age",
     help="Only runs that ended that long ago: 12h, 30d.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed and change nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(
