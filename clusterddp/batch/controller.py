@@ -42,7 +42,8 @@ from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
 from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
-from clusterddp.request.spec import END, JobSpec
+from clusterddp.request.program import END
+from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt, print_to_job_log
 from clusterddp.run.history import History, Policy
@@ -542,7 +543,7 @@ class Controller:
                 self._watch_step(attempt, step)
                 if self._allocation:
                     self._watch_nodes(attempt, step)
-            if self._spec.hang_timeout and self._spec.command:
+            if self._spec.hang_timeout and self._spec.program.watches_output:
                 self._watch_output(attempt, step)
             code = self._await(lines, step)
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from clusterddp import formatting
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.options import Record
 from clusterddp.request.resources import Resources
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 NO_PREFLIGHT, QUICK, FULL_PREFLIGHT = PREFLIGHTS = ("none", "quick", "full")
 """Checks of a job's nodes; `full` also measures inside the built-in training."""
+REPORT, END = ON_HANG = ("report", "end")
+"""What to do with a hang of a COMMAND; `end` ends the job."""
 Options: TypeAlias = Mapping[str, Any]
 """Option values by parameter."""
 Writer: TypeAlias = Callable[[str], str]
@@ -56,6 +59,8 @@ class _Program(Record):
     """Whether its ranks always record their steps and their end; otherwise only a Loop does."""
     sees_marks = False
     """Whether its ranks notice a stop request without a signal."""
+    watches_output = True
+    """Whether a hang is found by the output of its ranks; otherwise by their watchdog."""
     preflights: tuple[str, ...] = (NO_PREFLIGHT, QUICK)
     """Node checks that it supports."""
     refused: Mapping[str, str] = {}
@@ -75,6 +80,17 @@ class _Program(Record):
     def options(self) -> Options:
         """Values of its own options by parameter."""
         return {}
+
+    def hang_timeout(self, resumable: bool | None) -> float:
+        """Return the default of --hang-timeout in seconds; 0 is never."""
+        return 0.0 if resumable else 1800.0
+
+    def fields_at(self, hang_timeout: float | None) -> dict[str, Any]:
+        """Return the fields of a JobSpec that --hang-timeout changes; None if it is not given."""
+        return {}
+
+    def check_on_hang(self, on_hang: str) -> None:
+        """Raise OptionError if a hang of this program cannot be handled so."""
 
     def launcher(self) -> "NestedLauncher | None":
         """Return the launcher that every task would start, if any."""
@@ -104,6 +120,7 @@ class BuiltIn(_Program):
     resumable = True
     keeps_records = True
     sees_marks = True
+    watches_output = False
     preflights = PREFLIGHTS
     rank = "GPU rank"
     restart_phrase = "start again"
@@ -121,6 +138,23 @@ class BuiltIn(_Program):
     @property
     def options(self) -> Options:
         return vars(self.config)
+
+    def hang_timeout(self, resumable: bool | None) -> float:
+        return TrainConfig.hang_timeout
+
+    def fields_at(self, hang_timeout: float | None) -> dict[str, Any]:
+        if hang_timeout is None:
+            return {"hang_timeout": self.config.hang_timeout}
+        return {"train": dataclasses.replace(self.config, hang_timeout=hang_timeout)}
+
+    def check_on_hang(self, on_hang: str) -> None:
+        if on_hang == END:
+            limit = formatting.setting(self.config.process_group_timeout)
+            raise OptionError(
+                "--on-hang end",
+                " applies only to a COMMAND. The training ends by --process-group-timeout "
+                f"({limit}). Shorten that instead. [CD0103]",
+            )
 
     def check(self, resources: Resources) -> None:
         """Raise RequestError if it cannot run on these resources."""

@@ -14,11 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp import formatting
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request import options as table
 from clusterddp.request.options import EXPEDITE, WHOLE, Choice, Record, option
-from clusterddp.request.program import NO_PREFLIGHT, PREFLIGHTS, QUICK, BuiltIn, Command, Program
+from clusterddp.request.program import (
+    END,
+    NO_PREFLIGHT,
+    ON_HANG,
+    PREFLIGHTS,
+    QUICK,
+    REPORT,
+    BuiltIn,
+    Command,
+    Program,
+)
 from clusterddp.request.resources import Resources
 from clusterddp.request.sweep import NO_SWEEP, Point, Sweep
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -52,8 +61,6 @@ _SPARES_OWN = (
 """Arguments of srun that decide on which nodes of the job a step runs."""
 _SCRIPTS_OWN = "run_dir own hold srun container"
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
-_HANG_SECONDS = 1800
-REPORT, END = ON_HANG = ("report", "end")
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -288,12 +295,8 @@ class JobSpec(Record):
                 "them out. [CD0103]",
             )
         self._check_program()
-        if self.train:
-            if self.hang_timeout is None:
-                object.__setattr__(self, "hang_timeout", self.train.hang_timeout)
-            else:
-                train = dataclasses.replace(self.train, hang_timeout=self.hang_timeout)
-                object.__setattr__(self, "train", train)
+        for name, value in self.program.fields_at(self.hang_timeout).items():
+            object.__setattr__(self, name, value)
         for name, value in self._usual().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -325,20 +328,12 @@ class JobSpec(Record):
             "resumable": self.program.resumable,
             "requeue": True if resumable or self.retries else None,
             "signal": f"B:USR1@{max(lead, 1)}" if resumable else "",
-            "hang_timeout": (
-                TrainConfig.hang_timeout if self.train else 0 if resumable else _HANG_SECONDS
-            ),
+            "hang_timeout": self.program.hang_timeout(resumable),
         }
 
     def _check_program(self) -> None:
         """Refuse a program that cannot start, and options for which it has no use."""
-        if self.on_hang == END and self.train:
-            shown = formatting.setting(self.train.process_group_timeout)
-            raise OptionError(
-                "--on-hang end",
-                f" is for a COMMAND. The training ends by --process-group-timeout ({shown}): "
-                "shorten that instead. [CD0103]",
-            )
+        self.program.check_on_hang(self.on_hang)
         if self.on_hang == END and self.hang_timeout == 0:
             raise OptionError(
                 "--on-hang end",
