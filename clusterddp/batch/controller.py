@@ -41,8 +41,7 @@ from clusterddp.processes.signals import die_with_parent
 from clusterddp.processes.table import listening_ports
 from clusterddp.ranks.dist_env import master_port
 from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
-from clusterddp.request.program import FULL_PREFLIGHT, NO_PREFLIGHT
-from clusterddp.request.program import END
+from clusterddp.request.program import END, FULL_PREFLIGHT, NO_PREFLIGHT
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import bad_nodes, events, preflight
 from clusterddp.run.attempt import ALIVE_SECONDS, Attempt, print_to_job_log

@@ -321,7 +321,7 @@ def test_a_hang_that_is_never_reported_cannot_end_a_command() -> None:
 
 
 def test_a_hang_of_the_training_is_ended_by_its_process_group() -> None:
-    with pytest.raises(OptionError, match=r"applies only to a COMMAND\. .*--process-group-timeout \(10m\)"):
+    with pytest.raises(OptionError, match=r"only to a COMMAND\. .*--process-group-timeout \(10m\)"):
         spec(on_hang="end")
 
 
