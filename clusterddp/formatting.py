@@ -1,7 +1,6 @@
 """Formats of figures for users, and safe output of untrusted text."""
 
 import re
-import signal
 import time
 from collections.abc import Sequence
 
@@ -100,6 +99,8 @@ def size(count: int) -> str:
 
 def signal_name(number: int) -> str:
     """Return `SIGKILL` for 9; `signal N` for a real-time signal, which has no name."""
+    import signal  # a dry run does without it
+
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -284,11 +284,14 @@ class DurationType(click.types.StringParamType):
 
     name = "duration"
 
-    def __init__(self, form: Duration) -> None:
-        self._form = form
+    def __init__(self, form: Duration, default: tuple[Any, Any] = ("", 0)) -> None:
+        """default: as it is shown, and in seconds."""
+        self._form, self._default = form, default
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the seconds of a text; raises OptionError for another form."""
+        """Return the seconds of a text. Raises OptionError for another form."""
+        if value == self._default[0]:  # read without compiling a pattern
+            return self._default[1]
         option = param.opts[0] if param else ""
         return self._form.parse(option, value) if isinstance(value, str) else value
 
@@ -368,7 +371,8 @@ def _keywords(row: Option) -> dict[str, Any]:
     elif row.type is tuple:
         keywords |= {"type": Line(), "multiple": True}
     elif isinstance(row.form, Duration):
-        keywords |= {"type": DurationType(row.form), "default": row.text(row.default)}
+        shown = row.text(row.default)
+        keywords |= {"type": DurationType(row.form, (shown, row.default)), "default": shown}
     elif isinstance(row.form, Choice):
         names = row.form.names
         keywords["type"] = (

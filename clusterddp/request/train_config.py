@@ -373,16 +373,18 @@ class TrainConfig(Record):
         defaults: name those that are as they would be anyway, but for what a site sets. The
         recipe's name is left out: where the flags are read, it must not add to them.
         """
-        values = {row.flag: row.text(getattr(self, row.parameter)) for row in TRAINING}
-        usual = {row.flag: row.text(getattr(TrainConfig, row.parameter)) for row in TRAINING}
-        for record, each in ((self, values), (TrainConfig, usual)):
-            each["--hang-timeout"] = formatting.setting(record.hang_timeout)
-        del values["--recipe"]
-        return [
-            flag if value is True else f"{flag}={value}"
-            for flag, value in values.items()
-            if value is not False and value != "" and (defaults or value != usual[flag])
+        rows = [row for row in TRAINING if row.name != "recipe"]
+        fields = [(row, getattr(self, row.parameter)) for row in rows]
+        argv = [
+            row.flag if value is True else f"{row.flag}={row.text(value)}"
+            for row, value in fields
+            if value is not False
+            and value != ""
+            and (defaults or value != getattr(TrainConfig, row.parameter))
         ]
+        if defaults or self.hang_timeout != TrainConfig.hang_timeout:
+            argv.append(f"--hang-timeout={formatting.setting(self.hang_timeout)}")
+        return argv
 
 
 def recipe_settings(name: str | None) -> FieldValues:
