@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 
 
 CODE_AT_END = re.compile(r" \[(CD\d{4})\]\Z")
-"""Code of a message, as `coded` adds it."""
+"""Error code at the end of a message; `coded` adds it."""
 
 
 class ClusterDDPError(Exception):
@@ -41,7 +41,7 @@ class ClusterDDPError(Exception):
 
 
 def coded(message: object, code: str = "") -> str:
-    """Return a message with its code at the end; an error's own by default."""
+    """Return a message with a code at the end; by default the code of the error."""
     code = code or getattr(message, "code", "")
     return f"{message} [{code}]" if code else str(message)
 
@@ -58,7 +58,7 @@ class OptionError(RequestError):
     code = "CD0102"
 
     def __init__(self, option: str, problem: str = "", *, code: str = "") -> None:
-        """Begin the message with the option as it is typed, `--nodes` or `--nodes 2`."""
+        """Begin the message with the typed option, `--nodes` or `--nodes 2`."""
         self.option = option.partition(" ")[0]
         super().__init__(option + problem, code=code or _OF_OPTIONS.get(self.option, ""))
 
@@ -97,31 +97,31 @@ _OF_OPTIONS = {
 
 
 class DistEnvError(ClusterDDPError):
-    """The environment of this process contradicts itself, so no rank can be derived from it."""
+    """The environment variables of this process are inconsistent: they give no rank."""
 
     code = "CD0801"
 
 
 class SlurmError(ClusterDDPError):
-    """A Slurm command is missing, failed, or did not answer; carries Slurm's own words."""
+    """A Slurm command is missing, failed or did not answer; includes Slurm's message."""
 
     code = "CD0401"
 
 
 class DataError(ClusterDDPError):
-    """The dataset is missing, incomplete, or not what its headers say."""
+    """The dataset is missing, incomplete, or does not match its headers."""
 
     code = "CD0602"
 
 
 class CheckpointError(ClusterDDPError):
-    """A checkpoint is missing, torn, or belongs to another model or dataset."""
+    """A checkpoint is missing, incomplete, or belongs to another model or dataset."""
 
     code = "CD0701"
 
 
 class TrainingError(ClusterDDPError):
-    """A rank cannot train: no torch, no device, ranks that disagree."""
+    """A rank cannot train: no torch, no device, or ranks that disagree."""
 
 
 class PeerError(TrainingError):
@@ -133,5 +133,5 @@ class PeerError(TrainingError):
 
 
 def is_debuggers_quit(error: BaseException) -> bool:
-    """Return whether a person left a debugger by `q` (bdb.BdbQuit, which need not be loaded)."""
+    """Return whether the user quit a debugger by `q` (bdb.BdbQuit; bdb need not be loaded)."""
     return type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"

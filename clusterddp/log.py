@@ -1,4 +1,4 @@
-"""The lines of a task's log and of a command's stderr, through the logger `clusterddp`."""
+"""Log lines of tasks and commands, through the logger `clusterddp`."""
 
 import os
 import sys
@@ -17,13 +17,13 @@ def info(line: str) -> None:
 
 
 def warning(line: str) -> None:
-    """Log a line that begins with `warning: `; its text ends with its code, [CD0123]."""
+    """Log a line with the prefix `warning: `; `line` ends with its code, [CD0123]."""
     _logger().warning("%s", line, stacklevel=2)
 
 
 @contextmanager
 def to(write: Callable[[str], object]) -> Iterator[None]:
-    """Hand each line to `write` while the context is open; by default lines go to stderr."""
+    """Pass each line to `write` while the context is open; by default lines go to stderr."""
     global _write  # noqa: PLW0603 -- a process has one log
     before, _write = _write, write
     try:
@@ -51,8 +51,7 @@ def _to_stderr(line: str) -> None:
     if stream is None or sys.stderr is not stream:  # a notebook's, or a test's
         print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
         return
-    # Not through the stream: what it cannot write to a full disk it would try again at the end, and
-    # Python would end with 120.
+    # Bypass the stream: with a full disk, it would retry at exit, and Python would exit with 120.
     stream.flush()
     os.write(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
 

@@ -6,9 +6,9 @@ __version__ = "0.1.1"
 
 
 def bundle_file() -> str:
-    """Return the bundle that this process was started from; empty where it is an installed one.
+    """Return the bundle (see `submission.bundle`) this process runs from; empty if installed.
 
-    `submission.bundle` makes it. For the process of `python FILE …` and for those that it forks.
+    Works in the process of `python FILE …` and in its forks.
     """
     import os.path
 
@@ -21,9 +21,9 @@ def bundle_file() -> str:
 
 
 def arming_folder() -> str:
-    """Return the folder whose sitecustomize arms a Python for `processes.stacks`.
+    """Return the directory whose sitecustomize enables `processes.stacks` in a Python.
 
-    In a bundle it is one of the sources, which any Python reads.
+    In a bundle, it is among the sources, which every Python version can import.
     """
     import os.path
 
@@ -32,25 +32,25 @@ def arming_folder() -> str:
 
 
 def armed_path(path: str) -> str:
-    """Return a PYTHONPATH with the arming folder first; as it is where it cannot have that."""
+    """Return a PYTHONPATH with `arming_folder` first, or `path` if that cannot be added."""
     folder = arming_folder()
-    if ":" in folder:  # which parts its entries
+    if ":" in folder:  # the separator of PYTHONPATH
         return path
     return f"{folder}:{path}" if path else folder
 
 
 def described() -> str:
-    """Say which clusterddp this is: `0.1.1 (3f2a9c41d07b)` of a bundle, or `0.1.1 (installed)`."""
+    """Identify this clusterddp: `0.1.1 (3f2a9c41d07b)` for a bundle, or `0.1.1 (installed)`."""
     digest = bundle_file().removesuffix(".pyz").rpartition("-")[2]
     return f"{__version__} ({digest or 'installed'})"
 
 
 def command() -> list[str]:
-    """Give the words that start this clusterddp once more, before those of a subcommand."""
+    """Return the words that start this clusterddp, to be followed by a subcommand."""
     return [sys.executable, *([bundle_file()] if bundle_file() else ["-m", "clusterddp"])]
 
 
 def of_script(script: str) -> str:
-    """Return the version that rendered a script, as its header says; empty without one."""
+    """Return the version in a script's header; empty without one."""
     words = script.partition("rendered by clusterddp ")[2].split(maxsplit=1)
     return words[0].rstrip(".:") if words else ""

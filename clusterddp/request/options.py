@@ -1,10 +1,10 @@
-"""The table of options, and the values that a person, variables and site.cfg give to them.
+"""The table of options, and their values from the command line, variables and site.cfg.
 
-`option` makes a field of a request's dataclass a row of the table. From the row come the flag, the
-CLUSTERDDP_* and SBATCH_* variable, the key of site.cfg, the directive, the refusals and the line of
---help; its name, type and default are those of the field.
+`option` makes a field of a request's dataclass a row of the table. The row determines the flag, the
+CLUSTERDDP_* and SBATCH_* variable, the key of site.cfg, the directive, the error messages and the
+line of --help; the field determines its name, type and default.
 
-A site has values of its own in site.cfg, with one item a line for lists (env, setup, module …):
+A site sets values in site.cfg, with one item per line for lists (env, setup, module …):
 
     [defaults]         settings for every run, by the names of submit's options
     [cluster:NAME]     settings on top of them, chosen by --cluster NAME
@@ -45,7 +45,7 @@ GROUPS = (RESOURCES, LAUNCH, FAULT_TOLERANCE, CODE, OUTPUT, BUILT_IN)
 
 SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")
 EXPEDITE = "expedite"
-"""Word of sbatch's --requeue that puts a job back at the top of the queue (Slurm 25.11)."""
+"""Value of sbatch's --requeue that requeues a job at top priority (Slurm 25.11)."""
 _CLUSTER = "cluster:"
 _GPU_GRES = r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?"
 _NO_REQUEUE = "SBATCH_NO_REQUEUE"
@@ -56,20 +56,20 @@ _WORDS = {
 }
 
 FLAG, DEFAULT = "flag", "default"
-"""Sources of a value that was typed, and of one that nobody has given."""
+"""Sources of a typed value and of a default."""
 
 NEEDED_DIRECTIVES = ("nodes", "ntasks")
-"""Directives that a run cannot do without."""
+"""Directives that every run needs."""
 
 _MOST = 10000 * 86400.0
 """Longest duration in seconds."""
 
 _REFERENCE = r"(?a)[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
-_LOGS = "--runs-dir DIR: logs lie in the run's folder"
+_LOGS = "--runs-dir DIR: logs are in the run's directory"
 REPLACED = {
-    "ntasks": "--nodes N --tasks-per-node N, ranks on each of the nodes",
-    "gpus": "--gpus-per-node [TYPE:]N, GPUs on each of the nodes",
+    "ntasks": "--nodes N --tasks-per-node N, the ranks per node",
+    "gpus": "--gpus-per-node [TYPE:]N",
     "gpus-per-task": "--gpus-per-node [TYPE:]N with --gpu-directive gpus-per-task",
     "no-requeue": "--no-requeue",
     "test-only": "--check",
@@ -77,17 +77,17 @@ REPLACED = {
     "wait": "--wait",
     "wrap": "the COMMAND after '--'",
     "array": "--sweep NAME=VALUES, which submits a run for each value, or 'clusterddp submit "
-    "--dry-run … | sbatch --array=LIST', as a submission is one run",
-    "het-group": "one 'clusterddp submit' for each group, as a submission is one run",
+    "--dry-run … | sbatch --array=LIST'",
+    "het-group": "one 'clusterddp submit' for each group",
     **dict.fromkeys(("output", "error", "open-mode", "input"), _LOGS),
 }
-"""Options of sbatch that are not taken, and what takes their place."""
+"""Unsupported options of sbatch, and their replacements."""
 REPLACED_FLAGS = {
     **REPLACED,
-    "gres": "--gpus-per-node [TYPE:]N, and --gpu-directive gres where the site wants it so",
-    "chdir": "the folder in which you type it",
+    "gres": "--gpus-per-node [TYPE:]N, and --gpu-directive gres if the site requires it",
+    "chdir": "cd: a run starts in the directory in which you submit it",
 }
-"""Flags of sbatch that are not taken; two of them are taken as directives."""
+"""Unsupported flags of sbatch; two of them are supported as directives."""
 SHORT_FORMS = {"-n": "ntasks", "-G": "gpus", "-a": "array", "-o": "output", "-e": "error"}
 
 _PASSED_ON = (
@@ -100,28 +100,28 @@ PASSED_ON = {
     "SBATCH_CPU_FREQ_REQ": "cpu-freq",
     "SBATCH_REQ_SWITCH": "switches",
 }
-"""SBATCH_* variables of sbatch(1) that become a directive of their own."""
+"""SBATCH_* variables of sbatch(1) that become directives without being options."""
 BARE_DIRECTIVES = {"no-kill", "overcommit", "spread-job", "use-min-nodes"}
-"""Directives among them that take no value."""
+"""Directives among them that have no value."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Number:
-    """A range of numbers, from `least` to below `below`."""
+    """Range of numbers from `least` to below `below`."""
 
     noun: str
     least: float = 0
     below: float = math.inf
 
     def check(self, option: str, value: float) -> None:
-        """Raise RequestError unless the value lies in the range; NaN and a text lie in none."""
+        """Raise OptionError unless the value is a number in the range; NaN is in none."""
         if not (isinstance(value, numbers.Real) and self.least <= value < self.below):
             raise OptionError(option, f": {value!r} is not {self.noun}. [CD0102]")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Duration:
-    """A duration: in seconds as a value, `30s`, `10m`, `24h` or `7d` as a text."""
+    """Duration: seconds as a value; `30s`, `10m`, `24h` or `7d` as text."""
 
     zero: bool = False
     """Whether 0 is a valid value: never, or no limit."""
@@ -129,7 +129,7 @@ class Duration:
     """Shortest other value in seconds."""
 
     def check(self, option: str, value: float) -> None:
-        """Raise OptionError unless the seconds lie in the range."""
+        """Raise OptionError unless the seconds are in the range."""
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if not (is_number and (self.least <= value <= _MOST or (self.zero and value == 0))):
             finite = is_number and math.isfinite(value)
@@ -139,7 +139,7 @@ class Duration:
             raise OptionError(option, f" {shown}: out of range. {use} [CD0102]")
 
     def parse(self, option: str, text: str) -> float:
-        """Return the seconds of a text; raises OptionError for another form."""
+        """Parse text to seconds; raises OptionError."""
         seconds = formatting.seconds(text)
         if seconds is None and re.fullmatch(r"(?a)\d{1,9}(\.\d{1,9})?", text):
             units = f"Use {text}s, {text}m or {text}h."
@@ -153,15 +153,15 @@ class Duration:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Choice:
-    """A set of names; with `or_function` also a user function, `package.module:function`."""
+    """Set of names; with `or_function` also a user function, `package.module:function`."""
 
     names: tuple[str, ...]
     or_function: bool = False
 
     def check(self, option: str, value: str) -> None:
-        """Raise RequestError with the names unless the value is one of them."""
+        """Raise OptionError, listing the names, unless the value is one of them."""
         if value not in self.names and not (self.or_function and is_reference(value)):
-            more = " (your own is MODULE:FUNCTION)" if self.or_function else ""
+            more = ", or your MODULE:FUNCTION" if self.or_function else ""
             names = ", ".join(self.names)
             raise OptionError(option, f": {value!r} is not one of {names}{more}. [CD0102]")
 
@@ -188,42 +188,42 @@ class Option:
     form: Form | Number | Duration | Choice | None = None
     """Form of a valid value."""
     names: str = ""
-    """Other names, as in `--time -t LIMIT SBATCH_TIMELIMIT`: those in sbatch(1), the directive
-    first, and that of the value in --help."""
+    """Other names, as in `--time -t LIMIT SBATCH_TIMELIMIT`: the directive, other names in
+    sbatch(1), and the value's name in --help."""
     name: str = ""
     """Name with dashes, as in the flag and in site.cfg."""
     field: str = ""
-    """Field of the request that it gives."""
+    """Field of the request that it sets."""
     parameter: str = ""
     """Name of click's parameter, `batch_size`."""
     type: type = str
-    """Type on the command line; `tuple` is a text that can be repeated."""
+    """Type on the command line; `tuple` is repeatable text."""
     default: object = None
     shown: str = ""
-    """Words for the default in --help where it depends on something else."""
+    """Text for the default in --help if it depends on something else."""
     group: str = RESOURCES
     negatable: bool = False
     """True for --NAME / --no-NAME."""
     bare: str = ""
     """Value of a flag that is typed without one."""
     also: str = ""
-    """Word that is a value as well as yes and no."""
+    """Valid value besides yes and no."""
     decisive: bool = False
-    """True where it decides the weights that a training ends with."""
+    """Whether it affects the trained weights."""
 
     @property
     def flag(self) -> str:
-        """Return the option as it is typed, `--batch-size`."""
+        """Return the flag, `--batch-size`."""
         return f"--{self.name}"
 
     @property
     def directive(self) -> str:
-        """Return the directive of sbatch that it stands for; empty without one."""
+        """Return the sbatch directive that it sets; empty without one."""
         return next((word[2:] for word in self.names.split() if word.startswith("--")), "")
 
     @property
     def flags(self) -> list[str]:
-        """Return all that can be typed for it: the flag and the forms of sbatch."""
+        """Return the flag and its alternative forms in sbatch."""
         typed = [word for word in self.names.split() if word.startswith("-")]
         return list(dict.fromkeys([self.flag, *typed]))
 
@@ -233,9 +233,9 @@ class Option:
         return next((word for word in self.names.split() if word.startswith("SBATCH_")), "")
 
     def parse(self, value: Any) -> Any:
-        """Return the value that a text, or a plain value of Python or TOML, gives to the option.
+        """Convert text, or a plain value of Python or TOML, to the option's type.
 
-        Raises OptionError for one of another kind; `check_fields` looks at its form.
+        Raises OptionError for a wrong type; `check_fields` checks the form.
         """
         if self.type is tuple:
             items = [value] if isinstance(value, str | os.PathLike) else value
@@ -245,7 +245,7 @@ class Option:
                 texts = [os.fspath(i) if isinstance(i, os.PathLike) else i for i in items]
                 if all(isinstance(text, str) for text in texts):
                     return tuple(texts)
-            raise OptionError(self.flag, f": {value!r} is neither a text nor a list of texts.")
+            raise OptionError(self.flag, f": {value!r} is neither a string nor a list of strings.")
         if self.type is bool:
             word = value.strip().lower() if isinstance(value, str) else value
             if isinstance(word, bool) or word in _WORDS:
@@ -269,23 +269,23 @@ class Option:
             return self.type(value)
         except ValueError:
             noun = "whole number" if self.type is int else "number"
-            raise OptionError(self.flag, f": {value!r} is no {noun}.") from None
+            raise OptionError(self.flag, f": {value!r} is not a {noun}.") from None
 
     def read(self, typed: Any) -> Any:
-        """Return the value of the field for what is typed; raises OptionError for no words."""
+        """Return the field's value for a typed value; raises OptionError if it has no words."""
         if self.form is not WORDS:
             return typed
         lines = [typed] if self.type is str else typed
         return tuple(word for line in lines for word in words(self.flag, line))
 
     def show(self, value: Any) -> Any:
-        """Return the value of the field as it is typed."""
+        """Return the typed form of the field's value."""
         if self.form is not WORDS:
             return value
         return shlex.join(value) if self.type is str else tuple(map(shlex.quote, value))
 
     def text(self, value: Any) -> Any:
-        """Return a value as it is typed or shown, a duration with its unit."""
+        """Return the displayed form of a value: a duration with its unit."""
         is_duration = isinstance(self.form, Duration) and isinstance(value, numbers.Real)
         return formatting.setting(float(value)) if is_duration else value
 
@@ -297,9 +297,9 @@ class Option:
 
 
 class Record:
-    """A part of a request, which compares and shows itself by its fields.
+    """Part of a request, with equality, hash and repr by fields.
 
-    Methods that `dataclass` generates would take each start some milliseconds.
+    Generating these methods by `dataclass` would cost each start some milliseconds.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -328,12 +328,12 @@ def option(
 def decisive(
     default: T, help: str, form: Form | Number | Duration | Choice | None = None, names: str = ""
 ) -> T:
-    """Make a field an option that decides the weights with which a training ends."""
+    """Make a field an option that affects the trained weights."""
     return option(default, help, form, names, decisive=True)
 
 
 def options_of(record: type, group: str) -> Iterator[Option]:
-    """Yield the options among the fields of a dataclass; `group` where a row gives none."""
+    """Yield the options among the fields of a dataclass; `group` if a row has none."""
     for field in dataclasses.fields(record):
         if "option" in field.metadata:
             kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else ()
@@ -353,9 +353,9 @@ def options_of(record: type, group: str) -> Iterator[Option]:
 
 
 def check_fields(record: object) -> None:
-    """Check the fields of a request's record that are options, but those left at their default.
+    """Check the option fields of a request's record that are not at their default.
 
-    Raises RequestError with the option, the value and valid ones.
+    Raises OptionError with the option, the value and valid values.
     """
     assert dataclasses.is_dataclass(record)
     for field in dataclasses.fields(record):
@@ -373,36 +373,36 @@ def check_fields(record: object) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """Values that a command line or the keywords of a call hold, as plain ones."""
+    """Plain values from a command line or the keywords of a call."""
 
     values: Mapping[str, Any]
-    """Values by parameter, those of defaults too; None is none."""
+    """Values by parameter, defaults included; None means not set."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Source of each value but those of defaults: FLAG, or in words a variable or a file."""
+    """Source of each value except defaults: FLAG, or the text for a variable or a file."""
     command: tuple[str, ...] | None = ()
-    """COMMAND; None where there can be none."""
+    """COMMAND; None if none is allowed."""
     environment: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    """Variables below those of --env."""
+    """Variables that --env overrides."""
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Variables of the shell, of which SBATCH_* can be directives below those of --sbatch."""
+    """The shell's variables; SBATCH_* can become directives, which --sbatch overrides."""
 
     def source(self, name: str) -> str:
-        """Return the source of a value, in words."""
+        """Return the source of a value as text."""
         return self.sources.get(name, DEFAULT)
 
     @property
     def typed(self) -> dict[str, Any]:
-        """Return the values that were typed."""
+        """Return the typed values."""
         return {name: v for name, v in self.values.items() if self.sources.get(name) == FLAG}
 
     def flags(self, names: Iterable[str]) -> str:
-        """Return those of the parameters that were typed, as flags: `--epochs, --lr`."""
+        """Return the typed parameters among `names` as flags: `--epochs, --lr`."""
         typed = (name for name in names if self.sources.get(name) == FLAG)
         return ", ".join(f"--{name.replace('_', '-')}" for name in typed)
 
     @contextlib.contextmanager
     def naming_sources(self) -> Iterator[None]:
-        """Add the source of a value to the message that refuses it, unless it was typed."""
+        """Add the source of a value to the error about it, unless it was typed."""
         try:
             yield
         except OptionError as error:
@@ -423,21 +423,21 @@ class Settings:
     clusters: tuple[str, ...] = ()
 
     def with_sbatch(self, environ: Mapping[str, str], rows: Iterable[Option]) -> "Settings":
-        """Return these settings below those that SBATCH_* variables give to options.
+        """Return these settings, overridden by SBATCH_* variables.
 
-        Raises RequestError for an SBATCH_EXCLUSIVE that shares a node.
+        Raises RequestError for an SBATCH_EXCLUSIVE that allows node sharing.
         """
         sources = {row.name: row.variable for row in rows if row.variable in environ}
         values = {name: environ[variable] for name, variable in sources.items()}
         if "exclusive" in values:
             if values["exclusive"] not in ("", "exclusive"):
                 raise RequestError(
-                    f"SBATCH_EXCLUSIVE={values['exclusive']}: only whole nodes can be asked for "
-                    "here; unset it, or use --exclusive. [CD0206]"
+                    f"SBATCH_EXCLUSIVE={values['exclusive']} is not supported: only whole nodes "
+                    "can be requested. Unset it, or use --exclusive. [CD0206]"
                 )
-            values["exclusive"] = "yes"  # sbatch takes the variable's being there as a yes
-        # sbatch takes these two by their being there as well (a newer one heeds the word expedite);
-        # the second of them wins.
+            values["exclusive"] = "yes"  # sbatch reads any value as yes
+        # sbatch reads any value of these two as yes as well (newer versions know expedite); the
+        # second one wins.
         if "requeue" in values:
             values["requeue"] = EXPEDITE if values["requeue"].lower() == EXPEDITE else "yes"
         if _NO_REQUEUE in environ:
@@ -458,36 +458,36 @@ class Settings:
 
 
 def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Path | None:
-    """Return the first that exists: --site, $CLUSTERDDP_SITE, ./site.cfg, the user's, /etc's.
+    """Return the first file of --site, $CLUSTERDDP_SITE, ./site.cfg, the user's and /etc's.
 
-    Raises RequestError when a file was named and is not there.
+    Raises RequestError if a named file does not exist.
     """
     named = given or environ.get("CLUSTERDDP_SITE")
     if named:
         if not Path(named).exists():
-            raise RequestError(f"site configuration {named!r} is not found. [CD0201]")
+            raise RequestError(f"site configuration {named!r} does not exist. [CD0201]")
         return Path(named)
     return next(filter(Path.is_file, site_places(environ, folder)), None)
 
 
 def site_places(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
-    """Return where site.cfg is looked for when none is named, in this order."""
+    """Return the default locations of site.cfg, in search order."""
     return folder / "site.cfg", user_file(environ), SYSTEM_FILE
 
 
-def passed_over(used: Path, environ: Mapping[str, str], folder: Path) -> list[Path]:
-    """Return the files that are there, too, and give no setting, as only one is read."""
+def unused_files(used: Path, environ: Mapping[str, str], folder: Path) -> list[Path]:
+    """Return the site files that exist but are not read, because only one is."""
     named = environ.get("CLUSTERDDP_SITE")
     places = [*([folder / named] if named else []), *site_places(environ, folder)]
-    # os.path.isfile takes a folder that cannot be entered for one without the file.
+    # os.path.isfile returns False, rather than raise, if a directory cannot be entered.
     there = [place for place in dict.fromkeys(places) if os.path.isfile(place)]  # noqa: PTH113
     return [place for place in there if not place.samefile(used)]
 
 
 def lacking(now: Path, before: Path, known: Collection[str]) -> list[str]:
-    """Return the settings, variables and clusters of the file before that the new one lacks.
+    """Return the settings, variables and clusters of `before` that are missing from `now`.
 
-    A file that cannot be read lacks nothing. known: the names that a setting can have.
+    Returns none if a file cannot be read. known: valid names of settings.
     """
     try:
         old, new = (read_site(path, None, known) for path in (before, now))
@@ -499,13 +499,13 @@ def lacking(now: Path, before: Path, known: Collection[str]) -> list[str]:
 
 
 def user_file(environ: Mapping[str, str]) -> Path:
-    """Return the place of the user's own site.cfg."""
+    """Return the path of the user's site.cfg."""
     home = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
     return Path(home) / "clusterddp" / "site.cfg"
 
 
 def read_site(path: Path | None, cluster: str | None, known: Collection[str]) -> Settings:
-    """Read and check one file; `known` are the names that a setting can have.
+    """Read and check one file; known: valid names of settings.
 
     Raises RequestError for a file that cannot be read or parsed, a section or key that does not
     exist (naming the nearest), or a cluster that the file does not define.
@@ -514,7 +514,7 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
         if cluster:
             raise RequestError(f"--cluster {cluster}: there is no site.cfg to define it. [CD0201]")
         return Settings()
-    import configparser  # not needed where no site.cfg is
+    import configparser  # not needed without a site.cfg
 
     parser = configparser.ConfigParser(
         interpolation=None, default_section="\0", delimiters=("=",), empty_lines_in_values=False
@@ -524,7 +524,7 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
         parser.read_string(path.read_text(encoding="utf-8"), source=str(path))
     except configparser.MissingSectionHeaderError as error:
         raise RequestError(
-            f"{path}, line {error.lineno}: {error.line.strip()!r} stands in no section; begin the "
+            f"{path}, line {error.lineno}: {error.line.strip()!r} is not in a section. Start the "
             "file with [defaults]. [CD0201]"
         ) from None
     except configparser.Error as error:
@@ -550,7 +550,7 @@ def read_site(path: Path | None, cluster: str | None, known: Collection[str]) ->
 
 
 def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the directives that SBATCH_* variables give, beside those of options."""
+    """Return the directives from SBATCH_* variables that set no option."""
     directives = {
         directive: None if directive in BARE_DIRECTIVES else environ[name]
         for name, directive in PASSED_ON.items()
@@ -561,14 +561,14 @@ def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
         del directives["gres"]
     elif gres and "gpu" in gres:
         raise RequestError(
-            f"SBATCH_GRES={gres}: unset it, and ask for the GPUs with --gpus-per-node and for the "
-            "rest with --sbatch gres=… [CD0206]"
+            f"SBATCH_GRES={gres} mixes GPUs with other resources. Unset it, and request the GPUs "
+            "with --gpus-per-node and the rest with --sbatch gres=… [CD0206]"
         )
     return directives
 
 
 def unused_variables(environ: Mapping[str, str], rows: Iterable[Option]) -> list[str]:
-    """Return the SBATCH_* variables that have no part in a submission."""
+    """Return the SBATCH_* variables that a submission ignores."""
     known = {_NO_REQUEUE, *PASSED_ON, *(row.variable for row in rows)}
     return sorted(name for name in environ if name.startswith("SBATCH_") and name not in known)
 
@@ -580,8 +580,8 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
         if section != "defaults" and not section.startswith(_CLUSTER):
             near = nearest(section, ("defaults", "environment"))
             raise RequestError(
-                f"{path}: unknown section [{section}]{near}; "
-                "there are [defaults], [cluster:NAME] and [environment]. [CD0203]"
+                f"{path}: unknown section [{section}]{near}. "
+                "Use [defaults], [cluster:NAME] or [environment]. [CD0203]"
             )
         for key in keys:
             if key not in known:
@@ -591,7 +591,7 @@ def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Colle
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Return ` (did you mean 'nodes'?)` for a word that is not known; empty without a near one."""
+    """Return ` (did you mean 'nodes'?)` for an unknown word; empty if no known word is close."""
     import difflib
 
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -1,7 +1,6 @@
-"""The program that every task of a run executes: the built-in training or the user's COMMAND.
+"""The program that all tasks of a run start: the built-in training or the user's COMMAND.
 
-`JobSpec.program` is one of the two. They have the same interface, so that other modules need not
-distinguish them.
+`JobSpec.program` returns either; both have the same interface.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ Writer: TypeAlias = Callable[[str], str]
 """Function that returns a bash word."""
 _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
 _LIST = "point"
-"""Variable of the batch script that holds a point's options of the training."""
+"""Variable of the batch script with a point's training options."""
 _OF_COMMANDS = {
     "report_to": "the training itself logs to --tensorboard and metrics.jsonl",
 }
@@ -40,10 +39,10 @@ _OF_COMMANDS = {
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
     "recipe": "a recipe sets several options; sweep these",
-    "init-from": "every point begins at the same checkpoint; submit one sweep for each",
-    "data-dir": "every point reads the same folder; submit one sweep for each",
-    "find-batch-size": "it trains nothing; run it once, without a sweep",
-    "allow-config-change": "it is for resuming a run",
+    "init-from": "every point starts from the same checkpoint; submit one sweep for each",
+    "data-dir": "every point reads the same directory; submit one sweep for each",
+    "find-batch-size": "it does not train; run it once, without a sweep",
+    "allow-config-change": "it applies only to resuming a run",
 }
 """Options of the training that a sweep cannot vary, and why."""
 
@@ -78,7 +77,7 @@ class _Program(Record):
 
     @property
     def options(self) -> Options:
-        """Values of its own options by parameter."""
+        """Values of the program's options by parameter."""
         return {}
 
     def hang_timeout(self, resumable: bool | None) -> float:
@@ -190,7 +189,7 @@ class BuiltIn(_Program):
         try:
             return BuiltIn(dataclasses.replace(self.config, **values))
         except OptionError as error:
-            raise error.saying(f"It is the point {shown(point)} of the sweep.") from None
+            raise error.saying(f"This is the point {shown(point)} of the sweep.") from None
 
     def meant(self, names: Sequence[str], point: Sequence[str]) -> tuple[object, ...]:
         return tuple(_value(name, text) for name, text in zip(names, point, strict=True))
@@ -217,7 +216,7 @@ class BuiltIn(_Program):
                 raise OptionError(
                     "--sweep",
                     f" {name}: the training has no such option.{hint} To sweep an argument of your "
-                    "own program, put the command after '--' with {" + name + "} for the value.",
+                    "program, put its command after '--', with {" + name + "} for the value.",
                 )
 
     def trainings(self, sweep: Sweep) -> list[TrainConfig]:
@@ -238,7 +237,7 @@ class BuiltIn(_Program):
         return BuiltIn(dataclasses.replace(self.config, **options))
 
     def beginning(self, step: int | None) -> str:
-        """Return a clause on where an attempt starts. step: of the run's checkpoint, if any."""
+        """Return a clause that says where an attempt starts; step: of the checkpoint, if any."""
         if step is not None:
             return f"resumes from step {step}"
         source = self.config.init_from
@@ -259,7 +258,7 @@ class Command(_Program):
     """The user's COMMAND, about which only its words are known."""
 
     changeable = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
-    shared_code = ", one copy for all points: they all write to the same relative paths"
+    shared_code = ", one copy for all points, so they all write to the same relative paths"
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.command = command

@@ -1,7 +1,7 @@
 """Settings files for public clusters, based on the clusters' documentation.
 
 Each is a site.cfg with header comments: the first line is a title; `# Page:`, `# Read:`,
-`# Tried:` and `# Hosts:` give its sources, the date, who has tested it, and the host names that
+`# Tried:` and `# Hosts:` give the sources, their date, the tests made, and the host names that
 identify the cluster in addition to its name.
 """
 
@@ -60,11 +60,11 @@ def use(name: str, environ: Mapping[str, str], *, force: bool = False) -> tuple[
     sites = read_sites()
     if name not in sites:
         raise RequestError(
-            f"there is no site {name!r}{nearest(name, sites)}; 'clusterddp site list' shows them. "
-            "[CD0201]"
+            f"there is no site {name!r}{nearest(name, sites)}. To list the sites: 'clusterddp "
+            "site list'. [CD0201]"
         )
     if not (environ.get("XDG_CONFIG_HOME") or environ.get("HOME")):
-        raise RequestError("neither HOME nor XDG_CONFIG_HOME is set: set one of them. [CD0201]")
+        raise RequestError("neither HOME nor XDG_CONFIG_HOME is set. Set one of them. [CD0201]")
     path, content = user_file(environ), (FOLDER / f"{name}.cfg").read_bytes()
     before = path.with_name("site.cfg.old") if os.path.lexists(path) else None
     try:

@@ -1,7 +1,7 @@
 """The request for a run, `JobSpec`, and the table of all options of a submission.
 
-It is checked when it is built, so that the code after it can trust it. Fields carry Slurm's names
-and forms; a field that is an option carries its row of the table.
+A request is checked at construction, so later code can trust it. Fields have Slurm's names and
+formats; a field that is an option has its row of the table as metadata.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ MOST_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
 OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
-"""Ends of an awaited run for which a run can ask: done; whatever it is; failed."""
+"""Conditions on the end of an awaited run: done, any, or failed."""
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Variable by which NCCL takes several ranks on one GPU."""
+"""Variable that makes NCCL accept several ranks on one GPU."""
 SHARING = f"{SHARED_GPUS}=1 with NCCL 2.30 or later"
 
-# Bash sets them itself: a value that the script exports would not reach the tasks.
+# Bash sets these: a value exported by the script would not reach the tasks.
 _BASH_OWNS = (
     "_ BASH BASHOPTS BASHPID BASH_ARGC BASH_ARGV BASH_ENV BASH_SUBSHELL DIRSTACK ENV EPOCHREALTIME "
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
@@ -58,7 +58,7 @@ _BASH_OWNS = (
 _SPARES_OWN = (
     "--nodes -N --nodelist -w --exclude -x --relative -r --exclusive --overlap --nodefile -F"
 )
-"""Arguments of srun that decide on which nodes of the job a step runs."""
+"""Arguments of srun that select the nodes of a Slurm step."""
 _SCRIPTS_OWN = "run_dir own hold srun container"
 _CONTAINER = ("container_image", "container_runtime", "container_mounts", "container_workdir")
 _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
@@ -66,9 +66,9 @@ _DERIVED = {*forms.RANK_VARIABLES} - {"MASTER_ADDR", "MASTER_PORT"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JobSpec(Record):
-    """Request for one run: its resources, its script, and what each task runs.
+    """Request for one run: its resources, its script, and the program of each task.
 
-    Exactly one of `train` and `command` is set, and `program` answers for it.
+    Exactly one of `train` and `command` is set; `program` returns it.
     """
 
     run_name: str
@@ -92,8 +92,8 @@ class JobSpec(Record):
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
     resumable: bool | None = None
-    """Whether a start is known to go on from what the one before has saved, as the training does;
-    None of a COMMAND, which shows it by beginning a Loop. Defaults hang on it."""
+    """Whether an attempt is known to resume from the previous one's checkpoint, as the training
+    does. None for a COMMAND, which shows it by starting a Loop. Other defaults depend on it."""
     allow_launcher: bool = option(
         False,
         "Allow COMMAND to be a launcher (torchrun, srun …).",
@@ -117,7 +117,7 @@ class JobSpec(Record):
         names="RUN[:ok|any|failed]",
         group=table.RESOURCES,
     )
-    """Directories of the runs that it waits for, and the end that each is to come to."""
+    """Directories of the runs to wait for, each with the required end."""
     sbatch: tuple[tuple[str, str | None], ...] = option(
         (), "Any other sbatch directive; repeatable.", names="KEY=VALUE", group=table.RESOURCES
     )
@@ -135,7 +135,7 @@ class JobSpec(Record):
     environment: tuple[tuple[str, str], ...] = ()
     """Variables written into the script."""
     pass_environment: tuple[str, ...] = ()
-    """Variables carried by name from the submitting shell."""
+    """Names of variables to pass from the submitting shell."""
     export: str = option(
         "ALL",
         "Pass your shell's variables to the job.",
@@ -143,7 +143,7 @@ class JobSpec(Record):
         "--export SBATCH_EXPORT",
     )
     slurm_folder: str = ""
-    """Folder of Slurm's commands where it was submitted, if it is none of those on every PATH."""
+    """Directory of Slurm's commands at submission, unless it is on every default PATH."""
     setup: tuple[str, ...] = option(
         (), "Shell line run before the tasks; repeatable.", LINE, "LINE"
     )
@@ -274,9 +274,9 @@ class JobSpec(Record):
         group=table.FAULT_TOLERANCE,
     )
     sweep: Sweep = NO_SWEEP
-    """Points of the sweep that it asks for; empty for one run."""
+    """Requested sweep; empty for a single run."""
     point: Point = ()
-    """Point of a sweep that this run is, `element` of its request; empty for a run of its own."""
+    """This run's point in its sweep, set by `element`; empty outside a sweep."""
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -284,15 +284,14 @@ class JobSpec(Record):
             raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
         if bool(self.command) == bool(self.train):
             raise RequestError(
-                "a run either trains (train) or runs a command (command): give one of "
-                "them. [CD0103]"
+                "a run needs exactly one program: set either train (the built-in training) or "
+                "command. [CD0103]"
             )
         table.check_fields(self)
         if self.requeue is False and self.retries:
             raise OptionError(
                 f"--retries {self.retries}",
-                " against --no-requeue: the second forbids what the first asks for. Leave one of "
-                "them out. [CD0103]",
+                " conflicts with --no-requeue: a retry is a requeue. Remove one of them. [CD0103]",
             )
         self._check_program()
         for name, value in self.program.fields_at(self.hang_timeout).items():
@@ -312,15 +311,15 @@ class JobSpec(Record):
         if 0 < gpus < tasks and not self.shares_gpus:
             raise OptionError(
                 f"--tasks-per-node {tasks}",
-                f" against --gpus-per-node {gpus}: more tasks than GPUs. Use one task per GPU (the "
-                f"default). To have ranks share a GPU: {self.sharing}.",
+                f" conflicts with --gpus-per-node {gpus}: there are more tasks than GPUs. Use one "
+                f"task per GPU (the default). To let ranks share a GPU: {self.sharing}.",
             )
         self._check_notify()
         if self.sweep:
             self._check_sweep()
 
     def _usual(self) -> dict[str, object]:
-        """Return the defaults that hang on the rest of the request, by their fields."""
+        """Return the defaults that depend on other fields, by field."""
         resumable = self.program.resumable if self.resumable is None else self.resumable
         limit = forms.limit_seconds(self.resources.time)  # Slurm looks at limits twice a minute
         lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
@@ -332,7 +331,7 @@ class JobSpec(Record):
         }
 
     def _check_program(self) -> None:
-        """Refuse a program that cannot start, and options for which it has no use."""
+        """Raise RequestError for a program that cannot start, or an option it does not use."""
         self.program.check_on_hang(self.on_hang)
         if self.on_hang == END and self.hang_timeout == 0:
             raise OptionError(
@@ -343,7 +342,7 @@ class JobSpec(Record):
         for name, why in self.program.refused.items():
             if getattr(self, name):
                 raise OptionError(
-                    f"--{name.replace('_', '-')}", f" is for a COMMAND: {why}. [CD0103]"
+                    f"--{name.replace('_', '-')}", f" needs a COMMAND: {why}. [CD0103]"
                 )
         self.program.check(self.resources)
 
@@ -352,60 +351,60 @@ class JobSpec(Record):
         if limit and self.signal_lead >= limit:
             raise OptionError(
                 f"--signal {self.signal}",
-                f" against --time {self.resources.time}: it would come at once, for the limit is "
-                f"{limit} s. Use a lead that is shorter. [CD0103]",
+                f" conflicts with --time {self.resources.time}: the signal would be sent at once, "
+                f"because the limit is {limit} s. Use a shorter lead after '@'. [CD0103]",
             )
 
     def _check_places(self) -> None:
-        """Refuse a directory that Slurm would write otherwise in the paths of logs."""
+        """Raise OptionError for a directory that Slurm would rewrite in log paths."""
         run_dir = forms.text("--runs-dir", self.run_dir)
         rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()
         if rewritten or not Path(run_dir).is_absolute():
             raise OptionError(
                 "--runs-dir",
-                f": the run directory {run_dir!r} must be an absolute path without '%', backslash "
-                "and outer blanks, which Slurm replaces or takes out in log paths.",
+                f": {run_dir!r} is not a valid run directory: Slurm rewrites '%', backslashes and "
+                "outer blanks in log paths. Use an absolute path without them.",
             )
 
     def _check_notify(self) -> None:
         if self.notify and not self.notify[0]:
-            raise OptionError("--notify", ": its first word is empty; give a program to run.")
+            raise OptionError("--notify", ": the first word is empty. Give a program to run.")
         if self.notify and self.launcher == "submitit":
             raise OptionError(
                 "--notify",
-                " against --launcher submitit, whose job does not end by our verdict. Use "
-                "--launcher sbatch. [CD0305]",
+                " conflicts with --launcher submitit: clusterddp does not control how that job "
+                "ends. Use --launcher sbatch. [CD0305]",
             )
 
     def _check_sweep(self) -> None:
-        """Refuse names that cannot be swept, and a launcher that cannot sweep."""
+        """Raise OptionError for names that cannot be swept, or a launcher that cannot sweep."""
         if self.launcher == "submitit":
             raise OptionError(
                 "--sweep",
-                " against --launcher submitit, whose array would number the points as it likes, "
-                "and requeue without their runs. Use --launcher sbatch. [CD0305]",
+                " conflicts with --launcher submitit, which numbers array tasks and requeues them "
+                "in its own way. Use --launcher sbatch. [CD0305]",
             )
         self.program.refuse_names(self.sweep.names, {row.name for row in REQUEST})
 
     def check_points(self) -> None:
-        """Check the request of each point of a sweep; raises RequestError as they do.
+        """Check the request of each point of a sweep; raises RequestError.
 
-        A new request is checked; the record of a sweep, which is read often, without it.
+        Only new requests need this: a recorded sweep is read often, and was checked before.
         """
         if self.sweep.max_concurrent and self.launcher == "local":
             raise OptionError(
                 "--max-concurrent",
-                f" {self.sweep.max_concurrent}: has no part in --launcher local, which runs the "
-                "points one after the other. Leave it out. [CD0103]",
+                f" {self.sweep.max_concurrent} conflicts with --launcher local, which runs the "
+                "points one after the other. Remove one of them. [CD0103]",
             )
         self.sweep.refuse_equal(self.program.meant)
         for index in range(len(self.sweep)):
             self.element(index)
 
     def element(self, index: int) -> "JobSpec":
-        """Return the request of one point of the sweep, a run of its own. Raises IndexError.
+        """Return the request of one point, a separate run. Raises IndexError.
 
-        Its end is not told: `notify` is for the sweep as a whole.
+        It has no `notify`, which is for the whole sweep.
         """
         point = self.sweep.point(index)
         return dataclasses.replace(
@@ -420,7 +419,7 @@ class JobSpec(Record):
 
     @property
     def program(self) -> Program:
-        """Return what every task runs."""
+        """Return the program of every task."""
         return BuiltIn(self.train) if self.train else Command(self.command)
 
     @property
@@ -430,27 +429,27 @@ class JobSpec(Record):
 
     @property
     def shared_dir(self) -> str:
-        """Return the directory of the sweep, which its points read; empty for a run of its own."""
+        """Return the sweep's directory, which its points read; empty outside a sweep."""
         if self.sweep:
             return self.run_dir
         return self.run_dir.removesuffix(f"-{self.index}") if self.point else ""
 
     @property
     def sweep_name(self) -> str:
-        """Return the name of the sweep that this run is a point of; empty for none."""
+        """Return the name of this run's sweep; empty outside a sweep."""
         return self.run_name.rpartition("-")[0] if self.point else ""
 
     @property
     def index(self) -> int:
-        """Return the index of this run in its sweep, also in its job array. Only with a point."""
+        """Return this run's index in its sweep and job array. Requires a point."""
         return int(self.run_name.rpartition("-")[2])
 
     def _check_after(self) -> None:
-        """Refuse runs to wait for where a start cannot look at them, or that Slurm cannot add."""
+        """Raise OptionError for awaited runs that an attempt cannot check or Slurm cannot await."""
         for path, condition in self.after:
             forms.text("--after", path)
             if not Path(path).is_absolute():
-                raise OptionError("--after", f": {path!r} is no absolute path of a run.")
+                raise OptionError("--after", f": {path!r} is not an absolute path to a run.")
             Choice(CONDITIONS).check("--after", condition)
         own = {self.run_dir, *(f"{self.run_dir}-{index}" for index in range(len(self.sweep)))}
         if own & {path for path, _ in self.after}:
@@ -458,35 +457,36 @@ class JobSpec(Record):
         if self.point and self.shared_dir in dict(self.after):
             raise OptionError(
                 "--after",
-                f": {self.run_name} is a point of {self.sweep_name}, and cannot wait for it.",
+                f": {self.run_name} is a point of {self.sweep_name} and cannot wait for it.",
             )
         if self.launcher == "submitit":
             raise OptionError(
                 "--after",
-                " against --launcher submitit: its job looks at no other run. Use --launcher "
-                "sbatch, or --dependency with a job id. [CD0305]",
+                " conflicts with --launcher submitit, whose job does not check other runs. Use "
+                "--launcher sbatch, or --dependency with a job id. [CD0305]",
             )
         if "?" in self.resources.dependency:
             raise OptionError(
                 "--after",
-                f" against --dependency {self.resources.dependency}: Slurm takes either all of its "
-                "dependencies (','), which --after needs, or any ('?'). [CD0103]",
+                f" conflicts with --dependency {self.resources.dependency}: Slurm cannot combine "
+                "'?' (any of them) with ',' (all), which --after needs. Use ',' or remove one of "
+                "the options. [CD0103]",
             )
 
     def _check_spares(self) -> None:
-        """Refuse spare nodes where the batch controller does not choose the step's nodes."""
+        """Raise OptionError for spares if the batch controller does not choose the step's nodes."""
         asked = f"--spare-nodes {self.resources.spare_nodes}"
         if self.launcher != "sbatch":
             raise OptionError(
                 asked,
-                f" against --launcher {self.launcher}: the nodes of a step are chosen by the "
-                "script of --launcher sbatch alone. Use that one, or no spares. [CD0103]",
+                f" conflicts with --launcher {self.launcher}, which cannot choose the nodes of a "
+                "step. Use --launcher sbatch, or no spares. [CD0103]",
             )
         if self.max_restarts:
             raise OptionError(
                 asked,
-                f" against --max-restarts {self.max_restarts}: torchrun's agents start their "
-                "ranks again on the nodes that they have. Leave one of them out. [CD0103]",
+                f" conflicts with --max-restarts {self.max_restarts}: torchrun's agents restart "
+                "ranks on the same nodes. Remove one of them. [CD0103]",
             )
         words = [  # `-N4` is `-N 4`
             word.partition("=")[0] if word.startswith("--") else word[:2]
@@ -497,15 +497,14 @@ class JobSpec(Record):
         if taken:
             raise OptionError(
                 asked,
-                f" against --srun-args {taken}: the job chooses the nodes of each step. Leave one "
-                "of them out. [CD0103]",
+                f" conflicts with --srun-args {taken}: the job chooses the nodes of each step. "
+                "Remove one of them. [CD0103]",
             )
         if dict(self.sbatch).get("no-kill", "off") != "off":
             raise OptionError(
                 asked,
-                " against --sbatch no-kill: a job that loses its script's node would run on, with "
-                "no script, to its time limit. Leave no-kill out: spares do without it. "
-                "[CD0103]",
+                " conflicts with --sbatch no-kill: a job that loses the node of its script would "
+                "stay until its time limit. Remove no-kill: spares do not need it. [CD0103]",
             )
 
     def _check_container(self) -> None:
@@ -513,21 +512,21 @@ class JobSpec(Record):
             for field in dataclasses.fields(self):
                 if field.name in _CONTAINER and getattr(self, field.name) != field.default:
                     name = field.metadata["option"].get("name", field.name.replace("_", "-"))
-                    problem = " without --container-image: name it, too."
+                    problem = " needs --container-image IMAGE."
                     raise OptionError(f"--{name}", problem, code="CD1004")
             return
         asked = f"--container-image {self.container_image}"
         if self.wrapper:
             raise OptionError(
                 asked,
-                " against --wrapper: that puts words before the task, which an image "
-                "replaces. Use one of them.",
+                " conflicts with --wrapper: both determine how a task is started. Remove one of "
+                "them.",
             )
         if "container" in dict(self.sbatch):
             raise OptionError(
                 asked,
-                " against the directive container, Slurm's own for an OCI bundle (--sbatch "
-                "container=… or SBATCH_CONTAINER). Use one of them.",
+                " conflicts with Slurm's directive for OCI bundles (--sbatch container=… or "
+                "SBATCH_CONTAINER). Remove one of them.",
             )
         from clusterddp.processes.container import PYXIS, can_read, pyxis_can_mount
 
@@ -535,22 +534,22 @@ class JobSpec(Record):
         if not can_read(runtime, self.container_image):
             raise OptionError(
                 "--container-runtime",
-                f" {runtime} does not read {self.container_image}: such a file needs "
-                "apptainer on the nodes.",
+                f" {runtime} cannot run {self.container_image}. Such a file needs "
+                "--container-runtime apptainer.",
             )
         for path in (self.run_dir, *map(str, mounts)):
             if runtime == PYXIS and not pyxis_can_mount(path):
                 raise OptionError(
                     "--container-runtime",
-                    f" pyxis cannot mount {path!r}, for it holds a comma or a blank. Use another "
-                    "path, or another runtime.",
+                    f" pyxis cannot mount {path!r}, because it contains a comma or a blank. Use "
+                    "another path, or another runtime.",
                 )
 
     @property
     def container(self) -> "Container":
-        """Return the container of the tasks, but for what `Container.for_run` adds on a node.
+        """Return the container of the tasks, without what `Container.for_run` adds on a node.
 
-        Raises OptionError for a path that no mount can carry.
+        Raises OptionError for a path that cannot be mounted.
         """
         from clusterddp.processes.container import Container, Mount  # most runs have none
 
@@ -578,7 +577,7 @@ class JobSpec(Record):
 
     @property
     def pyxis(self) -> bool:
-        """Return whether srun may start the tasks' containers itself, by NVIDIA's plug-in pyxis."""
+        """Return whether srun may start the tasks' containers, by NVIDIA's plug-in pyxis."""
         if not self.container_image or self.container_runtime not in ("auto", "pyxis"):
             return False
         from clusterddp.processes.container import PYXIS, can_read, pyxis_can_mount
@@ -591,66 +590,66 @@ class JobSpec(Record):
             if not re.fullmatch(forms.VARIABLE, forms.text("--env", name)):
                 raise OptionError(
                     "--env",
-                    f": {name!r} is no name of a variable; valid is NAME=VALUE, or NAME to pass "
-                    "the variable that is set where you submit.",
+                    f": {name!r} is not a valid variable name. Use NAME=VALUE, or NAME to pass "
+                    "the variable from your shell.",
                 )
             if name in _SCRIPTS_OWN.split():
-                problem = "is a name of the batch script's own. Choose another one."
+                problem = "is a name that the batch script uses. Choose another one."
                 raise OptionError("--env", f": {name} {problem}")
             if name in _BASH_OWNS.split():
-                problem = "is set by bash itself, so a value would not reach the tasks."
+                problem = "is set by bash, so your value would not reach the tasks. Remove it."
                 raise OptionError("--env", f": {name} {problem}")
             if name in _DERIVED or name.startswith(("SLURM_", "TORCHELASTIC_")):
                 raise OptionError(
-                    "--env", f": {name} is derived for each task; it cannot be preset."
+                    "--env", f": {name} is set for each task and cannot be preset. Remove it."
                 )
             if name == "CUDA_VISIBLE_DEVICES" and self.resources.gpus_per_node:
-                problem = "is Slurm's to set: it names the GPUs that it has given to each task."
+                problem = "is set by Slurm to the GPUs of each task. Remove it."
                 raise OptionError("--env", f": {name} {problem}")
         for name, value in self.environment:
             forms.text(f"--env {name}", value)
 
     def refuse_pyxis(self) -> None:
-        """Refuse pyxis where no srun of Slurm starts the tasks; raises RequestError."""
+        """Raise RequestError for pyxis if Slurm's srun does not start the tasks."""
         if self.container_image and self.container_runtime == "pyxis":
             raise RequestError(
-                "--container-runtime pyxis is Slurm's srun, which is not at work here. Use auto, "
-                "apptainer or podman. [CD1004]"
+                "--container-runtime pyxis needs Slurm's srun, which does not start the tasks "
+                "here. Use auto, apptainer or podman. [CD1004]"
             )
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks, as torch calls it."""
+        """Return the number of ranks."""
         return self.resources.num_tasks
 
     @property
     def shares_gpus(self) -> bool:
-        """Return whether several ranks may compute on one GPU, because that was asked for."""
+        """Return whether the request lets several ranks share a GPU."""
         by_nccl = dict(self.environment).get(SHARED_GPUS, "0") not in ("", "0")
         by_gloo = self.program.options.get("backend") == "gloo"
         return by_gloo or by_nccl or SHARED_GPUS in self.pass_environment
 
     @property
     def sharing(self) -> str:
-        """Return what to type for several ranks to share a GPU."""
+        """Return the options that let several ranks share a GPU."""
         by_gloo = "--backend gloo, or " if "backend" in self.program.options else ""
         return f"{by_gloo}--env {SHARING}"
 
     @property
     def layout(self) -> str:
-        """Return the ranks in words, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        """Return the layout as text, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
         return self.resources.layout
 
     @property
     def says_cpus(self) -> bool:
-        """Return whether it says how many CPUs a rank has: by a number, or as all of its node's."""
+        """Return whether the request sets the CPUs of a rank: a number, or the whole node."""
         directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
         by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
         return by_option or not directives.isdisjoint(dict(self.sbatch))
 
     @property
     def comment(self) -> str:
-        """Comment of its jobs, by which a submission without an answer is found; empty for none."""
+        """Comment of its jobs, to find a submission that got no answer; empty for none."""
         if "comment" in self.omit_directives:
             return ""
         return dict(self.sbatch).get("comment") or submission_comment(self.run_name)
@@ -662,15 +661,15 @@ class JobSpec(Record):
 
     @property
     def starts_own_files(self) -> bool:
-        """Return whether the job starts the user's code, program of `notify`, or interpreter."""
+        """Return whether the job starts the user's code, `notify` program or interpreter."""
         own_python = {self.python, self.controller_python} != {sys.executable}
         return self.uses_own_code or bool(self.notify) or own_python
 
     @property
     def node_checks(self) -> str:
-        """Return the checks of nodes, one of `PREFLIGHTS`.
+        """Return the node checks to run, one of `PREFLIGHTS`.
 
-        A rehearsal has one node, whatever is asked for. For a COMMAND full is quick.
+        A local run has none: it uses one node. For a COMMAND, full means quick.
         """
         if self.launcher == "local":
             return NO_PREFLIGHT
@@ -684,24 +683,24 @@ class JobSpec(Record):
         return int((self.signal or "").rpartition("@")[2] or 0)
 
     def is_usual(self, name: str) -> bool:
-        """Return whether a field whose default hangs on the rest of the request has it."""
+        """Return whether a field has its default, for a default that depends on other fields."""
         return bool(getattr(self, name) == self._usual()[name])
 
     def to_json(self) -> str:
-        """Return the record that a run keeps of its request; no value passed by name is in it."""
+        """Return the run's record of its request, without values of variables passed by name."""
         return "\n".join(_lines(self._asked())) + "\n"
 
     def to_script(self) -> list[str]:
-        """Return the lines with which a script says what was asked.
+        """Return the comment lines that record the request in a script.
 
-        The run's directory is the one that the script names to `clusterddp batch`.
+        They omit the run's directory, which the script passes to `clusterddp batch`.
         """
         asked = self._asked()
         del asked["run_dir"]
         return [f"{_REQUEST}{line}" for line in _lines(asked)]
 
     def _asked(self) -> dict[str, object]:
-        """Return the fields that are not defaults; the Python of the tasks in any case."""
+        """Return the fields that are not defaults, and always the Python of the tasks."""
         asked = {
             **_not_defaults(self),
             "python": self.python,
@@ -723,9 +722,9 @@ class JobSpec(Record):
     def from_json(
         cls, content: str, name: str = "spec.json", run_dir: str | None = None
     ) -> "JobSpec":
-        """Read a record; raises RequestError when it is no record of this format.
+        """Read a record; raises RequestError if it is not valid in this format.
 
-        name: of the record, for messages. run_dir: the run's directory, where it names none.
+        name: of the record, for messages. run_dir: the run's directory if the record has none.
         """
         try:
             fields = _fields(content, name)
@@ -737,20 +736,22 @@ class JobSpec(Record):
                     fields[part] = kind(**fields[part])
             return cls(**fields)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RequestError(f"{name} is no record of a run: {error}. [CD0505]") from None
+            raise RequestError(
+                f"{name} is not a valid record of a run: {error}. [CD0505]"
+            ) from None
 
 
 _PARTS = {"resources": Resources, "train": TrainConfig, "sweep": Sweep}
 
 
 def submission_comment(run_name: str) -> str:
-    """Return the job comment that finds a submission again whose answer was lost."""
+    """Return the job comment that identifies a submission whose answer was lost."""
     return f"clusterddp:{run_name}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Terms:
-    """Options of a submission that are no fields of its request."""
+    """Options of a submission that are not part of its request."""
 
     check: bool = option(
         False,
@@ -771,7 +772,7 @@ class _Terms:
         group=table.CODE,
         negatable=True,
     )
-    template_dir: str = option("", "Directory of your own templates.", names="DIR")
+    template_dir: str = option("", "Directory of your templates.", names="DIR")
     env: tuple[str, ...] = option(
         (),
         "Set a variable in the script (no secrets), or pass yours by NAME; repeatable.",
@@ -784,15 +785,15 @@ class _Terms:
 _RECORDS = ((Resources, table.RESOURCES), (JobSpec, table.LAUNCH), (_Terms, table.LAUNCH))
 _ROWS = (row for record, group in _RECORDS for row in table.options_of(record, group))
 REQUEST = tuple(sorted(_ROWS, key=lambda option: table.GROUPS.index(option.group)))
-"""Options of what is asked for, in the order of --help."""
+"""Options of the request, in the order of --help."""
 OPTIONS = {option.name: option for option in (*REQUEST, *TRAINING)}
-"""Every option by its name, which is also its key in site.cfg."""
+"""Every option by name, which is also its key in site.cfg."""
 DIRECTIVES = {option.directive: option for option in REQUEST if option.directive}
-"""Options that stand for a directive of sbatch, by its name."""
+"""Options that set an sbatch directive, by directive."""
 
 
 def _not_defaults(record: object) -> dict[str, Any]:
-    """Return the fields of a record that are not defaults, those of its own records likewise."""
+    """Return the fields of a record that are not defaults, recursively."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
@@ -802,7 +803,7 @@ def _not_defaults(record: object) -> dict[str, Any]:
 
 
 def _lines(fields: dict[str, Any]) -> list[str]:
-    """Write fields as JSON in lines of some length; a value is never cut."""
+    """Write fields as JSON in lines of limited length; a value is never split."""
     written = [""]
     for part in json.JSONEncoder().iterencode({"format": _FORMAT, **fields}):
         if part.startswith(", ") and len(written[-1]) > _REQUEST_COLUMNS - len(_REQUEST):
@@ -814,20 +815,20 @@ def _lines(fields: dict[str, Any]) -> list[str]:
 
 
 def _of_script(script: str) -> str:
-    """Return the text that `JobSpec.to_script` has put into a script."""
-    behind = itertools.dropwhile(lambda line: not line.startswith(_REQUEST), script.split("\n"))
-    comments = itertools.takewhile(lambda line: line.startswith(_REQUEST), behind)
+    """Return the JSON that `JobSpec.to_script` wrote into a script."""
+    rest = itertools.dropwhile(lambda line: not line.startswith(_REQUEST), script.split("\n"))
+    comments = itertools.takewhile(lambda line: line.startswith(_REQUEST), rest)
     return " ".join(line.removeprefix(_REQUEST) for line in comments)
 
 
 def _fields(text: str, name: str) -> dict[str, Any]:
-    """Read fields, with tuples for lists. Raises RequestError for those of a newer version.
+    """Read fields, with tuples for lists. Raises RequestError if a newer version wrote them.
 
-    Raises ValueError, KeyError, AttributeError or RecursionError where the text is no record.
+    Raises ValueError, KeyError, AttributeError or RecursionError for a malformed record.
     """
     fields: dict[str, Any] = json.loads(text)
     if fields.pop("format") != _FORMAT:
-        raise RequestError(f"{name} was written by a newer clusterddp; update this one. [CD0506]")
+        raise RequestError(f"{name} was written by a newer clusterddp. Update this one. [CD0506]")
     return {name: _frozen(value) for name, value in fields.items()}
 
 

@@ -1,6 +1,6 @@
-"""Points of a sweep: the values that a person types, as a grid, as a file, or drawn at random.
+"""Points of a sweep: values from a grid, a file or random draws.
 
-Pure, but for the file that `read_points` reads. `JobSpec.element` puts a point into a request.
+Only `read_points` reads a file. `JobSpec.element` applies a point to a request.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import random
 
 Point = tuple[tuple[str, str], ...]
-"""Names with their values, as texts."""
+"""Names with their values as text."""
 Meaning = Callable[[Sequence[str], Sequence[str]], tuple[object, ...]]
-"""What makes of names and texts the values that they mean to who reads them."""
+"""Function that parses the texts for names to values, as the program does."""
 
 MOST_POINTS = 100_000
-"""A mistyped range is refused ahead of what Slurm would say of it."""
+"""Maximum number of points, to reject a mistyped range before Slurm does."""
 NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
 _RANGE = r"(-?\d{1,18})\.\.(-?\d{1,18})"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -38,37 +38,37 @@ _DRAWN = r"(log|lin):(.+)\.\.(.+)"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sweep(Record):
-    """Points of a sweep, in the order of their indices; empty for a request of one run.
+    """Points of a sweep, in index order; empty for a single run.
 
-    Points are only ever appended: an index stands for one point for good.
+    Points are only appended, so an index always means the same point.
     """
 
     names: tuple[str, ...] = ()
     points: tuple[tuple[str, ...], ...] = ()
     max_concurrent: int = 0
-    """Most points that run at once; 0 leaves it to Slurm."""
+    """Maximum number of points that run at once; 0: no limit."""
     sample_seed: int | None = None
-    """Seed with which the points were drawn; None where they were given."""
+    """Seed of the draws; None if the points were given."""
 
     def __post_init__(self) -> None:
         for name in self.names:
             if not re.fullmatch(NAME, name):
                 raise OptionError(
                     "--sweep",
-                    f": {name!r} is no name: a letter, then letters, digits, '-' and '_', 40 at "
-                    "most.",
+                    f": {name!r} is not a valid name. Use a letter, then letters, digits, '-' and "
+                    "'_', at most 40 characters.",
                 )
         variables = [variable(name) for name in self.names]
         same = [n for n, v in zip(self.names, variables, strict=True) if variables.count(v) > 1]
         if len({*same}) > 1:
             raise OptionError(
                 "--sweep",
-                f": {' and '.join(same)} are one name to the script's variables, in which '-' is "
-                "'_'. Choose another name.",
+                f": {' and '.join(same)} give the same script variable, in which '-' becomes '_'. "
+                "Choose another name.",
             )
         if same:
             twice = same[0]
-            raise OptionError("--sweep", f" {twice}: is named twice; give it all its values once.")
+            raise OptionError("--sweep", f" {twice} is given twice. List all its values once.")
         if bool(self.names) != bool(self.points):
             raise OptionError("--sweep", ": there are no points.")
         for point in self.points:
@@ -84,8 +84,8 @@ class Sweep(Record):
             again = next(point for point in self.points if self.points.count(point) > 1)
             raise OptionError(
                 "--sweep",
-                f": the point {shown(tuple(zip(self.names, again, strict=True)))} is "
-                "there twice; it would be trained twice to the same end.",
+                f": the point {shown(tuple(zip(self.names, again, strict=True)))} is given twice. "
+                "Remove the duplicate, which would only repeat its result.",
             )
 
     def __bool__(self) -> bool:
@@ -99,16 +99,15 @@ class Sweep(Record):
         return tuple(zip(self.names, self.points[index], strict=True))
 
     def with_points(self, more: "Sweep", meant: Meaning) -> "Sweep":
-        """Return this sweep with those points of another one appended that it does not have.
+        """Return this sweep with the new points of another sweep appended.
 
-        meant: what decides whether two points are one. Raises OptionError where the other one has
-        other names.
+        meant: parses a point, to find equal ones. Raises OptionError if the names differ.
         """
         if {*more.names} != {*self.names}:
             raise OptionError(
                 "--sweep",
-                f": the sweep varies {', '.join(self.names)}, and the new points "
-                f"{', '.join(more.names)}. Give a value for each, or submit a new sweep.",
+                f": the sweep varies {', '.join(self.names)}, but the new points vary "
+                f"{', '.join(more.names)}. Give values for the same names, or submit a new sweep.",
             )
         order = [more.names.index(name) for name in self.names]
         have = {meant(self.names, point) for point in self.points}
@@ -117,7 +116,7 @@ class Sweep(Record):
         return dataclasses.replace(self, points=(*self.points, *fresh))
 
     def refuse_equal(self, meant: Meaning) -> None:
-        """Refuse points that are one; raises OptionError, as `meant` does for a value not valid."""
+        """Raise OptionError for equal points; `meant` raises it for an invalid value."""
         earlier: dict[tuple[object, ...], tuple[str, ...]] = {}
         for point in self.points:
             first = earlier.setdefault(meant(self.names, point), point)
@@ -125,8 +124,8 @@ class Sweep(Record):
                 one, other = (shown(tuple(zip(self.names, p, strict=True))) for p in (first, point))
                 raise OptionError(
                     "--sweep",
-                    f": {one} and {other} are one point; it would be trained twice to the same "
-                    "end.",
+                    f": {one} and {other} are the same point. Remove one of them, which would only "
+                    "repeat the result of the other.",
                 )
 
 
@@ -134,17 +133,17 @@ NO_SWEEP = Sweep()
 
 
 def variable(name: str) -> str:
-    """Return the variable of the batch script that holds a point's value, `point_lr`."""
+    """Return the batch script's variable for a point's value, `point_lr`."""
     return f"point_{name.replace('-', '_')}"
 
 
 def is_array(script: str) -> bool:
-    """Return whether a script starts points of a sweep by their indices, and not one run alone."""
+    """Return whether a script starts points of a sweep by index, rather than a single run."""
     return bool(re.search(_ARRAY, script))
 
 
 def shown(point: Point) -> str:
-    """Return a point as a person reads it, `lr=0.1 seed=3`."""
+    """Format a point, `lr=0.1 seed=3`."""
     return " ".join(f"{name}={text}" for name, text in point)
 
 
@@ -156,45 +155,45 @@ def parse(
     seed: int = 0,
     max_concurrent: int = 0,
 ) -> Sweep:
-    """Return the sweep of what was typed: every combination of the values, or draws from them.
+    """Return the sweep over every combination of the values, or over random draws from them.
 
-    items: `lr=0.1,0.3`, `seed=0..4`, and `lr=log:1e-4..1e-1` or `lin:` with a sample. rows: points
-    of a file, each of which is combined with the values of `items`. sample: number of draws.
-    seed: of the draws. Raises OptionError with what was seen and expected.
+    items: `lr=0.1,0.3`, `seed=0..4`, or, with `sample`, `lr=log:1e-4..1e-1` or `lin:`.
+    rows: points of a file, each combined with the values of `items`.
+    sample: number of draws. seed: of the draws. Raises OptionError.
     """
     values: dict[str, str] = {}
     for item in items:
         name, equals, text = item.partition("=")
         if not equals or not text:
             raise OptionError(
-                "--sweep", f" {item}: give NAME=VALUES, such as lr=0.1,0.3 or seed=0..4."
+                "--sweep", f" {item}: expected NAME=VALUES, such as lr=0.1,0.3 or seed=0..4."
             )
         if name in values or any(name in row for row in rows):
-            raise OptionError("--sweep", f" {name}: is named twice; give it all its values once.")
+            raise OptionError("--sweep", f" {name} is given twice. List all its values once.")
         values[name] = text
     names = (*(rows[0] if rows else ()), *values)
     if sample is not None:
         if rows:
             raise OptionError("--sample", " draws from the values of --sweep, not from a file.")
         if not values:
-            raise OptionError("--sample", ": name what to draw with --sweep NAME=VALUES.")
-        import random  # not needed where nothing is drawn
+            raise OptionError("--sample", " needs values to draw from. Add --sweep NAME=VALUES.")
+        import random  # not needed without a sample
 
         points = _draws(values, sample, random.Random(seed))
         return Sweep(names, points, max_concurrent, seed)
     lists = [_list(name, text) for name, text in values.items()]
     count = math.prod(map(len, lists)) * max(len(rows), 1)
     if count > MOST_POINTS:
-        raise OptionError("--sweep", f": {count} points; {MOST_POINTS} is the most.")
+        raise OptionError("--sweep", f": {count} points exceed the maximum of {MOST_POINTS}.")
     firsts = [tuple(row.values()) for row in rows] or [()]
     points = tuple((*first, *rest) for first in firsts for rest in itertools.product(*lists))
     return Sweep(names, points, max_concurrent)
 
 
 def read_points(path: Path) -> list[dict[str, str]]:
-    """Read the points of a CSV file with a header, or of a JSON-lines file of objects.
+    """Read points from a CSV file with a header, or a JSON-lines file of objects.
 
-    Values keep the form in which they are written there. Raises OptionError with the line.
+    Values keep their written form. Raises OptionError with the line.
     """
 
     def wrong(line: int, problem: str) -> OptionError:
@@ -210,21 +209,21 @@ def read_points(path: Path) -> list[dict[str, str]]:
         raise OptionError("--sweep-file", f" {path} is not UTF-8 text.") from None
     rows: list[dict[str, str]] = []
     if path.suffix == ".csv":
-        import csv  # not needed where no such file is
+        import csv  # not needed without a CSV file
 
         lines = csv.reader(text.splitlines(keepends=True), strict=True)
         try:
             header = [name.strip() for name in next(lines, [])]
             for cells in lines:
                 if cells and len(cells) != len(header):
-                    words = f"{len(cells)} values for the {len(header)} names of the first line."
+                    words = f"{len(cells)} values for the {len(header)} names in the first line."
                     raise wrong(lines.line_num, words)
                 if cells:
                     rows.append(_carried(zip(header, cells, strict=True), wrong, lines.line_num))
         except csv.Error as error:
             raise wrong(lines.line_num, f"{error}.") from None
         if len({*header}) < len(header):
-            raise wrong(1, "a name stands there twice.")
+            raise wrong(1, "a name is given twice.")
     else:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
@@ -238,10 +237,10 @@ def read_points(path: Path) -> list[dict[str, str]]:
 
 
 def _list(name: str, text: str) -> list[str]:
-    """Return the values of a list with commas; `0..4` in it is a range with both its ends."""
+    """Return the values of a comma-separated list; `0..4` is a range including both ends."""
     if re.fullmatch(_DRAWN, text):
         raise OptionError(
-            "--sweep", f" {name}={text} is drawn at random: say how often with --sample N."
+            "--sweep", f" {name}={text} is a random range. Add --sample N for N draws."
         )
     values: list[str] = []
     for item in text.split(","):
@@ -249,8 +248,8 @@ def _list(name: str, text: str) -> list[str]:
         if not item:
             raise OptionError(
                 "--sweep",
-                f" {name}={text}: a value is empty. Values with commas, and empty ones, stand in a "
-                "--sweep-file.",
+                f" {name}={text}: a value is empty. To use empty values or values with commas, "
+                "put them in a --sweep-file.",
             )
         if not ends and not re.fullmatch(_LIKE_RANGE, item):
             values.append(item)
@@ -259,43 +258,44 @@ def _list(name: str, text: str) -> list[str]:
         if last < first:
             raise OptionError(
                 "--sweep",
-                f" {name}={text}: {item} is no range such as 0..4, of whole numbers with the "
-                "smaller one first. List other values with commas, or draw them: "
+                f" {name}={text}: {item} is not a valid range. Use whole numbers, the smaller one "
+                "first (0..4), list other values with commas, or draw them: "
                 f"{name}=lin:0.0..2.5 with --sample N.",
             )
         if last - first >= MOST_POINTS:
             raise OptionError(
                 "--sweep",
-                f" {name}={text}: {item} is too long, {last - first + 1} values; {MOST_POINTS} is "
-                "the most.",
+                f" {name}={text}: {item} has {last - first + 1} values; the maximum is "
+                f"{MOST_POINTS}.",
             )
         values += map(str, range(first, last + 1))
     if len({*values}) < len(values):
         again = next(value for value in values if values.count(value) > 1)
-        raise OptionError("--sweep", f" {name}={text}: {again} stands there twice.")
+        raise OptionError("--sweep", f" {name}={text}: {again} is given twice.")
     return values
 
 
 def _draws(
     values: Mapping[str, str], count: int, source: "random.Random"
 ) -> tuple[tuple[str, ...], ...]:
-    """Draw different points; raises OptionError where the values do not give so many."""
+    """Draw different points; raises OptionError if the values give too few."""
     if not 1 <= count <= MOST_POINTS:
-        raise OptionError("--sample", f" {count}: is not within 1 and {MOST_POINTS}.")
+        raise OptionError("--sample", f" {count} is out of range. Use 1 to {MOST_POINTS}.")
     draw = [_drawn(name, text) for name, text in values.items()]
     points: dict[tuple[str, ...], None] = {}
     for _ in range(100 * count):
-        # `random` alone gives the same numbers in every version of Python.
+        # Only `random()` gives the same numbers in every version of Python.
         points[tuple(at(source.random()) for at in draw)] = None
         if len(points) == count:
             return tuple(points)
     raise OptionError(
-        "--sample", f" {count}: the values give hardly more than {len(points)} different points."
+        "--sample",
+        f" {count}: the values give only about {len(points)} different points. Use a smaller N.",
     )
 
 
 def _drawn(name: str, text: str) -> Callable[[float], str]:
-    """Return the function that takes a number from 0 to below 1 to a value."""
+    """Return the function that maps a number from 0 to below 1 to a value."""
     form = re.fullmatch(_DRAWN, text)
     if not form:
         choices = _list(name, text)
@@ -308,8 +308,8 @@ def _drawn(name: str, text: str) -> Callable[[float], str]:
     if not (math.isfinite(last - first) and first < last and (kind == "lin" or first > 0)):
         raise OptionError(
             "--sweep",
-            f" {name}={text}: expected two numbers, the smaller one first"
-            f"{' and above 0' if kind == 'log' else ''}, such as {kind}:1e-4..1e-1.",
+            f" {name}={text} is not a valid range. Use two numbers, the smaller one first"
+            f"{' and above 0' if kind == 'log' else ''}: {kind}:1e-4..1e-1.",
         )
     is_whole = low.isdigit() and high.isdigit()
 
@@ -327,7 +327,7 @@ def _drawn(name: str, text: str) -> Callable[[float], str]:
 def _carried(
     row: Iterable[tuple[str, str]], wrong: Callable[[int, str], OptionError], line: int
 ) -> dict[str, str]:
-    """Return a row of values that a line of script can carry. Raises OptionError with the line."""
+    """Return a row if a script can contain its values. Raises OptionError with the line."""
     values = dict(row)
     for name, value in values.items():
         try:
@@ -338,16 +338,16 @@ def _carried(
 
 
 def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
-    """Read an object of plain values; numbers keep the form in which they are written."""
+    """Read an object of plain values; numbers keep their written form."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         if len({*names}) < len(names):
-            raise wrong("a name stands there twice.")
+            raise wrong("a name is given twice.")
         return dict(pairs)
 
     def no_json(word: str) -> NoReturn:
-        raise wrong(f"{word} is no value of JSON; a text is written {json.dumps(word)}.")
+        raise wrong(f"{word} is not a valid JSON value. For text, use {json.dumps(word)}.")
 
     try:
         content = json.loads(
@@ -363,5 +363,5 @@ def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
     row = {name: words[v] if isinstance(v, bool) else v for name, v in content.items()}
     odd = next((name for name, value in row.items() if not isinstance(value, str)), None)
     if odd is not None:
-        raise wrong(f"{odd} is neither a text, a number, true nor false.")
+        raise wrong(f"{odd} is neither a string, a number, true nor false.")
     return row

@@ -1,6 +1,6 @@
-"""The configuration of a training, `TrainConfig`, in torch's words, checked when it is built.
+"""The configuration of a training, `TrainConfig`, in torch's terms, checked at construction.
 
-A recipe, `--recipe NAME`, gives values that were tuned together to options that nobody has given.
+A recipe, `--recipe NAME`, sets values that were tuned together for options not given.
 """
 
 import math
@@ -35,7 +35,7 @@ FieldValues: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recipe:
-    """One recipe, for one rank on the real MNIST."""
+    """Recipe for one rank on the real MNIST."""
 
     summary: str
     """Line in `--help`."""
@@ -45,34 +45,34 @@ class Recipe:
 _COMMON: FieldValues = {
     "optimizer": "adamw",
     "momentum": 0.9,
-    # Few steps are made, so what Adam knows of the gradients' size has to be recent.
+    # There are few steps, so Adam needs a recent estimate of the gradients' size.
     "beta2": 0.95,
     "weight_decay": 0.01,
     "label_smoothing": 0.1,
 }
 
 # Tuned on the last 10,000 training images, with the first 50,000 to train on, two cores and bf16.
-# `fast`: three to ten seeds a setting; of those of one whole epoch the cheapest that was above
-# 99 % there (99.03 % by six seeds). `accurate`: one to three seeds a setting; 99.61 % by three in
-# five sixths of its steps. The test set was read once a seed, when a recipe stood; before this
-# `fast` a wider one had been read so too (99.22 %), and that slack is why a cheaper one was looked
-# for. `python -m benchmarks.accuracy` repeats the figures on all 60,000 images;
-# benchmarks/README.md has them, and what was tried and left out.
+# `fast`: three to ten seeds per setting; the cheapest setting of one epoch above 99% (99.03% over
+# six seeds). `accurate`: one to three seeds per setting; 99.61% over three in five sixths of its
+# steps. The test set was read once per seed, after a recipe was final; an earlier, wider `fast`
+# had been tested as well (99.22%), and that margin motivated a cheaper one.
+# `python -m benchmarks.accuracy` repeats the figures on all 60,000 images;
+# benchmarks/README.md lists them, with the rejected settings.
 RECIPES: dict[str, Recipe] = {
     "fast": Recipe(
-        "99 % test accuracy in one epoch",
+        "99% test accuracy in one epoch",
         {
             **_COMMON,
             "model": "fastnet",
             "epochs": 1,
             "batch_size": 250,
             "lr": 0.025,
-            # A fifth of the steps; the rate so peaks at 0.02 and falls from there to zero.
+            # A fifth of the steps, so the rate peaks at 0.02, then falls to zero.
             "warmup_steps": 48,
         },
     ),
     "accurate": Recipe(
-        "99.6 % test accuracy in minutes",
+        "99.6% test accuracy in minutes",
         {
             **_COMMON,
             "model": "deepnet",
@@ -86,7 +86,7 @@ RECIPES: dict[str, Recipe] = {
 }
 SUMMARIES = "; ".join(map("{0[0]}, {0[1].summary}".format, RECIPES.items()))
 
-# Names that each package's registry defines: a test compares the two.
+# Names in each package's registry; a test compares them.
 MODELS = ("convnet", "mlp", "bn-convnet", "keras-convnet", "fastnet", "deepnet")
 STRATEGIES = ("ddp", "dp", "single")
 DATASETS = ("mnist", "synthetic")
@@ -247,8 +247,8 @@ class TrainConfig(Record):
     )
 
     hang_timeout: float = 60
-    """Seconds without a step until a hang is reported; 0 is never. `JobSpec.hang_timeout` sets
-    it."""
+    """Seconds without a training step until a hang is reported; 0: never. Set by
+    `JobSpec.hang_timeout`."""
 
     def __post_init__(self) -> None:
         table.check_fields(self)
@@ -256,47 +256,47 @@ class TrainConfig(Record):
         typed = self.to_argv()
         for first, second, why in _CONTRADICTIONS:
             if first in typed and second in typed:
-                names = f"{first} against {second}".replace("=", " ")
-                raise OptionError(names, f": {why}. Leave one of them out. [CD0103]")
+                names = f"{first} conflicts with {second}".replace("=", " ")
+                raise OptionError(names, f": {why}. Remove one of them. [CD0103]")
 
     def check_ranks(self, resources: Resources) -> None:
-        """Refuse ranks that the training cannot use; raises OptionError."""
+        """Raise OptionError for ranks that the training cannot use."""
         if self.strategy != "ddp" and resources.num_tasks > 1:
             other = f"--nodes {resources.nodes}"
             if resources.nodes == 1:
                 other = f"--tasks-per-node {resources.tasks_per_node}"
             raise OptionError(
                 "--strategy",
-                f" {self.strategy} trains in one process on one node, against {other}. "
+                f" {self.strategy} conflicts with {other}: it trains in one process on one node. "
                 "Use --strategy ddp, or a single task. [CD0103]",
             )
         if self.strategy == "single" and resources.gpus_per_node > 1:
             raise OptionError(
                 "--strategy",
-                f" single uses one GPU, against --gpus-per-node "
-                f"{resources.gpus_per_node}: the others would lie idle. Ask for one, or use "
-                "--strategy ddp. [CD0105]",
+                f" single conflicts with --gpus-per-node {resources.gpus_per_node}: it uses only "
+                "one GPU. Request one, or use --strategy ddp. [CD0105]",
             )
         if self.cuda_graph == "on" and self.backend == "gloo" and resources.num_tasks > 1:
             raise OptionError(
                 "--cuda-graph",
-                f" on with {resources.layout}: what --backend gloo exchanges goes through the "
-                "hosts, which a graph cannot hold. Use --backend nccl, or --cuda-graph off.",
+                f" on conflicts with --backend gloo for {resources.layout}: a graph cannot record "
+                "gloo's transfers through the hosts. Use --backend nccl, or --cuda-graph off.",
                 code="CD0808",
             )
         if self.profile and int(self.profile) >= resources.num_tasks:
             raise OptionError(
-                "--profile", f" {self.profile}: there is no such rank; {resources.layout}, from 0."
+                "--profile",
+                f" {self.profile}: there is no such rank. Ranks count from 0: {resources.layout}.",
             )
 
     @property
     def user_functions(self) -> tuple[tuple[str, str], ...]:
-        """Return the options that name a user function, each with its reference."""
+        """Return the options that refer to a user function, each with its reference."""
         values = (("--model", self.model), ("--dataset", self.dataset))
         return tuple((option, value) for option, value in values if ":" in value)
 
     def peak_lr(self, world_size: int) -> float:
-        """Return the full learning rate at this world size, that of the run's first attempt.
+        """Return the peak learning rate for the world size of the run's first attempt.
 
         `lr` is scaled as in Goyal et al. 2017, arXiv 1706.02677.
         """
@@ -309,15 +309,15 @@ class TrainConfig(Record):
         return self.batch_size * self.gradient_accumulation_steps
 
     def reference_world_size(self, world_size: int, images: int, step_size: int) -> int:
-        """Return the world size from which a resumed run counts its batch and learning rate.
+        """Return the world size that determines a resumed run's total batch and learning rate.
 
-        images: of a step over all ranks when the checkpoint was written; step_size: of one rank
-        then. Where the batch size was changed on purpose, it is `world_size`, that of now.
+        It is the checkpoint's, or the present `world_size` if the batch size was changed.
+        images: per step over all ranks at the checkpoint. step_size: per rank at the checkpoint.
         """
         return images // step_size if step_size == self.step_size else world_size
 
     def uneven_batch(self, reference: int, world_size: int) -> str:
-        """Explain why so many ranks cannot share the run's batch evenly; empty where they can.
+        """Explain why the ranks cannot share the run's batch evenly; empty if they can.
 
         reference: the run's `reference_world_size`.
         """
@@ -331,15 +331,15 @@ class TrainConfig(Record):
         )
         return (
             f"the run's batch of {images} images over all ranks (--batch-size {self.batch_size}"
-            f"{passes} x {reference} ranks at its start) cannot be shared by {world_size} ranks "
-            f"evenly. Start it on a number of ranks that divides {images}."
+            f"{passes} x {reference} ranks at its start) cannot be divided evenly among "
+            f"{world_size} ranks. Use a number of ranks that divides {images}."
         )
 
     @classmethod
     def of(cls, given: Given, **paths: str) -> "TrainConfig":
-        """Return the checked configuration that the values of options give, with these paths.
+        """Return the checked configuration for the values of options, with these paths.
 
-        A recipe gives those that have their default. Raises RequestError for a value not valid.
+        A recipe sets the values that were not given. Raises RequestError for an invalid value.
         """
         names = (*(row.parameter for row in TRAINING), "hang_timeout")
         values = {name: given.values[name] for name in names if given.values.get(name) is not None}
@@ -349,9 +349,9 @@ class TrainConfig(Record):
         return cls(**{**values, **paths})
 
     def missing_package(self) -> str:
-        """Name a package that the training needs and this interpreter lacks; empty without one.
+        """Return a message if this interpreter lacks a package that the training needs, or "".
 
-        Says how to install it. Nothing is imported for the answer.
+        Imports nothing.
         """
         import importlib.util
 
@@ -359,7 +359,7 @@ class TrainConfig(Record):
             if flag not in self.to_argv():
                 continue
             spec = importlib.util.find_spec(package)
-            # A folder of that name, such as one of logs, is no package.
+            # A directory of that name, such as one of logs, is not a package.
             if spec is None or spec.origin is None:
                 return (
                     f"{flag.replace('=', ' ')} needs the package {package}, which is not installed "
@@ -368,10 +368,10 @@ class TrainConfig(Record):
         return ""
 
     def to_argv(self, *, defaults: bool = True) -> list[str]:
-        """Return the fields as flags, so that a command line carries the whole configuration.
+        """Return the whole configuration as flags.
 
-        defaults: name those that are as they would be anyway, but for what a site sets. The
-        recipe's name is left out: where the flags are read, it must not add to them.
+        defaults: include default values. The recipe's name is omitted, so that it cannot add
+        settings when the flags are parsed.
         """
         rows = [row for row in TRAINING if row.name != "recipe"]
         fields = [(row, getattr(self, row.parameter)) for row in rows]
@@ -388,44 +388,44 @@ class TrainConfig(Record):
 
 
 def recipe_settings(name: str | None) -> FieldValues:
-    """Return what a recipe gives to fields of TrainConfig, which itself refuses an unknown name."""
+    """Return a recipe's settings; empty for an unknown name, which TrainConfig rejects."""
     return RECIPES[name].settings if name in RECIPES else {}
 
 
 TRAINING = tuple(table.options_of(TrainConfig, table.BUILT_IN))
 """Options of the training, in the order of their fields."""
 
-_ONE_PROCESS = "it goes over ranks, and there is one"
+_ONE_PROCESS = "it needs several ranks, and there is only one"
 _PLAIN = "; --model bn-convnet is the same network in plain torch"
 _CONTRADICTIONS = (
-    ("--backend=nccl", "--device=cpu", "it links GPUs"),
-    ("--precision=tf32", "--device=cpu", "GPUs compute in it"),
+    ("--backend=nccl", "--device=cpu", "NCCL needs GPUs"),
+    ("--precision=tf32", "--device=cpu", "only GPUs support it"),
     ("--sync-batchnorm", "--strategy=dp", _ONE_PROCESS),
     ("--sync-batchnorm", "--strategy=single", _ONE_PROCESS),
-    ("--compile", "--strategy=dp", "its copies of the model are new each step"),
-    ("--cuda-graph=on", "--device=cpu", "graphs are replayed by GPUs"),
-    ("--cuda-graph=on", "--precision=fp16", "its loss scale is chosen step by step"),
-    ("--cuda-graph=on", "--compile", "torch.compile captures by itself"),
-    ("--cuda-graph=on", "--strategy=dp", "it copies the model to each GPU each step"),
-    *((f"--numa-binding={mode}", "--device=cpu", "it goes by a rank's GPU") for mode in _BINDINGS),
+    ("--compile", "--strategy=dp", "dp makes new copies of the model in each step"),
+    ("--cuda-graph=on", "--device=cpu", "CUDA graphs need a GPU"),
+    ("--cuda-graph=on", "--precision=fp16", "fp16 chooses its loss scale in each step"),
+    ("--cuda-graph=on", "--compile", "torch.compile captures its own graphs"),
+    ("--cuda-graph=on", "--strategy=dp", "dp copies the model to each GPU in each step"),
+    *((f"--numa-binding={mode}", "--device=cpu", "it needs a rank's GPU") for mode in _BINDINGS),
     (
         "--sync-batchnorm",
         "--model=keras-convnet",
-        f"Keras shares BatchNorm's statistics on TensorFlow alone{_PLAIN}",
+        f"Keras synchronizes BatchNorm only on TensorFlow{_PLAIN}",
     ),
     (
         "--compile",
         "--model=keras-convnet",
-        f"torch.compile cuts Keras' calls into pieces, and no step gets faster{_PLAIN}",
+        f"Keras' calls cause graph breaks, so no step gets faster{_PLAIN}",
     ),
 )
-"""Options that exclude each other, as `to_argv` writes them, and why."""
+"""Pairs of conflicting options in the form of `to_argv`, and why they conflict."""
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Return what has changed of the options that decide the weights: `--lr 0.001, now 0.01`.
+    """Return the changes of options that affect the weights: `--lr 0.001, now 0.01`.
 
-    Both are values by parameters; those that a record lacks are passed over.
+    Both are values by parameter; parameters missing from a record are skipped.
     """
     return [
         f"{option.flag} {before[option.parameter]}, now {after[option.parameter]}"
@@ -438,7 +438,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[s
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Interval(Record):
-    """A period of a training: every `count` epochs, steps or seconds."""
+    """Period in a training: every `count` epochs, steps or seconds."""
 
     count: float
     unit: str
@@ -446,7 +446,7 @@ class Interval(Record):
 
     @classmethod
     def parse(cls, value: str) -> "Interval":
-        """Return the interval of `500steps`, `1epoch` or `10m`; raises ValueError for others."""
+        """Parse `500steps`, `1epoch` or `10m`; raises ValueError."""
         if re.fullmatch(_COUNTED, value):
             unit = value.lstrip("0123456789")
             return cls(int(value.removesuffix(unit)), unit.removesuffix("s"))
@@ -455,10 +455,10 @@ class Interval(Record):
         raise ValueError(value)
 
     def due(self, unit: str, count: int) -> bool:
-        """Return whether it is due after so many epochs or steps of the run."""
+        """Return whether it is due after this count of epochs or steps in the run."""
         return unit == self.unit and count % self.count == 0
 
     @property
     def seconds(self) -> float:
-        """Return the interval in seconds; infinite where its unit is no time."""
+        """Return the interval in seconds; infinite for epochs and steps."""
         return self.count if self.unit == "second" else math.inf

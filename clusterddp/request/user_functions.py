@@ -89,7 +89,7 @@ def load(reference: str) -> Callable[..., object]:
 
 @contextmanager
 def running(reference: str) -> Iterator[None]:
-    """Run a user's code, and put what it raises into a line that a verdict can carry.
+    """Run a user's code, and turn its exceptions into one line for the run's result.
 
     Raises TrainingError for any exception of the code; the traceback goes to stderr, which is the
     rank's log.

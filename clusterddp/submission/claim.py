@@ -104,7 +104,7 @@ def _take(run: RunDir) -> Claim:
         claim = Claim(run, latest.number + 1 if latest else 1, holder)
         if not files.create_record(claim.path, holder):
             continue
-        # The numbers may be out of date by now: other processes may have taken and released claims.
+        # The numbers may be outdated: other processes may have taken and released claims.
         if any(each != latest and each.is_held for each in _claims(run) if each != claim):
             claim.path.unlink()
             continue

@@ -93,7 +93,7 @@ def plan(
 ) -> list[Cleaning]:
     """Find what each run no longer needs, with one query to Slurm; changes nothing.
 
-    runs: a sweep stands for its shared files, not for its trials.
+    runs: a sweep means its shared files, not its trials.
     named: whether the user named these runs.
     older_than: seconds for which a run must have been inactive.
     now: seconds since the epoch.
@@ -326,7 +326,7 @@ def _is_same(run: RunDir, name: str, digest: str) -> bool:
 
 
 def _names_in(run: RunDir, path: Path) -> list[str]:
-    """List a directory of the run, as paths relative to the run; empty if it is behind a link."""
+    """List a directory of the run, as paths relative to the run; empty if reached by a link."""
     try:
         inner = sorted(_own(run, f"{_relative(run, path)}/each").parent.iterdir())
     except OSError:

@@ -381,7 +381,7 @@ def changed_resources(
 
 
 def source_path(value: str, runs_dir: str) -> str:
-    """Return the path of a checkpoint file or a run's directory, which may be below `runs_dir`."""
+    """Return the path of a checkpoint file or run directory, possibly below `runs_dir`."""
     for path in (Path(value), Path(runs_dir) / value):
         if path.exists():
             return os.path.abspath(path)

@@ -1,8 +1,7 @@
-"""Resumes a run, or points of a sweep, from their newest checkpoints.
+"""Resume a run, or points of a sweep, from their newest checkpoints.
 
-A run is a sweep of one: its job has one element, itself. The recorded request may be changed in
-what leaves the weights alone, or as the person allows. Refused submissions leave the records as
-they were.
+The recorded request may be changed if the weights are not affected, or if the user allows it. A
+refused submission leaves the records unchanged.
 """
 
 import contextlib
@@ -55,48 +54,48 @@ _MOST_FILES = 5
 _MOST_CHANGES = 20
 _MOST_COMMANDS = 20
 _EITHER = (
-    "Name its folder with --template-dir, edit the script and resume without options, or add "
-    "--allow-config-change to have it rendered anew."
+    "Add --template-dir DIR, edit the script and resume without options, or add "
+    "--allow-config-change to render it again."
 )
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Conditions under which a run resumes, besides the request itself."""
+    """Conditions for resuming a run, besides the request."""
 
     allow_config_change: bool = False
-    """True allows a change that decides the weights, or of an edited script."""
+    """Whether to allow changes that affect the weights, and to replace an edited script."""
     new_code: bool = False
-    """True replaces the run's copy of the code by the current folder."""
+    """Whether to replace the run's copy of the code by the current directory."""
     new_clusterddp: bool = False
-    """True replaces the run's own clusterddp by the one at work, as a changed request does."""
+    """Whether to replace the run's clusterddp by this one, as a changed request does."""
     from_scratch: bool = False
-    """True gives up the run's checkpoints and begins at step 0."""
+    """Whether to ignore the run's checkpoints and start at step 0."""
     even_if_done: bool = False
-    """True starts a COMMAND again that ended with exit code 0."""
+    """Whether to rerun a COMMAND that ended with exit code 0."""
     force: bool = False
-    """True warns of resources and programs not found here, rather than refuse."""
+    """Whether to warn of resources and programs not found here, rather than refuse."""
     template_folder: Path | None = None
-    """Folder of the person's templates, where the run was submitted with one."""
+    """Directory of the user's templates, if the run was submitted with one."""
     snapshot_limit_mb: float | None = None
-    """Most megabytes of a new copy of the code; None is 50, or twice the former copy."""
+    """Maximum size of a new copy of the code in MB; None: 50, or twice the previous copy."""
     more: Sweep = NO_SWEEP
-    """Points that are added to a sweep, and submitted in place of those that it has."""
+    """Points to add to a sweep and submit, instead of its failed ones."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A request that resumes a run."""
+    """Request that resumes a run."""
 
     spec: JobSpec
     script: str
-    """The bytes that are sent."""
+    """Script to submit."""
     source: Path | None
-    """Checkpoint from which the run resumes; None where it begins at another one or at step 0."""
+    """The run's checkpoint to resume from; None if it starts from another run's or at step 0."""
     indices: tuple[int, ...] = ()
-    """Points that are submitted, of a sweep."""
+    """Submitted points of a sweep."""
     submission: launchers.SentJob | None = None
-    """None in a dry run; without a job id of a sweep's rehearsal, which runs the points in turn."""
+    """None in a dry run. Has no job id for a local sweep, which runs the points in turn."""
 
     @property
     def job_id(self) -> str:
@@ -105,35 +104,34 @@ class Resumption:
 
     @property
     def beginning(self) -> str:
-        """`resumes from step 1200`: a clause on where the run begins."""
+        """Clause that says where the run starts, `resumes from step 1200`."""
         return self.spec.program.beginning(checkpoint_step(self.source) if self.source else None)
 
 
 def resume(
     run: RunDir, change: Callable[[JobSpec], JobSpec], terms: Terms, *, dry_run: bool = False
 ) -> Resumption:
-    """Resume a run, or points of a sweep, from the folder of the first submission.
+    """Resume a run, or points of a sweep, from the directory of the first submission.
 
-    run: of a `SweepDir` those points are submitted that have not ended well, or further ones
-    (`Terms.more`); those that are done, queued or running are left alone. change: makes the new
-    request from the recorded one; an equal one sends the script as it stands. dry_run: check the
-    request and render the script; touch nothing.
+    run: for a `SweepDir`, the failed or missing points are submitted, or new ones (`Terms.more`);
+        points that are done, queued or running are not touched.
+    change: makes the new request from the recorded one; if equal, the recorded script is sent.
+    dry_run: check the request and render the script, but change nothing.
 
-    Raises RequestError where nothing was submitted; SlurmError where the job may be queued.
+    Raises RequestError if nothing was submitted; SlurmError if the job may be queued.
     """
     run = dataclasses.replace(run, path=run.path.absolute())
-    if terms.template_folder:  # before the folder changes
+    if terms.template_folder:  # before the working directory changes
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
     if terms.new_code and isinstance(run, SweepDir):
         raise RequestError(
-            f"--refresh-code: the points of {run.name} share one copy of the code, which those "
-            "that are done were trained with, and further ones use it, too. Submit these as a new "
-            "sweep. [CD0313]"
+            f"--refresh-code: all points of {run.name}, also the finished ones, share one copy of "
+            "the code, so it cannot be replaced. Submit a new sweep. [CD0313]"
         )
     with contextlib.ExitStack() as stack:
         claim = None if dry_run else stack.enter_context(claimed(run))
         if claim:
-            _mend_code(run)
+            _repair_code(run)
         before = run.load_spec()
         stack.enter_context(submission_folder_of(run))
         _check_directory(run, before)
@@ -174,11 +172,11 @@ def resume(
 def _changed(
     run: RunDir, before: JobSpec, change: Callable[[JobSpec], JobSpec], terms: Terms
 ) -> JobSpec:
-    """Return the new request, further points included; refuses a change of what is kept."""
+    """Return the new request with added points; raises RequestError for a fixed field."""
     if terms.from_scratch and not before.program.keeps_records:
         raise RequestError(
-            f"--from-scratch belongs to the MNIST training, but {run.name} runs a command, "
-            "which begins where it likes. [CD0511]"
+            f"--from-scratch applies only to the built-in training, but {run.name} runs a command. "
+            "Use your program's option for that. [CD0511]"
         )
     after = change(before)
     if terms.allow_config_change:  # the ranks check their configuration too
@@ -194,7 +192,7 @@ def _changed(
 
 @contextlib.contextmanager
 def submission_folder_of(run: RunDir) -> Iterator[None]:
-    """Enter the folder of the run's first submission: a command's relative paths start there."""
+    """Enter the directory of the run's first submission: a command's relative paths need it."""
     folder, here = History.read(run).folder, Path.cwd()
     if folder and Path(folder) != here:
         try:
@@ -202,23 +200,23 @@ def submission_folder_of(run: RunDir) -> Iterator[None]:
         except OSError as error:
             raise RequestError(
                 f"{run.name} was submitted from {folder}, which cannot be entered: "
-                f"{error.strerror}. Put that folder back, or submit a new run. [CD0512]"
+                f"{error.strerror}. Restore that directory, or submit a new run. [CD0512]"
             ) from None
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # it has gone meanwhile; the job is queued all the same
+        with contextlib.suppress(OSError):  # if it was removed meanwhile, the job is still queued
             os.chdir(here)
 
 
 def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
-    """Refuse a change of what a run keeps for good."""
+    """Raise RequestError if a fixed field of a run was changed."""
     new, open_to_change = vars(after), (*CHANGEABLE, *before.program.changeable)
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
         raise RequestError(
-            f"{run.name} keeps its {', '.join(fixed)}: 'resume' cannot change them. Submit a "
-            "new run. [CD0511]"
+            f"'resume' cannot change this of {run.name}: {', '.join(fixed)}. Submit a new run. "
+            "[CD0511]"
         )
     if not before.point:
         return
@@ -227,14 +225,14 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     moved = [name for name in swept if old.get(name) != now.get(name)]
     if moved or before.command != after.command:
         raise RequestError(
-            f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, and "
-            "stays that. Add a point with other values: clusterddp resume "
+            f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, "
+            "whose values cannot be changed. Add a point with other values: clusterddp resume "
             f"{before.sweep_name} --sweep …, or submit a new run. [CD0511]"
         )
 
 
 def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> str:
-    """Return the script to send: the recorded one where nothing was changed, or a new one."""
+    """Return the script to send: the recorded one if nothing was changed, or a new one."""
     for train in () if terms.from_scratch else after.trainings:
         _check_progress(run, after, train)
     render = launchers.load(after.launcher).prepare
@@ -248,34 +246,34 @@ def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> s
     again = "" if terms.allow_config_change else render(asked, terms.template_folder)
     if again and recorded != again and of_script(recorded) == of_script(again):
         raise RequestError(
-            f"{run.script} is not what template {before.template} gives for this run: it was "
-            "edited, or rendered from a template of your own, or by another state of "
-            f"clusterddp. {_EITHER} [CD0515]"
+            f"{run.script} differs from the output of template {before.template} for this run: it "
+            "was edited, or rendered from your template or by another build of clusterddp. "
+            f"{_EITHER} [CD0515]"
         )
     return render(after, terms.template_folder)
 
 
 def _further(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
-    """Return the indices of the points that are added. Raises RequestError for none."""
+    """Return the indices of the added points. Raises RequestError for none."""
     indices = [*range(len(before.sweep), len(after.sweep))]
     if not indices:
         raise RequestError(
-            f"{sweep.name} has each of these points already. Those that have not ended "
-            f"well, or are missing: clusterddp resume {sweep.cli_name} [CD1103]"
+            f"{sweep.name} already has all of these points. To submit its failed and missing "
+            f"points: clusterddp resume {sweep.cli_name} [CD1103]"
         )
     submit.refuse_existing(
         after,
         indices,
-        "its further points keep to their numbers: submit these as a sweep of their own "
-        "(clusterddp submit --run-name NAME --sweep …)",
+        "the added points need these names. Submit them as a new sweep: "
+        "clusterddp submit --run-name NAME --sweep …",
     )
     return indices
 
 
 def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
-    """Find the checkpoint from which the run will resume, as its ranks will find it.
+    """Return the checkpoint from which the run's ranks will resume.
 
-    Raises RequestError where they would not begin.
+    Raises RequestError if they could not start.
     """
     if not spec.program.keeps_records or spec.sweep or terms.from_scratch:
         return None
@@ -288,7 +286,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 
 def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms: Terms) -> None:
-    """Check what the job needs from here, as a first submission does."""
+    """Check the job's requirements here, as a first submission does."""
     spec = plan.spec
     question = ask_for_partitions(spec) if spec.resources != before.resources else None
     if (spec.python, spec.controller_python) != (before.python, before.controller_python):
@@ -296,13 +294,13 @@ def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms
     has_queue = spec.launcher != "local"
     if has_queue:
         bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
-    if spec.after:  # ahead of the records
+    if spec.after:  # before records are written
         chain.check(chain.check_awaited(spec), spec, has_queue=has_queue)
     for name in spec.pass_environment:
         if name not in os.environ:
             raise RequestError(
-                f"{name} is not set here, and the {'sweep' if spec.sweep else 'run'} passes it by "
-                "name from where you submit; set it. [CD0106]"
+                f"{name} is not set in your shell, but the {'sweep' if spec.sweep else 'run'} "
+                "passes it to its tasks. Set it. [CD0106]"
             )
     for train in spec.trainings:
         init_from = "" if plan.source else train.init_from  # the run's own checkpoints come first
@@ -314,31 +312,31 @@ def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms
 
 
 def _check_directory(run: RunDir, spec: JobSpec) -> None:
-    """Refuse a run of a newer version, and one whose script leads to another directory."""
+    """Raise RequestError for a run of a newer version, or one that was moved."""
     latest = attempts.latest(run)
     if latest and latest.is_of_newer_version:
         raise RequestError(
-            f"{latest.record} was written by a newer clusterddp; update this one to resume "
-            f"{run.name}. [CD0506]"
+            f"{latest.record} was written by a newer clusterddp. To resume {run.name}, update "
+            "this one. [CD0506]"
         )
     here, there = run.path.resolve(), Path(spec.run_dir).resolve()
     if here == there:
         return
     if run.array_index:
         raise RequestError(
-            f"{run.name} is an element of an array, whose script starts all of them. Resume with: "
+            f"{run.name} is an array task, whose script starts the whole array. To resume: "
             f"{run.resume_command} [CD0511]"
         )
     raise RequestError(
-        f"{run.name} lies at {here}, but its script leads to {there}: the directory was moved. "
+        f"the directory of {run.name} was moved to {here}, but its script uses {there}. "
         f"Move it back, or submit a new run with --init-from {here}. [CD0512]"
     )
 
 
 def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, asks: bool) -> None:
-    """Refuse a run that is queued or running, may be, or has nothing left to do.
+    """Raise RequestError for a run that may be queued or running, or has nothing left to do.
 
-    asks: False looks at the records alone, without Slurm, and at what is left to do.
+    asks: whether to query Slurm; if False, only check for remaining work, from the records.
     """
     if not asks:
         _check_done(run, before, after, run_status(run, {}), terms)
@@ -351,9 +349,9 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
     if status.state in ACTIVE:
         name = formatting.job(status.job_id, status.launcher)
         raise RequestError(
-            f"{run.name} is {status.state}{detail} as {name}: one run cannot train "
-            f"twice at once. Follow it with 'clusterddp logs -f {run.cli_name}', or end it first "
-            f"with 'clusterddp stop {run.cli_name}'. [CD0508]"
+            f"{run.name} is already {status.state}{detail} as {name}. Follow it with 'clusterddp "
+            f"logs -f {run.cli_name}', or end it first with 'clusterddp stop {run.cli_name}'. "
+            "[CD0508]"
         )
     _check_done(run, before, after, status, terms)
     if status.state != RunState.UNKNOWN or submission is None:
@@ -361,16 +359,16 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
     if submission.is_local:
         latest = attempts.latest(run)
         if latest is None or latest.end.exists() or not latest.is_alive():
-            return  # wherever that was, nobody trains it any more
+            return  # the run is not active on any host
         raise RequestError(
-            f"{run.name} still trains: {status.detail}. Stop it first with 'clusterddp stop "
+            f"{run.name} is still training: {status.detail}. Stop it first with 'clusterddp stop "
             f"{run.cli_name}'. [CD0508]"
         )
     if job.problem:
         raise RequestError(
-            f"whether job {status.job_id} of {run.name} still waits or runs is not known: "
-            f"{job.problem}. Try again where 'squeue -j {status.job_id}' answers; two jobs cannot "
-            "train one run. [CD0509]"
+            f"cannot tell whether job {status.job_id} of {run.name} is still queued or running: "
+            f"{job.problem}. Two jobs must not train one run: try again when "
+            f"'squeue -j {status.job_id}' answers. [CD0509]"
         )
     if job.state is not State.UNKNOWN and not job.state.is_final:
         raise RequestError(f"{run.name} is {status.detail} [CD0508]")
@@ -380,15 +378,15 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
 def _check_done(
     run: RunDir, before: JobSpec, after: JobSpec, status: RunStatus, terms: Terms
 ) -> None:
-    """Refuse a run that is done and has nothing left to do."""
+    """Raise RequestError for a run that is done and has nothing left to do."""
     if status.state != RunState.DONE:
         return
     if before.train is None or after.train is None:
         if after.command != before.command or terms.even_if_done:
             return
         raise RequestError(
-            f"{run.name} is done: its command has ended with exit code 0. Give it another COMMAND, "
-            "add --even-if-done to start it again, or submit a new run. [CD0510]"
+            f"{run.name} is done: its command ended with exit code 0. Give another COMMAND, add "
+            "--even-if-done to rerun it, or submit a new run. [CD0510]"
         )
     reached = newest_checkpoint(run.checkpoints)
     old, new = vars(before.train), vars(after.train)
@@ -398,19 +396,19 @@ def _check_done(
     is_at_most = reached and 0 < before.train.max_steps <= reached[0]
     more = "a larger --max-steps N" if is_at_most else "--epochs N --allow-config-change"
     raise RequestError(
-        f"{run.name} is done: there is nothing left to train. Give it more, such as {more}, or "
+        f"{run.name} is done: there is nothing left to train. To train further, add {more}, or "
         "submit a new run. [CD0510]"
     )
 
 
 def _to_repeat(sweep: SweepDir) -> list[int]:
-    """Return the indices of the points that have not ended well. Raises RequestError for none."""
+    """Return the indices of the failed or missing points. Raises RequestError for none."""
     known = statuses(sweep.elements)
     unsure = next((s for s in known if s.state == RunState.UNKNOWN and not s.is_forgotten), None)
     if unsure:
         raise RequestError(
-            f"whether {unsure.name} still waits or runs is not known: {unsure.detail}. Try again "
-            "where Slurm answers; two jobs cannot train one run. [CD0509]"
+            f"cannot tell whether {unsure.name} is still queued or running: {unsure.detail}. "
+            "Two jobs must not train one run: try again when Slurm answers. [CD0509]"
         )
     indices = [index for index, status in enumerate(known) if has_failed(status)]
     own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
@@ -418,7 +416,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     if own:
         commands = [f"clusterddp resume {run.cli_name}" for run in own.values()]
         words = (
-            "points with options of their own are submitted each by itself: "
+            "points with different options must be resumed separately: "
             f"{formatting.join_limited(commands, _MOST_COMMANDS, ', ')}"
         )
         if not indices:
@@ -426,65 +424,63 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
         log.info(words)
     if not indices:
         raise RequestError(
-            f"every point of {sweep.name} is done, queued or running: there is nothing to submit "
-            f"again. Add points with: clusterddp resume {sweep.cli_name} --sweep "
-            "NAME=VALUES [CD1103]"
+            f"every point of {sweep.name} is done, queued or running, so there is nothing to "
+            f"submit. To add points: clusterddp resume {sweep.cli_name} --sweep NAME=VALUES "
+            "[CD1103]"
         )
     return indices
 
 
 def _has_own_script(sweep: SweepDir, index: int) -> bool:
-    """Return whether a point was submitted with other options; else its script is the sweep's."""
+    """Return whether a point was submitted with other options, so has a separate script."""
     script = sweep.element(index).script
     return script.is_file() and not script.is_symlink() and not is_array(script.read_text("utf-8"))
 
 
 def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> None:
-    """Refuse, with the difference shown, a request that would train to other weights.
+    """Raise RequestError, listing the changes, if the request would lead to other weights.
 
-    Logs in what the folder differs from the copy of the code that the run uses.
+    Logs how the directory differs from the run's copy of the code.
     """
     changed = changes(before.program.options, after.program.options)
     if changed and not terms.allow_config_change:
         raise RequestError(
-            f"{run.name} was trained with another configuration: {'; '.join(changed)}. Leave "
-            "the options as they were, add --allow-config-change, or submit a new run. [CD0703]"
+            f"{run.name} was trained with another configuration: {'; '.join(changed)}. Keep the "
+            "previous values, add --allow-config-change, or submit a new run. [CD0703]"
         )
     if terms.new_code or not run.code_record.is_file():
         return
     if snapshot.is_cleaned(run):
         raise RequestError(
-            f"the copy of its code that {run.name} ran was removed by 'clusterddp clean'. To run "
-            f"the files of {Path.cwd()} as they are now, "
-            f"{_way_to_current_files(before, run)}. [CD0313]"
+            f"'clusterddp clean' removed the copy of the code of {run.name}. To run the current "
+            f"files in {Path.cwd()}, {_way_to_current_files(before, run)}. [CD0313]"
         )
     if run.code.is_dir():
         _log_code_changes(before, run)
-    elif not terms.allow_config_change:  # it uses the folder itself
+    elif not terms.allow_config_change:  # the run uses the directory without a copy
         differing = snapshot.changes_since_submission(run, Path.cwd())
         if differing is None:
             log.warning(
-                f"the code in {Path.cwd()} cannot be compared with what was submitted [CD0313]"
+                f"the code in {Path.cwd()} cannot be compared with the submitted code [CD0313]"
             )
         if differing:
             raise RequestError(
-                f"the code in {Path.cwd()} is not what {run.name} was submitted with: "
-                f"{formatting.join_limited(differing, _MOST_CHANGES, ', ')}. Put it back, or, to "
+                f"the code in {Path.cwd()} has changed since {run.name} was submitted: "
+                f"{formatting.join_limited(differing, _MOST_CHANGES, ', ')}. Restore it, or, to "
                 f"run the current files, {_way_to_current_files(before, run)}. [CD0313]"
             )
 
 
 def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
-    """Refuse a --max-steps below the step from which the run resumes.
+    """Raise RequestError for a --max-steps below the step from which the run resumes.
 
-    Refuse too ranks that cannot share the run's batch, as its rank 0 would on the node.
+    Raises it also for ranks that cannot share the run's batch, as rank 0 would on the node.
     """
     reached = newest_checkpoint(run.checkpoints)
     if reached and 0 < config.max_steps < reached[0]:
         raise RequestError(
-            f"--max-steps {config.max_steps}: {run.name} has trained {reached[0]} steps "
-            "already, as its newest checkpoint says. Give as many or more, or submit a new "
-            "run. [CD0510]"
+            f"--max-steps {config.max_steps}: the newest checkpoint of {run.name} is already at "
+            f"step {reached[0]}. Use at least {reached[0]}, or submit a new run. [CD0510]"
         )
     if config.init_from and not reached:
         return  # `inputs` checks another run's checkpoint
@@ -494,7 +490,7 @@ def _check_progress(run: RunDir, spec: JobSpec, config: TrainConfig) -> None:
 
 
 def _recorded_script(run: RunDir) -> str:
-    """Return the script that was sent last; raises RequestError when it cannot be read."""
+    """Return the script that was sent last; raises RequestError if it cannot be read."""
     try:
         return run.script.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -504,17 +500,17 @@ def _recorded_script(run: RunDir) -> str:
 def _submit(
     claims: Sequence[Claim], before: JobSpec, plan: Resumption, terms: Terms, new: Sequence[str]
 ) -> launchers.SentJob:
-    """Lay the records down, submit, and put the former records back where that is refused.
+    """Write the records and submit; restore the previous records if that is refused.
 
-    claims: on the run or the sweep, then on those of the sweep's points that are there. new: the
-    changes beside the request, which the records name.
+    claims: on the run or the sweep, then on the sweep's existing points. new: changes to record
+    in addition to the request's.
     """
     for claim in claims:
         claim.use()
     run, *there = [claim.run for claim in claims]
     after, is_same = plan.spec, plan.spec == before
     records = {} if is_same else {run.spec: after.to_json()}
-    if not run.script.is_file() or _recorded_script(run) != plan.script:  # none of `debug`
+    if not run.script.is_file() or _recorded_script(run) != plan.script:  # `debug` writes none
         records[run.script] = plan.script
     changes = (*_differences(before, after), *new)
     with reporting_queued_job(after), contextlib.ExitStack() as stack:
@@ -528,7 +524,7 @@ def _submit(
             if point in there:
                 own = {} if is_same else {point.spec: after.element(index).to_json()}
                 stack.enter_context(_records_renewed(point, own))
-        # Before the submission: the job's first line may come before the record of its id.
+        # Before the submission: the job may log before its id is recorded.
         for each in there if runs else [run]:
             latest = attempts.latest(each) if terms.from_scratch else None
             number = latest.number if latest else None
@@ -540,9 +536,9 @@ def _submit(
 
 @contextlib.contextmanager
 def _records_renewed(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]:
-    """Write files of a run anew while the body submits it; the former ones stay under a number.
+    """Rewrite files of a run while the body submits it; keep numbered copies of the old ones.
 
-    They are put back when the body raises RequestError. Raises OSError.
+    Restores them if the body raises RequestError. Raises OSError.
     """
     kept = _renew_records(run, records) if records else {}
     try:
@@ -557,9 +553,9 @@ def _records_renewed(run: RunDir, records: Mapping[Path, str]) -> Iterator[None]
 
 
 def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path | None]:
-    """Write the files anew; the former ones stay as spec-N.json, script-N.sbatch.
+    """Rewrite the files; keep the old ones as spec-N.json and script-N.sbatch.
 
-    Returns where the former ones are; None for one that was not there. Raises OSError.
+    Returns the old files' new paths, None for a file that did not exist. Raises OSError.
     """
     number = 1
     while any(_former(path, number).exists() for path in records):
@@ -570,7 +566,7 @@ def _renew_records(run: RunDir, records: Mapping[Path, str]) -> dict[Path, Path 
         if former:
             shutil.copy2(path, former)
         write_atomically(path, records[path].encode())
-    if run.spec in records:  # runs are listed by its time; one left as it is can be another's
+    if run.spec in records:  # runs are sorted by its time; an unchanged one can be another user's
         os.utime(run.spec, ns=(created.st_atime_ns, created.st_mtime_ns))
     return kept
 
@@ -593,9 +589,9 @@ def _differences(before: JobSpec, after: JobSpec) -> list[str]:
 
 
 def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
-    """Log in what the current folder differs from the run's copy of the code.
+    """Log how the current directory differs from the run's copy of the code.
 
-    Raises RequestError where the record of the copy cannot be read.
+    Raises RequestError if the record of the copy cannot be read.
     """
     tree, recorded = run.top_of_code(Path.cwd()), snapshot.Snapshot.read(run.code_record)
     left_out, workdir = excluded_from_code(spec, run), run.workdir_name
@@ -603,10 +599,10 @@ def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
     now = snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
-    if now is None:  # it cannot be read, or has become too large
+    if now is None:  # unreadable, or too large
         log.warning(f"{uses}, and {tree} cannot be compared with it [CD0313]")
         return
-    # What is linked for its size is as it is now in the copy, too.
+    # Large files are linked, so the copy has their current content.
     linked = {*recorded.large, *now.large}
     copied, current = (
         dataclasses.replace(
@@ -618,16 +614,16 @@ def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
     if changes:
         files = "1 file differs" if len(changes) == 1 else f"{len(changes)} files differ"
         log.info(
-            f"{uses}; in {tree} {files} by now: {_shown(changes)}. To run the current files, "
+            f"{uses}; {files} in {tree}: {_shown(changes)}. To run the current files, "
             f"{_way_to_current_files(spec, run)}."
         )
 
 
 def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
-    """Say how to run the folder's files; the points of a sweep share one copy of the code."""
+    """Return how to run the current files; the points of a sweep share one copy of the code."""
     if spec.sweep:
         return (
-            "submit a new sweep, or give each point that has not ended well a copy of its own: "
+            "submit a new sweep, or give each failed point a separate copy: "
             f"clusterddp resume {run.cli_name} --refresh-code"
         )
     return "use --refresh-code"
@@ -635,21 +631,21 @@ def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
 
 @contextlib.contextmanager
 def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterator[list[str]]:
-    """Replace the run's copy by the current folder, while the body submits the run.
+    """Replace the run's copy of the code by the current directory while the body submits the run.
 
-    What a command has written in its copy goes along. The former copy stays until the run is
-    submitted, and is put back when the body raises RequestError: after anything else the job may be
-    queued. Whoever holds the claim on the run has called `_mend_code` before.
+    Files that a command wrote in its copy are carried over. The old copy is kept until the run is
+    submitted, and restored if the body raises RequestError: after other errors the job may be
+    queued. The caller holds the claim on the run and has called `_repair_code`.
 
-    limit_mb: most megabytes of the copy; None lets it grow to twice the former one.
-    Yields what differs from the former code, a line each. Raises RequestError where the folder
-    cannot be copied; nothing is changed then.
+    limit_mb: maximum size of the copy in MB; None: twice the old one.
+    Yields the changes of the code, one line each. Raises RequestError, with nothing changed, if
+    the directory cannot be copied.
     """
     tree = run.top_of_code(Path.cwd())
     if not spec.program.has_own_code(spec.sweep, Path.cwd()):
         raise RequestError(
-            f"--refresh-code: {run.name} uses no code of {tree}: its tasks run what is "
-            "installed. [CD0313]"
+            f"--refresh-code: {run.name} uses no code from {tree}, only installed packages. "
+            "Remove the option. [CD0313]"
         )
     recorded = snapshot.Snapshot.read(run.code_record) if run.code_record.is_file() else None
     record = run.code_record.read_bytes() if recorded else None
@@ -674,7 +670,7 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
         raise
     changes = snapshot.difference(recorded, taken, new=True) if recorded and taken else []
     where = f"copied {tree} to {run.code}" if copied else f"{run.name} uses {tree}"
-    log.info(f"{where} as it is now: {_shown(changes) or 'no file differs'}")
+    log.info(f"{where}: {_shown(changes) or 'no file differs'}")
     try:
         yield changes
     except RequestError:
@@ -685,10 +681,10 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
             _remove_copy(former)
 
 
-def _mend_code(run: RunDir) -> None:
-    """Repair the copy after a process that was killed while it renewed the code.
+def _repair_code(run: RunDir) -> None:
+    """Repair the code's copy if a process was killed while it replaced the copy.
 
-    Raises RequestError where that cannot be done.
+    Raises RequestError if that fails.
     """
     draft, former = _copies(run)
     try:
@@ -706,7 +702,7 @@ def _mend_code(run: RunDir) -> None:
 def _take_code(
     spec: JobSpec, run: RunDir, recorded: snapshot.Snapshot | None, limit_mb: float | None
 ) -> snapshot.Snapshot | None:
-    """Copy the folder to the draft; where the run uses no copy, take its digests alone."""
+    """Copy the directory to the draft, or only compute its digests if the run uses no copy."""
     tree, left_out, has_copy = Path.cwd(), excluded_from_code(spec, run), run.code.is_dir()
     tree, workdir = run.top_of_code(tree), run.workdir_name
     limit = _limit_of_code(recorded) if limit_mb is None else limit_mb
@@ -723,14 +719,14 @@ def _take_code(
         both = snapshot.carry_over(run.code, recorded, tree, _copies(run)[0], taken)
     if not both:
         return taken
-    # What the command has written is no code, even where the folder has it.
-    log.info(f"kept what {run.name} has written, although the folder has it too: {_shown(both)}")
+    # Files that the command wrote are not code, even if the directory has them too.
+    log.info(f"kept files that {run.name} wrote, instead of those in {tree}: {_shown(both)}")
     digests = {name: digest for name, digest in taken.digests.items() if name not in both}
     return dataclasses.replace(taken, digests=digests, files=len(digests))
 
 
 def _remove_copy(former: Path) -> None:
-    """Remove a former copy; that of a sweep's point may be a link to what all points use."""
+    """Remove an old copy; for a sweep's point, it may be a link to the shared copy."""
     if former.is_symlink():
         with contextlib.suppress(OSError):
             former.unlink()
@@ -739,7 +735,7 @@ def _remove_copy(former: Path) -> None:
 
 
 def _copies(run: RunDir) -> tuple[Path, Path]:
-    """Return where the new copy of the code is made, and where the former one waits."""
+    """Return the paths of the new copy of the code and of the old one during replacement."""
     return run.path / ".code-new", run.path / ".code-former"
 
 

@@ -65,7 +65,7 @@ def command(
         for name, row in sorted(OPTIONS.items())
     }
     used = ctx.obj.path
-    others = options.passed_over(used, os.environ, Path.cwd()) if used else []
+    others = options.unused_files(used, os.environ, Path.cwd()) if used else []
     if as_json:
         shown = {
             "site": str(used) if used else None,
