@@ -97,9 +97,7 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
     program(folder, "scancel", "exit 0")
     with pytest.raises(RequestError, match=r"has no rank-1\.log \(yet\): it is queued"):
         run.logs(rank=1)
-    with pytest.raises(
-        RequestError, match=r"one is queued .* as job 7: one run cannot train twice"
-    ):
+    with pytest.raises(RequestError, match=r"one is already queued .* as job 7\. Follow it with"):
         run.resume()
     stopped = run.stop()
     assert (stopped.asked, stopped.cancelled, stopped.job_id) == (False, True, "7")
@@ -234,8 +232,8 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
         (["true"], {"node": 2}, "there is no option 'node' (did you mean 'nodes'?)"),
         (["true"], {"nodes": 0}, "nodes: 0 is not a positive whole number."),
         (["true"], {"nodes": 2.5}, "nodes: 2.5 is float, not int."),
-        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is no number."),
-        (["true"], {"env": 3}, "env: 3 is neither a text nor a list of texts."),
+        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is not a number."),
+        (["true"], {"env": 3}, "env: 3 is neither a string nor a list of strings."),
         (["true"], {"lr": 0.1}, "lr: only for the built-in training, but a command is given"),
         (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "conflicts with gpus_per_node 2: "),
         (["true"], {"run_name": "a/b"}, "run_name"),

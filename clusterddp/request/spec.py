@@ -342,7 +342,7 @@ class JobSpec(Record):
         for name, why in self.program.refused.items():
             if getattr(self, name):
                 raise OptionError(
-                    f"--{name.replace('_', '-')}", f" needs a COMMAND: {why}. [CD0103]"
+                    f"--{name.replace('_', '-')}", f" applies only to a COMMAND: {why}. [CD0103]"
                 )
         self.program.check(self.resources)
 

@@ -215,8 +215,7 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
         raise RequestError(
-            f"'resume' cannot change this of {run.name}: {', '.join(fixed)}. Submit a new run. "
-            "[CD0511]"
+            f"'resume' cannot change {', '.join(fixed)} of {run.name}. Submit a new run. [CD0511]"
         )
     if not before.point:
         return

@@ -568,7 +568,7 @@ def test_a_script_is_found_by_a_relative_path_from_another_folder(job: Callable[
 def test_a_script_whose_request_was_damaged_says_so(job: Callable[..., Job]) -> None:
     started = job(change=lambda script: script.replace('#REQUEST {"format"', "#REQUEST {format"))
     assert started.end() == 2
-    assert "the script's #REQUEST is no record of a run" in started.out.read_text()
+    assert "the script's #REQUEST is not a valid record of a run" in started.out.read_text()
 
 
 def test_a_fault_of_the_controller_costs_the_step_and_not_the_verdict(

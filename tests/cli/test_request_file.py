@@ -162,7 +162,7 @@ def test_a_secret_is_saved_by_name_and_said() -> None:
         ("nodes = true\n", "--nodes: True is bool, not int"),
         ("nodes = [1]\n", "--nodes: [1] is list, not int"),
         ("mem = 1979-05-27\n", "--mem: datetime.date(1979, 5, 27) is date, not str"),
-        ("env = [1]\n", "--env: [1] is neither a text nor a list of texts"),
+        ("env = [1]\n", "--env: [1] is neither a string nor a list of strings"),
         ("[train]\nlr = 1\n", "no option 'train'"),
         ('command = "python x.py"\n', "command is a list of words"),
         ("nodes =\n", "is not TOML"),

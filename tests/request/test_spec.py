@@ -273,12 +273,12 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
 @pytest.mark.parametrize(
     ("fields", "message", "code"),
     [
-        ({**IMAGE, "wrapper": ("env",)}, "--container-image.* against --wrapper",
+        ({**IMAGE, "wrapper": ("env",)}, "--container-image.* conflicts with --wrapper",
          "CD1004"),
-        ({**IMAGE, "sbatch": (("container", "/b"),)}, "against the directive container", "CD1004"),
+        ({**IMAGE, "sbatch": (("container", "/b"),)}, "directive for OCI bundles", "CD1004"),
         ({**IMAGE, "container_runtime": "docker"}, "--container-runtime", "CD0102"),
-        ({**IMAGE, "container_runtime": "podman"}, "podman does not read /img/torch.sif", "CD1004"),
-        ({**IMAGE, "container_runtime": "pyxis"}, "pyxis does not read /img/torch.sif", "CD1004"),
+        ({**IMAGE, "container_runtime": "podman"}, "podman cannot run /img/torch.sif", "CD1004"),
+        ({**IMAGE, "container_runtime": "pyxis"}, "pyxis cannot run /img/torch.sif", "CD1004"),
         ({**PYXIS, "run_dir": "/my jobs/demo"}, "pyxis cannot mount '/my jobs/demo'", "CD1004"),
         ({**PYXIS, "container_mounts": ("/a,b",)}, "pyxis cannot mount '/a,b:/a,b'", "CD1004"),
         ({**IMAGE, "container_mounts": ("/a:b",)}, "--container-mount", "CD1003"),
@@ -286,9 +286,9 @@ def test_srun_may_start_the_containers_where_pyxis_can_carry_it_all(
         ({**IMAGE, "run_dir": "/a:b/demo"}, "--runs-dir", "CD1003"),
         ({**IMAGE, "train": TrainConfig(data_dir="/a:b")}, "--data-dir", "CD1003"),
         ({"container_image": "--nv"}, "--container-image", "CD0102"),
-        ({"container_mounts": ("/a",)}, "--container-mount without --container-image", "CD1004"),
-        ({"container_workdir": "/a"}, "--container-workdir without --container-image", "CD1004"),
-        ({"container_runtime": "podman"}, "--container-runtime without --container-image",
+        ({"container_mounts": ("/a",)}, "--container-mount needs --container-image", "CD1004"),
+        ({"container_workdir": "/a"}, "--container-workdir needs --container-image", "CD1004"),
+        ({"container_runtime": "podman"}, "--container-runtime needs --container-image",
          "CD1004"),
     ],
 )  # fmt: skip
@@ -305,7 +305,7 @@ def test_a_container_that_cannot_be_is_refused(
 )
 def test_options_of_a_command_are_refused_for_the_training(fields: dict[str, Any]) -> None:
     flag = f"--{next(iter(fields)).replace('_', '-')}"
-    with pytest.raises(OptionError, match=f"{flag}.* is for a COMMAND"):
+    with pytest.raises(OptionError, match=f"{flag}.* applies only to a COMMAND"):
         spec(**fields)
     of_command = spec(**fields, command=("python", "train.py"))
     assert JobSpec.from_json(of_command.to_json()) == of_command
@@ -409,8 +409,11 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"momentum": -0.1}, "--momentum"),
         ({"seed": -1}, "--seed"),
         ({"backend": "nccl", "device": "cpu"}, "--device"),
-        ({"numa_binding": "node", "device": "cpu"}, "--numa-binding node against --device cpu"),
-        ({"numa_binding": "exclusive", "device": "cpu"}, "--numa-binding exclusive against"),
+        (
+            {"numa_binding": "node", "device": "cpu"},
+            "--numa-binding node conflicts with --device cpu",
+        ),
+        ({"numa_binding": "exclusive", "device": "cpu"}, "--numa-binding exclusive conflicts with"),
         ({"numa_binding": "nodes"}, "--numa-binding"),
         ({"save_every": "0"}, "--save-every"),
         ({"eval_every": "1 fortnight"}, "--eval-every"),
@@ -427,22 +430,31 @@ def test_every_training_field_is_on_the_command_line() -> None:
         ({"comm_hook": "zip"}, "--comm-hook: 'zip' is not one of"),
         ({"data_pipeline": "tape"}, "--data-pipeline: 'tape' is not one of"),
         ({"num_workers": -1}, "--num-workers: -1 is not"),
-        ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on against --device cpu"),
-        ({"cuda_graph": "on", "precision": "fp16"}, "--cuda-graph on against --precision fp16"),
-        ({"cuda_graph": "on", "compile": True}, "--cuda-graph on against --compile"),
-        ({"cuda_graph": "on", "strategy": "dp"}, "--cuda-graph on against --strategy dp"),
+        ({"cuda_graph": "on", "device": "cpu"}, "--cuda-graph on conflicts with --device cpu"),
+        (
+            {"cuda_graph": "on", "precision": "fp16"},
+            "--cuda-graph on conflicts with --precision fp16",
+        ),
+        ({"cuda_graph": "on", "compile": True}, "--cuda-graph on conflicts with --compile"),
+        ({"cuda_graph": "on", "strategy": "dp"}, "--cuda-graph on conflicts with --strategy dp"),
         (
             {"model": "keras-convnet", "sync_batchnorm": True},
-            "--sync-batchnorm against --model keras-convnet",
+            "--sync-batchnorm conflicts with --model keras-convnet",
         ),
-        ({"model": "keras-convnet", "compile": True}, "--compile against --model keras-convnet"),
-        ({"compile": True, "strategy": "dp"}, "--compile against --strategy dp"),
+        (
+            {"model": "keras-convnet", "compile": True},
+            "--compile conflicts with --model keras-convnet",
+        ),
+        ({"compile": True, "strategy": "dp"}, "--compile conflicts with --strategy dp"),
         ({"strategy": "fsdp"}, "--strategy: 'fsdp' is not one of ddp, dp, single"),
-        ({"sync_batchnorm": True, "strategy": "dp"}, "--sync-batchnorm against --strategy dp"),
+        (
+            {"sync_batchnorm": True, "strategy": "dp"},
+            "--sync-batchnorm conflicts with --strategy dp",
+        ),
         ({"profile": "-1"}, "--profile: '-1' is not a valid rank"),
         ({"profile": "²"}, "--profile: '²' is not a valid rank"),
         ({"model": "resnet"}, "--model: 'resnet' is not one of convnet"),
-        ({"model": "resnet"}, "(your own is MODULE:FUNCTION)"),
+        ({"model": "resnet"}, ", or your MODULE:FUNCTION"),
     ],
 )
 def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -457,8 +469,8 @@ def test_a_training_that_makes_no_sense_is_refused(fields: dict[str, Any], messa
         ({"tasks_per_node": 2}, {"strategy": "single"},
          ["--strategy single", "--tasks-per-node 2"]),
         ({"gpus_per_node": 4, "tasks_per_node": 1}, {"strategy": "single"},
-         ["--strategy single uses one GPU", "--gpus-per-node 4"]),
-        ({"nodes": 2}, {"profile": "2"}, ["--profile 2", "2 ranks, from 0"]),
+         ["--strategy single conflicts with --gpus-per-node 4", "only one GPU"]),
+        ({"nodes": 2}, {"profile": "2"}, ["--profile 2", "from 0: 2 nodes x 1 task = 2 ranks"]),
     ],
 )  # fmt: skip
 def test_a_training_that_cannot_use_what_is_asked_for_is_refused(
@@ -546,18 +558,18 @@ def test_what_a_sound_request_wastes_is_said(
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     two = Resources(gpus_per_node=1, tasks_per_node=2)
     for fields, words in (
-        ({"resources": two}, "To have ranks share a GPU: --backend gloo, or --env NCCL_M"),
-        ({"resources": two, "command": ("true",)}, "To have ranks share a GPU: --env NCCL_M"),
+        ({"resources": two}, "To let ranks share a GPU: --backend gloo, or --env NCCL_M"),
+        ({"resources": two, "command": ("true",)}, "To let ranks share a GPU: --env NCCL_M"),
         (
             {
                 "resources": Resources(gpus_per_node=2),
                 "train": TrainConfig(cuda_graph="on", backend="gloo"),
             },
-            "which a graph cannot hold",
+            "a graph cannot record",
         ),
         (
             {"resources": two, "environment": (("CUDA_VISIBLE_DEVICES", "0"),)},
-            "--env: CUDA_VISIBLE_DEVICES is Slurm's to set",
+            "--env: CUDA_VISIBLE_DEVICES is set by Slurm",
         ),
     ):
         with pytest.raises(RequestError, match=words):
@@ -584,14 +596,14 @@ def test_the_interpreter_of_the_batch_script_is_recorded_with_an_image(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"launcher": "submitit"}, "--spare-nodes 1 against --launcher submitit"),
-        ({"launcher": "local"}, "--spare-nodes 1 against --launcher local"),
-        ({"max_restarts": 2}, "--spare-nodes 1 against --max-restarts 2"),
-        ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 against --srun-args -w"),
-        ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 against --srun-args --exclusive"),
-        ({"srun_args": ("-N4",)}, "--spare-nodes 1 against --srun-args -N"),
-        ({"srun_args": ("-xh07",)}, "--spare-nodes 1 against --srun-args -x"),
-        ({"sbatch": (("no-kill", None),)}, "--spare-nodes 1 against --sbatch no-kill"),
+        ({"launcher": "submitit"}, "--spare-nodes 1 conflicts with --launcher submitit"),
+        ({"launcher": "local"}, "--spare-nodes 1 conflicts with --launcher local"),
+        ({"max_restarts": 2}, "--spare-nodes 1 conflicts with --max-restarts 2"),
+        ({"srun_args": ("--mem=1G -w h07",)}, "--spare-nodes 1 conflicts with --srun-args -w"),
+        ({"srun_args": ("--exclusive",)}, "--spare-nodes 1 conflicts with --srun-args --exclusive"),
+        ({"srun_args": ("-N4",)}, "--spare-nodes 1 conflicts with --srun-args -N"),
+        ({"srun_args": ("-xh07",)}, "--spare-nodes 1 conflicts with --srun-args -x"),
+        ({"sbatch": (("no-kill", None),)}, "--spare-nodes 1 conflicts with --sbatch no-kill"),
     ],
 )
 def test_spares_are_refused_where_the_job_chooses_no_nodes(

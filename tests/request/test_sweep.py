@@ -44,19 +44,19 @@ def test_a_grid_has_every_combination(
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        (["lr"], "give NAME=VALUES"),
-        (["lr="], "give NAME=VALUES"),
+        (["lr"], "expected NAME=VALUES"),
+        (["lr="], "expected NAME=VALUES"),
         (["lr=1,,2"], "a value is empty"),
-        (["lr=1,1"], "1 stands there twice"),
-        (["lr=1", "lr=2"], "is named twice"),
-        (["a-b=1", "a_b=2"], "a-b and a_b are one name"),
-        (["seed=4..0"], "no range such as 0..4"),
-        (["lr=0..2.5"], "0..2.5 is no range such as 0..4"),
-        (["lr=1,-1..1e3"], "-1..1e3 is no range"),
-        ([f"seed=0..{10**30}"], "is no range"),
-        (["seed=0..999999999"], "too long, 1000000000 values; 100000 is the most"),
+        (["lr=1,1"], "1 is given twice"),
+        (["lr=1", "lr=2"], "is given twice"),
+        (["a-b=1", "a_b=2"], "a-b and a_b give the same script variable"),
+        (["seed=4..0"], "is not a valid range"),
+        (["lr=0..2.5"], "0..2.5 is not a valid range"),
+        (["lr=1,-1..1e3"], "-1..1e3 is not a valid range"),
+        ([f"seed=0..{10**30}"], "is not a valid range"),
+        (["seed=0..999999999"], "has 1000000000 values; the maximum is 100000"),
         (["a=0..999", "b=0..999"], "1000000 points"),
-        (["2x=1"], "is no name"),
+        (["2x=1"], "is not a valid name"),
         (["lr=log:1..2"], "--sample N"),
     ],
 )
@@ -83,13 +83,13 @@ def test_draws_are_the_same_for_a_seed_and_lie_within_their_bounds() -> None:
 @pytest.mark.parametrize(
     ("items", "count", "words"),
     [
-        (["o=a,b"], 3, "hardly more than 2"),
+        (["o=a,b"], 3, "only about 2"),
         (["lr=log:0..1"], 3, "above 0"),
         (["lr=lin:2..1"], 3, "smaller one first"),
-        (["lr=lin:a..b"], 3, "expected two numbers"),
-        (["lr=lin:0..inf"], 3, "expected two numbers"),
-        (["lr=lin:0..1"], 0, "not within"),
-        ([], 3, "name what to draw"),
+        (["lr=lin:a..b"], 3, "Use two numbers"),
+        (["lr=lin:0..inf"], 3, "Use two numbers"),
+        (["lr=lin:0..1"], 0, "out of range"),
+        ([], 3, "needs values to draw from"),
     ],
 )
 def test_draws_that_cannot_be_made_are_refused(items: list[str], count: int, words: str) -> None:
@@ -112,7 +112,7 @@ def test_files_give_points_that_are_combined_with_the_others(tmp_path: Path) -> 
     ("name", "content", "words"),
     [
         ("p.csv", "a,b\n1\n", "line 2: 1 values for the 2 names"),
-        ("p.csv", "a,a\n1,2\n", "stands there twice"),
+        ("p.csv", "a,a\n1,2\n", "is given twice"),
         ("p.csv", 'a\n"1\n', "line"),
         ("p.csv", "a\n", "has no points"),
         ("p.csv", "", "has no points"),
@@ -127,9 +127,9 @@ def test_files_give_points_that_are_combined_with_the_others(tmp_path: Path) -> 
         ("p.jsonl", "[1]\n", "expected an object"),
         ("p.jsonl", '{"a": [1]}\n', "a is neither"),
         ("p.jsonl", '{"a": 1}\n{"b": 1}\n', "line 2: expected the names a"),
-        ("p.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', "line 2: a name stands there twice"),
-        ("p.jsonl", '{"a": NaN}\n', "line 1: NaN is no value of JSON"),
-        ("p.jsonl", '{"a": -Infinity}\n', "line 1: -Infinity is no value"),
+        ("p.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', "line 2: a name is given twice"),
+        ("p.jsonl", '{"a": NaN}\n', "line 1: NaN is not a valid JSON value"),
+        ("p.jsonl", '{"a": -Infinity}\n', "line 1: -Infinity is not a valid JSON value"),
         ("p.txt", "a\n1\n", r"\*\.csv or \*\.jsonl"),
     ],
 )
@@ -169,13 +169,16 @@ def test_a_point_is_the_request_of_a_run_of_its_own() -> None:
         (["time=1:00,2:00"], "time cannot be swept: a sweep is one job array"),
         (["recipe=a"], "recipe: a recipe sets several"),
         (["learning=1"], "no such option"),
-        (["lr=0.1,high"], "'high' is no number"),
-        (["epochs=1.5"], "'1.5' is no whole number"),
+        (["lr=0.1,high"], "'high' is not a number"),
+        (["epochs=1.5"], "'1.5' is not a whole number"),
         (["compile=maybe"], "neither yes nor no"),
         (["lr=1,-1"], "the point lr=-1"),
         (["precision=tf32"], "the point precision=tf32"),
-        (["lr=0.3,0.1,1e-1"], ": lr=0.1 and lr=1e-1 are one point"),
-        (["seed=1,2", "compile=yes,true"], "seed=1 compile=yes and seed=1 compile=true are one"),
+        (["lr=0.3,0.1,1e-1"], ": lr=0.1 and lr=1e-1 are the same point"),
+        (
+            ["seed=1,2", "compile=yes,true"],
+            "seed=1 compile=yes and seed=1 compile=true are the same",
+        ),
     ],
 )
 def test_points_that_the_training_cannot_have_are_refused(items: list[str], words: str) -> None:
@@ -210,7 +213,7 @@ def test_points_are_appended_and_none_is_there_twice() -> None:
     after = before.with_points(parse(["b=x,y", "a=2,3"]), COMMAND.meant)
     assert after.points == (("1", "x"), ("2", "x"), ("3", "x"), ("2", "y"), ("3", "y"))
     assert before.with_points(parse(["a=1", "b=x"]), COMMAND.meant) == before
-    with pytest.raises(OptionError, match="varies a, b, and the new points a"):
+    with pytest.raises(OptionError, match="varies a, b, but the new points vary a"):
         before.with_points(parse(["a=9"]), COMMAND.meant)
 
 
@@ -226,7 +229,7 @@ def test_values_of_the_training_count_and_not_how_they_are_written() -> None:
 
 
 def test_an_array_of_submitit_is_refused() -> None:
-    with pytest.raises(OptionError, match="against --launcher submitit"):
+    with pytest.raises(OptionError, match="conflicts with --launcher submitit"):
         training("lr=1,2", launcher="submitit")
 
 

@@ -212,10 +212,10 @@ def request(folder: Path, **more: Any) -> JobSpec:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"after": (("jobs/a", "ok"),)}, "no absolute path"),
+        ({"after": (("jobs/a", "ok"),)}, "not an absolute path"),
         ({"after": (("/jobs/a", "done"),)}, "'done' is not one of ok, any, failed"),
         ({"after": (("/jobs/a\n", "ok"),)}, "control character"),
-        ({"after": (("/jobs/a", "ok"),), "launcher": "submitit"}, "looks at no other run"),
+        ({"after": (("/jobs/a", "ok"),), "launcher": "submitit"}, "does not check other runs"),
     ],
 )
 def test_a_request_that_cannot_wait_is_refused(

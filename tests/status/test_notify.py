@@ -71,7 +71,7 @@ def test_whoever_is_first_tells_and_the_words_arrive_as_they_are(workplace: Work
     assert (verdict["state"], verdict["name"], verdict["notified_by"]) == ("done", "one", "script")
     assert noted(run)["exit_code"] == 0
     assert not list(workplace.folder.rglob("pwned"))
-    with pytest.raises(RequestError, match="--notify: its first word is empty"):
+    with pytest.raises(RequestError, match="--notify: the first word is empty"):
         asking(run, "", "x")
 
 

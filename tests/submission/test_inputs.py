@@ -117,7 +117,7 @@ def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
 ) -> None:
     run.resolved.write_text(json.dumps({"global_batch_size": 256, "reference_world_size": 4}))
     config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir), init_from=str(run.path))
-    with pytest.raises(RequestError, match="cannot be shared by 3 ranks"):
+    with pytest.raises(RequestError, match="cannot be divided evenly among 3 ranks"):
         check_inputs(config, job(ranks=3))
     check_inputs(config, job(ranks=2))
 

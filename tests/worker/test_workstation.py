@@ -99,7 +99,7 @@ def test_wrong_requests_start_nothing(tmp_path: Path) -> None:
         launch(called.rank_and_sum, procs=0)
     with pytest.raises(RequestError, match="'exec' is not one of fork, spawn, forkserver"):
         launch(called.rank_and_sum, start_method="exec")
-    with pytest.raises(RequestError, match="procs: '2' is no number"):
+    with pytest.raises(RequestError, match="procs: '2' is not a number"):
         launch(called.rank_and_sum, procs="2")  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="target: 3 is neither a TrainConfig nor a function"):
         launch(3)  # type: ignore[call-overload]

@@ -424,7 +424,7 @@ def test_a_run_whose_request_is_damaged_is_left_out(
     assert list(rows_of(got.out)) == ["ddp 2"]
     assert "left out: jobs/a-single: spec.json is no record" in got.err
     alone = comparing("--of=a-single")
-    assert alone.code == 2 and "a-single: spec.json is no record of a run" in alone.err
+    assert alone.code == 2 and "a-single: spec.json is not a valid record of a run" in alone.err
 
 
 def test_a_template_of_the_cluster_is_no_matter_of_this_workstation(

@@ -138,7 +138,7 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
 
 def test_a_command_has_no_scratch_to_begin_from(workplace: Workplace) -> None:
     run = stopped(workplace, step=0, train=None, command=("true",))
-    assert "--from-scratch belongs to the MNIST training" in refused(
+    assert "--from-scratch applies only to the built-in training" in refused(
         workplace, run, "--from-scratch"
     )
 
@@ -321,7 +321,7 @@ def test_another_command_is_looked_for_in_the_runs_copy_of_the_code(workplace: W
 def test_a_command_that_is_done_can_be_given_another_one(workplace: Workplace) -> None:
     run = of_command(workplace, setup=())
     add_event(run, **{**DONE, "time": time.time()})
-    assert "Give it another COMMAND" in refused(workplace, run, "--env", "A=9")
+    assert "Give another COMMAND" in refused(workplace, run, "--env", "A=9")
     workplace.command("python", "true")
     accepted(workplace, "one", "--", "python", "-m", "new")
     assert "-- python -m new\n" in sent(workplace)
@@ -365,7 +365,7 @@ def test_a_container_can_be_changed_added_and_left(workplace: Workplace) -> None
 
 def test_a_container_without_an_image_is_refused(workplace: Workplace) -> None:
     said = refused(workplace, stopped(workplace), "--container-runtime", "podman")
-    assert "--container-runtime without --container-image" in said
+    assert "--container-runtime needs --container-image" in said
 
 
 def test_every_set_of_former_records_is_kept(workplace: Workplace) -> None:
@@ -512,10 +512,10 @@ def test_what_the_changed_request_wastes_is_said_and_what_it_wasted_before_is_no
         (["--partition", "a b; touch pwned"], "--partition"),
         (["--max-requeues", "-1"], "--max-requeues"),
         (["--lr", "0", "--allow-config-change"], "--lr"),
-        (["--sbatch", "comment=x"], "one keeps its sbatch: 'resume' cannot change them"),
-        (["--env", "A=1"], "one keeps its environment"),
-        (["--module", "cuda"], "one keeps its modules"),
-        (["--setup", "true"], "one keeps its setup"),
+        (["--sbatch", "comment=x"], "'resume' cannot change sbatch of one. Submit a new run"),
+        (["--env", "A=1"], "'resume' cannot change environment of one"),
+        (["--module", "cuda"], "'resume' cannot change modules of one"),
+        (["--setup", "true"], "'resume' cannot change setup of one"),
         (["--", "python", "train.py"], "cannot be given: one runs the built-in training"),
         (["--init-from", "x"], "no such option"),
         (["--runs-dir", "nowhere"], "there is no run"),
@@ -643,7 +643,7 @@ def test_the_folder_is_taken_as_it_is_now(workplace: Workplace) -> None:
     Path("new.py").write_text("")
     got = accepted(workplace, "one", *root, "--refresh-code")
     assert code_of(run) == {"train.py": "print(2)\n", "new.py": "", "state": "step 7"}
-    assert f"copied {Path.cwd()} to {run.code} as it is now: " in got.err
+    assert f"copied {Path.cwd()} to {run.code}: " in got.err
     assert ": changed train.py, new new.py\n" in got.err
     assert read_events(run)[-2]["changes"] == ["code: changed train.py", "code: new new.py"]
     assert sorted(path.name for path in run.path.glob("*code*")) == ["code", "code.json"]
@@ -740,7 +740,7 @@ def test_without_a_copy_the_changed_folder_is_taken_on_purpose(workplace: Workpl
 
 def test_a_run_without_code_of_its_own_has_none_to_take(workplace: Workplace) -> None:
     run = stopped(workplace)
-    assert "uses no code of" in refused(workplace, run, "--refresh-code")
+    assert "uses no code from" in refused(workplace, run, "--refresh-code")
 
 
 def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
@@ -751,7 +751,9 @@ def test_training_options_are_not_for_a_command(workplace: Workplace) -> None:
 def test_a_script_of_another_template_is_not_replaced_unseen(workplace: Workplace) -> None:
     run = stopped(workplace)
     run.script.write_text(run.script.read_text() + "echo mine\n")
-    assert "is not what template ddp.sbatch.j2 gives" in refused(workplace, run, "--time", "5")
+    assert "differs from the output of template ddp.sbatch.j2" in refused(
+        workplace, run, "--time", "5"
+    )
     own = workplace.folder / "own"
     own.mkdir()
     (own / "ddp.sbatch.j2").write_text(
@@ -793,7 +795,7 @@ def test_a_batch_size_that_was_changed_counts_for_the_ranks_that_there_are(
 def test_fewer_steps_than_were_trained_are_refused(workplace: Workplace) -> None:
     run = stopped(workplace)
     said = refused(workplace, run, "--max-steps", "39")
-    assert "--max-steps 39: one has trained 40 steps already" in said
+    assert "--max-steps 39: the newest checkpoint of one is already at step 40" in said
     accepted(workplace, "one", "--dry-run", "--max-steps", "40")  # it is evaluated there
 
 
@@ -811,14 +813,14 @@ def test_a_run_that_is_queued_or_running_is_left(
     run.events.write_text("\n".join(events[: 1 if state == "queued" else 2]) + "\n")
     workplace.command("squeue", f"echo '{answer}'")
     said = refused(workplace, run)
-    assert f"one is {state}" in said
+    assert f"one is already {state}" in said
     assert "clusterddp stop one" in said
 
 
 def test_one_that_waits_to_be_requeued_is_left(workplace: Workplace) -> None:
     run = stopped(workplace)
     workplace.command("squeue", "echo '12|PENDING|BeginTime'")  # by somebody's scontrol requeue
-    assert "one is queued (requeued: BeginTime)" in refused(workplace, run)
+    assert "one is already queued (requeued: BeginTime)" in refused(workplace, run)
 
 
 def test_without_an_answer_of_slurm_nothing_is_submitted(workplace: Workplace) -> None:
@@ -826,7 +828,7 @@ def test_without_an_answer_of_slurm_nothing_is_submitted(workplace: Workplace) -
     run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
     workplace.command("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     said = refused(workplace, run)
-    assert "is not known" in said
+    assert "cannot tell whether job 12 of one" in said
     assert "squeue -j 12" in said
 
 
@@ -856,7 +858,7 @@ def test_more_steps_are_something_left(workplace: Workplace) -> None:
     add_event(run, **{**DONE, "time": time.time()})
     run.report.write_text(json.dumps({"steps": 40, "epochs": 1, "attempt": 1}))
     said = refused(workplace, run, "--epochs", "9", "--allow-config-change")
-    assert "Give it more, such as a larger --max-steps N, or" in said
+    assert "To train further, add a larger --max-steps N, or" in said
     accepted(workplace, "one", "--max-steps", "80")
 
 
@@ -875,7 +877,7 @@ def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     Path("train.py").write_text("print(2)\n")
     add_event(run, **{**DONE, "time": time.time()})
     got = workplace.invoke("resume", "one", "--runs-dir", str(workplace.root))
-    assert "its command has ended with exit code 0" in got.err
+    assert "its command ended with exit code 0" in got.err
     assert "copy of the code" not in got.err
     assert "--even-if-done" in got.err
     root = ["--runs-dir", str(workplace.root)]
@@ -910,12 +912,12 @@ def test_an_element_of_an_array_is_pointed_to_its_own_command(workplace: Workpla
 def test_a_moved_directory_is_not_written_elsewhere(workplace: Workplace) -> None:
     run = stopped(workplace)
     moved = RunDir(run.path.rename(run.path.with_name("two")))
-    assert "the directory was moved" in refused(workplace, moved)
+    assert "the directory of two was moved" in refused(workplace, moved)
 
 
 def test_a_variable_that_is_passed_by_name_must_be_set(workplace: Workplace) -> None:
     run = stopped(workplace, pass_environment=("TOKEN",))
-    assert "TOKEN is not set here" in refused(workplace, run)
+    assert "TOKEN is not set in your shell" in refused(workplace, run)
     workplace.monkeypatch.setenv("TOKEN", "secret")
     accepted(workplace, "one")
     assert "secret" not in sent(workplace)
@@ -988,7 +990,7 @@ def test_a_rehearsal_that_runs_is_named_as_a_process(workplace: Workplace) -> No
     run, pid = rehearsal(workplace), os.getpid()
     here = {"launcher": "local", "pid": pid, "host": os.uname().nodename, "time": time.time()}
     run.events.write_text(json.dumps(submitted(str(pid), **here)) + "\n")
-    assert f") as process {pid}: one run cannot train twice at once" in refused(workplace, run)
+    assert f") as process {pid}. Follow it with" in refused(workplace, run)
 
 
 def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Workplace) -> None:
@@ -997,7 +999,7 @@ def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Work
     run.events.write_text(json.dumps(there) + "\n")
     attempt = Attempt(run, 1)
     attempt.renew_liveness(3)
-    assert "still trains" in refused(workplace, run)
+    assert "is still training" in refused(workplace, run)
     os.utime(attempt.alive, (1, 1))
     assert workplace.invoke("resume", "here").code == 0
 

@@ -438,7 +438,7 @@ def test_what_points_share_is_removed_once_none_could_go_on(
     record(sweep.element(2), {"event": "resume_asked"}, {**started("32")}, ended("32", 1))
     again = workplace.invoke("resume", "s-2")
     assert again.code == 2
-    assert "was removed by 'clusterddp clean'" in again.err
+    assert "'clusterddp clean' removed the copy of the code of" in again.err
 
 
 def test_a_script_that_is_not_known_as_an_arrays_is_refused(workplace: Workplace) -> None:
@@ -491,7 +491,7 @@ def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplac
     assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
     assert sweep.element(0).spec.read_bytes() == before
     none = workplace.invoke("resume", "s", "--sweep", "n=3")
-    assert (none.code, "has each of these points already" in none.err) == (2, True)
+    assert (none.code, "already has all of these points" in none.err) == (2, True)
 
 
 def test_points_go_without_the_comment_that_the_site_leaves_out(workplace: Workplace) -> None:
@@ -511,7 +511,7 @@ def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
     done = workplace.invoke("resume", "s", "--sweep", "n=10..12")
     assert done.code == 2
     assert "the run s-11, a point of the sweep s, already exists" in done.err
-    assert "submit these as a sweep of their own (clusterddp submit --run-name NAME" in done.err
+    assert "Submit them as a new sweep: clusterddp submit --run-name NAME" in done.err
     assert not sweep.element(10).path.exists()
 
 
@@ -552,7 +552,7 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
     assert [each[-2:] for each in kinds] == [["submitted"], ["resume_asked", "submitted"]]
     has = workplace.invoke("resume", "s", "--sweep", "n=3")
-    assert "not ended well, or are missing: clusterddp resume s" in has.err
+    assert "failed and missing points: clusterddp resume s" in has.err
 
 
 def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
@@ -587,7 +587,7 @@ def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workpl
     spec = dataclasses.replace(sweep.load_spec(), **asked)
     sweep.spec.write_text(spec.to_json())
     none = workplace.invoke("resume", "s", "--dry-run", "--sweep", "lr=0.10")
-    assert (none.code, "s has each of these points already" in none.err) == (2, True)
+    assert (none.code, "s already has all of these points" in none.err) == (2, True)
     more = workplace.invoke("resume", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")
     assert json.loads(more.out)["indices"] == [1], more.err
 
@@ -615,7 +615,7 @@ def test_changed_code_leads_to_a_new_sweep_or_to_copies_for_those_that_failed(
 ) -> None:
     again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
-    assert "To run the current files, submit a new sweep, or give each point that" in again.err
+    assert "submit a new sweep, or give each failed point a separate copy" in again.err
     assert "clusterddp resume s --refresh-code.\n" in again.err
 
 
@@ -645,7 +645,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["resume", "s", "--sweep", "m=1"], "varies n, and the new points m"),
+        (["resume", "s", "--sweep", "m=1"], "varies n, but the new points vary m"),
         (["resume", "s", "--refresh-code", "--sweep", "n=11"], "share one copy of the code"),
         (["resume", "s", "--refresh-code", "--max-concurrent=1"],
          "are for one job; s means several"),
@@ -658,11 +658,12 @@ def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
         (["checkpoints", "s"], "s is a sweep, but this command needs one run"),
         (["submit", "--max-concurrent", "2"], "is for the points of a sweep"),
         (["submit", "--launcher", "local", "--max-concurrent", "2", "--sweep", "lr=1,2"],
-         "--max-concurrent 2: has no part in --launcher local"),
-        (["submit", "--sample", "2"], "name what to draw"),
+         "--max-concurrent 2 conflicts with --launcher local"),
+        (["submit", "--sample", "2"], "needs values to draw from"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "--lr conflicts with --sweep lr"),
         (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes conflicts with --sweep"),
-        (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"], "against --launcher submitit"),
+        (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"],
+         "conflicts with --launcher submitit"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_is_refused_with_the_reason(
