@@ -631,7 +631,7 @@ def test_a_copy_that_is_older_than_the_folder_is_said(workplace: Workplace) -> N
     Path("it's \n new.py").write_text("")
     said = accepted(workplace, "one", *root).err
     assert f"one runs its copy of the code ({run.code}, of " in said
-    assert '2 files differ by now: changed train.py, new "it\'s \\n new.py"' in said
+    assert f'2 files differ in {Path.cwd()}: changed train.py, new "it\'s \\n new.py"' in said
     assert "To run the current files, use --refresh-code." in said
     assert code_of(run) == {"train.py": "print(1)\n", "state": "step 7"}
 
