@@ -59,7 +59,9 @@ def sweep_of(given: Given, max_concurrent: int = 0) -> Sweep:
         raise errors.OptionError("--sample-seed", " is for draws: give --sample N.")
     if not items and path is None:
         if sample is not None:
-            raise errors.OptionError("--sample", ": name what to draw with --sweep NAME=VALUES.")
+            raise errors.OptionError(
+                "--sample", " needs values to draw from. Add --sweep NAME=VALUES."
+            )
         return NO_SWEEP
     if sample is not None and seed is None:
         seed = int.from_bytes(os.urandom(4), "big")

@@ -33,7 +33,7 @@ _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
 _LIST = "point"
 """Variable of the batch script with a point's training options."""
 _OF_COMMANDS = {
-    "report_to": "the training itself logs to --tensorboard and metrics.jsonl",
+    "report_to": "the training writes metrics.jsonl, and TensorBoard logs with --tensorboard",
 }
 """Fields of a request that the training does not use, and why."""
 _ROWS = {row.name: row for row in TRAINING}
@@ -151,7 +151,7 @@ class BuiltIn(_Program):
             limit = formatting.setting(self.config.process_group_timeout)
             raise OptionError(
                 "--on-hang end",
-                " applies only to a COMMAND. The training ends by --process-group-timeout "
+                " applies only to a COMMAND. The training ends after --process-group-timeout "
                 f"({limit}). Shorten that instead. [CD0103]",
             )
 

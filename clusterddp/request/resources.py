@@ -122,7 +122,7 @@ class Resources(Record):
         if both:
             raise OptionError(
                 f"--nodelist {self.nodelist}",
-                f" and --exclude {self.exclude} both name {both}.",
+                f" and --exclude {self.exclude} both name {both}. Remove it from one of them.",
                 code="CD0103",
             )
 

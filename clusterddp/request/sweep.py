@@ -271,7 +271,7 @@ def _list(name: str, text: str) -> list[str]:
         values += map(str, range(first, last + 1))
     if len({*values}) < len(values):
         again = next(value for value in values if values.count(value) > 1)
-        raise OptionError("--sweep", f" {name}={text}: {again} is given twice.")
+        raise OptionError("--sweep", f" {name}={text}: {again} is given twice. List it once.")
     return values
 
 

@@ -166,7 +166,7 @@ class TrainConfig(Record):
     seed: int = decisive(
         0,
         "Seed of weights and shuffling.",
-        table.Number(f"within 0 and {2**32 - 1}", below=2**32),
+        table.Number(f"a whole number from 0 to {2**32 - 1}", below=2**32),
     )
     deterministic: bool = option(False, "Use only deterministic GPU algorithms, or fail.")
     precision: str = decisive(
@@ -399,7 +399,7 @@ _ONE_PROCESS = "it needs several ranks, and there is only one"
 _PLAIN = "; --model bn-convnet is the same network in plain torch"
 _CONTRADICTIONS = (
     ("--backend=nccl", "--device=cpu", "NCCL needs GPUs"),
-    ("--precision=tf32", "--device=cpu", "only GPUs support it"),
+    ("--precision=tf32", "--device=cpu", "TF32 needs a GPU"),
     ("--sync-batchnorm", "--strategy=dp", _ONE_PROCESS),
     ("--sync-batchnorm", "--strategy=single", _ONE_PROCESS),
     ("--compile", "--strategy=dp", "dp makes new copies of the model in each step"),
