@@ -280,12 +280,12 @@ def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     workplace.command("sbatch", "echo 50")
     again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
-    assert "each by itself: clusterddp resume s-3\n" in again.err
+    assert "must be resumed separately: clusterddp resume s-3\n" in again.err
     assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
     record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
     none = workplace.invoke("resume", "s", "--mem", "32G")
     assert none.code == 2
-    assert "each by itself: clusterddp resume s-3 [CD1103]\n" in none.err
+    assert "must be resumed separately: clusterddp resume s-3 [CD1103]\n" in none.err
     assert sweep.element(3).events.read_bytes() == history
     assert sweep.element(3).load_spec().resources.mem == "64G"
 
@@ -519,7 +519,7 @@ def test_a_damaged_request_of_a_sweep_is_named(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
     sweep.spec.write_text("{}")
     done = workplace.invoke("status", "s")
-    assert (done.code, "sweep.json is no record" in done.err) == (2, True), done.err
+    assert (done.code, "sweep.json is not a valid record" in done.err) == (2, True), done.err
 
 
 def test_points_that_are_refused_leave_the_sweep_as_it_was(
