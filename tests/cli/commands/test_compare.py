@@ -422,7 +422,7 @@ def test_a_run_whose_request_is_damaged_is_left_out(
     got = comparing("--of=a", "--json")
     assert got.code == 0
     assert list(rows_of(got.out)) == ["ddp 2"]
-    assert "left out: jobs/a-single: spec.json is no record" in got.err
+    assert "left out: jobs/a-single: spec.json is not a valid record" in got.err
     alone = comparing("--of=a-single")
     assert alone.code == 2 and "a-single: spec.json is not a valid record of a run" in alone.err
 
