@@ -666,7 +666,9 @@ def test_a_run_that_was_sent_by_hand_carries_the_clusterddp_of_its_first_attempt
     carried = bundle.find(started.run)
     assert carried and carried.version == __version__
     assert f"\nclusterddp: the run now uses its own copy of clusterddp, {carried}\n" in started.log
-    assert "its script is of clusterddp 0.1.0; what that leaves out is as in this" in started.log
+    assert (
+        "the script is from clusterddp 0.1.0; it runs with this version's defaults" in started.log
+    )
 
 
 def test_where_there_is_no_room_for_its_clusterddp_the_attempt_runs_all_the_same(

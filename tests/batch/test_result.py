@@ -501,7 +501,7 @@ def test_what_is_killed_above_a_rank_is_a_failure_and_no_request_to_stop(
     event = last(run, "ended")
     assert (event["cause"], event["exit_code"], event["step"]) == ("failed", 137, 40)
     assert (event["first_failure"]["rank"], event["first_failure"]["host"]) == (1, "h01")
-    assert f"launch prefix) was {how}" in got.out
+    assert f"wrapper) was {how}" in got.out
     assert "the ranks saved a checkpoint and exited at step 40" in got.out
     assert "requeued" not in kinds(run)
     finish_attempt(workplace, run, 137, requeue=True, retries=1)

@@ -170,7 +170,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / name_of(1)
     torch.save({"format": catalog.FORMAT, "trap": _Trap()}, path)
     rehash(path)
-    with pytest.raises(CheckpointError, match="no checkpoint of clusterddp: Weights only"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of clusterddp: Weights only"):
         state.load(path)
     assert capsys.readouterr().out == ""
 

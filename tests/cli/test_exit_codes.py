@@ -11,7 +11,7 @@ from tests.cli.made_runs import Workplace, workplace
 
 __all__ = ["workplace"]
 
-_ROW = re.compile(r"^\| \[(clusterddp [a-z ]+)\]\([^)]*\) \| (.*) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| \[(clusterddp [a-z -]+)\]\([^)]*\) \| (.*) \|$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -343,4 +343,4 @@ def test_where_the_first_rank_of_a_node_fails_the_others_of_it_do_not_try(tmp_pa
 def test_a_rank_that_gets_other_images_is_named(tmp_path: Path) -> None:
     taken = run_ranks(2, _obtain, str(tmp_path), {"OTHER": "1"})
     assert taken[0] == "6"
-    assert taken[1].startswith("DataError: --dataset own:logged gives rank 1 on ")
+    assert taken[1].startswith("DataError: --dataset own:logged returns other data on rank 1 on ")

@@ -188,7 +188,7 @@ class Volumes(nn.Module):
     [
         (nn.LazyLinear(10), "lazy layers"),
         (WithBuffer(torch.ones(1).expand(50)), "the buffer mean overlaps itself"),
-        (WithState(re.compile("a")), "_extra_state) cannot be read back from a checkpoint"),
+        (WithState(re.compile("a")), "_extra_state cannot be restored from a checkpoint"),
     ],
     ids=lambda value: type(value).__name__,
 )

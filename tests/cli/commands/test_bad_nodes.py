@@ -95,8 +95,8 @@ def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
     ("words", "message"),
     [
         (["h09"], "h09 is not left out below jobs; on the list is h01."),
-        ([], "Name the nodes to clear, or give --all."),
-        (["h01", "--all"], "Name the nodes to clear, or give --all."),
+        ([], "name the nodes to clear, or give --all."),
+        (["h01", "--all"], "name the nodes to clear, or give --all."),
     ],
 )
 def test_a_wrong_request_clears_nothing(

@@ -125,7 +125,7 @@ def test_a_folder_exits_126(tmp_path: Path) -> None:
 def test_a_missing_command_is_a_wrong_request(arguments: tuple[str, ...]) -> None:
     done = run_exec(*arguments)
     assert done.returncode == 2
-    assert "Usage:" in done.stderr
+    assert done.stderr.startswith("clusterddp: ") and "clusterddp exec --help" in done.stderr
 
 
 def test_a_contradiction_exits_1_and_nothing_runs() -> None:

@@ -18,7 +18,7 @@ def explained(*argv: str) -> str:
 
 def test_a_code_is_explained() -> None:
     shown = explained("CD0401")
-    assert shown.startswith("CD0401: Slurm does not answer")
+    assert shown.startswith("CD0401: Slurm does not respond")
     assert "\nCause: " in shown and "scontrol ping" in shown and "\nRemedy: " in shown
     assert "```" not in shown
 
@@ -31,7 +31,7 @@ def test_all_codes_are_listed_by_subject() -> None:
 
 def test_words_list_the_pages_that_have_them_all() -> None:
     shown = explained("network-interface", "nodes")
-    assert "CD0903  Rank 0 does not answer" in shown and "CD0401" not in shown
+    assert "CD0903  Rank 0 does not respond" in shown and "CD0401" not in shown
 
 
 def test_a_word_is_looked_for_where_one_begins() -> None:
