@@ -63,7 +63,7 @@ NOT_PRINTED = {
 }
 SHORT = (
     *(" failed first: ", " refused; use ", "(days-hours)", "clusterddp explain "),
-    *("test accuracy ", " cannot create a run: ", ", called from ", " other nodes, where "),
+    *("test accuracy ", " cannot create a run: ", ", called from ", " other nodes"),
 )
 """What the code prints in messages that are mostly names."""
 

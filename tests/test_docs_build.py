@@ -81,7 +81,7 @@ def test_the_site_has_all_pages_and_every_link_leads_somewhere(site: Path) -> No
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
     assert re.search(
-        '<h3 id="cd0101">CD0101: The command line is not', (site / "errors.html").read_text()
+        '<h3 id="cd0101">CD0101: Invalid command line', (site / "errors.html").read_text()
     )
     assert 'href="examples/one_device.py"' in (site / "from-one-device.html").read_text()
     assert "<code>--template NAME|FILE</code>" in (site / "reference/options.html").read_text()

@@ -126,7 +126,7 @@ SHOWN = {
     "report": of_one("report", "one"),
     "report of a sweep": of_sweep("report"),
     "checkpoints": of_one("checkpoints", "one"),
-    "nodes": nodes,
+    "bad-nodes": nodes,
     "doctor": doctor,
     "stop": ending("stop"),
     "cancel": ending("cancel"),

@@ -119,7 +119,7 @@ class LazyGroup(click.Group):
 
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else " See 'clusterddp --help'."
-            ctx.fail(f"No such command {args[0]!r}.{hint}")
+            ctx.fail(f"no such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -166,12 +166,12 @@ def test_a_store_that_does_not_answer_at_first_is_tried_again(logged: list[str])
     with Watchdog(connect, ours, progress, silent_seconds=0.2, beat_seconds=0.02, host="h01"):
         wait_for(said("the state of other ranks is unknown"), "the finding of a rank alone")
         may_connect.set()
-        wait_for(said("rank 0 does not answer"), "the finding by what the store holds")
+        wait_for(said("rank 0 does not respond"), "the finding by what the store holds")
     assert logged[0] == (
-        f"watchdog: rank 0's store at 127.0.0.1:{store.port} did not answer rank 1 (no answer in "
-        "time), which tries again; until then it knows of no other rank"
+        f"watchdog: rank 0's store at 127.0.0.1:{store.port} did not respond to rank 1 "
+        "(no answer in time), which retries; until then it knows of no other rank"
     )
-    assert sum("tries again" in line for line in logged) == 1
+    assert sum("which retries" in line for line in logged) == 1
 
 
 def test_a_rank_leaves_once_for_a_suspect_and_never_without_one(logged: list[str]) -> None:
@@ -548,7 +548,7 @@ def test_the_rank_to_blame_is_named(
 def test_a_rank_that_never_posted_is_named() -> None:
     finding = judge({0: posting(1, BACKWARD)}, {1: 31}, 2, 30)
     assert finding.ranks == (1,)
-    assert "rank 1 does not answer" in finding.text and "never responded" in finding.text
+    assert "rank 1 does not respond" in finding.text and "never responded" in finding.text
 
 
 def test_many_silent_ranks_fit_in_a_line() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from clusterddp.explained import catalogue
 from clusterddp.run.events import Failure
-from clusterddp.run.outcome import _ABOVE, failure_of
+from clusterddp.run.outcome import _LAUNCHER, failure_of
 from clusterddp.run.records import Outcome, TaskError
 from clusterddp.status import end_codes
 
@@ -57,9 +57,9 @@ def test_a_failed_ranks_error_gives_the_code(error: TaskError | None, code: str)
         ("exit code 139", "CD1213"),
         ("killed by SIGBUS", "CD1216"),
         ("exit code 135", "CD1216"),
-        (f"{_ABOVE} was killed by SIGKILL", "CD1211"),
-        (f"{_ABOVE} was out of memory (killed by the kernel)", "CD1211"),
-        (f"{_ABOVE} was killed by SIGABRT", "CD1213"),
+        (f"{_LAUNCHER} was killed by SIGKILL", "CD1211"),
+        (f"{_LAUNCHER} was out of memory (killed by the kernel)", "CD1211"),
+        (f"{_LAUNCHER} was killed by SIGABRT", "CD1213"),
         ("exit code 130", "CD1210"),
         ("RuntimeError: DataLoader worker (pid(s) 57) exited unexpectedly", "CD1211"),
         ("exit code 127", "CD0316"),

@@ -176,7 +176,7 @@ def test_a_lead_that_is_too_short_is_logged_once_with_one_that_is_enough(logged:
     deadline.check_lead(25.5)
     deadline.check_lead(99.0)
     assert len(logged) == 1
-    for words in ("30 s before", "takes 25.5 s", "B:USR1@61", "30 s late"):
+    for words in ("30 s before", "take 25.5 s", "B:USR1@61", "30 s late"):
         assert words in logged[0]
 
 

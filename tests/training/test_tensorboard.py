@@ -123,4 +123,4 @@ def test_a_disk_that_fills_up_costs_the_files_alone(
         ours.add(train(step))
     ours.close()
     [_, told] = logged
-    assert "No space left on device; training continues without them" in told
+    assert "No space left on device. Training continues without them" in told

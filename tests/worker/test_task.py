@@ -584,7 +584,7 @@ class LeftBehind:
 
     def leave(self) -> None:
         """As the watchdog's thread does; waits for its end."""
-        why = "rank 0 on h01 has not moved for 600 s: rank 1 on h02 does not respond"
+        why = "rank 0 on h01 has not moved for 10m00s: rank 1 on h02 does not respond"
         thread = threading.Thread(target=self.ending.leave, args=(self.attempt, why))
         thread.start()
         thread.join()

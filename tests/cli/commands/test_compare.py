@@ -155,7 +155,7 @@ def test_ctrl_c_ends_the_run_under_way_and_shows_what_is_done(
     rows = rows_of(got.out)
     assert [row["state"] for row in rows.values()] == ["done", "done", "interrupted", "not run"]
     assert rows["ddp 8"]["why"] == "interrupted"
-    assert "Ctrl-C again ends it at once" in got.err
+    assert "Ctrl-C again ends it immediately" in got.err
     assert not (workplace.root / "a-ddp-8").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     again = rows_of(comparing("--of=a", "--json").out)
