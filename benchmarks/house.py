@@ -28,21 +28,21 @@ class Row:
 
 
 HELD = (
-    Row("code lines", 36_477, 31_500),
+    Row("code lines", 36_845, 31_500),
     Row("modules", 194, 185),
     Row("files of the largest package", 16, 16),
     Row("functions above 60 lines", 0, 0),
-    Row(f"{_ENTERED}a submission", 32, 24),
-    Row(f"{_ENTERED}the batch process", 33, 22),
-    Row(f"{_ENTERED}rank 0", 46, 42),
-    Row(f"{_ENTERED}another rank", 43, 36),
+    Row(f"{_ENTERED}a submission", 33, 24),
+    Row(f"{_ENTERED}the batch process", 34, 22),
+    Row(f"{_ENTERED}rank 0", 47, 42),
+    Row(f"{_ENTERED}another rank", 44, 36),
     Row(f"{_ENTERED}a COMMAND's task", 18, 16),
     Row("places that ask for a run's kind", 18, 20),
-    Row("lines of tests", 57_700, 50_000),
+    Row("lines of tests", 58_010, 50_000),
     Row("lines of the rendered script", 27, 27),
     Row("dry run: calls of functions", 21_000, 18_000),
     Row("dry run: modules", 34, 34),
-    Row("dry run: bytes of bytecode", 588_000, 500_000),
+    Row("dry run: bytes of bytecode", 611_000, 500_000),
 )
 """A dry run's costs are those beyond importing click and jinja2, as Python 3.11 has them."""
 

@@ -240,7 +240,7 @@ def test_bf16_that_a_run_began_in_and_a_gpu_lacks_is_refused_with_the_way_out() 
     before = Agreement("nccl", "cuda", world_size=2, precision="bf16")
     with pytest.raises(
         TrainingError,
-        match=r"in bf16, which rank 1 on h01 .*--constraint.*--precision fp32 --allow-config-change",
+        match=r"bf16, which rank 1 on h01 .*--constraint.*--precision fp32 --allow-config-change",
     ):
         decided({}, "cuda", [True, False], before)
     assert decided({}, "cuda", [True, True], before).precision == "bf16"
