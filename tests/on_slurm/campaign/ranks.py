@@ -338,7 +338,7 @@ def _stop_for_good(trial: Trial, rank: int, *options: str) -> str:
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["failed", "done"])
     named(run, rank)
-    if "failed first: hung: it did not answer" not in run.log:
+    if "failed first: hung: it did not respond" not in run.log:
         raise run.differs("nobody says that the rank hung")
     return seen
 
