@@ -1,4 +1,4 @@
-"""Shared by the commands on runs: the argument RUN, options, JSON, a run followed to its end."""
+"""Parts shared by the commands on runs: the argument RUN, options, JSON, following a run."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ _LAST_LINES = 20
 
 
 def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
-    """Return the runs' names, the latest first, behind those of the sweeps."""
+    """Return the names of sweeps, then of runs, the latest first."""
     root = ctx.params.get("runs_dir") or os.environ.get("CLUSTERDDP_RUNS_DIR")
     try:
         folder = Path(root or DEFAULT_ROOT)
@@ -62,12 +62,12 @@ def act_on_each(
     wait: Callable[[Sequence[RunDir]], int] | None = None,
     confirm: Callable[[Sequence[RunStatus]], None] | None = None,
 ) -> int:
-    """Act on each run, and print the results; where it does not work with one, the next follows.
+    """Act on each run and print the results; an error with one does not stop the others.
 
-    words: words a result for a person; JSON comes at the end, in a list.
-    wait: waits for the runs with which it worked, and returns an exit code.
-    confirm: raises where a person does not mean the several runs of a sweep or a pattern.
-    Returns the highest of the exit codes.
+    words: formats a result as text; JSON is printed at the end, as a list.
+    wait: waits for the successful runs and returns an exit code.
+    confirm: raises if the user does not mean the several runs of a sweep or a pattern.
+    Returns the highest exit code.
     """
     from clusterddp.status.stop import apply_to_all
 
@@ -93,7 +93,7 @@ def act_on_each(
 
 
 def agrees(question: str) -> bool:
-    """Ask before something is removed. Raises RequestError where nobody answers."""
+    """Ask before something is removed. Raises RequestError without an answer."""
     click.echo(f"{question} [y/N] ", nl=False, err=True)
     answer = sys.stdin.readline()
     if not answer:
@@ -102,14 +102,14 @@ def agrees(question: str) -> bool:
 
 
 def echo_failures(failures: Sequence[errors.ClusterDDPError]) -> int:
-    """Print why it did not work with some runs; returns the highest of the exit codes."""
+    """Print the errors and return the highest exit code."""
     for failure in dict.fromkeys(failures):
         click.echo(f"clusterddp: {errors.coded(failure)}", err=True)
     return max((failure.exit_code for failure in failures), default=errors.EXIT_DONE)
 
 
 def echo_json(value: object) -> None:
-    """Print indented JSON; a loss that is not a number becomes null, for JSON knows no NaN."""
+    """Print indented JSON, with null for NaN, which JSON lacks."""
     click.echo(json.dumps(files.finite(value), indent=2))
 
 
@@ -149,7 +149,7 @@ def follow(
             )
         return errors.EXIT_INTERRUPTED
     if status.state == RunState.FAILED:
-        # The cause comes once, below: a rank's own log does not repeat it, as the job log does.
+        # The cause follows below; unlike the job log, a rank's log does not repeat it.
         rank = None if status.failed_rank is None else run.rank_log(status.failed_rank)
         failed = rank if rank and rank.is_file() else run.job_log
         if failed not in followed:
@@ -170,11 +170,11 @@ def follow_submitted(
     as_json: bool,
     lines: int | None = None,
 ) -> int:
-    """Print a submission, and follow the run where that is asked for or where it lives no longer.
+    """Print a submission and follow the run if requested, or if it ends with this process.
 
-    words: the text for a person, to which the place of the code is added; the JSON in its stead
-    has also the exit code of a run that was followed, and comes then. lines: see `follow`. Returns
-    the command's exit code.
+    words: text of the submission, without the place of the code. JSON replaces it; for a followed
+    run it is printed at the end, with the exit code. lines: see `follow`. Returns the command's
+    exit code.
     """
     fields: dict[str, object] = {
         "run": spec.run_name,

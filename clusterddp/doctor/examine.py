@@ -1,7 +1,7 @@
-"""Checks of a login node: what this account, Slurm, the folders and the Python allow.
+"""Checks of a login node: the account, Slurm, the directories and the Python.
 
-Nothing is queued or written. The questions are asked beside each other, and all together have
-`MOST_SECONDS`: a file system that hangs costs its own line, not the others.
+Nothing is queued or written. The checks run in parallel within `MOST_SECONDS`: a hanging file
+system costs one line, not the others.
 """
 
 import dataclasses

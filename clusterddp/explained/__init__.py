@@ -1,7 +1,7 @@
-"""The catalogue of codes: title, cause, where to look, remedy and an example of each.
+"""Catalogue of codes: title, cause, where to look, remedy and an example of each.
 
-The texts stand beside this module, a Markdown file for each subject; docs/errors.md is made of
-them. A code keeps its meaning, and the number of one that is gone is not given again.
+The texts are Markdown files in this package, one per subject; docs/errors.md is generated from
+them. A code keeps its meaning, and the number of a removed code is not reused.
 """
 
 import re
@@ -21,21 +21,21 @@ class Page:
 
     code: str
     subject: str
-    """Title of the file that it stands in."""
+    """Title of its file."""
     title: str
     cause: str
     look: str
     """Command that shows more."""
     remedy: str
     example: str
-    """Message, or the lines of one, as it is printed."""
+    """Message as it is printed."""
     text: str
-    """Title and sections as they are written."""
+    """Title and sections in Markdown."""
 
 
 @cache
 def catalogue() -> Mapping[str, Page]:
-    """Read all pages, in the order of their codes; none in a run's own file, which carries none."""
+    """Read all pages in the order of their codes; none in a run's bundle, which omits them."""
     pages: dict[str, Page] = {}
     for path in sorted(FOLDER.glob("*.md")):
         head, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
@@ -54,13 +54,13 @@ def _page(code: str, subject: str, text: str) -> Page:
 
 
 def code_of(word: str) -> str:
-    """Return the code that is typed `CD0123`, `cd123`, `123` or `[CD0123]`; empty of a word."""
+    """Return the code typed as `CD0123`, `cd123`, `123` or `[CD0123]`; empty for other words."""
     digits = re.fullmatch(r"\[?(?:CD)?0*(\d{1,4})\]?", word.strip(), re.IGNORECASE)
     return f"CD{int(digits[1]):04}" if digits else ""
 
 
 def find(typed: Sequence[str]) -> list[Page]:
-    """Return the pages of the codes that were typed; of anything else those with all the words."""
+    """Return the pages of the typed codes, or else those that contain all the typed words."""
     known = catalogue()
     codes = [code_of(word) for word in typed]
     if typed and known.keys() >= set(codes):
@@ -69,9 +69,9 @@ def find(typed: Sequence[str]) -> list[Page]:
 
 
 def with_words(words: Sequence[str]) -> list[Page]:
-    """Return the pages that hold all the words, in any case; all pages for none.
+    """Return the pages that contain all the words, ignoring case; all pages for no words.
 
-    A number is looked for as a word of its own, a word as the beginning of one: `oom` is no room.
+    A number must match a whole word, a word the start of one: `oom` does not match `room`.
     """
     asked = [
         (r"\b" if w[0].isalnum() else "") + re.escape(w) + (r"\b" if w.isdigit() else "")
@@ -85,5 +85,5 @@ def with_words(words: Sequence[str]) -> list[Page]:
 
 
 def is_code(asked: str) -> bool:
-    """Return whether a text has the form of a code; 137 is a number, the exit code."""
+    """Return whether a text has the form of a code; 137 is not one but an exit code."""
     return bool(code_of(asked)) and not (asked.strip().isdigit() and len(asked.strip()) < 4)

@@ -46,7 +46,7 @@ loader.Images.batches = failing
         ("raises", "RuntimeError: boom"),
         ("sleeps", "hung: fetching the batch of step"),
         ("SIGKILL", "killed by SIGKILL"),
-        ("SIGSTOP", "hung: it did not answer"),
+        ("SIGSTOP", "hung: it did not respond"),
     ],
 )
 def test_every_rank_ends_and_the_one_that_failed_is_named(

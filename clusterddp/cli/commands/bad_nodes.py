@@ -26,10 +26,10 @@ class BadNodesGroup(SettingsCommand, click.Group):
 @JSON_OPTION
 @click.pass_context
 def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
-    """List the nodes that runs leave out as bad, the latest blamed first.
+    """List the nodes that runs exclude as bad, the latest first.
 
-    BY says what blames a node: preflight, lost, hardware, repetition, straggling; LEFT is the time
-    until it is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
+    BY is the reason: preflight, lost, hardware, repetition or straggling. LEFT is the time until
+    the node is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
 
     Exit codes: 0 listed, 1 the list cannot be read, 2 usage error.
     """
@@ -53,8 +53,7 @@ def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
 def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Path) -> None:
     """Clear HOST…: runs may use these nodes again. A HOST may be a list, gpu[01-03].
 
-    A job that leaves one out already does so until it is next put back into the queue. Those that
-    are not on the list are named.
+    A job that already excludes a node does so until it is requeued. Unknown nodes are reported.
 
     Exit codes: 0 cleared, 1 the list cannot be written, 2 no HOST is on it.
     """
@@ -95,7 +94,7 @@ class _Unreadable(ClusterDDPError):
 
 
 def _refuse_misspelt(ctx: click.Context, root: Path) -> None:
-    """Refuse a folder that somebody has typed and that is not there."""
+    """Refuse a typed directory that does not exist."""
     if source(ctx, "runs_dir") == "flag" and not root.exists():
         raise RequestError(
             f"--runs-dir: {root} does not exist. Name the folder that holds your runs. [CD0501]"

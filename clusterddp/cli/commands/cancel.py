@@ -17,18 +17,18 @@ from clusterddp.status.stop import cancel
 
 @click.command(name="cancel", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask ahead of several runs at once.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before cancelling several runs.")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> int:
-    """Cancel each RUN: a name, job id or directory; of a sweep all its points, or those of 'lr-*'.
+    """Cancel each RUN: a run's name, job id or directory, a sweep, or a pattern ('lr-*').
 
-    A Slurm job is given to scancel; a run on this workstation gets SIGTERM and ends in order. It
-    returns at once: 'clusterddp status' shows when the run has ended. One that has ended already
-    is left as it is. Where it does not work with one of several, the others are cancelled.
+    A Slurm job is cancelled by scancel; a local run gets SIGTERM. The command returns at once;
+    'clusterddp status' shows when the run has ended. A run that has ended does not change. If one
+    of several cannot be cancelled, the others still are.
 
-    Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one is no run,
-    or nobody said yes.
+    Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one does not
+    exist, or the answer was not yes.
     """
     confirm = None if yes else _confirm
     return act_on_each(
@@ -37,7 +37,7 @@ def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> i
 
 
 def _confirm(runs: Sequence[RunStatus]) -> None:
-    """Ask once whether several runs are meant; raises RequestError where nobody can answer."""
+    """Ask once whether several runs are meant. Raises RequestError without a terminal."""
     counts = Counter(status.state for status in runs if not status.has_ended)
     if not counts:
         return

@@ -1,4 +1,4 @@
-"""`clusterddp clean`: removes what can be spared of old runs."""
+"""`clusterddp clean`: frees the disk space used by old runs."""
 
 import time
 from collections import Counter
@@ -48,23 +48,23 @@ def command(
     runs_dir: Path,
     as_json: bool,
 ) -> int:
-    """Remove what can be spared of runs: a run's name, job id or directory; all old ones without.
+    """Free the disk space used by RUNs (names, job ids or directories); default: all old runs.
 
-    A sweep, or a pattern such as 'lr-*', means several. What a sweep's points share, the copy of
-    your code and the clusterddp, goes where the sweep is named, or no RUN, and none of its points
-    could go on.
+    A sweep or a pattern ('lr-*') means several runs. The copies of your code and of clusterddp
+    that a sweep's points share are removed if the sweep or no RUN is named, and none of its
+    points can be resumed.
 
-    Of a run that has ended for good: its checkpoints but for the last valid one and the best, the
-    copy of your code but for what your program has written or changed there, and the clusterddp
-    that it carries. Records, logs, metrics and reports stay.
+    For a run that has ended for good, it removes the checkpoints except the last valid one and the
+    best, the copy of your code except files that your program wrote or changed, and the copy of
+    clusterddp. Records, logs, metrics and reports stay.
 
-    A run that is queued, running or could go on (stopped, failed with a checkpoint, a COMMAND that
-    failed …) is left alone unless it is named, and keeps its code, its clusterddp and what its
-    present attempt has saved even then. No link is followed out of a run's directory.
+    A run that is queued, running or resumable (stopped, failed with a checkpoint, a failed COMMAND)
+    is skipped unless it is named. Even then its code, its clusterddp and the checkpoints of its
+    current attempt stay. Links out of a run's directory are not followed.
 
     Exit codes: 0 removed, nothing to remove, or the answer was no; 1 something could not be
-    removed; 2 usage error, nobody answered, or another process cleans or submits one of the
-    runs; 130 interrupted.
+    removed; 2 usage error, no answer, or another process cleans or submits one of the runs;
+    130 interrupted.
     """
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
@@ -96,7 +96,7 @@ def command(
 
 
 def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
-    """Print what goes, an item a line; on stderr what is left alone."""
+    """Print the items to remove, one per line; on stderr the runs that are skipped."""
     rows = [
         (each.run.name, each.state, str(item.bytes), item.path, item.description)
         for each in cleanings

@@ -1,4 +1,4 @@
-"""`clusterddp doctor`: what to mend on this machine and site before runs are submitted."""
+"""`clusterddp doctor`: checks this machine and site before runs are submitted."""
 
 import contextlib
 import dataclasses
@@ -44,11 +44,11 @@ _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-nod
 @click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 def command(write: str | None, as_json: bool, **given: object) -> int:
-    """Check this account, Slurm, the folders and the Python for runs; nothing is queued.
+    """Check this account, Slurm, the directories and the Python; queue nothing.
 
-    To be run on a login node; elsewhere it checks what can be checked without Slurm. Settings that
-    are not given here are those of a submission: variables, site.cfg, defaults. It takes a minute
-    at most. What each line means: docs/doctor.md.
+    Run it on a login node; elsewhere it checks only what it can without Slurm. Settings come from
+    variables, site.cfg and defaults, as for a submission. It takes at most a minute. For the
+    meaning of each line see docs/doctor.md.
 
     Exit codes: 0 nothing is bad, 1 something is, 2 usage error.
     """
@@ -118,7 +118,7 @@ def _words(seen: str, advice: str) -> str:
 
 
 def _in_force(held: Given) -> dict[str, str]:
-    """Return the settings that somebody has given, with paths as they are meant from here."""
+    """Return the settings that are not defaults, with absolute paths."""
     rows = [OPTIONS[name] for name in _PROPOSED]
     given = {
         row.name: str(held.values[row.parameter])

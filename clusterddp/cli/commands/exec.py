@@ -1,6 +1,6 @@
 """`clusterddp exec`: derives the distributed environment, exports it and becomes COMMAND.
 
-For a person's own srun line. Under `submit -- COMMAND` a small parent stays (`--run-dir`), which
+For your own srun line. Under `submit -- COMMAND` a small parent process stays (`--run-dir`) and
 records the outcome.
 """
 
@@ -44,7 +44,7 @@ def command(
     Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK,
     GROUP_* and ROLE_*, as torchrun does; 'clusterddp env' shows their values. Outside a Slurm step
     and without torch's variables it is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
-    MASTER_PORT is set; within a job, as in the shell of salloc, it says so.
+    MASTER_PORT is set; within a job, for example in salloc's shell, it warns.
 
     Exit codes: COMMAND's own; 126 it cannot be run, 127 it was not found, 1 the variables
     contradict each other, 2 usage error.
@@ -52,9 +52,9 @@ def command(
     env = DistEnv.from_environ(os.environ)
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
     environ = {**os.environ, **env.to_environ(), **own_device}
-    environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start a training of its own
+    environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start another training
     if run_dir is not None and (stacks or environ.get(CODE_VARIABLE)):
-        # Not of a person's own srun line, which has no `clusterddp stacks` and no copy of the code.
+        # Only in a run: your own srun line has no `clusterddp stacks` and no copy of the code.
         environ["PYTHONPATH"] = armed_path(environ.get("PYTHONPATH", ""))
         environ[ARM_VARIABLE] = str(int(stacks))
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")

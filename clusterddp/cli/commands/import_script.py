@@ -24,17 +24,17 @@ from clusterddp.submission.fields import job_spec
 def command(file: str, as_json: bool) -> int:
     """Print the 'clusterddp submit' line that does what the sbatch script FILE does.
 
-    Directives, modules, set-up lines and environment become options; torchrun, accelerate launch,
-    mpirun and the like become tasks of Slurm's, one a rank. What it could not carry over, or what
-    differs, comes on stderr with the file's line. FILE is only read ('-' is standard input), and
-    nothing is submitted.
+    Directives, modules, setup lines and environment become options. torchrun, accelerate launch,
+    mpirun and the like become Slurm tasks, one per rank. Differences and omissions are printed on
+    stderr with the file's line number. FILE is only read ('-' is standard input); nothing is
+    submitted.
     """
     text = _text(file)
     line = translate(sbatch_file.read(text, file))
     if "\r\n" in text:
         line.note(0, "", "the file has DOS line ends, which sbatch refuses: remove them")
     if problem := refusal(line):
-        line.note(0, "", f"submit refuses the line as it stands: {problem}")
+        line.note(0, "", f"submit refuses this line: {problem}")
     if as_json:
         fields = {
             "argv": ["clusterddp", *line.argv],
@@ -57,7 +57,7 @@ def described(note: Note) -> str:
 
 
 def refusal(line: SubmitLine) -> str:
-    """Return why submit would refuse the line; empty where it takes it. Touches nothing."""
+    """Return why submit would refuse the line; empty if it accepts it. Changes nothing."""
     argv = line.argv[1:]
     for at, (flag, value) in enumerate(itertools.pairwise(argv)):
         if flag == "--env" and "=" not in value:  # it is set once the line is typed
@@ -71,7 +71,7 @@ def refusal(line: SubmitLine) -> str:
 
 
 def _text(name: str) -> str:
-    """Read the file; raises RequestError where it is no sbatch script."""
+    """Read the file. Raises RequestError if it is not an sbatch script."""
     text = read_script(name)
     if is_python(name, text):
         raise RequestError(f"{name!r} is Python: give the sbatch file that starts it. [CD0315]")

@@ -1,4 +1,4 @@
-"""`clusterddp logs`: shows the logs of the ranks and of the job, as they are or as they grow."""
+"""`clusterddp logs`: shows or follows the logs of the ranks and of the job."""
 
 import sys
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ def command(
 
     Without --rank and --job: the job log of a failed run, which names the rank that failed first,
     and otherwise rank 0's log. Several logs are shown with the file's name before each line. The
-    files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent. Of a
-    sweep, or a pattern such as 'lr-*', the log of each run is shown, with the run's name.
+    files are logs/job.log, logs/rank-R.log, and logs/node-N.log for each torchrun agent. For a
+    sweep or a pattern ('lr-*') the log of each run is shown, with the run's name.
 
     Exit codes: 0 shown, or with -f the run is done; 1 with -f: it failed or was cancelled; 2 there
     is no such run or log; 75 with -f: it was stopped and can resume; 130 interrupted.
@@ -91,7 +91,7 @@ def command(
 def _print_several(
     runs: Sequence[RunDir], ranks: Sequence[int], *, job: bool, lines: int | None
 ) -> None:
-    """Print the logs of several runs as far as they are there, each line with the run's name."""
+    """Print the existing logs of several runs, each line with the run's name."""
     labelled: dict[Path, str] = {}
     for run, status in zip(runs, statuses(runs), strict=True):
         paths = [run.job_log] if job else []

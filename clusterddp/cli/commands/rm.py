@@ -20,26 +20,26 @@ from clusterddp.submission.clean import plan_removals, remove_run
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
 @RUNS_DIR_OPTION
 def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> int:
-    """Remove each RUN with all that is in its directory: a name, job id or directory.
+    """Delete the directory of each RUN: a run's name, job id or directory.
 
-    Records, logs, checkpoints, reports and the copy of your code go: nothing of it comes back. Of a
-    sweep all points go, and what they share; 'lr-*' means several runs. One that is queued or
-    running is refused, and one from whose checkpoint another run begins. 'clusterddp clean' removes
-    only what can be spared.
+    Records, logs, checkpoints, reports and the copy of your code are deleted for good. A sweep
+    means all its points and their shared files; 'lr-*' means several runs. A run that is queued or
+    running is refused, and so is one whose checkpoint another run starts from. 'clusterddp clean'
+    only frees disk space.
 
-    Exit codes: 0 removed, or the answer was no; 1 something could not be removed; 2 one is no run,
-    or may not be removed, or nobody answered.
+    Exit codes: 0 removed, or the answer was no; 1 something could not be removed; 2 one does not
+    exist or may not be removed, or there was no answer.
     """
     runs, failed = select_each(runs_dir, run)
     sweeps = (find_sweep(runs_dir, text) for text in run)
     known = {each.path for each in runs}
     runs = [each for each in runs if each.path.is_dir()]
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep and sweep.path not in known)
-    # Nobody removes by its mere name what lies elsewhere.
+    # A run outside of the runs directory must be named by its path.
     here = runs_dir.resolve()
     far = [e for e in runs if e.path.parent.resolve() != here and not _is_typed(e.path, run)]
     failed += [
-        errors.RequestError(f"{one.name} lies at {one.path}: name that to remove it. [CD0502]")
+        errors.RequestError(f"{one.name} is at {one.path}. To remove it, name this path. [CD0502]")
         for one in far
     ]
     removals, refused = plan_removals([each for each in runs if each not in far])

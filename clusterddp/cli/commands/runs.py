@@ -1,4 +1,4 @@
-"""`clusterddp runs`: the runs below the output root as a table, the latest last."""
+"""`clusterddp runs`: the runs in a runs directory as a table, the latest last."""
 
 import shutil
 import sys
@@ -34,13 +34,13 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     type=click.IntRange(1),
     metavar="N",
     show_default="all",
-    help="The latest N runs alone.",
+    help="Only the latest N runs.",
 )
 @click.option(
     "--state",
     type=click.Choice([state.value for state in RunState]),
     multiple=True,
-    help="The runs in this state alone; repeatable.",
+    help="Only runs in this state; repeatable.",
 )
 @click.option(
     "--watch",
@@ -61,19 +61,19 @@ def command(
     runs_dir: Path,
     as_json: bool,
 ) -> None:
-    """List the runs, the latest last; of a sweep a line with how many of its points are how.
+    """List the runs, the latest last; a sweep has one line with the states of its points.
 
-    RUN is a run, a sweep, whose points are listed then, or a pattern such as 'lr-*'. With --state,
-    too, each point has its own line.
+    RUN is a run, a sweep or a pattern ('lr-*'). Naming a sweep lists its points, and so does
+    --state.
 
-    JOB is Slurm's, and of a rehearsal pid:N, its process on this machine; NODES is nodes x tasks
-    per node; AGE counts from the submission; LEFT is the time until a run that trains will be done,
-    by its pace of late, or until Slurm expects a queued one to start; WHY says why a run waits, or
-    how it failed, with the code for 'clusterddp explain'. In a terminal, lines are cut to its
-    width; 'status' has the whole. --json prints a list of what 'status --json' prints for each.
+    JOB is Slurm's job id, or pid:N for a local run. NODES is nodes x tasks per node. AGE is the
+    time since the submission. LEFT is the estimated time until the run is done, at its recent pace,
+    or until Slurm expects it to start. WHY is why a run waits or how it failed, with the code for
+    'clusterddp explain'. A terminal shows cut lines; 'status' shows everything. --json prints a
+    list with the fields of 'status --json' for each run.
 
-    --watch draws the list anew in a terminal, and elsewhere prints it again where it has changed;
-    each look is one call of squeue.
+    --watch redraws the list in a terminal; elsewhere it prints the list when it changes. Each
+    update is one call of squeue.
 
     Exit codes: 0 listed, 2 usage error, 130 a watch was ended by Ctrl-C.
     """

@@ -1,4 +1,4 @@
-"""`clusterddp site`: every setting in force, and its source; `list` and `use` those of clusters."""
+"""`clusterddp site`: shows settings and their sources; lists and installs those of clusters."""
 
 import dataclasses
 import json
@@ -82,10 +82,10 @@ def command(
 @command.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print the list as JSON.")
 def list_sites(as_json: bool) -> None:
-    """List the files for public clusters; a star is at the one that fits here.
+    """List the files for public clusters; a star marks the one for this cluster.
 
-    It fits where ClusterName of slurm.conf is its name, or this host is one of its login nodes.
-    Where each was taken from, and when, stands in the file, and in --json.
+    It matches by ClusterName in slurm.conf or by the names of the login nodes. Each file and
+    --json give the source and its date.
 
     Exit codes: 0 listed.
     """
@@ -109,11 +109,11 @@ def list_sites(as_json: bool) -> None:
 @click.argument("name", type=Completed("name", _names))
 @click.option("--force", is_flag=True, help="Put a file of yours that is there aside.")
 def use_site(name: str, force: bool) -> None:
-    """Make the file for a public cluster your own: ~/.config/clusterddp/site.cfg.
+    """Install the file for a public cluster as ~/.config/clusterddp/site.cfg.
 
-    What differs by person is a line in it to fill in, such as '# account ='.
+    Fill in the lines that depend on the user, for example '# account ='.
 
-    Exit codes: 0 it is in place, 2 there is no such file, or another one is in its place.
+    Exit codes: 0 installed, 2 there is no such file, or another one exists.
     """
     path, before = sites.use(name, os.environ, force=force)
     click.echo(path)

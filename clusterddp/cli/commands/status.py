@@ -24,15 +24,15 @@ _MOST_REASONS = 5
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
-    """Show how RUN is doing: a run's name, job id or directory; the latest run without one.
+    """Show the state of RUN: a run's name, job id or directory; default: the latest run.
 
-    Of a sweep, or a pattern such as 'lr-*', it shows a line for each of the runs.
+    For a sweep or a pattern ('lr-*') it shows one line per run.
 
-    States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (it can
-    resume from its last checkpoint, but does not by itself), unknown (the job recorded no end, and
-    Slurm cannot say or no longer knows).
+    States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (needs a
+    manual resume from its last checkpoint), unknown (no end is recorded, and Slurm does not respond
+    or no longer knows the job).
 
-    Exit codes: 0 whenever it could tell, however the run ended; 2 there is no such run.
+    Exit codes: 0 the state is shown, however the run ended; 2 there is no such run.
     """
     if run and is_pattern(run):
         listed = statuses(select(runs_dir, run))
@@ -84,7 +84,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 
 
 def describe(status: RunStatus) -> str:
-    """The status as lines of `label  value`; what is not known is left out."""
+    """Format the status as lines of `label  value`, without unknown values."""
     launcher = f" ({status.launcher})" if status.launcher else ""
     job = status.array_element or status.job_id
     took = "took {}" if status.has_ended else "running for {}"

@@ -9,8 +9,8 @@ from clusterddp.errors import RequestError
 from clusterddp.launchers import SHIPPED, full_name
 
 
-class ShippedName(click.Choice):  # type: ignore[type-arg] # its type is no parameter before click 8.2
-    """A shipped template, by its file name or short: `torchrun`."""
+class ShippedName(click.Choice):  # type: ignore[type-arg] # not generic before click 8.2
+    """Name of a shipped template, by its file or short: `torchrun`."""
 
     def __init__(self) -> None:
         super().__init__(list(SHIPPED))
@@ -26,8 +26,8 @@ NAME = ShippedName()
 def command() -> None:
     """List, show or copy the sbatch templates.
 
-    A template of your own can start with {% extends "shipped/ddp.sbatch.j2" %} and replace single
-    blocks (directives, environment, setup, launch, teardown); use it with --template FILE.
+    Your template can start with {% extends "shipped/ddp.sbatch.j2" %} and replace single blocks
+    (directives, environment, setup, launch, teardown); use it with --template FILE.
     """
 
 
@@ -55,17 +55,16 @@ def show(name: str) -> None:
 @click.argument("name", type=NAME)
 @click.argument("target", type=click.Path(path_type=Path), default=Path())
 def copy(name: str, target: Path) -> None:
-    """Copy a shipped template to TARGET, a folder or a new file, to change it.
+    """Copy a shipped template to TARGET, a directory or a new file, to change it.
 
-    Exit codes: 0 copied, 2 there is no such template, or TARGET is there already or cannot be
-    written.
+    Exit codes: 0 copied, 2 there is no such template, or TARGET exists or cannot be written.
     """
     path = target / name if target.is_dir() else target
     try:
         with path.open("x") as file:
             file.write(_read(name))
     except FileExistsError:
-        raise RequestError(f"{path} exists already; it is left as it is. [CD0108]") from None
+        raise RequestError(f"{path} already exists. Name another file. [CD0108]") from None
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}. [CD0108]") from None
     click.echo(path)

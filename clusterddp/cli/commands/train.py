@@ -56,7 +56,7 @@ _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "l
 def command(
     run_dir: Path | None, own_log: bool, attempt: int | None, signal_lead: int, **_values: object
 ) -> int:
-    """Train as one rank, which this process learns from its environment, or from --rank.
+    """Train as one rank, given by the environment or by --rank.
 
     \b
     srun clusterddp train                                      # ranks from Slurm's variables
@@ -75,7 +75,7 @@ def command(
     env = dist_env.from_flags(**{name: ctx.params[name] for name in _BY_HAND})
     if env:
         dist_env.check_address(env.master_addr)
-        # Those of a job in whose shell it was typed are of no other rank.
+        # The variables of a surrounding job do not describe this rank.
         change_environment({}, without=dist_env.foreign(os.environ))
         if env.world_size > 1:
             click.echo(

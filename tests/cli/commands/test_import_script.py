@@ -41,7 +41,7 @@ def test_what_submit_would_refuse_is_said_beside_the_line(workplace: Workplace) 
     (workplace.folder / "job.sbatch").write_text(JOB.replace("per-node=4 --g", "per-node=5 --g"))
     got = workplace.invoke("import", "job.sbatch")
     assert got.code == 0 and "--tasks-per-node 5" in got.out
-    assert "submit refuses the line as it stands: --tasks-per-node 5 conflicts with" in got.err
+    assert "submit refuses this line: --tasks-per-node 5 conflicts with" in got.err
 
 
 def test_line_ends_that_sbatch_refuses_are_named(workplace: Workplace) -> None:
