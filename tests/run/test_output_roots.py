@@ -95,7 +95,7 @@ def test_a_run_elsewhere_is_removed_by_its_directory_alone(
     for name in ("one", "lr", "41"):
         refused = workplace.invoke("rm", "--yes", name)
         assert refused.code == 2
-        assert "name that to remove it" in refused.err
+        assert "To remove it, name this path" in refused.err
     assert run.path.is_dir() and sweep.element(0).path.is_dir() and sweep.path.is_dir()
     assert workplace.invoke("rm", "--yes", str(run.path)).code == 0
     assert not run.path.exists()

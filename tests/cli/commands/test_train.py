@@ -260,7 +260,7 @@ def test_of_two_starts_the_second_is_refused_and_one_that_was_overtaken_ends(
     last = max(map(step_of, checkpoints.iterdir()))
     output = first.communicate(timeout=PATIENCE)[0]
     assert first.returncode == 1
-    assert "attempt 1 ends: superseded: attempt 2 of the run has begun" in output
+    assert "attempt 1 ends: superseded: attempt 2 of the run has started" in output
     # One may have been on its way; those of the seconds after it are not there.
     assert max(map(step_of, checkpoints.iterdir())) <= last + 2
     assert not (tmp_path / "attempts/0001/end.json").exists()
