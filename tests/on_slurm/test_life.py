@@ -79,7 +79,7 @@ def test_a_stopped_run_stays_stopped_until_it_is_resumed(
     wait_held(hold, run)
     twice = typed(cluster, tmp_path, "resume", "life")
     assert twice.returncode == 2
-    assert "life is running" in twice.stderr
+    assert "life is already running" in twice.stderr
 
     stopped = typed(cluster, tmp_path, "stop", "life", "--wait")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
