@@ -411,7 +411,7 @@ def test_a_rank_that_loops_for_ever_is_behind_and_prints_where(ranks: Ranks) -> 
 def test_rank_1_speaks_where_rank_0_and_its_store_are_stopped(ranks: Ranks) -> None:
     ranks.start(3)
     ranks.send(0, signal.SIGSTOP)
-    ranks.await_line(1, "watchdog: no progress for", "rank 0 on", "does not answer", "its store")
+    ranks.await_line(1, "watchdog: no progress for", "rank 0 on", "its store", "have not responded")
     ranks.send(0, signal.SIGCONT)
     ranks.await_line(1, "watchdog: training continues after")
     assert "watchdog: no progress" not in ranks.log(2)
