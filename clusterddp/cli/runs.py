@@ -47,7 +47,7 @@ RUNS_DIR_OPTION = click.option(
     default=DEFAULT_ROOT,
     show_default=True,
     envvar="CLUSTERDDP_RUNS_DIR",
-    help="Folder in which runs are kept.",
+    help="Directory for runs.",
 )
 """The same as that of `submit`."""
 

@@ -38,7 +38,7 @@ def sweep_options(function: F) -> F:
         "--sample": {
             "type": int,
             "metavar": "N",
-            "help": "Draw N random points from lists, log:1e-4..1e-1 or lin:0.0..1.0.",
+            "help": "Draw N points from --sweep: lists, log:1e-4..1e-1, lin:0.0..1.0.",
         },
         "--sample-seed": {
             "type": click.IntRange(0, _SEEDS - 1),

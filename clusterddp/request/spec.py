@@ -155,7 +155,7 @@ class JobSpec(Record):
     )
     network_interface: str = option(
         "",
-        "Interface of NCCL and Gloo (^NAME: NCCL only).",
+        "Interface for NCCL and Gloo; ^NAME excludes it (NCCL).",
         forms.NETWORK_INTERFACE,
         "NAME",
     )
@@ -231,8 +231,7 @@ class JobSpec(Record):
 
     stacks: bool = option(
         True,
-        "Have every Python of a COMMAND take part in 'clusterddp stacks': a handler of SIGURG, "
-        "armed as it starts.",
+        "Let 'clusterddp stacks' read every Python of COMMAND (a SIGURG handler).",
         group=table.FAULT_TOLERANCE,
         negatable=True,
     )
@@ -260,7 +259,7 @@ class JobSpec(Record):
     )
     report_to: str = option(
         "",
-        "Have a COMMAND's rank 0 continue one tracked run over all starts: wandb, mlflow or both.",
+        "Keep one tracker run over all attempts of COMMAND: wandb, mlflow or both.",
         Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),
         "LIST",
         group=table.OUTPUT,
@@ -755,8 +754,7 @@ class _Terms:
 
     check: bool = option(
         False,
-        "Ask Slurm before the submission when it would start (sbatch --test-only), and warn when "
-        "it finds no nodes for it.",
+        "Ask Slurm first when the job would start; warn if no nodes fit.",
         group=table.RESOURCES,
         negatable=True,
     )

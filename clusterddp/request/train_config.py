@@ -144,7 +144,7 @@ class TrainConfig(Record):
     )
     data_dir: str = option("data", "Directory with MNIST/raw.", PATH, "DIR")
     epochs: int = decisive(2, "Passes over the training set.", COUNT)
-    batch_size: int = decisive(64, "Images per rank and pass.", COUNT)
+    batch_size: int = decisive(64, "Images per rank in each batch.", COUNT)
     gradient_accumulation_steps: int = decisive(1, "Batches per optimizer step.", COUNT)
     lr: float = decisive(0.001, "Learning rate for one rank.", POSITIVE)
     lr_scaling: str = decisive(
@@ -203,9 +203,7 @@ class TrainConfig(Record):
         "Keep the data in memory, or use torch's DataLoader.",
         Choice(("memory", "loader")),
     )
-    num_workers: int = option(
-        2, "Processes of each rank that read for --data-pipeline loader.", NUMBER
-    )
+    num_workers: int = option(2, "DataLoader workers per rank (loader pipeline only).", NUMBER)
     save_every: str = option(
         "1epoch",
         "Checkpoint interval: 1epoch, 500steps or 10m.",
@@ -242,7 +240,7 @@ class TrainConfig(Record):
     process_group_timeout: float = option(600, "Timeout of collectives.", DURATION)
     straggler_window: float = option(
         60,
-        "Report a rank below 80% of the others' speed for so long; 0: never.",
+        "Report a rank below 80% of the others' speed for this long; 0: never.",
         DURATION_OR_NEVER,
     )
 

@@ -65,13 +65,13 @@ class ResumeCommand(WithCommand):
     type=click.IntRange(1),
     metavar="N",
     show_default="as before",
-    help="Most points of the sweep that run at once, of those that are submitted now.",
+    help="Maximum newly submitted points running at once.",
 )
 @click.option(
     "--template-dir",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of your own templates, where the run was submitted with one and options change.",
+    help="Directory of your templates, if the run was submitted with one.",
 )
 @click.option(
     "--refresh-code",
@@ -81,19 +81,19 @@ class ResumeCommand(WithCommand):
 @click.option(
     "--upgrade-clusterddp",
     is_flag=True,
-    help="Use the clusterddp installed here, as any other option does.",
+    help="Use the clusterddp installed here (any option does so).",
 )
 @click.option(
     "--snapshot-limit",
     metavar="MB",
     type=float,
     show_default="50, or twice the former copy",
-    help="Most megabytes that a new copy of the code may have.",
+    help="Maximum size of a new copy of the code, in MB.",
 )
 @click.option(
     "--from-scratch",
     is_flag=True,
-    help="Begin at step 0 again: the run's checkpoints are given up, or are gone.",
+    help="Start again at step 0 and ignore any checkpoints.",
 )
 @click.option(
     "--even-if-done",

@@ -69,7 +69,7 @@ def command(
     JOB is Slurm's job id, or pid:N for a local run. NODES is nodes x tasks per node. AGE is the
     time since the submission. LEFT is the estimated time until the run is done, at its recent pace,
     or until Slurm expects it to start. WHY is why a run waits or how it failed, with the code for
-    'clusterddp explain'. A terminal shows cut lines; 'status' shows everything. --json prints a
+    'clusterddp explain'. A terminal shows truncated lines; 'status' shows everything. --json prints a
     list with the fields of 'status --json' for each run.
 
     --watch redraws the list in a terminal; elsewhere it prints the list when it changes. Each
@@ -78,7 +78,9 @@ def command(
     Exit codes: 0 listed, 2 usage error, 130 a watch was ended by Ctrl-C.
     """
     if watch is not None and as_json:
-        raise click.UsageError("--watch is for a person; call 'runs --json' as often as you like.")
+        raise click.UsageError(
+            "--watch cannot be combined with --json. Call 'runs --json' repeatedly."
+        )
     if watch is not None:
         from clusterddp.cli import main
 
