@@ -69,8 +69,8 @@ def command(
     JOB is Slurm's job id, or pid:N for a local run. NODES is nodes x tasks per node. AGE is the
     time since the submission. LEFT is the estimated time until the run is done, at its recent pace,
     or until Slurm expects it to start. WHY is why a run waits or how it failed, with the code for
-    'clusterddp explain'. A terminal shows truncated lines; 'status' shows everything. --json prints a
-    list with the fields of 'status --json' for each run.
+    'clusterddp explain'. A terminal shows truncated lines; 'status' shows everything. --json
+    prints a list with the fields of 'status --json' for each run.
 
     --watch redraws the list in a terminal; elsewhere it prints the list when it changes. Each
     update is one call of squeue.
