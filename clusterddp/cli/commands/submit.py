@@ -54,8 +54,8 @@ class SubmitCommand(WithCommand):
     context_settings=main.OF_HELP,
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence, highest first: flag, --config, CLUSTERDDP_<OPTION> variable, SBATCH_* "
-    "variables, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run failed, or "
-    "it is unknown whether it was queued; 2 usage error, or refused; 75 with --wait: stopped after "
+    "variables, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run "
+    "failed, or it is unknown whether it was queued; 2 usage error, or refused; 75 with --wait: stopped after "
     "a checkpoint, can resume; 130 interrupted.",
 )
 @options(OPTIONS.values())
