@@ -55,8 +55,8 @@ class SubmitCommand(WithCommand):
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence, highest first: flag, --config, CLUSTERDDP_<OPTION> variable, SBATCH_* "
     "variables, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run "
-    "failed, or it is unknown whether it was queued; 2 usage error, or refused; 75 with --wait: stopped after "
-    "a checkpoint, can resume; 130 interrupted.",
+    "failed, or it is unknown whether it was queued; 2 usage error, or refused; 75 with --wait: "
+    "stopped after a checkpoint, can resume; 130 interrupted.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run. [default: generated]")
