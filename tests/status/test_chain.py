@@ -229,7 +229,7 @@ def test_a_request_that_cannot_wait_is_refused(
 def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="b cannot wait for itself"):
         request(tmp_path, after=((str(tmp_path / "jobs/b"), "ok"),))
-    with pytest.raises(RequestError, match="against --dependency afterok:1"):
+    with pytest.raises(RequestError, match="conflicts with --dependency afterok:1"):
         dataclasses.replace(
             request(tmp_path, after=(("/jobs/a", "ok"),)),
             resources=Resources(dependency="afterok:1?afterok:2"),
@@ -241,7 +241,7 @@ def test_a_point_does_not_wait_for_its_sweep_nor_a_sweep_for_its_point(tmp_path:
     path = sweep.run_dir
     point = sweep.element(1)
     for spec, after, words in (
-        (point, path, "b-1 is a point of b, and cannot wait for it"),
+        (point, path, "b-1 is a point of b and cannot wait for it"),
         (sweep, f"{path}-1", "b cannot wait for itself"),
     ):
         with pytest.raises(RequestError, match=words):

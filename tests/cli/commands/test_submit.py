@@ -256,11 +256,11 @@ REFUSALS: list[tuple[list[str], list[str]]] = [
     (["--sbatch", "part=gpu"], ["--partition"]),
     (["--sbatch", "error=x"], ["logs"]),
     (["--sbatch", "outpu=x"], ["logs"]),
-    (["--sbatch", "arra=0-3"], ["one run"]),
+    (["--sbatch", "arra=0-3"], ["--sweep NAME=VALUES"]),
     (["--omit-directive", "men"], ["men", "'mem'"]),
     (["--template", "_submitit.sbatch.j2"], ["_submitit.sbatch.j2"]),
     (["--save-every", "10S"], ["10S", "500steps"]),
-    (["--sbatch", "array=0-3"], ["one run"]),
+    (["--sbatch", "array=0-3"], ["--sweep NAME=VALUES"]),
     (["--sbatch", "=x"], ["--sbatch"]),
     (["--omit-directive", "nodes"], ["nodes"]),
     (["--env", "NOT_SET_HERE"], ["NOT_SET_HERE", "not set in this shell"]),
@@ -478,7 +478,7 @@ def test_a_mistake_in_site_cfg_is_named(elsewhere: Path, content: str, words: li
 
 def test_help_shows_what_everybody_needs_and_help_all_groups_all_options() -> None:
     short, text = run("--help").output, run("--help-all").output
-    shown = re.findall(r"^  (?:-\w, )?--(\S+)", short, re.MULTILINE)
+    shown = re.findall(r"^  (?:-\w, )?--(\S+)", short.partition("Precedence")[0], re.MULTILINE)
     assert shown[:2] == ["nodes", "gpus-per-node"] and len(shown) <= 12
     assert "help-all" in shown and "help" in shown
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
