@@ -142,7 +142,7 @@ def _peers(folder: Path) -> Iterator[Row]:
 def _submission(folder: Path) -> Iterator[Row]:
     """From the typed command to the job id, against sbatch alone; jobs are held, so none runs.
 
-    The question that --check asks beforehand, too: a row of its own.
+    The question that --test-only asks has a row of its own.
     """
     if not _slurm_answers():
         print("not measured: clusterddp submit: no Slurm answers here", file=sys.stderr)
@@ -166,7 +166,7 @@ def _submission(folder: Path) -> Iterator[Row]:
     try:
         for name, work in (
             ("clusterddp submit -- COMMAND", submit),
-            ("sbatch --test-only, which --check adds", ask),
+            ("sbatch --test-only", ask),
         ):
             baseline, seconds = alternate(timed(bare), timed(work), pairs=_PAIRS)
             yield Row(name, "sbatch of the same script", baseline, seconds)

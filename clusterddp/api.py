@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from clusterddp import launchers, log
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
@@ -219,7 +219,7 @@ def submit(
     spec: JobSpec,
     template_folder: str | Path | None = None,
     *,
-    check: bool = False,
+    test_only: Literal[False] = False,
     check_python: bool = False,
     force: bool = False,
     snapshot_limit_mb: float = 50.0,
@@ -228,45 +228,56 @@ def submit(
 
 @overload
 def submit(
-    spec: Sequence[str | os.PathLike[str]] = (), *, run_name: str | None = None, **options: object
+    spec: Sequence[str | os.PathLike[str]] = (),
+    *,
+    test_only: Literal[False] = False,
+    run_name: str | None = None,
+    **options: object,
 ) -> Run: ...
+
+
+@overload
+def submit(
+    spec: JobSpec | Sequence[str | os.PathLike[str]] = (),
+    template_folder: str | Path | None = None,
+    *,
+    test_only: Literal[True],
+    **options: Any,
+) -> str: ...
 
 
 def submit(
     spec: JobSpec | Sequence[str | os.PathLike[str]] = (),
     template_folder: Any = None,
     *,
-    check: Any = False,
+    test_only: bool = False,
     check_python: Any = False,
     force: Any = False,
     snapshot_limit_mb: Any = 50.0,
     run_name: str | None = None,
     **options: object,
-) -> Run:
+) -> Run | str:
     """Submit a run with the checks and warnings of `clusterddp submit`.
 
     spec: a request; or a command as a list of words, with the options of `clusterddp submit` as
     keywords, for example `gpus_per_node=4`. Empty: the built-in training. Paths are relative to
     the current directory.
 
-    check: ask Slurm for its forecast. check_python: start the tasks' interpreters, which have to
-    import torch. force: submit all the same where no partition can give what is asked for, or where
-    the command's program is not on the PATH here. snapshot_limit_mb: most that a copy of your code
-    may have (as a keyword of a command: snapshot_limit).
+    test_only: submit and write nothing; return Slurm's forecast as text. check_python: start the
+    tasks' interpreters and require that they can import torch. force: submit even if no partition
+    fits, or the command's program is not on the PATH here. snapshot_limit_mb: maximum size of the
+    copy of your code (as a keyword of a command: snapshot_limit).
 
     With the launcher `local`, the run ends with this process, so call `wait()`. Raises
     RequestError if nothing was submitted, SlurmError if Slurm did not answer.
     """
     if not isinstance(spec, JobSpec):
-        given = {"check": check, "check_python": check_python, "force": force, **options}
+        given = {"check_python": check_python, "force": force, **options}
         made = _request(spec, run_name, given)
         template_folder = template_folder or _folder_of_templates(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
         with _speaking_of_keywords():
-            return submit(
-                made, template_folder,
-                check=check, check_python=check_python, force=force, snapshot_limit_mb=limit,
-            )  # fmt: skip
+            return _submit(made, template_folder, test_only, check_python, force, limit)
     if options or run_name is not None:
         names = ", ".join([*options, *(["run_name"] if run_name is not None else [])])
         raise RequestError(
@@ -277,16 +288,18 @@ def submit(
             "a sweep is not a single run. Submit it with 'clusterddp submit --sweep …', or submit "
             "each spec.element(index). [CD0102]"
         )
+    return _submit(spec, template_folder, test_only, check_python, force, snapshot_limit_mb)
+
+
+def _submit(
+    spec: JobSpec, templates: Any, test_only: bool, check_python: Any, force: Any, limit: Any
+) -> Run | str:
     spec = _with_slurm(spec)
-    script = render(spec, template_folder)
-    run, _ = submitting.submit(
-        spec,
-        script,
-        snapshot_limit_mb=snapshot_limit_mb,
-        check=check,
-        check_python=check_python,
-        force=force,
-    )
+    script = render(spec, templates)
+    checks = {"check_python": check_python, "force": force}
+    if test_only:
+        return submitting.forecast(spec, script, **checks)
+    run, _ = submitting.submit(spec, script, snapshot_limit_mb=limit, **checks)
     return Run(run.path)
 
 
@@ -450,7 +463,7 @@ def _worded(text: str) -> str:
 
 
 def _keyword(name: str) -> str:
-    return name.replace("-", "_") if name in OPTIONS or name == "run-name" else ""
+    return name.replace("-", "_") if name in OPTIONS or name in ("run-name", "test-only") else ""
 
 
 def _instead(name: str) -> str:

@@ -97,7 +97,7 @@ def test_the_calls_for_one_run(site: Workplace) -> None:
     asked = ("--time", "10", "--", "/bin/true")
     counted = {
         "`submit`": count(site, "submit", "--run-name", "a", *asked),
-        "`submit --check`": count(site, "submit", "--check", *asked),
+        "`submit --test-only`": count(site, "submit", "--test-only", *asked),
         "`submit --dry-run`": count(site, "submit", "--dry-run", *asked),
         "`site`": count(site, "site"),
     }

@@ -217,6 +217,15 @@ def test_warnings_of_keywords_name_these_and_a_line_for_the_shell_keeps_its_flag
     assert "add allow_launcher." in str(refused.value)
 
 
+def test_a_test_returns_slurms_forecast_and_submits_nothing(folder: Path) -> None:
+    program(folder, "sbatch", "echo 'sbatch: Job 9 to start at noon' >&2")
+    assert submit(["/bin/true"], test_only=True, run_name="one") == "to start at noon"
+    assert submit(spec(folder), test_only=True) == "to start at noon"
+    with pytest.raises(RequestError, match=r"^test_only conflicts with launcher local"):
+        submit(["/bin/true"], test_only=True, launcher="local")
+    assert list(Path.cwd().iterdir()) == []
+
+
 def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
     run = submit(dataset="synthetic", data_dir="../data", epochs=3, gpus_per_node="a100:2")
     train = run.spec.train

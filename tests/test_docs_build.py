@@ -47,7 +47,7 @@ def test_every_option_has_words_and_shows_its_default() -> None:
         rows = re.findall(r"^\| `-.*$", made[page], re.MULTILINE)
         assert len(rows) > least
         assert [row for row in rows if row.endswith("|  |")] == []
-    assert "| `--check, --no-check` | off |" in made["options.md"]
+    assert "| `--check-python, --no-check-python` | off |" in made["options.md"]
     assert "| `--tasks-per-node, --ntasks-per-node N` | one per GPU, or one |" in made["options.md"]
     for name, command in docs_build.commands():
         for option in command.params:

@@ -72,7 +72,7 @@ REPLACED = {
     "gpus": "--gpus-per-node [TYPE:]N",
     "gpus-per-task": "--gpus-per-node [TYPE:]N with --gpu-directive gpus-per-task",
     "no-requeue": "--no-requeue",
-    "test-only": "--check",
+    "test-only": "--test-only",
     "parsable": "--json",
     "wait": "--wait",
     "wrap": "the COMMAND after '--'",

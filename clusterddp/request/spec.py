@@ -752,12 +752,6 @@ def submission_comment(run_name: str) -> str:
 class _Terms:
     """Options of a submission that are not part of its request."""
 
-    check: bool = option(
-        False,
-        "Ask Slurm first when the job would start; warn if no nodes fit.",
-        group=table.RESOURCES,
-        negatable=True,
-    )
     force: bool = option(
         False,
         "Submit even if no partition fits, or COMMAND is not on the PATH here.",

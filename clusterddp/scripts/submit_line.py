@@ -37,8 +37,10 @@ _LOG_PLACE = "not carried over: logs are in the run's directory, logs/rank-R.log
 _UNKNOWN = "not carried over: only the batch shell knows its value"
 _ARGUMENT = "an argument of the script or of a function has no value here: write the value"
 _OF_ARGUMENT = re.compile(r"(?<!\\)\$(?:\{?[1-9]|[#@*]|\{[#@*]\})")
-_OF_SBATCH = frozenset({"parsable", "quiet", "verbose", "get-user-env", "test-only"})
+_OF_SBATCH = frozenset({"parsable", "quiet", "verbose", "get-user-env"})
 """Options of sbatch that do not concern the job."""
+_SAME = frozenset({"requeue", "no-requeue", "wait", "test-only", "exclusive"})
+"""Flags of sbatch that submit has as well."""
 _OPTIONS_OF_STEP = (
     "nodes ntasks ntasks-per-node cpus-per-task label unbuffered kill-on-bad-exit wait quiet jobid "
     "nodelist relative exclusive exact overlap no-container-mount-home"
@@ -257,7 +259,7 @@ class _Translation:
             self.export(directive)
         elif name == "requeue" and value:
             line.options.append((f"--requeue={value}",))
-        elif name in ("requeue", "no-requeue", "wait") or (name == "exclusive" and value is None):
+        elif name in _SAME and (name != "exclusive" or value is None):
             line.add(name)
         elif name in DIRECTIVES:
             if name == "signal" and (parts := _SIGNAL.fullmatch(value or "")):

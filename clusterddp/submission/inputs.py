@@ -16,7 +16,11 @@ from clusterddp.run.run_dir import RunDir, checkpoint_step
 
 
 def check_inputs(
-    config: TrainConfig, spec: JobSpec | None = None, *, code: Path | None = None
+    config: TrainConfig,
+    spec: JobSpec | None = None,
+    *,
+    code: Path | None = None,
+    fetch: bool = True,
 ) -> None:
     """Check the dataset (generate or download it if needed), the checkpoint and user functions.
 
@@ -25,6 +29,7 @@ def check_inputs(
         nothing is downloaded.
     code: directory in which user functions are looked up, without running them; by default the
         current one.
+    fetch: False to write nothing; the dataset's files are then not checked.
 
     Logs the files found. Raises RequestError.
     """
@@ -47,6 +52,8 @@ def check_inputs(
         if spec:
             check_folder(config)
             sources["mnist"] = _fetch
+        if not fetch:
+            return
         info = mnist.ensure(config.dataset, config.data_dir, sources)
     except (CheckpointError, DataError) as error:
         raise RequestError(str(error), code=error.code) from None

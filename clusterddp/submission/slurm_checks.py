@@ -1,11 +1,11 @@
-"""Checks of a request against Slurm before submission: partitions, array limits and forecast."""
+"""Checks of a request against Slurm before submission: partitions, array limits, forecast."""
 
 import math
 import os
 from collections.abc import Mapping
 
 from clusterddp import formatting, log
-from clusterddp.errors import OptionError, RequestError, SlurmError
+from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.spec import JobSpec
 from clusterddp.slurm import forms
 from clusterddp.slurm.site import ArrayLimits, Partition
@@ -117,27 +117,25 @@ def check_directives(spec: JobSpec) -> None:
             )
 
 
-def log_forecast(script: str) -> None:
-    """Log Slurm's forecast of the job's start; sbatch itself rejects a job that can never run."""
+def forecast(script: str) -> str:
+    """Return Slurm's forecast of the job's start, and warn of settings that requeue every job.
+
+    Raises RequestError if Slurm refuses the job, SlurmError if it cannot be asked.
+    """
     from clusterddp.slurm.client import predict_start, requeue_exits
 
-    try:
-        can_start, words = predict_start(script, os.environ)
-    except SlurmError as error:
-        log.warning(f"cannot get Slurm's forecast: {error}. [CD0401]")
-    else:
-        if can_start:
-            log.info(f"Slurm says: {words}")
-        elif "configuration is not available" in words:
-            log.warning(
-                f"Slurm says: {words}. The job would stay pending until a node or partition comes "
-                "up, possibly forever: see sinfo. [CD0407]"
-            )
-        else:
-            log.warning(f"Slurm says: {words} [CD0403]")
+    can_start, words = predict_start(script, os.environ)
     for setting in requeue_exits():
         log.warning(
             f"slurm.conf has {setting}: Slurm requeues jobs with this exit code despite "
             "--no-requeue, --max-requeues and 'clusterddp stop'. A stopped run exits with 75, a "
             "failed one with its rank's code or 1. [CD0413]"
         )
+    if can_start:
+        return words
+    if "configuration is not available" in words:
+        raise RequestError(
+            f"Slurm refuses the job: {words}. If nodes or a partition are down, a submission can "
+            "wait for them: see sinfo. Otherwise request less. [CD0407]"
+        )
+    raise RequestError(f"Slurm refuses the job: {words}. Change the option that it names. [CD0403]")

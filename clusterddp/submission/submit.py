@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp import files
-from clusterddp.errors import RequestError, SlurmError, coded
+from clusterddp.errors import OptionError, RequestError, SlurmError, coded
 from clusterddp.launchers import SentJob, load, notice_job
 from clusterddp.log import info, warning
 from clusterddp.request.options import is_reference
@@ -42,7 +42,6 @@ def submit(
     script: str,
     *,
     snapshot_limit_mb: float,
-    check: bool = False,
     check_python: bool = False,
     force: bool = False,
     inputs_checked: bool = False,
@@ -52,7 +51,6 @@ def submit(
     For a sweep, return the sweep's directory; those of its trials are created next to it. The
     launcher `local` has no queue, so a sweep is not started yet and `SentJob.job_id` is empty.
 
-    check: ask Slurm for its forecast first.
     check_python: start the tasks' interpreters and require that they can import torch.
     force: warn of resources and programs not found here, rather than refuse (`slurm_checks`,
         `programs`).
@@ -61,6 +59,43 @@ def submit(
     Raises RequestError after removing the directory, and SlurmError if the job may be queued. An
     interruption is logged and raised again.
     """
+    _check(spec, script, check_python=check_python, force=force, inputs_checked=inputs_checked)
+    made = (SweepDir if spec.sweep else RunDir).create(spec, script)
+    with made as run, reporting_queued_job(spec), contextlib.ExitStack() as stack:
+        bundle.bundle_into(run)
+        _keep_code(spec, run, snapshot_limit_mb)
+        runs: list[RunDir] = []
+        if isinstance(run, SweepDir):
+            runs = stack.enter_context(created_points(run, spec, range(len(spec.sweep))))
+        return run, send(spec, script, run, runs)
+
+
+def forecast(spec: JobSpec, script: str, *, check_python: bool = False, force: bool = False) -> str:
+    """Check a request as `submit` does, and return Slurm's forecast; submit and write nothing.
+
+    Raises RequestError if the request is invalid or Slurm refuses it, SlurmError if Slurm cannot
+    be asked.
+    """
+    if spec.launcher == "local":
+        raise OptionError(
+            "--test-only", " conflicts with --launcher local, which does not ask Slurm."
+        )
+    _check(spec, script, check_python=check_python, force=force, fetch=False)
+    if spec.after:
+        chain.check(chain.check_awaited(spec), spec)
+    return slurm_checks.forecast(script)
+
+
+def _check(
+    spec: JobSpec,
+    script: str,
+    *,
+    check_python: bool,
+    force: bool,
+    inputs_checked: bool = False,
+    fetch: bool = True,
+) -> None:
+    """Check a request before anything is created; see `submit`, and `check_inputs` for fetch."""
     if Path(spec.run_dir).exists():
         raise RequestError(
             f"the run {spec.run_name} already exists at {spec.run_dir}. Choose another "
@@ -81,21 +116,11 @@ def submit(
         check_start()
     if not inputs_checked:
         for train in spec.trainings:
-            check_inputs(train, spec)
+            check_inputs(train, spec, fetch=fetch)
         for remark in remarks(spec):
             warning(coded(remark, "CD0112"))
     if question:
         slurm_checks.check_partitions(spec, question.answer(), force=force)
-    if check and spec.launcher != "local":
-        slurm_checks.log_forecast(script)
-    made = (SweepDir if spec.sweep else RunDir).create(spec, script)
-    with made as run, reporting_queued_job(spec), contextlib.ExitStack() as stack:
-        bundle.bundle_into(run)
-        _keep_code(spec, run, snapshot_limit_mb)
-        runs: list[RunDir] = []
-        if isinstance(run, SweepDir):
-            runs = stack.enter_context(created_points(run, spec, range(len(spec.sweep))))
-        return run, send(spec, script, run, runs)
 
 
 def send(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDir] = ()) -> SentJob:

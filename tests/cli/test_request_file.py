@@ -67,7 +67,7 @@ TRAINING = [
     "--straggler-window", "3s", "--model", "mlp",
 ]  # fmt: skip
 AROUND = [
-    "--python", "python3", "--controller-python", "python3", "--check", "--force",
+    "--python", "python3", "--controller-python", "python3", "--force",
     "--allow-launcher",
     "--no-requeue", "--max-restarts", "1", "--template", "torchrun.sbatch.j2",
     "--avoid-bad-nodes-for", "3h", "--preflight", "none",

@@ -1,6 +1,7 @@
 """The main job on a real Slurm, typed as a user would type it."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -200,3 +201,17 @@ def test_what_no_node_has_is_refused_and_sbatch_decides_where_a_person_insists(
     done = submit_patiently(cluster, tmp_path, *long, "--force", "--", "true")
     assert done.returncode == 0, done.stderr
     cluster.run(["scancel", json.loads(done.stdout)["job_id"]], check=True)
+
+
+def test_a_test_queues_nothing_and_leaves_nothing(cluster: SlurmCluster, tmp_path: Path) -> None:
+    typed = ("--test-only", "--run-name", "tested", "--json")
+    done = submit(cluster, tmp_path, *typed, "--nodes", "2", "--", "true")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert re.match(r"to start at 20\d\d-.* on nodes h\[01-02\]", told["forecast"])
+    assert told["run_dir"] == str(tmp_path / "jobs/tested")
+    done = submit(cluster, tmp_path, *typed, "--constraint", "nowhere", "--", "true")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Slurm refuses the job: Invalid feature specification" in done.stderr
+    assert cluster.run(["squeue", "-h", "-t", "all", "-n", "tested"]).stdout == ""
+    assert list(tmp_path.iterdir()) == []

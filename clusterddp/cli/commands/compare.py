@@ -30,7 +30,7 @@ from clusterddp.submission.inputs import check_inputs, find_user_functions
 
 # Values of the options of `submit` that a row decides, or that a comparison has no use for.
 _FIXED: dict[str, object] = {
-    **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "check": False, "job_name": None},
+    **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "job_name": None},
     **{"strategy": "ddp", "init_from": "", "find_batch_size": False},
 }
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")

@@ -78,6 +78,11 @@ class SubmitCommand(WithCommand):
 )
 @site_options
 @click.option("--dry-run", is_flag=True, help="Print the sbatch script and change nothing.")
+@click.option(
+    "--test-only",
+    is_flag=True,
+    help="Check the request, print when Slurm would start it; submit nothing.",
+)
 @click.option("--wait", is_flag=True, help="Follow the run; exit with its code.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @help_all_option
@@ -88,6 +93,7 @@ def command(
     run_name: str | None,
     save_to: Path | None,
     dry_run: bool,
+    test_only: bool,
     wait: bool,
     as_json: bool,
     max_concurrent: int | None,
@@ -109,10 +115,15 @@ def command(
         raise RequestError("--run-name is empty; leave it out to have one made up. [CD0102]")
     if dry_run and wait:
         raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    checks = held.flags(("check", "check_python"))
-    if dry_run and checks and not save_to:  # a request to save keeps them for its submission
+    if test_only and (dry_run or wait):
+        other = "--dry-run" if dry_run else "--wait"
+        raise click.UsageError(f"--test-only conflicts with {other}. Remove one of them.", ctx)
+    # A request to save keeps it for its submission.
+    if dry_run and held.flags(["check_python"]) and not save_to:
         raise click.UsageError(
-            f"--dry-run asks neither Slurm nor an interpreter: leave it out, or {checks}.", ctx
+            "--dry-run conflicts with --check-python, because it starts no interpreter. Remove "
+            "one of them.",
+            ctx,
         )
     swept = sweep_of(held, max_concurrent or 0)
     if max_concurrent and not swept:
@@ -130,6 +141,8 @@ def command(
         _print_script(spec, script, as_json=as_json)
         return EXIT_DONE
     main.go_on()
+    if test_only:
+        return _test(held, spec, script, as_json=as_json)
     return _submit(held, spec, script, wait=wait, as_json=as_json)
 
 
@@ -159,6 +172,18 @@ def _print_script(spec: JobSpec, script: str, *, as_json: bool) -> None:
     click.echo(json.dumps(fields) if as_json else script, nl=as_json)
 
 
+def _test(held: Given, spec: JobSpec, script: str, *, as_json: bool) -> int:
+    """Print Slurm's forecast of the request."""
+    from clusterddp.submission import submit
+
+    asked = {name: held.values[name] for name in ("check_python", "force")}
+    words = submit.forecast(spec, script, **asked)
+    fields = {"run": spec.run_name, "run_dir": spec.run_dir, "forecast": words}
+    text = f"{spec.run_name} is valid, and was not submitted. Slurm says: {words}"
+    click.echo(json.dumps(fields) if as_json else text)
+    return EXIT_DONE
+
+
 def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bool) -> int:
     """Submit the request, print how to follow it, and follow it where that is asked for."""
     from clusterddp import formatting  # what follows has no part in a dry run
@@ -171,7 +196,6 @@ def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: boo
             spec,
             script,
             snapshot_limit_mb=values["snapshot_limit"],
-            check=values["check"],
             check_python=values["check_python"],
             force=values["force"],
         )

@@ -561,64 +561,84 @@ def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecas
 
 
 @pytest.mark.parametrize(
-    ("forecast", "words"),
+    ("forecast", "code", "words"),
     [
-        ("echo 'sbatch: Job 9 to start at 2026-01-02T03:04:05 on nodes h1' >&2; exit 0",
-         "clusterddp: Slurm says: to start at 2026-01-02T03:04:05 on nodes h1\n"),
-        ("echo 'allocation failure: Requested node configuration is not available' >&2; exit 1",
-         "warning: Slurm says: Requested node configuration is not available. The job would"),
-        ("echo 'allocation failure: Invalid partition name specified' >&2; exit 1",
-         "warning: Slurm says: Invalid partition name specified [CD0403]\n"),
-        ("echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1",
-         "warning: cannot get Slurm's forecast: "),
+        ("echo 'sbatch: Job 9 to start at 2026-01-02T03:04:05 on nodes h1' >&2; exit 0", 0,
+         "demo is valid, and was not submitted. Slurm says: to start at 2026-01-02T03:04:05 on "
+         "nodes h1\n"),
+        ("echo 'allocation failure: Requested node configuration is not available' >&2; exit 1", 2,
+         "Slurm refuses the job: Requested node configuration is not available. If nodes"),
+        ("echo 'allocation failure: Invalid partition name specified' >&2; exit 1", 2,
+         "Slurm refuses the job: Invalid partition name specified. Change the option"),
+        ("echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1", 1,
+         "Unable to contact slurm controller"),
     ],
+    ids=["would start", "no node", "refused", "no answer"],
 )  # fmt: skip
-def test_a_check_is_one_question_that_warns_and_refuses_nothing(
-    forecast: str, words: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_test_asks_slurm_and_leaves_nothing(
+    forecast: str, code: int, words: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = sbatch_that_forecasts(elsewhere, monkeypatch, forecast)
-    result = run("--check", "--run-name", "demo", "--no-snapshot", "--", "true")
-    assert result.exit_code == 0, result.output
-    assert words in result.stderr
-    assert "as job 7" in result.stdout
-    assert calls.read_text().split("\n") == ["--test-only", "--parsable", ""]
+    result = run("--test-only", "--run-name", "demo", "--", "true")
+    if code:
+        assert isinstance(result.exception, ClusterDDPError)
+        assert result.exception.exit_code == code
+        assert words in str(result.exception)
+        assert result.stdout == ""
+    else:
+        assert (result.exit_code, result.stdout) == (0, words)
+    assert calls.read_text() == "--test-only\n"
+    assert {path.name for path in elsewhere.iterdir()} == {"bin", "calls"}
+
+
+def test_a_test_as_json_and_of_a_training(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch_that_forecasts(elsewhere, monkeypatch, "echo 'Job 9 to start at noon' >&2; exit 0")
+    for argv in (["--", "true"], ["--sweep", "lr=1,2", "--", "true", "{lr}"], []):
+        result = run("--test-only", "--json", "--run-name", "demo", *argv)
+        assert json.loads(result.stdout) == {
+            "run": "demo", "run_dir": f"{elsewhere}/jobs/demo", "forecast": "to start at noon",
+        }  # fmt: skip
+        assert {path.name for path in elsewhere.iterdir()} == {"bin", "calls"}  # no data either
 
 
 @pytest.mark.parametrize(
     ("setting", "warned"), [("1-9,75", True), ("(null)", False)], ids=["set", "not set"]
 )
-def test_a_check_warns_of_codes_for_which_slurm_requeues(
+def test_a_test_warns_of_codes_for_which_slurm_requeues(
     setting: str, warned: bool, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch_that_forecasts(elsewhere, monkeypatch, "echo found >&2; exit 0")
     scontrol = elsewhere / "bin" / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho 'RequeueExit             = {setting}'\n")
     scontrol.chmod(0o755)
-    result = run("--check", "--run-name", "demo", "--no-snapshot", "--", "true")
+    result = run("--test-only", "--run-name", "demo", "--", "true")
     assert result.exit_code == 0, result.output
     assert (f"warning: slurm.conf has RequeueExit={setting}" in result.stderr) == warned
 
 
-def test_without_a_check_and_in_a_dry_run_slurm_is_not_asked(
+def test_without_a_test_and_in_a_dry_run_slurm_is_not_asked(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
-    for flag in ("--check", "--check-python"):
-        assert f"leave it out, or {flag}." in refusal(flag, "--dry-run", "--", "true")
-    monkeypatch.setenv("CLUSTERDDP_CHECK", "yes")  # for submissions
+    dry = refusal("--check-python", "--dry-run", "--", "true")
+    assert "--dry-run conflicts with --check-python, because it starts no interpreter." in dry
+    for other in ("--dry-run", "--wait"):
+        message = refusal("--test-only", other, "--", "true")
+        assert f"--test-only conflicts with {other}. Remove one of them." in message
+    monkeypatch.setenv("CLUSTERDDP_CHECK_PYTHON", "yes")  # for submissions
     assert run("--dry-run", "--", "true").exit_code == 0
-    monkeypatch.delenv("CLUSTERDDP_CHECK")
+    monkeypatch.delenv("CLUSTERDDP_CHECK_PYTHON")
     assert not calls.exists()
     assert run("--run-name", "demo", "--no-snapshot", "--", "true").exit_code == 0
     assert calls.read_text() == "--parsable\n"
 
 
-def test_a_rehearsal_is_not_checked_by_slurm(
+def test_a_rehearsal_is_not_tested_by_slurm(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = sbatch_that_forecasts(elsewhere, monkeypatch, "exit 1")
-    result = run("--check", "--launcher", "local", "--run-name", "demo", "--", "true")
-    assert result.exit_code == 0, result.output
+    message = refusal("--test-only", "--launcher", "local", "--", "true")
+    assert "--test-only conflicts with --launcher local" in message
     assert not calls.exists()
 
 
