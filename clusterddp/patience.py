@@ -13,6 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _GROWTH = 1.5
+_SLICE = 1.0
 
 SLURM_AWAY = 600.0
 """Time for a slurmctld to restart or fail over."""
@@ -89,7 +90,7 @@ def looks(
         is_last = time.monotonic() >= deadline
         yield is_last
         if not is_last:
-            time.sleep(max(min(every, deadline - time.monotonic()), 0.0))
+            pause(max(min(every, deadline - time.monotonic()), 0.0))
             every = max(every, min(every * _GROWTH, longest or every))
 
 
@@ -105,3 +106,14 @@ def wait_until(
         if answer := condition():
             break
     return answer
+
+
+def pause(seconds: float) -> None:
+    """Sleep in slices.
+
+    A signal between Python's check for signals and the sleep does not interrupt it (PEP 475): its
+    handler runs after the slice.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _SLICE))

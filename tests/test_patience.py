@@ -8,11 +8,10 @@ from clusterddp import patience
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Have time pass by pauses alone; returns the list of them."""
+    """Have time pass only by pauses; returns the list of them."""
     taken: list[float] = []
-    monkeypatch.setattr(
-        patience, "time", SimpleNamespace(monotonic=lambda: sum(taken), sleep=taken.append)
-    )
+    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: sum(taken)))
+    monkeypatch.setattr(patience, "pause", taken.append)
     return taken
 
 
@@ -37,3 +36,14 @@ def test_pauses_grow_up_to_the_longest(pauses: list[float]) -> None:
     looks = patience.looks(math.inf, every=1.0, longest=2.0)
     assert not any(next(looks) for _ in range(5))
     assert pauses == [1.0, 1.5, 2.0, 2.0]
+
+
+def test_a_long_pause_is_slept_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a signal just before a sleep waits for a second, not for an hour."""
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(patience, "time", clock)
+    patience.pause(3.5)
+    assert slept == [1.0, 1.0, 1.0, 0.5]
+    patience.pause(0.0)
+    assert len(slept) == 4

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -157,9 +156,10 @@ def test_a_rank_that_is_at_work_is_waited_for(
             for rank in (1, 2):
                 step.record(rank, **ENDED)
 
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
+    clock = SimpleNamespace(monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)
     monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(patience, "pause", sleep)
     step.watch()
     assert looks > 50
     assert step.cancelled == ["17.3"]
@@ -186,9 +186,10 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
             assert step.cancelled == []
             step.attempt.renew_liveness(looks)
 
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: looks * 0.02)
+    clock = SimpleNamespace(monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)
     monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(patience, "pause", sleep)
     step.watch()
     assert looks > 50 + 20  # the longer grace
     assert step.cancelled == ["17.3"]
@@ -222,9 +223,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watch(attempt: Attempt, sleep: Sleep, end: Callable[[], None] | None = None) -> None:
-    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patience, "time", clock)
+        patch.setattr(patience, "pause", sleep)
         step_watch.watch_output(attempt, 4, 600.0, end)
 
 

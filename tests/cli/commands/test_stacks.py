@@ -37,14 +37,15 @@ pathlib.Path(f"up-{os.environ['RANK']}").touch()
 SHELL = ["bash", "-c", "touch up-$RANK; : <go"]
 # Half an hour of silence passes once there is a file `quiet`.
 JUMPS = """\
-import pathlib, time
-plain = time.sleep
-def sleep(seconds):
+import pathlib
+from clusterddp import patience
+plain = patience.pause
+def pause(seconds):
     while seconds == 30 and not pathlib.Path({quiet!r}).exists():
         plain(0.02)
     if seconds != 30:
         plain(seconds)
-time.sleep = sleep
+patience.pause = pause
 """
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -164,7 +163,7 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
         finish(sweep, len(looks), code=0, job_id=str(10 + len(looks)))
 
     workplace.command("squeue", f"{PENDING.replace('$N', '7')}; echo '3 3|RUNNING|None'")
-    monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pass_by))
+    monkeypatch.setattr(patience, "pause", pass_by)
     got = workplace.invoke("runs", "--watch")
     assert got.code == 130
     rows = [line for line in got.out.splitlines() if line.startswith("s ")]
