@@ -1,7 +1,7 @@
-"""Sweeps as their points grow: submission, `runs` and `report` of 10, 100 and 1,000 points.
+"""Sweeps as their trials grow: submission, `runs` and `report` of 10, 100 and 1,000 trials.
 
 Slurm's commands are stand-ins that answer at once: the time is clusterddp's own. Of each sweep nine
-points of ten have ended, with 200 lines of metrics each, and the others are in the queue.
+trials of ten have ended, with 200 lines of metrics each, and the others are in the queue.
 """
 
 import functools
@@ -17,19 +17,19 @@ from benchmarks.pairs import Row, Sample, alternate, note, timed
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir, SweepDir
 
-POINTS = (10, 100, 1000)
+TRIALS = (10, 100, 1000)
 PAIRS = 5
 _LINES = 200
 _LIMITS = "MaxArraySize            = 10001\nMaxJobCount             = 10000"
 
 
 def measure() -> list[Row]:
-    """Return a row for each command and number of points; larger sweeps against the smallest."""
+    """Return a row for each command and number of trials; larger sweeps against the smallest."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _make_slurm(folder / "bin")
         run = functools.partial(cli.run, folder=folder, environ=cli.environment(folder))
-        for count in POINTS:
+        for count in TRIALS:
             run(_submission(folder / str(count), count))
             _let_run(SweepDir(folder / str(count) / "s"))
 
@@ -51,18 +51,18 @@ def measure() -> list[Row]:
                 ("runs", asking("runs")),
                 ("report", asking("report", "s")),
             )
-            for count in POINTS
+            for count in TRIALS
         ]
 
 
 def _row(what: str, count: int, sample: Callable[[int], Sample], empty: Sample) -> Row:
-    few = POINTS[0]
+    few = TRIALS[0]
     baseline, name = (sample(few), f"of {few}") if count > few else (empty, cli.BASELINE_NAME)
     before, seconds = alternate(baseline, sample(count), PAIRS)
-    row = Row(f"clusterddp {what}, {count:,} points", name, before, seconds)
+    row = Row(f"clusterddp {what}, {count:,} trials", name, before, seconds)
     if count > few:
         each = (row.figure - row.baseline_figure) / (count - few)
-        note(f"{row.name}: {each:.2f} ms for each point beyond {few}")
+        note(f"{row.name}: {each:.2f} ms for each trial beyond {few}")
     return row
 
 
@@ -86,7 +86,7 @@ def _submit(run: Callable[[Sequence[str]], None], root: Path, count: int) -> flo
 
 
 def _let_run(sweep: SweepDir) -> None:
-    """Let all points have ended but the last tenth."""
+    """Let all trials have ended but the last tenth."""
     runs = sweep.elements
     for index, run in enumerate(runs[: -len(runs) // 10]):
         job_id = str(index + 100)
@@ -105,9 +105,9 @@ def _measure(run: RunDir) -> None:
 
 
 def _make_slurm(folder: Path) -> None:
-    """Stand-ins on PATH; squeue knows all points, and none that has ended is asked for."""
+    """Stand-ins on PATH; squeue knows all trials, and none that has ended is asked for."""
     folder.mkdir()
-    queued = "".join(f"7_{index} 7|PENDING|Priority\n" for index in range(POINTS[-1]))
+    queued = "".join(f"7_{index} 7|PENDING|Priority\n" for index in range(TRIALS[-1]))
     for name, answer in (("sbatch", "7\n"), ("scontrol", f"{_LIMITS}\n"), ("squeue", queued)):
         (folder / f"{name}.txt").write_text(answer)
         program = folder / name

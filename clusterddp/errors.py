@@ -83,7 +83,7 @@ _OF_OPTIONS = {
     "--over": "CD1104",
     "--partition": "CD0407",
     "--init-from": "CD0701",
-    "--sample": "CD1101",
+    "--num-samples": "CD1101",
     "--sample-seed": "CD1101",
     "--sbatch": "CD0107",
     "--spare-nodes": "CD0105",

@@ -72,8 +72,8 @@ def test_the_calls_for_many_runs(runs: int, site: Workplace) -> None:
     for job in jobs:
         site.run(f"r-{job}", submitted(job), started(job))
         site.run(f"done-{job}", submitted(job), started(job), ended(job, 0, cause="done"))
-    points = tuple((str(number),) for number in range(runs))
-    site.sweep("sw", ("lr",), *points)
+    trials = tuple((str(number),) for number in range(runs))
+    site.sweep("sw", ("lr",), *trials)
     counted = {}
 
     counted["`runs`, all recorded as done"] = count(site, "runs", "done-*")
@@ -86,7 +86,7 @@ def test_the_calls_for_many_runs(runs: int, site: Workplace) -> None:
     counted["`status` of a sweep"] = count(site, "status", "sw")
     counted["`cancel --yes` of a sweep"] = count(site, "cancel", "--yes", "sw")
     swept = ("--run-name", "new", "--sweep", f"lr=1..{runs}", "--", "/bin/true", "{lr}")
-    counted["`submit` of a sweep of so many points"] = count(site, "submit", *swept)
+    counted["`submit` of a sweep of so many trials"] = count(site, "submit", *swept)
 
     assert counted == {label: calls_on_the_page(label, column) for label in counted}
     many = [label for label, cells in ROWS.items() if len(cells) == len(COUNTS) and " " in label]

@@ -161,7 +161,7 @@ def test_runs_prints_what_status_prints(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("status of a sweep", "points"), ("report of a sweep", "rows"), ("doctor", "checks"),
+        ("status of a sweep", "trials"), ("report of a sweep", "rows"), ("doctor", "checks"),
     ],
 )  # fmt: skip
 def test_the_objects_of_a_list_have_what_the_page_names(

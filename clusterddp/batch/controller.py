@@ -106,7 +106,7 @@ def control(
     asked = str(run_dir).removesuffix(f"-{index}") if index else str(run_dir)
     spec = JobSpec.from_script(script.read_text("utf-8", "surrogateescape"), asked)
     if spec.sweep:
-        spec = _point(spec, index)
+        spec = _trial(spec, index)
     if spec.slurm_folder and not shutil.which("scontrol"):  # a module may add it to PATH later
         path = f"{os.environ.get('PATH', os.defpath)}:{spec.slurm_folder}"
         change_environment({"PATH": path})
@@ -134,14 +134,14 @@ def control(
         return code
 
 
-def _point(spec: JobSpec, index: str | None) -> JobSpec:
+def _trial(spec: JobSpec, index: str | None) -> JobSpec:
     """Return the request of one array task. Raises RequestError if the sweep has no such index."""
     try:
         return spec.element(int(index or ""))
     except (ValueError, IndexError):
         raise RequestError(
-            f"the sweep {spec.run_name} has no point {index!r}: its indices are 0 to "
-            f"{len(spec.sweep) - 1}. Start it with sbatch --array=INDEX. [CD1104]"
+            f"the sweep {spec.run_name} has no trial {index!r}: its indices are 0 to "
+            f"{len(spec.sweep) - 1}. Start one with: sbatch --array=INDEX [CD1104]"
         ) from None
 
 

@@ -224,8 +224,8 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
                 "submitit's pickled task belongs to the job that it was made for [CD0305]"
             )
         script = run.script.read_text("utf-8")
-        # A sweep point runs the script of all points, or a copy that is not an array's.
-        is_own = spec.point and not is_array(script)
+        # A trial runs its sweep's script, or its own, which is not an array's.
+        is_own = spec.trial and not is_array(script)
         index = "" if is_own else os.environ.get("SLURM_ARRAY_TASK_ID", "")
         try:
             choice, exclude = choose_excluded(job, spec, History.read(run))

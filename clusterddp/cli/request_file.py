@@ -28,7 +28,9 @@ _BY_NAME = ("env", "sbatch")
 """Lists whose typed items change what they name, unless one is empty; others are replaced."""
 _OTHERS = ("force", "check_python", "snapshot_limit")
 """Options of a submission that are no part of its JobSpec, but for where things lie."""
-_OF_A_SUBMISSION = ("run-name", "sweep", "sweep-file", "sample", "sample-seed", "max-concurrent")
+_OF_A_SUBMISSION = (
+    *("run-name", "sweep", "sweep-file", "num-samples", "sample-seed", "max-concurrent"),
+)
 """Options that make runs of a request, and are no keys of a file."""
 
 

@@ -1,4 +1,4 @@
-"""Shared by the commands on sweeps: the options of one, its points as a table, its submission."""
+"""Shared by the commands on sweeps: options, the table of trials, and their submission."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from clusterddp import errors, log
 from clusterddp.launchers import SentJob
 from clusterddp.request.options import Given
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import NO_SWEEP, Sweep, parse, read_points
+from clusterddp.request.sweep import NO_SWEEP, Sweep, format_trial, parse, read_trials
 
 if TYPE_CHECKING:  # a dry run reads no run
     from clusterddp.run.run_dir import RunDir, SweepDir
@@ -23,22 +23,22 @@ _SEEDS = 2**32
 
 
 def sweep_options(function: F) -> F:
-    """Add the options that name the points of a sweep, for `sweep_of`."""
+    """Add the options that define the trials of a sweep; `sweep_of` reads them."""
     rows: dict[str, dict[str, Any]] = {
         "--sweep": {
             "multiple": True,
             "metavar": "NAME=VALUES",
-            "help": "One run per value: lr=0.1,0.3 or seed=0..4; repeatable.",
+            "help": "One trial per value: lr=0.1,0.3 or seed=0..4; repeatable.",
         },
         "--sweep-file": {
             "type": click.Path(path_type=Path, dir_okay=False),
             "metavar": "FILE",
-            "help": "Read points from a .csv with a header or a .jsonl.",
+            "help": "Read the trials from a .csv with a header or a .jsonl.",
         },
-        "--sample": {
+        "--num-samples": {
             "type": int,
             "metavar": "N",
-            "help": "Draw N points from --sweep: lists, log:1e-4..1e-1, lin:0.0..1.0.",
+            "help": "Draw N trials from --sweep: lists, log:1e-4..1e-1, lin:0.0..1.0.",
         },
         "--sample-seed": {
             "type": click.IntRange(0, _SEEDS - 1),
@@ -52,39 +52,43 @@ def sweep_options(function: F) -> F:
 
 
 def sweep_of(given: Given, max_concurrent: int = 0) -> Sweep:
-    """Return the sweep that was typed; none without its options. Raises OptionError."""
+    """Return the sweep that the options define, or NO_SWEEP. Raises OptionError."""
     items, path = given.values["sweep"], given.values["sweep_file"]
-    sample, seed = given.values["sample"], given.values["sample_seed"]
-    if seed is not None and sample is None:
-        raise errors.OptionError("--sample-seed", " is for draws: give --sample N.")
+    num_samples, seed = given.values["num_samples"], given.values["sample_seed"]
+    if seed is not None and num_samples is None:
+        raise errors.OptionError(
+            "--sample-seed", " applies only to random draws. Add --num-samples N."
+        )
     if not items and path is None:
-        if sample is not None:
+        if num_samples is not None:
             raise errors.OptionError(
-                "--sample", " needs values to draw from. Add --sweep NAME=VALUES."
+                "--num-samples", " needs values to draw from. Add --sweep NAME=VALUES."
             )
         return NO_SWEEP
-    if sample is not None and seed is None:
+    if num_samples is not None and seed is None:
         seed = int.from_bytes(os.urandom(4), "big")
-    rows = read_points(path) if path else ()
-    return parse(items, rows, sample=sample, seed=seed or 0, max_concurrent=max_concurrent)
+    rows = read_trials(path) if path else ()
+    return parse(
+        items, rows, num_samples=num_samples, seed=seed or 0, max_concurrent=max_concurrent
+    )
 
 
-def described(sweep: Sweep) -> dict[str, object]:
-    """Return what --json says of a sweep's points."""
-    points = [dict(sweep.point(index)) for index in range(len(sweep))]
-    return {"points": points, "sample_seed": sweep.sample_seed}
+def sweep_fields(sweep: Sweep) -> dict[str, object]:
+    """Return the fields of --json that list a sweep's trials."""
+    trials = [dict(sweep.trial(index)) for index in range(len(sweep))]
+    return {"trials": trials, "sample_seed": sweep.sample_seed}
 
 
 def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
-    """Return the points, or some of them, as a table: the run's name, and what it varies."""
+    """Return the trials, or only these indices, as a table of names and values."""
     from clusterddp import formatting
 
     sweep = spec.sweep
     rows = [
-        (f"{spec.run_name}-{index}", *map(formatting.line, sweep.points[index]))
+        (f"{spec.run_name}-{index}", *map(formatting.line, sweep.trials[index]))
         for index in (range(len(sweep)) if indices is None else indices)
     ]
-    table = formatting.table([("RUN", *sweep.names), *rows])
+    table = formatting.table([("TRIAL", *sweep.names), *rows])
     if sweep.sample_seed is not None:
         table += f"\ndrawn with --sample-seed {sweep.sample_seed}"
     return table
@@ -98,9 +102,9 @@ def echo_dry_run(
     indices: Sequence[int] = (),
     as_json: bool,
 ) -> None:
-    """Print a script that would be submitted again, and what sbatch would get beside it.
+    """Print a script that would be resubmitted, and the additional options of sbatch.
 
-    indices: of the points of a sweep.
+    indices: trials to submit, for a sweep.
     """
     from clusterddp.submission.submit import extra_sbatch_options
 
@@ -124,26 +128,26 @@ def follow_sweep(
     wait: bool,
     as_json: bool,
 ) -> int:
-    """Print the submission of points of a sweep, and follow them where that is asked for.
+    """Print the submission of a sweep's trials, and follow them with `wait`.
 
-    With the launcher `local` the points run here, one after the other. Returns the exit code of
-    the command: the highest of the points that were followed.
+    The launcher `local` runs the trials here, one after another. Returns the command's exit code:
+    the highest of the trials that were followed.
     """
     from clusterddp import formatting
     from clusterddp.run.run_dir import SweepDir
 
-    sweep, count = SweepDir(path), formatting.count(len(indices), "point")
+    sweep, count = SweepDir(path), formatting.count(len(indices), "trial")
     runs = [sweep.element(index) for index in indices]
     fields: dict[str, object] = {"sweep": spec.run_name, "run_dir": spec.run_dir}
     is_local = spec.launcher == "local"
-    fields |= {"job_id": submission.job_id, "indices": [*indices], **described(spec.sweep)}
+    fields |= {"job_id": submission.job_id, "indices": [*indices], **sweep_fields(spec.sweep)}
     words = f"submitted {spec.run_name} as job array {submission.job_id}"
     if is_local:
-        words = f"running {spec.run_name} here, one point after the other"
+        words = f"running {spec.run_name} here, one trial after another"
     words += (
         f": {count}, each {spec.layout}\n"
         f"  files   {spec.run_dir}-INDEX\n"
-        f"  points  clusterddp status {sweep.cli_name}\n"
+        f"  trials  clusterddp status {sweep.cli_name}\n"
         f"  logs    clusterddp logs {runs[0].cli_name}\n"
         f"  cancel  clusterddp cancel {sweep.cli_name}"
     )
@@ -164,7 +168,7 @@ def follow_sweep(
 
 
 def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> int:
-    """Run the points one after the other; one that fails keeps no other from its turn."""
+    """Run the trials one after another, including those after a failed one."""
     from clusterddp.cli.runs import follow
     from clusterddp.launchers import local
     from clusterddp.run.history import History
@@ -173,11 +177,11 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
     script, code = sweep.script.read_text(), errors.EXIT_DONE
     for run in runs:
         if was_cancelled_before_turn(History.read(run)):
-            log.info(f"{run.name}: cancelled ahead of its turn")
+            log.info(f"{run.name}: cancelled before it started")
             code = max(code, errors.EXIT_FAILED)
             continue
         spec = run.load_spec()
-        log.info(f"{run.name}: {' '.join(f'{name}={text}' for name, text in spec.point)}")
+        log.info(f"{run.name}: {format_trial(spec.trial)}")
         sent = local.submit(spec, script, run)
         assert sent.stop
         if was_cancelled_before_turn(History.read(run)):  # while it was submitted
@@ -186,17 +190,17 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
         sent.stop()
         code = max(code, ended)
         if ended == errors.EXIT_INTERRUPTED:
-            log.info(f"{sweep.name}: interrupted; the points after {run.name} have not run")
+            log.info(f"{sweep.name}: interrupted; the trials after {run.name} have not run")
             break
     else:
-        from clusterddp.status import notify  # where all have run, a program may be told
+        from clusterddp.status import notify  # not after an interruption
 
         notify.notify_sweep(sweep, "rehearsal")
     return code
 
 
 def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
-    """Wait for the end of each run; returns the highest of their exit codes."""
+    """Wait until each run has ended; return the highest exit code."""
     code = errors.EXIT_DONE
     try:
         from clusterddp.status.follow import log_end, wait_for_end
@@ -206,8 +210,8 @@ def _wait(sweep: "SweepDir", runs: "Sequence[RunDir]") -> int:
             code = ended if code == errors.EXIT_DONE or ended == errors.EXIT_FAILED else code
     except KeyboardInterrupt:
         click.echo(
-            f"\nclusterddp: {sweep.name} goes on; 'clusterddp runs --watch {sweep.cli_name}' "
-            f"follows it, 'clusterddp cancel {sweep.cli_name}' ends it",
+            f"\nclusterddp: {sweep.name} continues. To follow it: clusterddp runs --watch "
+            f"{sweep.cli_name}. To end it: clusterddp cancel {sweep.cli_name}",
             err=True,
         )
         return errors.EXIT_INTERRUPTED

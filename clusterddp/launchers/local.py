@@ -173,7 +173,7 @@ def main() -> None:
 
 
 def _element(run: RunDir, script: str) -> dict[str, str]:
-    """Return the array index of a sweep's point if its script is that of all points."""
+    """Return the array index of a trial that has its sweep's script; empty otherwise."""
     is_of_all = run.sweep and is_array(script)
     return {"SLURM_ARRAY_TASK_ID": run.name.rpartition("-")[2]} if is_of_all else {}
 

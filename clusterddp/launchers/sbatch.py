@@ -302,7 +302,7 @@ def _in_container(spec: JobSpec, words: Sequence[str], ranks: int = 1) -> list[s
 
 
 def task_arguments(spec: JobSpec) -> list[str]:
-    """Return the arguments of all ranks after `python -m clusterddp`, without those of a point."""
+    """Return the arguments of all ranks after `python -m clusterddp`, without swept values."""
     return [spec.program.starter, f"--run-dir={spec.run_dir}", *_options(spec), *spec.command]
 
 
@@ -314,7 +314,7 @@ def _options(spec: JobSpec) -> list[str]:
 def task_words(spec: JobSpec, *, agents: bool = False) -> list[str]:
     """Return the command of a rank as words of bash; agents: as the program of a torchrun agent.
 
-    The values of a sweep are in variables that `points` sets. An agent needs $$ for a $ in the
+    Swept values are in variables that `trials` sets. An agent needs $$ for a $ in the
     arguments of its program.
     """
 
@@ -365,13 +365,13 @@ def agent_words(spec: JobSpec) -> list[str]:
     ]
 
 
-def points(spec: JobSpec) -> list[str]:
-    """Return the branches of a bash `case` over the array index that set a point's variables."""
+def trials(spec: JobSpec) -> list[str]:
+    """Return the branches of a bash `case` that set the variables of each trial by array index."""
     lines = []
     for index in range(len(spec.sweep)):
-        point = spec.sweep.point(index)
-        settings = [f"{sweep.variable(name)}={shell_word(text)}" for name, text in point]
-        for name, words in spec.program.lists_at(point).items():
+        trial = spec.sweep.trial(index)
+        settings = [f"{sweep.variable(name)}={shell_word(text)}" for name, text in trial]
+        for name, words in spec.program.arrays_for(trial).items():
             settings.append(f"{name}=({' '.join(map(shell_word, words))})")
         lines.append(f"{index}) {' '.join(settings)} ;;")
     return lines
@@ -415,7 +415,7 @@ def _context(spec: JobSpec) -> dict[str, object]:
         "container_words": functools.partial(container_words, spec),
         "task": _in_container(spec, task_words(spec)),
         "agent": _in_container(spec, agent_words(spec), spec.resources.tasks_per_node),
-        "points": points(spec),
+        "trials": trials(spec),
         "request": spec.to_script(),
     }
 
@@ -541,8 +541,8 @@ def _check(spec: JobSpec, script: str) -> None:
         )
     if spec.sweep and not sweep.is_array(script):
         raise RequestError(
-            f"--sweep: the script of template {spec.template} has no line '#SBATCH --array=', by "
-            "which it is known to start points. Leave its directives in, and array out of "
+            f"--sweep: the script of template {spec.template} has no line '#SBATCH --array=', "
+            "which starts the trials. Keep its directives, and leave array out of "
             "--omit-directive. [CD0303]"
         )
     body = False

@@ -51,12 +51,12 @@ def page(gathered: Sequence[Gathered]) -> str:
 def sweep_page(report: SweepReport) -> str:
     """Render the page of a sweep; without matplotlib, a note replaces the plots."""
     most = _MOST_LINES if plots.can_draw() else 0
-    best = [row for row in report.rows[:most] if report.by in row.figures]
+    best = [row for row in report.rows[:most] if report.by in row.metrics]
     folder = Path(report.directory)
     lines = [
         [
             read_lines(RunDir(folder.with_name(run.run)).metrics, all_over=True)
-            for run in row.runs[:_MOST_CURVES]
+            for run in row.trials[:_MOST_CURVES]
         ]
         for row in best
     ]

@@ -221,19 +221,19 @@ def over_parameter(report: SweepReport, name: str) -> Drawing | None:
     The axis is logarithmic if the values differ by factors. Values that are not numeric are
     numbered; the legend lists them. None if no value differs, or the legend would be too long.
     """
-    runs = [run for row in report.rows for run in row.runs]
-    texts = dict.fromkeys(run.point[name] for run in runs)
+    runs = [run for row in report.rows for run in row.trials]
+    texts = dict.fromkeys(run.params[name] for run in runs)
     numbers = [number for text in texts if (number := _number(text)) is not None]
     are_numbers = len(numbers) == len(texts)
     places = dict(zip(texts, numbers if are_numbers else range(1, len(texts) + 1), strict=True))
     values: dict[float, list[float]] = {}
     for run in runs:
-        height = run.figures.get(report.by)
+        height = run.metrics.get(report.by)
         if height is not None and _fits(height):
-            values.setdefault(places[run.point[name]], []).append(height)
+            values.setdefault(places[run.params[name]], []).append(height)
     if len(values) < 2 or not (are_numbers or len(texts) <= len(PALETTE)):
         return None
-    legend = [(PALETTE[0], "a point")]
+    legend = [(PALETTE[0], "trial")]
     has_line = are_numbers and (len(report.names) == 1 or len(runs) > len(texts))
     if has_line:
         legend.append((PALETTE[1], "mean per value"))
@@ -362,7 +362,7 @@ def _curves(
         band = [(step, low, high) for step, _, low, high in points] if len(runs) > 1 else ()
         mean = [(step, value) for step, value, _, _ in points]
         drawn.append(Line(mean, colour, strong=kind == "eval", band=band))
-        legend.append((colour, " ".join(f"{name}={text}" for name, text in row.point.items())))
+        legend.append((colour, " ".join(f"{name}={text}" for name, text in row.params.items())))
     if not any(len(line.points) > 1 for line in drawn):
         return None
     lowers = sweep.lower_is_better(metric)

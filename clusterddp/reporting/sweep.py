@@ -1,6 +1,6 @@
-"""Gathers the results of a sweep: one row per point, averaged over seeds, best first.
+"""Results of a sweep: one row per setting, averaged over seeds, best first.
 
-Reads the events, report.json and metrics.jsonl of each point once, and queries Slurm once for all.
+Reads the events, report.json and metrics.jsonl of each trial once; queries Slurm once for all.
 """
 
 import csv
@@ -23,9 +23,9 @@ from clusterddp.status.status import judge_all
 from clusterddp.status.sweeps import sweep_status
 
 USUAL = ("accuracy", "loss")
-"""Test-set metrics of every report."""
+"""Test-set metrics in every report."""
 LARGEST = 1e100
-"""Upper bound of values that are drawn, so that an axis can add its margin."""
+"""Upper bound of plotted values, so that an axis can add its margin."""
 _TRAINING = "train_"
 _OF_REPORT = (*USUAL, "train_seconds", "images_per_second", "peak_memory_bytes")
 _OWN_NAMES = {"seconds": "train_seconds", "images_per_second": "images_per_second"}
@@ -45,67 +45,72 @@ Curve = list[tuple[int, float, float, float]]
 
 
 @dataclass(frozen=True)
-class PointResult:
-    """Result of one point's run."""
+class TrialResult:
+    """Result of one trial."""
 
     run: str
+    """Name of its run, SWEEP-INDEX."""
     state: RunState
-    point: Mapping[str, str]
-    figures: Mapping[str, float]
-    """Latest value of each metric. `accuracy` is of the test set, `train_accuracy` of training."""
+    params: Mapping[str, str]
+    """Swept values by name."""
+    metrics: Mapping[str, float]
+    """Latest value of each metric; `accuracy` is on the test set, `train_accuracy` in training."""
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Mean of a metric over the runs of a row that recorded it."""
+class Summary:
+    """Summary of a metric over the trials of a row that recorded it."""
 
     mean: float
-    spread: float | None
+    std: float | None
     """Sample standard deviation; None for a single value, or if any value is not finite."""
     n: int
+    """Number of trials that recorded the metric."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Points that differ only in the names averaged over, such as the seed."""
+    """Trials that differ only in the names averaged over, such as the seed."""
 
-    point: Mapping[str, str]
-    figures: Mapping[str, Spread]
+    params: Mapping[str, str]
+    """Values of the names that are not averaged over."""
+    metrics: Mapping[str, Summary]
     states: Mapping[str, int]
-    best_run: str
+    """Number of trials in each state."""
+    best_trial: str
     """Run with the best value; the first run if no value is known."""
-    runs: tuple[PointResult, ...]
+    trials: tuple[TrialResult, ...]
 
     @property
     def state(self) -> str:
-        """Return the states in words: `3 done, 1 failed`; for a single run `done`."""
-        if len(self.runs) == 1:
-            return self.runs[0].state
+        """States in words: `3 done, 1 failed`; for a single trial `done`."""
+        if len(self.trials) == 1:
+            return self.trials[0].state
         return ", ".join(f"{count} {state}" for state, count in self.states.items())
 
     def mean(self, metric: str) -> float | None:
-        """Return the mean of a metric; None if no run recorded it."""
-        known = self.figures.get(metric)
+        """Return the mean of a metric; None if no trial recorded it."""
+        known = self.metrics.get(metric)
         return known.mean if known else None
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """Results of a sweep, as `clusterddp report --json` prints them."""
+    """Results of a sweep: the fields of `clusterddp report --json`."""
 
     sweep: str
     state: str
     counts: Mapping[RunState, int]
-    """Points in each state."""
+    """Number of trials in each state."""
     names: tuple[str, ...]
     """Swept names that distinguish the rows."""
     over: tuple[str, ...]
-    """Names over which means are taken."""
+    """Names averaged over."""
     by: str
-    """Metric that orders the rows; empty if no point recorded one."""
+    """Metric that orders the rows; empty if no trial recorded one."""
     lowest_first: bool
     metrics: tuple[str, ...]
-    """Metrics recorded by any point, `by` first."""
+    """Names of the metrics that any trial recorded, `by` first."""
     rows: tuple[Row, ...]
     """Best first; rows without the metric come last, in the order of the sweep."""
     directory: str
@@ -116,12 +121,12 @@ class SweepReport:
 
 
 def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> SweepReport:
-    """Gather the results of a sweep's points.
+    """Gather the results of a sweep's trials.
 
-    by: metric that orders the rows; a leading `-` or `+` puts the lowest or highest value first,
-    instead of a choice by the metric's name. over: swept names to average over; empty is `seed`.
+    by: metric that orders the rows; a leading `-` or `+` puts the lowest or highest value first;
+    otherwise the metric's name decides. over: swept names to average over; empty: `seed`.
 
-    Raises OptionError for a metric that no point recorded or a name that is not swept, and
+    Raises OptionError for a metric that no trial recorded or a name that is not swept, and
     RequestError if the sweep's request cannot be read.
     """
     runs = sweep.elements
@@ -129,11 +134,11 @@ def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> Swe
     status = sweep_status(sweep, [state for state, _ in judged])
     _check_over(over, status.names)
     results = [
-        PointResult(run.name, state, dict(zip(status.names, point, strict=True)), figures)
-        for run, (state, report), point in zip(runs, judged, status.points, strict=True)
-        for figures in [_without(status.names, _figures(run, report))]
+        TrialResult(run.name, state, dict(zip(status.names, trial, strict=True)), metrics)
+        for run, (state, report), trial in zip(runs, judged, status.trials, strict=True)
+        for metrics in [_without(status.names, _metrics(run, report))]
     ]
-    known = {name for result in results for name in result.figures}
+    known = {name for result in results for name in result.metrics}
     sign, asked = (by[:1], by[1:]) if by[:1] in ("-", "+") else ("", by)
     metric = _metric(asked, known, status.names)
     lowest_first = sign == "-" or (not sign and lower_is_better(metric))
@@ -155,12 +160,12 @@ def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> Swe
 
 
 def rows_of(
-    results: Sequence[PointResult], over: Sequence[str], metric: str, *, lowest_first: bool
+    results: Sequence[TrialResult], over: Sequence[str], metric: str, *, lowest_first: bool
 ) -> tuple[Row, ...]:
-    """Group the points that differ only in `over`, and sort the groups, best first."""
-    groups: dict[tuple[tuple[str, str], ...], list[PointResult]] = {}
+    """Group the trials that differ only in `over`, and sort the groups, best first."""
+    groups: dict[tuple[tuple[str, str], ...], list[TrialResult]] = {}
     for result in results:
-        key = tuple((name, text) for name, text in result.point.items() if name not in over)
+        key = tuple((name, text) for name, text in result.params.items() if name not in over)
         groups.setdefault(key, []).append(result)
 
     def place(value: float | None) -> tuple[int, float]:
@@ -174,9 +179,9 @@ def rows_of(
     rows = [
         Row(
             dict(key),
-            _spreads(group),
+            _summaries(group),
             dict(Counter(result.state for result in group)),
-            min(group, key=lambda result: place(result.figures.get(metric))).run,
+            min(group, key=lambda result: place(result.metrics.get(metric))).run,
             tuple(group),
         )
         for key, group in groups.items()
@@ -207,56 +212,56 @@ def format_value(metric: str, value: float | None) -> str:
 def order_of(report: SweepReport) -> str:
     """Return the order of the rows in words: `test accuracy, highest first; mean over seed`."""
     if not report.by and not ENDED.issuperset(report.counts):
-        return "no point has recorded a metric yet"
+        return "no trial has recorded a metric yet"
     if not report.by:
-        way = ": your own script can record one with a Loop (docs/resumable.md)"
-        return f"no point has recorded a metric{way if RunState.DONE in report.counts else ''}"
+        way = ". Record one in your script with a Loop (docs/resumable.md)"
+        return f"no trial has recorded a metric{way if RunState.DONE in report.counts else ''}"
     order = f"{label(report.by)}, {'lowest' if report.lowest_first else 'highest'} first"
     if not report.over:
         return order
-    return f"{order}; mean and sample standard deviation of N runs, over {', '.join(report.over)}"
+    return f"{order}; mean and sample standard deviation of N trials over {', '.join(report.over)}"
 
 
 def table_of(report: SweepReport) -> list[tuple[str, ...]]:
-    """Return the header and the rows of the printed table, without line breaks in cells."""
+    """Return header and rows of the printed table, without line breaks in cells."""
     others = [
         name for name in (*USUAL, "train_seconds") if name in report.metrics and name != report.by
     ]
-    spread = ("STD", "N") if report.over and report.by else ()
+    stats = ("STD", "N") if report.over and report.by else ()
     heads = [_heading(name) for name in ([report.by] if report.by else [])]
-    heads += [*spread, *map(_heading, others), "STATE"]
-    if report.by or not report.over:  # without a metric, no run of several is the best
-        heads.append("BEST-RUN" if report.over else "RUN")
+    heads += [*stats, *map(_heading, others), "STATE"]
+    if report.by or not report.over:  # no trial of several is the best without a metric
+        heads.append("BEST-TRIAL" if report.over else "TRIAL")
     table = [(*report.names, *heads)]
     for row in report.rows:
-        cells = [*row.point.values()]
+        cells = [*row.params.values()]
         if report.by:
             cells.append(format_value(report.by, row.mean(report.by)))
-        if spread:
-            best = row.figures.get(report.by, Spread(math.nan, None, 0))
-            cells += [format_value(report.by, best.spread), str(best.n)]
+        if stats:
+            best = row.metrics.get(report.by, Summary(math.nan, None, 0))
+            cells += [format_value(report.by, best.std), str(best.n)]
         cells += [format_value(name, row.mean(name)) for name in others]
         cells.append(row.state)
         if report.by or not report.over:
-            is_known = not report.over or report.by in row.figures
-            cells.append(row.best_run if is_known else "-")
+            is_known = not report.over or report.by in row.metrics
+            cells.append(row.best_trial if is_known else "-")
         table.append(tuple(cells))
     return [tuple(map(formatting.line, cells)) for cells in table]
 
 
 def as_csv(report: SweepReport) -> str:
-    """Return the rows as CSV: swept names, then columns with a dot, unlike any swept name."""
-    figures = [f"{name}.{part}" for name in report.metrics for part in ("mean", "spread", "n")]
+    """Return the rows as CSV: swept names, then columns that contain a dot, unlike swept names."""
+    columns = [f"{name}.{part}" for name in report.metrics for part in ("mean", "std", "n")]
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    ours = ("run.best", "run.count", "run.states")
-    lines.writerow([*report.names, *map(formatting.line, figures), *ours])
+    ours = ("trial.best", "trial.count", "trial.states")
+    lines.writerow([*report.names, *map(formatting.line, columns), *ours])
     for row in report.rows:
-        cells: list[object] = [*row.point.values()]
+        cells: list[object] = [*row.params.values()]
         for name in report.metrics:
-            known = row.figures.get(name)
-            cells += (known.mean, known.spread, known.n) if known else (None, None, 0)
-        lines.writerow([*cells, row.best_run, len(row.runs), row.state])
+            known = row.metrics.get(name)
+            cells += (known.mean, known.std, known.n) if known else (None, None, 0)
+        lines.writerow([*cells, row.best_trial, len(row.trials), row.state])
     return text.getvalue()
 
 
@@ -307,30 +312,30 @@ def _heading(metric: str) -> str:
     return label(metric).upper().replace(" ", "-")
 
 
-def _figures(run: RunDir, report: Report | None) -> dict[str, float]:
-    """Return the latest value of each metric; report.json's cover the whole run and win."""
-    figures: dict[str, float] = {}
+def _metrics(run: RunDir, report: Report | None) -> dict[str, float]:
+    """Return the latest value of each metric; those of report.json take precedence."""
+    metrics: dict[str, float] = {}
     for line in read_lines(run.metrics):
         prefix = "" if line["kind"] == "eval" else _TRAINING
         for name, content in line.items():
             value = None if name in _NO_METRICS else _number(content)
             if value is None or (not prefix and name in _OF_TRAINING):
                 continue
-            figures[_OWN_NAMES.get(name) or f"{prefix}{name}"] = value
+            metrics[_OWN_NAMES.get(name) or f"{prefix}{name}"] = value
     for name in _OF_REPORT if report else ():
         value = _number(getattr(report, name))
         if value is not None:
-            figures[name] = value
-    return figures
+            metrics[name] = value
+    return metrics
 
 
-def _without(swept: Sequence[str], figures: Mapping[str, float]) -> dict[str, float]:
+def _without(swept: Sequence[str], metrics: Mapping[str, float]) -> dict[str, float]:
     """Drop recorded values that have a swept name, such as the decayed `lr`.
 
-    Accuracy, loss and the figures of report.json stay: they are metrics whatever is swept.
+    Accuracy, loss and the values of report.json stay: they are metrics whatever is swept.
     """
     names = {*swept, *(f"{_TRAINING}{name}" for name in swept if name not in USUAL)}
-    return {n: v for n, v in figures.items() if n not in names or n in _OF_REPORT}
+    return {n: v for n, v in metrics.items() if n not in names or n in _OF_REPORT}
 
 
 def _number(value: object) -> float | None:
@@ -343,36 +348,36 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _spreads(group: Sequence[PointResult]) -> dict[str, Spread]:
-    names = dict.fromkeys(name for result in group for name in result.figures)
+def _summaries(group: Sequence[TrialResult]) -> dict[str, Summary]:
+    names = dict.fromkeys(name for result in group for name in result.metrics)
     return {
-        name: _spread([result.figures[name] for result in group if name in result.figures])
+        name: _summary([result.metrics[name] for result in group if name in result.metrics])
         for name in names
     }
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def _summary(values: Sequence[float]) -> Summary:
     """Return mean and sample standard deviation; a diverged run makes the mean NaN."""
     if len(values) == 1:
-        return Spread(values[0], None, 1)
+        return Summary(values[0], None, 1)
     if not all(map(math.isfinite, values)):
-        return Spread(math.nan, None, len(values))
+        return Summary(math.nan, None, len(values))
     try:
-        return Spread(statistics.fmean(values), statistics.stdev(values), len(values))
+        return Summary(statistics.fmean(values), statistics.stdev(values), len(values))
     except OverflowError:  # near the largest float
-        return Spread(math.nan, None, len(values))
+        return Summary(math.nan, None, len(values))
 
 
 def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
-    """Return the metric that orders the rows: the requested one, or the most informative."""
+    """Return the metric that orders the rows: the requested or the most informative one."""
     if asked:
         found = next((name for name in (asked, f"{_TRAINING}{asked}") if name in known), "")
         if found or asked.removeprefix(_TRAINING) in USUAL:
             return found or asked
         names = formatting.join_limited(sorted(known), 20, ", ")
         choice = f"Recorded metrics: {names}" if known else "No metric is recorded yet"
-        why = "a swept option" if asked in swept else "not recorded by any point"
-        raise OptionError("--by", f" {asked}: {why}. {choice}.")
+        why = "is a swept option" if asked in swept else "is not recorded by any trial"
+        raise OptionError("--by", f" {asked} {why}. {choice}.")
     usual = [*USUAL, *(f"{_TRAINING}{name}" for name in USUAL)]
     own = sorted(known - {*usual, *_OF_REPORT})
     tested = [name for name in own if not name.startswith(_TRAINING)]
@@ -383,7 +388,7 @@ def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
 def _check_over(over: Sequence[str], names: Sequence[str]) -> None:
     for name in over:
         if name not in names:
-            raise OptionError("--over", f" {name}: not swept. Swept: {', '.join(names)}.")
+            raise OptionError("--over", f" {name} is not swept. Swept: {', '.join(names)}.")
 
 
 def _values(line: Mapping[str, object], kind: str, metric: str) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""The program that all tasks of a run start: the built-in training or the user's COMMAND.
+"""The program of a run's tasks: the built-in training or the user's COMMAND.
 
 `JobSpec.program` returns either; both have the same interface.
 """
@@ -14,7 +14,7 @@ from clusterddp import formatting
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.options import Record
 from clusterddp.request.resources import Resources
-from clusterddp.request.sweep import NAME, Point, Sweep, shown, variable
+from clusterddp.request.sweep import NAME, Sweep, Trial, format_trial, variable
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 
@@ -30,19 +30,19 @@ Options: TypeAlias = Mapping[str, Any]
 Writer: TypeAlias = Callable[[str], str]
 """Function that returns a bash word."""
 _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
-_LIST = "point"
-"""Variable of the batch script with a point's training options."""
+_LIST = "trial"
+"""Variable of the batch script with a trial's training options."""
 _OF_COMMANDS = {
     "report_to": "the training writes metrics.jsonl, and TensorBoard logs with --tensorboard",
 }
 """Fields of a request that the training does not use, and why."""
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
-    "recipe": "a recipe sets several options; sweep these",
-    "init-from": "every point starts from the same checkpoint; submit one sweep for each",
-    "data-dir": "every point reads the same directory; submit one sweep for each",
-    "find-batch-size": "it does not train; run it once, without a sweep",
-    "allow-config-change": "it applies only to resuming a run",
+    "recipe": "a recipe sets several options. Sweep those",
+    "init-from": "all trials start from the same checkpoint. Submit once for each",
+    "data-dir": "all trials read the same directory. Submit once for each",
+    "find-batch-size": "it does not train. Run it once, without a sweep",
+    "allow-config-change": "it applies only to 'clusterddp resume'. Remove it",
 }
 """Options of the training that a sweep cannot vary, and why."""
 
@@ -95,16 +95,16 @@ class _Program(Record):
         """Return the launcher that every task would start, if any."""
         return None
 
-    def lists_at(self, point: Point) -> dict[str, list[str]]:
+    def arrays_for(self, trial: Trial) -> dict[str, list[str]]:
         """Return the bash arrays that `words` reads, with their values for a trial."""
         return {}
 
-    def meant(self, names: Sequence[str], point: Sequence[str]) -> tuple[object, ...]:
+    def parse_values(self, names: Sequence[str], trial: Sequence[str]) -> tuple[object, ...]:
         """Return a trial's values as the program parses them. Raises OptionError."""
-        return tuple(point)
+        return tuple(trial)
 
-    def unswept(self, names: Sequence[str]) -> list[str]:
-        """Return the words that look like a placeholder but use none of these names."""
+    def unused_placeholders(self, names: Sequence[str]) -> list[str]:
+        """Return the words that look like a placeholder but have none of these names."""
         return []
 
     def trainings(self, sweep: Sweep) -> list[TrainConfig]:
@@ -178,21 +178,21 @@ class BuiltIn(_Program):
         """
         return [value(f"{_LIST}[@]")] if swept else []
 
-    def lists_at(self, point: Point) -> dict[str, list[str]]:
-        names = dict(point)
-        argv = self.at(point).config.to_argv()
+    def arrays_for(self, trial: Trial) -> dict[str, list[str]]:
+        names = dict(trial)
+        argv = self.for_trial(trial).config.to_argv()
         return {_LIST: [word for word in argv if word.partition("=")[0][2:] in names]}
 
-    def at(self, point: Point) -> "BuiltIn":
+    def for_trial(self, trial: Trial) -> "BuiltIn":
         """Return the program of a trial. Raises OptionError for an invalid value."""
-        values: dict[str, Any] = {_ROWS[name].parameter: _value(name, v) for name, v in point}
+        values: dict[str, Any] = {_ROWS[name].parameter: _value(name, v) for name, v in trial}
         try:
             return BuiltIn(dataclasses.replace(self.config, **values))
         except OptionError as error:
-            raise error.saying(f"This is the point {shown(point)} of the sweep.") from None
+            raise error.saying(f"This is the trial {format_trial(trial)}.") from None
 
-    def meant(self, names: Sequence[str], point: Sequence[str]) -> tuple[object, ...]:
-        return tuple(_value(name, text) for name, text in zip(names, point, strict=True))
+    def parse_values(self, names: Sequence[str], trial: Sequence[str]) -> tuple[object, ...]:
+        return tuple(_value(name, text) for name, text in zip(names, trial, strict=True))
 
     def refuse_names(self, names: Sequence[str], request: set[str]) -> None:
         """Raise OptionError for a name that a sweep cannot vary.
@@ -201,12 +201,12 @@ class BuiltIn(_Program):
         """
         for name in names:
             if name in _KEPT:
-                raise OptionError("--sweep", f" {name}: {_KEPT[name]}.")
+                raise OptionError("--sweep", f" {name} cannot be swept: {_KEPT[name]}.")
             if name in request:
                 raise OptionError(
                     "--sweep",
-                    f" {name} cannot be swept: a sweep is one job array with the same resources "
-                    "for all tasks. Submit one sweep for each value.",
+                    f" {name} cannot be swept: all trials are one job array and request the same "
+                    f"resources. Submit once for each value, with --{name}.",
                 )
             if name not in _ROWS:
                 import difflib
@@ -220,8 +220,8 @@ class BuiltIn(_Program):
                 )
 
     def trainings(self, sweep: Sweep) -> list[TrainConfig]:
-        points = (sweep.point(i) for i in range(len(sweep)))
-        each = [self.at(point).config for point in points] or [self.config]
+        trials = (sweep.trial(i) for i in range(len(sweep)))
+        each = [self.for_trial(trial).config for trial in trials] or [self.config]
         return [*{(t.model, t.dataset, t.tensorboard): t for t in reversed(each)}.values()][::-1]
 
     def changed(self, run: str, options: Options, flags: str, typed: Sequence[str]) -> "BuiltIn":
@@ -258,7 +258,7 @@ class Command(_Program):
     """The user's COMMAND, about which only its words are known."""
 
     changeable = ("command", "environment", "pass_environment", "modules", "setup", "sbatch")
-    shared_code = ", one copy for all points, so they all write to the same relative paths"
+    shared_code = ", one copy for all trials, so they all write to the same relative paths"
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self.command = command
@@ -293,8 +293,8 @@ class Command(_Program):
             words.append("".join(texts) or text(""))
         return words
 
-    def at(self, point: Point) -> "Command":
-        values, pattern = dict(point), _places([name for name, _ in point])
+    def for_trial(self, trial: Trial) -> "Command":
+        values, pattern = dict(trial), _places([name for name, _ in trial])
         return Command(
             tuple(pattern.sub(lambda brace: values[brace[1]], word) for word in self.command)
         )
@@ -305,12 +305,12 @@ class Command(_Program):
             if name not in used:
                 raise OptionError(
                     "--sweep",
-                    f" {name}: the COMMAND does not contain {{{name}}}, so all points would be the "
-                    f"same. Add it for the value: -- python train.py --{name} {{{name}}}. Slurm "
-                    "options cannot be swept.",
+                    f" {name}: the COMMAND does not contain {{{name}}}, so all trials would be the "
+                    f"same. Write it where the value goes: -- python train.py --{name} {{{name}}}. "
+                    "Options of clusterddp cannot be swept.",
                 )
 
-    def unswept(self, names: Sequence[str]) -> list[str]:
+    def unused_placeholders(self, names: Sequence[str]) -> list[str]:
         places = ((word, re.fullmatch(_PLACE, word)) for word in self.command)
         return [word for word, place in places if place and place[1] not in names]
 

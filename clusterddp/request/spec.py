@@ -29,7 +29,7 @@ from clusterddp.request.program import (
     Program,
 )
 from clusterddp.request.resources import Resources
-from clusterddp.request.sweep import NO_SWEEP, Point, Sweep
+from clusterddp.request.sweep import NO_SWEEP, Sweep, Trial
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE, PATH, WORDS, Form
@@ -274,8 +274,8 @@ class JobSpec(Record):
     )
     sweep: Sweep = NO_SWEEP
     """Requested sweep; empty for a single run."""
-    point: Point = ()
-    """This run's point in its sweep, set by `element`; empty outside a sweep."""
+    trial: Trial = ()
+    """This run's trial in its sweep, set by `element`; empty outside a sweep."""
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -385,8 +385,8 @@ class JobSpec(Record):
             )
         self.program.refuse_names(self.sweep.names, {row.name for row in REQUEST})
 
-    def check_points(self) -> None:
-        """Check the request of each point of a sweep; raises RequestError.
+    def check_trials(self) -> None:
+        """Check the request of each trial of a sweep; raises RequestError.
 
         Only new requests need this: a recorded sweep is read often, and was checked before.
         """
@@ -394,26 +394,26 @@ class JobSpec(Record):
             raise OptionError(
                 "--max-concurrent",
                 f" {self.sweep.max_concurrent} conflicts with --launcher local, which runs the "
-                "points one after the other. Remove one of them. [CD0103]",
+                "trials one after another. Remove one of them. [CD0103]",
             )
-        self.sweep.refuse_equal(self.program.meant)
+        self.sweep.reject_duplicates(self.program.parse_values)
         for index in range(len(self.sweep)):
             self.element(index)
 
     def element(self, index: int) -> "JobSpec":
-        """Return the request of one point, a separate run. Raises IndexError.
+        """Return the request of one trial, a separate run. Raises IndexError.
 
         It has no `notify`, which is for the whole sweep.
         """
-        point = self.sweep.point(index)
+        trial = self.sweep.trial(index)
         return dataclasses.replace(
             self,
             run_name=f"{self.run_name}-{index}",
             run_dir=f"{self.run_dir}-{index}",
             notify=(),
             sweep=NO_SWEEP,
-            point=point,
-            **self.program.at(point).fields,
+            trial=trial,
+            **self.program.for_trial(trial).fields,
         )
 
     @property
@@ -428,19 +428,19 @@ class JobSpec(Record):
 
     @property
     def shared_dir(self) -> str:
-        """Return the sweep's directory, which its points read; empty outside a sweep."""
+        """Return the sweep's directory, which its trials read; empty outside a sweep."""
         if self.sweep:
             return self.run_dir
-        return self.run_dir.removesuffix(f"-{self.index}") if self.point else ""
+        return self.run_dir.removesuffix(f"-{self.index}") if self.trial else ""
 
     @property
     def sweep_name(self) -> str:
         """Return the name of this run's sweep; empty outside a sweep."""
-        return self.run_name.rpartition("-")[0] if self.point else ""
+        return self.run_name.rpartition("-")[0] if self.trial else ""
 
     @property
     def index(self) -> int:
-        """Return this run's index in its sweep and job array. Requires a point."""
+        """Return this run's index in its sweep and job array. Requires a trial."""
         return int(self.run_name.rpartition("-")[2])
 
     def _check_after(self) -> None:
@@ -453,10 +453,10 @@ class JobSpec(Record):
         own = {self.run_dir, *(f"{self.run_dir}-{index}" for index in range(len(self.sweep)))}
         if own & {path for path, _ in self.after}:
             raise OptionError("--after", f": {self.run_name} cannot wait for itself.")
-        if self.point and self.shared_dir in dict(self.after):
+        if self.trial and self.shared_dir in dict(self.after):
             raise OptionError(
                 "--after",
-                f": {self.run_name} is a point of {self.sweep_name} and cannot wait for it.",
+                f": {self.run_name} is a trial of {self.sweep_name} and cannot wait for it.",
             )
         if self.launcher == "submitit":
             raise OptionError(

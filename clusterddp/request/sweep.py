@@ -1,6 +1,6 @@
-"""Points of a sweep: values from a grid, a file or random draws.
+"""Trials of a sweep, from a grid, a file or random draws.
 
-Only `read_points` reads a file. `JobSpec.element` applies a point to a request.
+Only `read_trials` reads a file. `JobSpec.element` applies a trial to a request.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,13 @@ from clusterddp.slurm import forms
 if TYPE_CHECKING:
     import random
 
-Point = tuple[tuple[str, str], ...]
-"""Names with their values as text."""
-Meaning = Callable[[Sequence[str], Sequence[str]], tuple[object, ...]]
-"""Function that parses the texts for names to values, as the program does."""
+Trial = tuple[tuple[str, str], ...]
+"""Swept names with their values as text."""
+ValueParser = Callable[[Sequence[str], Sequence[str]], tuple[object, ...]]
+"""Function that takes names and texts, and parses the texts like the program."""
 
-MOST_POINTS = 100_000
-"""Maximum number of points, to reject a mistyped range before Slurm does."""
+MAX_TRIALS = 100_000
+"""Maximum number of trials, to reject a mistyped range before Slurm does."""
 NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
 _RANGE = r"(-?\d{1,18})\.\.(-?\d{1,18})"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -38,17 +38,17 @@ _DRAWN = r"(log|lin):(.+)\.\.(.+)"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sweep(Record):
-    """Points of a sweep, in index order; empty for a single run.
+    """Trials of a sweep, in index order; empty for a single run.
 
-    Points are only appended, so an index always means the same point.
+    Trials are only appended, so an index always means the same trial.
     """
 
     names: tuple[str, ...] = ()
-    points: tuple[tuple[str, ...], ...] = ()
+    trials: tuple[tuple[str, ...], ...] = ()
     max_concurrent: int = 0
-    """Maximum number of points that run at once; 0: no limit."""
+    """Maximum number of trials that run at once; 0: no limit."""
     sample_seed: int | None = None
-    """Seed of the draws; None if the points were given."""
+    """Seed of the draws; None if the trials were given."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -63,69 +63,70 @@ class Sweep(Record):
         if len({*same}) > 1:
             raise OptionError(
                 "--sweep",
-                f": {' and '.join(same)} give the same script variable, in which '-' becomes '_'. "
-                "Choose another name.",
+                f": {' and '.join(same)} share a variable in the script, where '-' becomes '_'. "
+                "Rename one of them.",
             )
         if same:
-            twice = same[0]
-            raise OptionError("--sweep", f" {twice} is given twice. List all its values once.")
-        if bool(self.names) != bool(self.points):
-            raise OptionError("--sweep", ": there are no points.")
-        for point in self.points:
-            if len(point) != len(self.names):
+            raise OptionError(
+                "--sweep", f" {same[0]} is given twice. List all its values in one place."
+            )
+        if bool(self.names) != bool(self.trials):
+            raise OptionError("--sweep", ": there are no trials. Use NAME=VALUES.")
+        for trial in self.trials:
+            if len(trial) != len(self.names):
                 raise OptionError(
                     "--sweep",
-                    f": a point has {len(point)} values for {len(self.names)} names "
+                    f": a trial has {len(trial)} values for {len(self.names)} names "
                     f"({', '.join(self.names)}).",
                 )
-            for name, text in zip(self.names, point, strict=True):
+            for name, text in zip(self.names, trial, strict=True):
                 forms.text(f"--sweep {name}", text)
-        if len({*self.points}) < len(self.points):
-            again = next(point for point in self.points if self.points.count(point) > 1)
+        if len({*self.trials}) < len(self.trials):
+            again = next(i for i, trial in enumerate(self.trials) if trial in self.trials[:i])
             raise OptionError(
                 "--sweep",
-                f": the point {shown(tuple(zip(self.names, again, strict=True)))} is given twice. "
-                "Remove the duplicate, which would only repeat its result.",
+                f": the trial {format_trial(self.trial(again))} is given twice. "
+                "Remove one: both give the same result.",
             )
 
     def __bool__(self) -> bool:
-        return bool(self.points)
+        return bool(self.trials)
 
     def __len__(self) -> int:
-        return len(self.points)
+        return len(self.trials)
 
-    def point(self, index: int) -> Point:
-        """Return the values of a point by name. Raises IndexError."""
-        return tuple(zip(self.names, self.points[index], strict=True))
+    def trial(self, index: int) -> Trial:
+        """Return the values of a trial by name. Raises IndexError."""
+        return tuple(zip(self.names, self.trials[index], strict=True))
 
-    def with_points(self, more: "Sweep", meant: Meaning) -> "Sweep":
-        """Return this sweep with the new points of another sweep appended.
+    def with_trials(self, more: "Sweep", parse_values: ValueParser) -> "Sweep":
+        """Append the trials of another sweep that this one does not have yet.
 
-        meant: parses a point, to find equal ones. Raises OptionError if the names differ.
+        parse_values: makes trials comparable. Raises OptionError if the names differ.
         """
         if {*more.names} != {*self.names}:
             raise OptionError(
                 "--sweep",
-                f": the sweep varies {', '.join(self.names)}, but the new points vary "
+                f": the sweep varies {', '.join(self.names)}, but the new trials vary "
                 f"{', '.join(more.names)}. Give values for the same names, or submit a new sweep.",
             )
         order = [more.names.index(name) for name in self.names]
-        have = {meant(self.names, point) for point in self.points}
-        all_points = (tuple(point[i] for i in order) for point in more.points)
-        fresh = [point for point in all_points if meant(self.names, point) not in have]
-        return dataclasses.replace(self, points=(*self.points, *fresh))
+        have = {parse_values(self.names, trial) for trial in self.trials}
+        all_trials = (tuple(trial[i] for i in order) for trial in more.trials)
+        fresh = [trial for trial in all_trials if parse_values(self.names, trial) not in have]
+        return dataclasses.replace(self, trials=(*self.trials, *fresh))
 
-    def refuse_equal(self, meant: Meaning) -> None:
-        """Raise OptionError for equal points; `meant` raises it for an invalid value."""
-        earlier: dict[tuple[object, ...], tuple[str, ...]] = {}
-        for point in self.points:
-            first = earlier.setdefault(meant(self.names, point), point)
-            if first is not point:
-                one, other = (shown(tuple(zip(self.names, p, strict=True))) for p in (first, point))
+    def reject_duplicates(self, parse_values: ValueParser) -> None:
+        """Raise OptionError for equal trials or, from `parse_values`, for an invalid value."""
+        earlier: dict[tuple[object, ...], int] = {}
+        for index, trial in enumerate(self.trials):
+            first = earlier.setdefault(parse_values(self.names, trial), index)
+            if first != index:
+                one, other = (format_trial(self.trial(i)) for i in (first, index))
                 raise OptionError(
                     "--sweep",
-                    f": {one} and {other} are the same point. Remove one of them, which would only "
-                    "repeat the result of the other.",
+                    f": {one} and {other} are the same trial. Remove one: both give the same "
+                    "result.",
                 )
 
 
@@ -133,33 +134,33 @@ NO_SWEEP = Sweep()
 
 
 def variable(name: str) -> str:
-    """Return the batch script's variable for a point's value, `point_lr`."""
-    return f"point_{name.replace('-', '_')}"
+    """Return the name of the batch script's variable for a swept value, `trial_lr`."""
+    return f"trial_{name.replace('-', '_')}"
 
 
 def is_array(script: str) -> bool:
-    """Return whether a script starts points of a sweep by index, rather than a single run."""
+    """Return whether a script starts the trials of a sweep as one array, not a single run."""
     return bool(re.search(_ARRAY, script))
 
 
-def shown(point: Point) -> str:
-    """Format a point, `lr=0.1 seed=3`."""
-    return " ".join(f"{name}={text}" for name, text in point)
+def format_trial(trial: Trial) -> str:
+    """Format a trial, `lr=0.1 seed=3`."""
+    return " ".join(f"{name}={text}" for name, text in trial)
 
 
 def parse(
     items: Sequence[str],
     rows: Sequence[Mapping[str, str]] = (),
     *,
-    sample: int | None = None,
+    num_samples: int | None = None,
     seed: int = 0,
     max_concurrent: int = 0,
 ) -> Sweep:
-    """Return the sweep over every combination of the values, or over random draws from them.
+    """Return the sweep over all combinations of the values, or over random draws from them.
 
-    items: `lr=0.1,0.3`, `seed=0..4`, or, with `sample`, `lr=log:1e-4..1e-1` or `lin:`.
-    rows: points of a file, each combined with the values of `items`.
-    sample: number of draws. seed: of the draws. Raises OptionError.
+    items: `lr=0.1,0.3`, `seed=0..4`, or, with `num_samples`, `lr=log:1e-4..1e-1` or `lin:`.
+    rows: trials from a file, each combined with all values of `items`.
+    num_samples: number of random draws. seed: of the draws. Raises OptionError.
     """
     values: dict[str, str] = {}
     for item in items:
@@ -169,31 +170,41 @@ def parse(
                 "--sweep", f" {item}: expected NAME=VALUES, such as lr=0.1,0.3 or seed=0..4."
             )
         if name in values or any(name in row for row in rows):
-            raise OptionError("--sweep", f" {name} is given twice. List all its values once.")
+            raise OptionError(
+                "--sweep", f" {name} is given twice. List all its values in one place."
+            )
         values[name] = text
     names = (*(rows[0] if rows else ()), *values)
-    if sample is not None:
+    if num_samples is not None:
         if rows:
-            raise OptionError("--sample", " draws from the values of --sweep, not from a file.")
+            raise OptionError(
+                "--num-samples", " draws from the values of --sweep, not from a file."
+            )
         if not values:
-            raise OptionError("--sample", " needs values to draw from. Add --sweep NAME=VALUES.")
-        import random  # not needed without a sample
+            raise OptionError(
+                "--num-samples", " needs values to draw from. Add --sweep NAME=VALUES."
+            )
+        import random  # not needed without draws
 
-        points = _draws(values, sample, random.Random(seed))
-        return Sweep(names, points, max_concurrent, seed)
+        trials = _draw_trials(values, num_samples, random.Random(seed))
+        return Sweep(names, trials, max_concurrent, seed)
     lists = [_list(name, text) for name, text in values.items()]
     count = math.prod(map(len, lists)) * max(len(rows), 1)
-    if count > MOST_POINTS:
-        raise OptionError("--sweep", f": {count} points exceed the maximum of {MOST_POINTS}.")
+    if count > MAX_TRIALS:
+        raise OptionError(
+            "--sweep",
+            f": {count} trials exceed the maximum of {MAX_TRIALS}. Use fewer values, or draw some "
+            "with --num-samples N.",
+        )
     firsts = [tuple(row.values()) for row in rows] or [()]
-    points = tuple((*first, *rest) for first in firsts for rest in itertools.product(*lists))
-    return Sweep(names, points, max_concurrent)
+    trials = tuple((*first, *rest) for first in firsts for rest in itertools.product(*lists))
+    return Sweep(names, trials, max_concurrent)
 
 
-def read_points(path: Path) -> list[dict[str, str]]:
-    """Read points from a CSV file with a header, or a JSON-lines file of objects.
+def read_trials(path: Path) -> list[dict[str, str]]:
+    """Read trials from a CSV file with a header, or a JSON-lines file of objects.
 
-    Values keep their written form. Raises OptionError with the line.
+    Values stay as they are written. Raises OptionError with the line number.
     """
 
     def wrong(line: int, problem: str) -> OptionError:
@@ -206,7 +217,7 @@ def read_points(path: Path) -> list[dict[str, str]]:
     except OSError as error:
         raise OptionError("--sweep-file", f" {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise OptionError("--sweep-file", f" {path} is not UTF-8 text.") from None
+        raise OptionError("--sweep-file", f" {path} is not UTF-8 text. Convert it.") from None
     rows: list[dict[str, str]] = []
     if path.suffix == ".csv":
         import csv  # not needed without a CSV file
@@ -219,7 +230,8 @@ def read_points(path: Path) -> list[dict[str, str]]:
                     words = f"{len(cells)} values for the {len(header)} names in the first line."
                     raise wrong(lines.line_num, words)
                 if cells:
-                    rows.append(_carried(zip(header, cells, strict=True), wrong, lines.line_num))
+                    row = dict(zip(header, cells, strict=True))
+                    rows.append(_checked_row(row, wrong, lines.line_num))
         except csv.Error as error:
             raise wrong(lines.line_num, f"{error}.") from None
         if len({*header}) < len(header):
@@ -228,19 +240,20 @@ def read_points(path: Path) -> list[dict[str, str]]:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 row = _object(line, partial(wrong, number))
-                rows.append(_carried(row.items(), wrong, number))
+                rows.append(_checked_row(row, wrong, number))
                 if rows[-1].keys() != rows[0].keys():
-                    raise wrong(number, f"expected the names {', '.join(rows[0])}.")
+                    names = ", ".join(rows[0])
+                    raise wrong(number, f"expected the names {names}, as in the first line.")
     if not rows or not rows[0]:
-        raise OptionError("--sweep-file", f" {path} has no points.")
+        raise OptionError("--sweep-file", f" {path} has no trials. Add one per line.")
     return [{name: row[name] for name in rows[0]} for row in rows]
 
 
 def _list(name: str, text: str) -> list[str]:
-    """Return the values of a comma-separated list; `0..4` is a range including both ends."""
+    """Return the values of a comma-separated list; the range `0..4` includes both ends."""
     if re.fullmatch(_DRAWN, text):
         raise OptionError(
-            "--sweep", f" {name}={text} is a random range. Add --sample N for N draws."
+            "--sweep", f" {name}={text} is a range to draw from. Add --num-samples N for N draws."
         )
     values: list[str] = []
     for item in text.split(","):
@@ -260,13 +273,13 @@ def _list(name: str, text: str) -> list[str]:
                 "--sweep",
                 f" {name}={text}: {item} is not a valid range. Use whole numbers, the smaller one "
                 "first (0..4), list other values with commas, or draw them: "
-                f"{name}=lin:0.0..2.5 with --sample N.",
+                f"{name}=lin:0.0..2.5 with --num-samples N.",
             )
-        if last - first >= MOST_POINTS:
+        if last - first >= MAX_TRIALS:
             raise OptionError(
                 "--sweep",
                 f" {name}={text}: {item} has {last - first + 1} values; the maximum is "
-                f"{MOST_POINTS}.",
+                f"{MAX_TRIALS}.",
             )
         values += map(str, range(first, last + 1))
     if len({*values}) < len(values):
@@ -275,27 +288,27 @@ def _list(name: str, text: str) -> list[str]:
     return values
 
 
-def _draws(
+def _draw_trials(
     values: Mapping[str, str], count: int, source: "random.Random"
 ) -> tuple[tuple[str, ...], ...]:
-    """Draw different points; raises OptionError if the values give too few."""
-    if not 1 <= count <= MOST_POINTS:
-        raise OptionError("--sample", f" {count} is out of range. Use 1 to {MOST_POINTS}.")
-    draw = [_drawn(name, text) for name, text in values.items()]
-    points: dict[tuple[str, ...], None] = {}
+    """Draw distinct trials; raises OptionError if there are not enough."""
+    if not 1 <= count <= MAX_TRIALS:
+        raise OptionError("--num-samples", f" {count} is out of range. Use 1 to {MAX_TRIALS}.")
+    draw = [_sampler(name, text) for name, text in values.items()]
+    trials: dict[tuple[str, ...], None] = {}
     for _ in range(100 * count):
-        # Only `random()` gives the same numbers in every version of Python.
-        points[tuple(at(source.random()) for at in draw)] = None
-        if len(points) == count:
-            return tuple(points)
+        # Only `random()` returns the same numbers in every version of Python.
+        trials[tuple(at(source.random()) for at in draw)] = None
+        if len(trials) == count:
+            return tuple(trials)
     raise OptionError(
-        "--sample",
-        f" {count}: the values give only about {len(points)} different points. Use a smaller N.",
+        "--num-samples",
+        f" {count}: the values give only about {len(trials)} different trials. Use a smaller N.",
     )
 
 
-def _drawn(name: str, text: str) -> Callable[[float], str]:
-    """Return the function that maps a number from 0 to below 1 to a value."""
+def _sampler(name: str, text: str) -> Callable[[float], str]:
+    """Return the function that maps a number in [0, 1) to a value."""
     form = re.fullmatch(_DRAWN, text)
     if not form:
         choices = _list(name, text)
@@ -324,21 +337,20 @@ def _drawn(name: str, text: str) -> Callable[[float], str]:
     return at
 
 
-def _carried(
-    row: Iterable[tuple[str, str]], wrong: Callable[[int, str], OptionError], line: int
+def _checked_row(
+    row: dict[str, str], wrong: Callable[[int, str], OptionError], line: int
 ) -> dict[str, str]:
-    """Return a row if a script can contain its values. Raises OptionError with the line."""
-    values = dict(row)
-    for name, value in values.items():
+    """Return a row whose values a script can contain. Raises OptionError with the line number."""
+    for name, value in row.items():
         try:
             forms.text(name, value)
         except OptionError as error:
             raise wrong(line, str(error)) from None
-    return values
+    return row
 
 
 def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
-    """Read an object of plain values; numbers keep their written form."""
+    """Parse a JSON object of plain values; numbers stay as they are written."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]

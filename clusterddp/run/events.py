@@ -88,7 +88,7 @@ class Submitted(Event):
     folder: str = ""
     """Folder in which the user typed the command."""
     pid: int | None = None
-    """Process that controls a local run, or runs the points of a sweep in turn, on `host`."""
+    """Process that controls a local run, or runs the trials of a sweep in turn, on `host`."""
     host: str | None = None
     """Host of that process."""
     in_place_of: str = ""
@@ -96,7 +96,7 @@ class Submitted(Event):
     why: str = ""
     """Reason why it replaces that job; empty without one."""
     indices: tuple[int, ...] = ()
-    """Points of a sweep that the job array starts."""
+    """Trials of a sweep that the job array starts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,13 +36,13 @@ A run is one directory in the runs directory. Its content:
     batch_sizes.json     with --find-batch-size
     resume-NNNN.claim    process that currently resumes the run
 
-A sweep has its own directory next to those of its points, which are runs, SWEEP-INDEX. Its content:
+A sweep has its own directory next to those of its trials, which are runs, SWEEP-INDEX. Its content:
 
-    sweep.json           the request with all points, instead of spec.json: a sweep is not a run
-    script.sbatch        the script of all points
-    events.jsonl         which points were submitted, when, as which array
+    sweep.json           the request with all trials, instead of spec.json: a sweep is not a run
+    script.sbatch        the script of all trials
+    events.jsonl         submissions: time, array and trials of each
     clusterddp.pyz, code/, code.json
-                         shared by the points, whose directories link to them
+                         shared by the trials, whose directories link to them
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class RunDir:
 
     @property
     def sweep(self) -> "SweepDir | None":
-        """Sweep that this run is a point of; None for any other run."""
+        """Sweep that this run is a trial of; None for any other run."""
         name, _, index = self.name.rpartition("-")
         folder = SweepDir(self.path.parent / name)
         if not (name and index.isdecimal() and folder.spec.is_file()):
@@ -250,17 +250,17 @@ class RunDir:
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Directory of a sweep: its request with all points, and files that the points share."""
+    """Directory of a sweep: its request with all trials, and files that the trials share."""
 
     spec = PathIn("sweep.json")
 
     def element(self, index: int) -> RunDir:
-        """Return the directory of one point's run."""
+        """Return the directory of one trial's run."""
         return RunDir(self.path.with_name(f"{self.name}-{index}"))
 
     @property
     def elements(self) -> list[RunDir]:
-        """Directories of the points' runs, by index. Raises RequestError as `load_spec` does."""
+        """Directories of the trials' runs, by index. Raises RequestError as `load_spec` does."""
         return [self.element(index) for index in range(len(self.load_spec().sweep))]
 
     @property
@@ -272,7 +272,7 @@ class SweepDir(RunDir):
 def find_runs(runs_dir: Path) -> list[RunDir]:
     """List the runs of a runs directory that this user can read, the latest last.
 
-    The points of a sweep are runs, the sweep itself is not. Raises RequestError if the directory
+    The trials of a sweep are runs, the sweep itself is not. Raises RequestError if the directory
     cannot be read.
     """
     return directories(RunDir, runs_dir)
@@ -297,7 +297,7 @@ def directories(kind: type[_Kind], runs_dir: Path) -> list[_Kind]:
 
 
 def _natural_key(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts a sweep's points by number: `a-2` before `a-10`."""
+    """Return a key that sorts a sweep's trials by number: `a-2` before `a-10`."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 

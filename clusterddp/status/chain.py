@@ -29,7 +29,7 @@ from clusterddp.slurm.states import HELD, State
 from clusterddp.status.find import find_run, find_sweep, job_ids
 from clusterddp.status.state import ACTIVE, RunState, latest_submission
 from clusterddp.status.status import RunStatus, statuses
-from clusterddp.status.sweeps import most_telling, summary
+from clusterddp.status.sweeps import overall_state, summary
 
 _MOST_FOLLOWED = 1000
 """Largest number of runs and sweeps searched for a circular wait."""
@@ -69,13 +69,13 @@ class Awaited:
     readiness: Readiness
     state: str
     detail: str = ""
-    """Reason for the state; for a sweep, the number of points in each state."""
+    """Reason for the state; for a sweep, the number of trials in each state."""
     jobs: tuple[str, ...] = ()
     """Slurm ids of the jobs to wait for."""
 
     @classmethod
     def of(cls, run: RunDir, condition: str, known: Sequence[RunStatus]) -> "Awaited":
-        """Build it from `known`: the status of the run, or of each point of the sweep."""
+        """Build it from `known`: the status of the run, or of each trial of the sweep."""
         is_sweep = isinstance(run, SweepDir)
         waits = [
             status.array_element or status.job_id
@@ -85,7 +85,7 @@ class Awaited:
         if is_sweep:  # an array's id covers all of its elements
             waits = [job.partition("_")[0] for job in waits]
             states = [status.state for status in known]
-            state, detail = most_telling(states), summary(states)
+            state, detail = overall_state(states), summary(states)
         else:
             [status] = known
             state, detail = status.state, status.detail
@@ -107,9 +107,9 @@ class Awaited:
 
 
 def judge_all(condition: str, known: Sequence[RunStatus]) -> Readiness:
-    """Judge a sweep by its points, as soon as none is queued or running.
+    """Return whether a sweep meets the condition, known once no trial is queued or running.
 
-    ok and any: every point must meet the condition; failed: at least one point. A run counts as a
+    ok and any: every trial must meet the condition; failed: at least one trial. A run counts as a
     sweep of one.
     """
     judged = {judge(condition, status) for status in known}
@@ -238,7 +238,7 @@ def _find_circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
 
 
 def _waits_for(run: RunDir) -> set[str]:
-    """Return the directories that a run, or a sweep's points, still wait for."""
+    """Return the directories that a run, or a sweep's trials, still wait for."""
     paths = set()
     for each in _runs_of(run):
         spec = each.read_spec()
@@ -261,7 +261,7 @@ def dependency(awaited: Sequence[Awaited], others: Sequence[str] = ()) -> str:
 def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) -> None:
     """Record a wait in the waiting runs and in the awaited runs. Raises OSError.
 
-    run: the waiting run or sweep. jobs: the job of the run, or of each point of the sweep.
+    run: the waiting run or sweep. jobs: the job of the run, or of each trial of the sweep.
     """
     for waiting, job_id in jobs.items():
         _record_wait(waiting, job_id, awaited, sync=len(jobs) == 1)
@@ -291,7 +291,7 @@ def requeue_until_due(run: RunDir, job_id: str, restart: int) -> str:
     is_over = is_rehearsal(os.environ) or causes_by_attempt(history)
     name = slurm_job_name(
         os.environ, job_id
-    )  # by which a point of a sweep is known until it begins
+    )  # by which a trial of a sweep is known until it begins
     is_withdrawn = any(withdrawal_cause(history, each) for each in (job_id, name))
     if not spec.after or is_over or is_withdrawn:
         return ""
@@ -399,7 +399,7 @@ def _replace_dependency(spec: JobSpec, queued: Mapping[RunDir, tuple[str, bool]]
 
 
 def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[str, bool]], bool]:
-    """Find the queued jobs of a run, or of a sweep's points, that wait as `spec` says.
+    """Find the queued jobs of a run, or of a sweep's trials, that wait as `spec` says.
 
     Returns each job's name and whether it is held, and whether a run has ended without starting.
     Jobs that are starting check for themselves. Slurm's state decides whether a job is held: the
@@ -412,7 +412,7 @@ def _waiting_jobs(waiting: RunDir, spec: JobSpec) -> tuple[dict[RunDir, tuple[st
         submission = latest_submission(history)
         own = run.read_spec() if isinstance(waiting, SweepDir) else spec
         if submission is None or own is None or own.after != spec.after:
-            continue  # a point that was resumed with another --after
+            continue  # a trial that was resumed with another --after
         if submission.end and submission.end.cause == Cause.NOT_DUE:
             has_ended = True
         if submission.end or submission.is_local or causes_by_attempt(history):
@@ -436,7 +436,7 @@ def _at(path: str) -> RunDir:
 
 
 def _runs_of(run: RunDir) -> list[RunDir]:
-    """Return the points of a sweep, or the run itself."""
+    """Return the trials of a sweep, or the run itself."""
     return run.elements if isinstance(run, SweepDir) else [run]
 
 

@@ -40,7 +40,7 @@ def find_run(root: Path, text: str | None) -> RunDir:
         return RunDir(Path(text))
     if SweepDir(root / text).is_sweep:
         raise RequestError(
-            f"{text} is a sweep, but this command needs one run. Name one of its points, such "
+            f"{text} is a sweep, but this command needs one run. Name one of its trials, such "
             f"as {text}-0. [CD0502]"
         )
     holders = [run for run in runs if text in job_ids(run)]
@@ -120,9 +120,9 @@ def find_sweep(runs_dir: Path, text: str) -> SweepDir | None:
 
 
 def select(root: Path, text: str) -> list[RunDir]:
-    """Return the runs that a text names: one run, a sweep's points, or the matches of a pattern.
+    """Return the runs that a text names: one run, a sweep's trials, or the matches of a pattern.
 
-    The id of a sweep's array selects the points in this array. Raises RequestError if there are no
+    The id of a sweep's array selects the trials in this array. Raises RequestError if there are no
     such runs.
     """
     sweep = find_sweep(root, text)
@@ -156,19 +156,19 @@ def select_each(root: Path, texts: Sequence[str]) -> tuple[list[RunDir], list[Cl
     return list(runs.values()), wrong
 
 
-def group_points(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
-    """Return the runs below a runs directory, with each sweep instead of its points.
+def group_trials(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
+    """Return the runs below a runs directory, with each sweep instead of its trials.
 
-    The points of a sweep with a damaged request are returned themselves.
+    The trials of a sweep with a damaged request are returned themselves.
     """
     sweeps = [sweep for sweep in find_sweeps(root) if sweep.read_spec()]
-    points = {run.path for sweep in sweeps for run in sweep.elements}
-    others = [*(run for run in runs if run.path not in points), *sweeps]
+    trials = {run.path for sweep in sweeps for run in sweep.elements}
+    others = [*(run for run in runs if run.path not in trials), *sweeps]
     return sorted(others, key=lambda run: (run.spec.stat().st_mtime, run.name))
 
 
 def latest_sweep(root: Path) -> SweepDir | None:
-    """Return the sweep of the latest run; None if this run is not a point of a sweep."""
+    """Return the sweep of the latest run; None if this run is not a trial of a sweep."""
     runs = find_runs(root)
     return runs[-1].sweep if runs else None
 

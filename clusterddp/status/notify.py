@@ -3,7 +3,7 @@
 The batch controller runs it. If it cannot (the job was cancelled before it started, was killed, or
 has lost its first node), a small dependent job does (`launchers.notice_job`). A marker file per
 manual submission ensures that only one of them runs the program. For a sweep, only the dependent
-job runs it, after the arrays of all points.
+job runs it, after the arrays of all trials.
 The program gets its arguments without a shell, and its exit code does not affect the job.
 """
 
@@ -133,7 +133,7 @@ def job_comment(spec: JobSpec) -> str:
 def notify_from_job(run: RunDir) -> None:
     """Run the program from the notification job; if the run continues, queue the next such job.
 
-    A sweep ends with its last point. Raises OSError, ClusterDDPError.
+    A sweep ends with its last trial. Raises OSError, ClusterDDPError.
     """
     spec, own = run.load_spec(), os.environ.get("SLURM_JOB_ID", "")
     queued = History.read(run).every(events.NoticeQueued)

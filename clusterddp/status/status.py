@@ -253,9 +253,9 @@ def _judge(
     if state == RunState.CREATED and run.array_index:  # its own script creates it
         detail = "its script has recorded nothing yet"
     elif state == RunState.CREATED and _is_rehearsed(history.spec):
-        detail = "waits for its turn: a rehearsal runs one point after the other"
+        detail = "waits for its turn: --launcher local runs one trial at a time"
         if was_cancelled_before_turn(history.again()):
-            state, detail = RunState.CANCELLED, "before its turn in the rehearsal"
+            state, detail = RunState.CANCELLED, "before it started"
     return state, detail, job, report
 
 
@@ -348,11 +348,11 @@ def _resumes(history: History) -> bool:
 
 
 def _is_rehearsed(spec: JobSpec | None) -> bool:
-    return bool(spec and spec.point and spec.launcher == "local")
+    return bool(spec and spec.trial and spec.launcher == "local")
 
 
 def was_cancelled_before_turn(history: History) -> bool:
-    """Return whether a rehearsal's point was cancelled since its latest submission."""
+    """Return whether a rehearsal's trial was cancelled since its latest submission."""
     cancelled = False
     for event in history.events:
         if isinstance(event, events.CancelAsked | events.ResumeAsked):
@@ -610,7 +610,7 @@ def _next_command(
     if state == RunState.CREATED:
         if run.array_index:
             return f"clusterddp logs --job {run.cli_name}"
-        if run.sweep:  # the sweep's script would start all points
+        if run.sweep:  # the sweep's script would start all trials
             return run.resume_command
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and it cannot be resumed
@@ -668,23 +668,23 @@ def statuses(runs: Sequence[RunDir], known: dict[str, JobState] | None = None) -
     return statuses_and_states(runs, (), known)[0]
 
 
-def states_of(points: Sequence[RunDir]) -> list[RunState]:
-    """Return only the states of submitted runs: fast for the many points of a sweep."""
-    return statuses_and_states((), points)[1]
+def states_of(trials: Sequence[RunDir]) -> list[RunState]:
+    """Return only the states of submitted runs, which is fast for many trials."""
+    return statuses_and_states((), trials)[1]
 
 
-def judge_all(points: Sequence[RunDir]) -> list[tuple[RunState, Report | None]]:
+def judge_all(trials: Sequence[RunDir]) -> list[tuple[RunState, Report | None]]:
     """Return the state of each run, as `states_of`, with the report of its latest attempt."""
-    looked, jobs, now = _query_all(points)
+    looked, jobs, now = _query_all(trials)
     judged = (_judge(*each, jobs, now) for each in looked)
     return [(state, report) for state, _, _, report in judged]
 
 
 def statuses_and_states(
-    runs: Sequence[RunDir], points: Sequence[RunDir], known: dict[str, JobState] | None = None
+    runs: Sequence[RunDir], trials: Sequence[RunDir], known: dict[str, JobState] | None = None
 ) -> tuple[list[RunStatus], list[RunState]]:
-    """Return the statuses of runs and the states of points, with a single query."""
-    looked, jobs, now = _query_all((*runs, *points), known)
+    """Return the statuses of runs and the states of trials, with a single query."""
+    looked, jobs, now = _query_all((*runs, *trials), known)
     if known is not None:
         settled = (State.UNKNOWN, *(state for state in State if state.is_final))
         known |= {j: job for j, job in jobs.items() if job.state in settled and not job.problem}

@@ -217,14 +217,14 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
 
 
 def awaits_turn(history: History) -> bool:
-    """Return whether a point waits for its turn in a rehearsal of its sweep."""
+    """Return whether a trial of a local sweep waits for its turn."""
     run, sent = history.run, history.every(events.Submitted)
     name, _, index = run.name.rpartition("-")
     if not (name and index.isdecimal()) or any(event.launcher != "local" for event in sent[-1:]):
         return False
     sweep = History.read(SweepDir(run.path.with_name(name)))
     submitted = [e for e in sweep.every(events.Submitted) if int(index) in e.indices]
-    if not submitted or submitted[-1].pid is None:  # of Slurm's, or of no point
+    if not submitted or submitted[-1].pid is None:  # submitted to Slurm, or not a trial
         return False
     last = submitted[-1]
     has_begun = bool(sent) and (sent[-1].time or 0.0) >= (last.time or 0.0)
@@ -232,14 +232,14 @@ def awaits_turn(history: History) -> bool:
 
 
 def _cancel_before_turn(run: RunDir, send: Send) -> Cancellation:
-    """Cancel a point that waits for its turn; raises RequestError if this cannot be recorded."""
+    """Cancel a trial that waits for its turn; raises RequestError if this cannot be recorded."""
     try:
         events.add(run.events, events.CancelAsked())
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
     if not awaits_turn(History.read(run)):  # it has started since
         return cancel(run, run_status(run, {}), send)
-    return Cancellation(run.name, "", True, f"{run.name}: cancelled before its turn")
+    return Cancellation(run.name, "", True, f"{run.name}: cancelled before it started")
 
 
 def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:

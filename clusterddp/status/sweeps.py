@@ -1,4 +1,4 @@
-"""Status of sweeps and their points."""
+"""Status of sweeps and their trials."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from clusterddp.run.run_dir import SweepDir
 from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, states_of, statuses
 
-_MOST_TELLING = (
+_PRECEDENCE = (
     RunState.RUNNING,
     RunState.QUEUED,
     RunState.CREATED,
@@ -22,65 +22,65 @@ _MOST_TELLING = (
     RunState.CANCELLED,
     RunState.DONE,
 )
-"""States of points, the most informative one for the sweep first."""
+"""States of trials in order of precedence: the first one present is the sweep's state."""
 
 
 @dataclass(frozen=True)
 class SweepStatus:
-    """Status of a sweep: the states of its points, by index.
+    """Status of a sweep and the states of its trials, by index.
 
-    --json prints `points` as objects with `run`, `state`, `why` and `point`, the values by name;
-    `counts`, how many are in each state; and `sweep`, the name again.
+    In --json, `trials` is a list of objects with `run`, `state`, `why` and `params`, the values by
+    name; `counts` is the number of trials in each state; and `sweep` repeats the name.
     """
 
     name: str
-    """Name of the sweep; its points are the runs NAME-0, NAME-1 and so on."""
+    """Name of the sweep; its trials are the runs NAME-0, NAME-1, …"""
     names: tuple[str, ...]
     """Names that the sweep varies."""
-    points: tuple[tuple[str, ...], ...]
-    """Values of each point, as text, in the order of `names`."""
+    trials: tuple[tuple[str, ...], ...]
+    """Values of each trial, as text, in the order of `names`."""
     states: tuple[RunState, ...]
-    """State of each point, as of a run."""
+    """State of each trial's run."""
     max_concurrent: int
-    """Most points that run at once; 0 where there is no limit."""
+    """Maximum number of trials that run at once; 0: no limit."""
     job_ids: tuple[str, ...]
-    """Job arrays that were submitted for it, the latest last."""
+    """Ids of the job arrays submitted for it, latest last."""
     submitted_time: float | None
     """Time of the first submission, in seconds since the epoch."""
     directory: str
     """Directory of the sweep."""
     layout: str = ""
-    """Nodes and tasks of each point, `2x4`."""
+    """Nodes and tasks per node of each trial, `2x4`."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """Reasons for the states of the points that have not ended well, by index, where asked for."""
+    """Reasons for the states of the trials that did not end well, by index; empty if unknown."""
 
     @property
     def counts(self) -> Mapping[RunState, int]:
-        """Return how many points are in each state; no state with none."""
+        """Number of trials in each state, without states that have none."""
         return _counts(self.states)
 
     @property
     def state(self) -> str:
-        """Return the overall state: running while a point runs, done when all are done."""
-        return most_telling(self.states)
+        """Overall state: running while a trial runs, done when all are done."""
+        return overall_state(self.states)
 
     def as_dict(self) -> dict[str, object]:
-        """Return what --json prints: the points with their states, and the counts of these."""
-        points = [
+        """Return the fields of --json."""
+        trials = [
             {
                 "run": f"{self.name}-{index}",
                 "state": state,
                 "why": self.reasons.get(index, ""),
-                "point": dict(zip(self.names, values, strict=True)),
+                "params": dict(zip(self.names, values, strict=True)),
             }
-            for index, (state, values) in enumerate(zip(self.states, self.points, strict=True))
+            for index, (state, values) in enumerate(zip(self.states, self.trials, strict=True))
         ]
         return {
             "name": self.name,
             "sweep": self.name,
             "state": self.state,
             "counts": self.counts,
-            "points": points,
+            "trials": trials,
             "max_concurrent": self.max_concurrent,
             "job_ids": self.job_ids,
             "submitted_time": self.submitted_time,
@@ -89,7 +89,7 @@ class SweepStatus:
 
     @property
     def next_command(self) -> str:
-        """Return what to type next."""
+        """Command to type next."""
         shown = SweepDir(Path(self.directory)).cli_name
         if ACTIVE & {*self.states}:
             return f"clusterddp runs {shown}"
@@ -99,17 +99,17 @@ class SweepStatus:
 
     @property
     def summary(self) -> str:
-        """Return the counts in words, `3 queued, 4 running, 5 done`."""
+        """Counts in words, `3 queued, 4 running, 5 done`."""
         return summary(self.states)
 
 
-def most_telling(states: Collection[RunState]) -> RunState:
-    """Return the overall state of a sweep whose points have these states."""
-    return next((state for state in _MOST_TELLING if state in states), RunState.CREATED)
+def overall_state(states: Collection[RunState]) -> RunState:
+    """Return the overall state of a sweep whose trials have these states."""
+    return next((state for state in _PRECEDENCE if state in states), RunState.CREATED)
 
 
 def summary(states: Iterable[RunState]) -> str:
-    """Return how many points are in each state, in words: `3 queued, 4 running, 5 done`."""
+    """Return the number of trials in each state in words: `3 queued, 4 running, 5 done`."""
     return ", ".join(f"{count} {state}" for state, count in _counts(states).items())
 
 
@@ -129,7 +129,7 @@ def _counts(states: Iterable[RunState]) -> dict[RunState, int]:
 
 
 def has_failed(status: RunStatus) -> bool:
-    """Return whether a run has failed, was stopped or cancelled, or never started."""
+    """Return whether a run failed, was stopped or cancelled, or never started."""
     return (
         status.state in (RunState.FAILED, RunState.STOPPED, RunState.CANCELLED, RunState.CREATED)
         or status.is_forgotten
@@ -141,9 +141,9 @@ def sweep_status(
     states: Sequence[RunState] | None = None,
     reasons: Mapping[int, str] = MappingProxyType({}),
 ) -> SweepStatus:
-    """Return the status of a sweep; query Slurm if the points' records do not settle their states.
+    """Return the status of a sweep; query Slurm if the records do not determine every state.
 
-    states, reasons: states and reasons of the points, if already known. Raises RequestError if the
+    states, reasons: of the trials, if already known. Raises RequestError if the
     request cannot be read.
     """
     spec, submitted = sweep.load_spec(), History.read(sweep).every(events.Submitted)
@@ -152,7 +152,7 @@ def sweep_status(
     return SweepStatus(
         name=sweep.name,
         names=spec.sweep.names,
-        points=spec.sweep.points,
+        trials=spec.sweep.trials,
         states=tuple(states),
         max_concurrent=spec.sweep.max_concurrent,
         job_ids=tuple(event.job_id for event in submitted if event.job_id),
@@ -164,16 +164,16 @@ def sweep_status(
 
 
 def _states_and_reasons(sweep: SweepDir) -> tuple[list[RunState], dict[int, str]]:
-    """Return the states of a sweep's points, and the reasons of those that did not end well.
+    """Return the states of a sweep's trials, and the reasons of those that did not end well.
 
-    Only the latter are examined in detail: a sweep can have many points.
+    Only the latter are examined in detail: a sweep can have many trials.
     """
-    points = sweep.elements
-    states = states_of(points)
+    trials = sweep.elements
+    states = states_of(trials)
     ended = [
         n
         for n, state in enumerate(states)
         if state in (RunState.FAILED, RunState.STOPPED, RunState.CANCELLED, RunState.UNKNOWN)
     ]
-    found = statuses([points[index] for index in ended])
+    found = statuses([trials[index] for index in ended])
     return states, {n: each.why(in_short=True) for n, each in zip(ended, found, strict=True)}

@@ -33,7 +33,7 @@ from clusterddp.status import notify
 from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.stop import awaits_turn
-from clusterddp.status.sweeps import most_telling
+from clusterddp.status.sweeps import overall_state
 from clusterddp.submission.claim import claimed
 from clusterddp.submission.snapshot import Snapshot, digest_of
 
@@ -118,7 +118,7 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
     another process has the claim or the run has started, and NotRemoved.
     """
     with contextlib.ExitStack() as stack:
-        for each in (run, *_points(run)):
+        for each in (run, *_trials(run)):
             stack.enter_context(claimed(each))
         [cleaning] = plan([run], named=named, older_than=older_than, now=now)
         if not cleaning.items:
@@ -143,14 +143,14 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
         return cleaning
 
 
-def _points(run: RunDir) -> list[RunDir]:
-    """Return the existing trials of a sweep; empty for a run. Raises RequestError."""
-    points = run.elements if isinstance(run, SweepDir) else []
-    return [point for point in points if point.path.is_dir()]
+def _trials(run: RunDir) -> list[RunDir]:
+    """Return the trials of a sweep that have a directory; none for a run. Raises RequestError."""
+    trials = run.elements if isinstance(run, SweepDir) else []
+    return [trial for trial in trials if trial.path.is_dir()]
 
 
 def _latest(run: RunDir) -> list[attempts.Attempt | None]:
-    return [attempts.latest(each) for each in (_points(run) or [run])]
+    return [attempts.latest(each) for each in (_trials(run) or [run])]
 
 
 def reason_to_keep(run: RunDir, status: RunStatus) -> str:
@@ -201,23 +201,23 @@ def _plan(
 def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float) -> Cleaning:
     """Find a sweep's shared files, if none of its trials can resume."""
     try:
-        points = _points(sweep)
-        known = statuses(points)
-        state = most_telling([status.state for status in known])
-        if not points and not named:
-            return Cleaning(sweep, state, kept_because="it has no points yet")
-        if len(points) < len(sweep.elements) and not named:
-            reason = "some of its points have no directory and could be resumed"
+        trials = _trials(sweep)
+        known = statuses(trials)
+        state = overall_state([status.state for status in known])
+        if not trials and not named:
+            return Cleaning(sweep, state, kept_because="it has no trials yet")
+        if len(trials) < len(sweep.elements) and not named:
+            reason = "some of its trials have no directory and could be resumed"
             return Cleaning(sweep, state, kept_because=reason)
-        needed = [run.name for run, s in zip(points, known, strict=True) if reason_to_keep(run, s)]
+        needed = [run.name for run, s in zip(trials, known, strict=True) if reason_to_keep(run, s)]
         if needed:
-            reason = "points that use its files can resume"
+            reason = "trials that use its files can resume"
             if named:
                 reason += f": {formatting.join_limited(needed, _MOST_NAMES, ', ')}"
             return Cleaning(sweep, state, kept_because=reason)
         if sweep.path.is_symlink() and not named:
             return Cleaning(sweep, state, kept_because="its directory is a link")
-        changes = [_last_change(run, s) for run, s in zip(points, known, strict=True)]
+        changes = [_last_change(run, s) for run, s in zip(trials, known, strict=True)]
         if older_than and now - max(changes, default=0.0) < older_than:
             return Cleaning(sweep, state, kept_because="not old enough")
         found = [*_bundles(sweep, keep_current=False), *_code(sweep)]
@@ -476,7 +476,7 @@ def _check_removal(run: RunDir, status: RunStatus | None, named: Collection[Path
         left = [name for name in left if (run.path.parent / name).resolve() not in (named or ())]
         if left:
             raise RequestError(
-                f"{run.name} is not removed: its points {', '.join(left)} use its files. [CD0508]"
+                f"{run.name} is not removed: its trials {', '.join(left)} use its files. [CD0508]"
             )
         return
     if status and not _is_over(run, status):

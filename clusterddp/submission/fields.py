@@ -261,7 +261,7 @@ def _template(given: Given) -> str:
 def check_new(spec: JobSpec) -> None:
     """Make the checks that recorded requests skip. Raises RequestError."""
     refuse_launcher(spec)
-    spec.check_points()
+    spec.check_trials()
 
 
 def refuse_launcher(spec: JobSpec) -> None:
@@ -296,7 +296,7 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
     program = spec.program
     found = [
         f"{word} in the COMMAND is not replaced, because --sweep has no such name"
-        for word in program.unswept(spec.sweep.names)
+        for word in program.unused_placeholders(spec.sweep.names)
     ]
     if gpus and program.options.get("device") == "cpu":
         found.append(f"--device cpu leaves the {gpus} GPUs of each node idle")

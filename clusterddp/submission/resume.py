@@ -1,4 +1,4 @@
-"""Resume a run, or points of a sweep, from their newest checkpoints.
+"""Resume a run, or trials of a sweep, from their newest checkpoints.
 
 The recorded request may be changed if the weights are not affected, or if the user allows it. A
 refused submission leaves the records unchanged.
@@ -18,7 +18,7 @@ from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
 from clusterddp.request.options import Record
 from clusterddp.request.spec import JobSpec
-from clusterddp.request.sweep import NO_SWEEP, Sweep, is_array, shown
+from clusterddp.request.sweep import NO_SWEEP, Sweep, format_trial, is_array
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
 from clusterddp.run import bad_nodes, events
@@ -68,7 +68,7 @@ class Terms:
     new_code: bool = False
     """Whether to replace the run's copy of the code by the current directory."""
     new_clusterddp: bool = False
-    """Whether to replace the run's clusterddp by this one, as a changed request does."""
+    """Whether to replace the run's clusterddp by this one; a changed request always does."""
     from_scratch: bool = False
     """Whether to ignore the run's checkpoints and start at step 0."""
     even_if_done: bool = False
@@ -80,7 +80,7 @@ class Terms:
     snapshot_limit_mb: float | None = None
     """Maximum size of a new copy of the code in MB; None: 50, or twice the previous copy."""
     more: Sweep = NO_SWEEP
-    """Points to add to a sweep and submit, instead of its failed ones."""
+    """Trials to add to a sweep and submit, instead of its failed ones."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Resumption:
     source: Path | None
     """The run's checkpoint to resume from; None if it starts from another run's or at step 0."""
     indices: tuple[int, ...] = ()
-    """Submitted points of a sweep."""
+    """Submitted trials of a sweep."""
     submission: launchers.SentJob | None = None
-    """None in a dry run. Has no job id for a local sweep, which runs the points in turn."""
+    """None in a dry run. Has no job id for a local sweep, which runs the trials in turn."""
 
     @property
     def job_id(self) -> str:
@@ -111,10 +111,10 @@ class Resumption:
 def resume(
     run: RunDir, change: Callable[[JobSpec], JobSpec], terms: Terms, *, dry_run: bool = False
 ) -> Resumption:
-    """Resume a run, or points of a sweep, from the directory of the first submission.
+    """Resume a run, or trials of a sweep, from the directory of the first submission.
 
-    run: for a `SweepDir`, the failed or missing points are submitted, or new ones (`Terms.more`);
-        points that are done, queued or running are not touched.
+    run: for a `SweepDir`, submit the failed and missing trials, or the new ones in `Terms.more`;
+        leave trials that are done, queued or running unchanged.
     change: makes the new request from the recorded one; if equal, the recorded script is sent.
     dry_run: check the request and render the script, but change nothing.
 
@@ -125,7 +125,7 @@ def resume(
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
     if terms.new_code and isinstance(run, SweepDir):
         raise RequestError(
-            f"--refresh-code: all points of {run.name}, also the finished ones, share one copy of "
+            f"--refresh-code: all trials of {run.name}, also the finished ones, share one copy of "
             "the code, so it cannot be replaced. Submit a new sweep. [CD0313]"
         )
     with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def resume(
         _check_directory(run, before)
         after = _changed(run, before, change, terms)
         if isinstance(run, SweepDir):
-            indices = _further(run, before, after) if terms.more else _to_repeat(run)
+            indices = _added_indices(run, before, after) if terms.more else _failed_indices(run)
         else:
             indices = []
             _check_state(run, before, after, terms, asks=not dry_run)
@@ -172,7 +172,7 @@ def resume(
 def _changed(
     run: RunDir, before: JobSpec, change: Callable[[JobSpec], JobSpec], terms: Terms
 ) -> JobSpec:
-    """Return the new request with added points; raises RequestError for a fixed field."""
+    """Return the new request with added trials; raises RequestError for a fixed field."""
     if terms.from_scratch and not before.program.keeps_records:
         raise RequestError(
             f"--from-scratch applies only to the built-in training, but {run.name} runs a command. "
@@ -183,9 +183,9 @@ def _changed(
         program = after.program.changed(run.name, {"allow_config_change": True}, "", ())
         after = dataclasses.replace(after, **program.fields)
     if terms.more:
-        whole = after.sweep.with_points(terms.more, after.program.meant)
+        whole = after.sweep.with_trials(terms.more, after.program.parse_values)
         after = dataclasses.replace(after, sweep=whole)
-    after.check_points()
+    after.check_trials()
     _check_fields(run, dataclasses.replace(before, sweep=after.sweep), after)
     return after
 
@@ -217,15 +217,15 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
         raise RequestError(
             f"'resume' cannot change {', '.join(fixed)} of {run.name}. Submit a new run. [CD0511]"
         )
-    if not before.point:
+    if not before.trial:
         return
-    swept = [name.replace("-", "_") for name, _ in before.point]
+    swept = [name.replace("-", "_") for name, _ in before.trial]
     old, now = before.program.options, after.program.options
     moved = [name for name in swept if old.get(name) != now.get(name)]
     if moved or before.command != after.command:
         raise RequestError(
-            f"{run.name} is the point {shown(before.point)} of the sweep {before.sweep_name}, "
-            "whose values cannot be changed. Add a point with other values: clusterddp resume "
+            f"the values of {run.name} ({format_trial(before.trial)}) cannot be changed: it is a "
+            "trial of a sweep. To add a trial with other values: clusterddp resume "
             f"{before.sweep_name} --sweep …, or submit a new run. [CD0511]"
         )
 
@@ -240,8 +240,8 @@ def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> s
     recorded = _recorded_script(run)
     if after == before:
         return recorded
-    whole = run.sweep if before.point and is_array(recorded) else None
-    asked = whole.load_spec() if whole else before  # a point has the script of its sweep
+    whole = run.sweep if before.trial and is_array(recorded) else None
+    asked = whole.load_spec() if whole else before  # a trial has the script of its sweep
     again = "" if terms.allow_config_change else render(asked, terms.template_folder)
     if again and recorded != again and of_script(recorded) == of_script(again):
         raise RequestError(
@@ -252,19 +252,19 @@ def _script_for(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -> s
     return render(after, terms.template_folder)
 
 
-def _further(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
-    """Return the indices of the added points. Raises RequestError for none."""
+def _added_indices(sweep: SweepDir, before: JobSpec, after: JobSpec) -> list[int]:
+    """Return the indices of the added trials. Raises RequestError if there are none."""
     indices = [*range(len(before.sweep), len(after.sweep))]
     if not indices:
         raise RequestError(
-            f"{sweep.name} already has all of these points. To submit its failed and missing "
-            f"points: clusterddp resume {sweep.cli_name} [CD1103]"
+            f"{sweep.name} already has all of these trials. To resume its failed and missing "
+            f"trials: clusterddp resume {sweep.cli_name} [CD1103]"
         )
     submit.refuse_existing(
         after,
         indices,
-        "the added points need these names. Submit them as a new sweep: "
-        "clusterddp submit --run-name NAME --sweep …",
+        "The added trials need this name. Submit them as a new sweep: clusterddp submit "
+        "--run-name NAME --sweep …",
     )
     return indices
 
@@ -285,7 +285,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
 
 
 def _check_start(before: JobSpec, plan: Resumption, own_code: Path | None, terms: Terms) -> None:
-    """Check the job's requirements here, as a first submission does."""
+    """Check the job's requirements here, like a first submission."""
     spec = plan.spec
     question = ask_for_partitions(spec) if spec.resources != before.resources else None
     if (spec.python, spec.controller_python) != (before.python, before.controller_python):
@@ -400,8 +400,8 @@ def _check_done(
     )
 
 
-def _to_repeat(sweep: SweepDir) -> list[int]:
-    """Return the indices of the failed or missing points. Raises RequestError for none."""
+def _failed_indices(sweep: SweepDir) -> list[int]:
+    """Return the indices of the failed or missing trials. Raises RequestError if there are none."""
     known = statuses(sweep.elements)
     unsure = next((s for s in known if s.state == RunState.UNKNOWN and not s.is_forgotten), None)
     if unsure:
@@ -415,7 +415,7 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
     if own:
         commands = [f"clusterddp resume {run.cli_name}" for run in own.values()]
         words = (
-            "points with different options must be resumed separately: "
+            "trials that have their own options must be resumed separately: "
             f"{formatting.join_limited(commands, _MOST_COMMANDS, ', ')}"
         )
         if not indices:
@@ -423,15 +423,15 @@ def _to_repeat(sweep: SweepDir) -> list[int]:
         log.info(words)
     if not indices:
         raise RequestError(
-            f"every point of {sweep.name} is done, queued or running, so there is nothing to "
-            f"submit. To add points: clusterddp resume {sweep.cli_name} --sweep NAME=VALUES "
+            f"every trial of {sweep.name} is done, queued or running, so there is nothing to "
+            f"submit. To add trials: clusterddp resume {sweep.cli_name} --sweep NAME=VALUES "
             "[CD1103]"
         )
     return indices
 
 
 def _has_own_script(sweep: SweepDir, index: int) -> bool:
-    """Return whether a point was submitted with other options, so has a separate script."""
+    """Return whether a trial was submitted with other options, so has a separate script."""
     script = sweep.element(index).script
     return script.is_file() and not script.is_symlink() and not is_array(script.read_text("utf-8"))
 
@@ -501,7 +501,7 @@ def _submit(
 ) -> launchers.SentJob:
     """Write the records and submit; restore the previous records if that is refused.
 
-    claims: on the run or the sweep, then on the sweep's existing points. new: changes to record
+    claims: on the run or the sweep, then on the sweep's existing trials. new: changes to record
     in addition to the request's.
     """
     for claim in claims:
@@ -518,11 +518,11 @@ def _submit(
         if isinstance(run, SweepDir):
             runs = [run.element(index) for index in plan.indices]
             missing = [i for i, each in zip(plan.indices, runs, strict=True) if each not in there]
-            stack.enter_context(submit.created_points(run, after, missing))
-        for index, point in zip(plan.indices, runs, strict=True):
-            if point in there:
-                own = {} if is_same else {point.spec: after.element(index).to_json()}
-                stack.enter_context(_records_renewed(point, own))
+            stack.enter_context(submit.created_trials(run, after, missing))
+        for index, trial in zip(plan.indices, runs, strict=True):
+            if trial in there:
+                own = {} if is_same else {trial.spec: after.element(index).to_json()}
+                stack.enter_context(_records_renewed(trial, own))
         # Before the submission: the job may log before its id is recorded.
         for each in there if runs else [run]:
             latest = attempts.latest(each) if terms.from_scratch else None
@@ -619,10 +619,10 @@ def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
 
 
 def _way_to_current_files(spec: JobSpec, run: RunDir) -> str:
-    """Return how to run the current files; the points of a sweep share one copy of the code."""
+    """Return how to run the current files; the trials of a sweep share one copy of the code."""
     if spec.sweep:
         return (
-            "submit a new sweep, or give each failed point a separate copy: "
+            "submit a new sweep, or give each failed trial a separate copy: "
             f"clusterddp resume {run.cli_name} --refresh-code"
         )
     return "use --refresh-code"
@@ -725,7 +725,7 @@ def _take_code(
 
 
 def _remove_copy(former: Path) -> None:
-    """Remove an old copy; for a sweep's point, it may be a link to the shared copy."""
+    """Remove an old copy; for a sweep's trial, it may be a link to the shared copy."""
     if former.is_symlink():
         with contextlib.suppress(OSError):
             former.unlink()

@@ -74,7 +74,7 @@ def check_partitions(
 
 
 def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
-    """Raise OptionError if Slurm's limits do not allow the sweep as one array.
+    """Raise OptionError if Slurm's limits are too low for the sweep as one array.
 
     count: number of trials submitted now.
     """
@@ -83,7 +83,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
         parts = -(-len(spec.sweep) // size)
         raise OptionError(
             "--sweep",
-            f": {len(spec.sweep)} points have indices up to {last}, but MaxArraySize {size} of "
+            f": {len(spec.sweep)} trials have indices up to {last}, but MaxArraySize {size} of "
             f"this cluster allows at most {size - 1}. Split it into {parts} sweeps. [CD0412]",
         )
     bounds = {
@@ -96,7 +96,7 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             more = f" and your {present} queued or running jobs" if present else ""
             raise OptionError(
                 "--sweep",
-                f": {count} points{more} exceed {name} ({most}). Submit fewer points now and the "
+                f": {count} trials{more} exceed {name} ({most}). Submit fewer trials now and the "
                 f"rest later: clusterddp resume {spec.run_name} --sweep … [CD0412]",
             )
 

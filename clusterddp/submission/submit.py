@@ -66,7 +66,7 @@ def submit(
         _keep_code(spec, run, snapshot_limit_mb)
         runs: list[RunDir] = []
         if isinstance(run, SweepDir):
-            runs = stack.enter_context(created_points(run, spec, range(len(spec.sweep))))
+            runs = stack.enter_context(created_trials(run, spec, range(len(spec.sweep))))
         return run, send(spec, script, run, runs)
 
 
@@ -160,7 +160,7 @@ def _send_to_queue(spec: JobSpec, script: str, run: RunDir, runs: Sequence[RunDi
         except RequestError as error:  # --exclude may name a file, which sbatch accepts
             warning(f"no bad node is excluded: {error} [CD1303]")
             choice = bad_nodes.Choice()
-    if spec.point and is_array(script):  # a trial that is submitted with its sweep's script
+    if spec.trial and is_array(script):  # a trial that is submitted with its sweep's script
         runs = [run]
     indices = [_index_of(each) for each in runs]
     overrides = _overrides(spec, indices, awaited)
@@ -204,7 +204,7 @@ def extra_sbatch_options(spec: JobSpec, script: str, indices: Iterable[int] = ()
     """
     if spec.launcher != "sbatch":
         return []
-    if spec.point and is_array(script):
+    if spec.trial and is_array(script):
         indices = [spec.index]
     awaited = chain.check_awaited(spec) if spec.after else []
     return sbatch_options(spec.comment, **_overrides(spec, indices, awaited))
@@ -364,7 +364,7 @@ def _take_work_tree(
 
 
 @contextlib.contextmanager
-def created_points(
+def created_trials(
     sweep: SweepDir, spec: JobSpec, indices: Sequence[int]
 ) -> Iterator[list[RunDir]]:
     """Create the directories of trials as runs that share the sweep's files: all or none.
@@ -373,16 +373,16 @@ def created_points(
     body raises RequestError. Raises RequestError if one exists or cannot be written.
     """
     refuse_existing(spec, indices)
-    points = [sweep.element(index) for index in indices]
+    trials = [sweep.element(index) for index in indices]
     shared = [name for name in _SHARED if os.path.lexists(sweep.path / name)]
     made: list[RunDir] = []
     try:
-        for index, point in zip(indices, points, strict=True):
-            point.path.mkdir(mode=0o700)
-            made.append(point)  # after mkdir: an existing one belongs to another submission
-            _fill_point(point, spec.element(index), sweep, shared)
+        for index, trial in zip(indices, trials, strict=True):
+            trial.path.mkdir(mode=0o700)
+            made.append(trial)  # after mkdir: an existing one belongs to another submission
+            _fill_trial(trial, spec.element(index), sweep, shared)
     except BaseException as error:
-        _undo_points(made)
+        _undo_trials(made)
         if not isinstance(error, OSError):
             raise
         raise RequestError(
@@ -390,14 +390,14 @@ def created_points(
             "Choose a writable directory with free space. [CD0504]"
         ) from None
     try:
-        yield points
+        yield trials
     except RequestError:
-        _undo_points(made)
+        _undo_trials(made)
         raise
 
 
 def refuse_existing(
-    spec: JobSpec, indices: Sequence[int], instead: str = "choose another --run-name"
+    spec: JobSpec, indices: Sequence[int], instead: str = "Choose another --run-name."
 ) -> None:
     """Raise RequestError if the directory of a trial already exists.
 
@@ -407,27 +407,27 @@ def refuse_existing(
         path = Path(f"{spec.run_dir}-{index}")
         if os.path.lexists(path):
             raise RequestError(
-                f"the run {path.name}, a point of the sweep {spec.run_name}, already exists at "
-                f"{path}; {instead}. [CD0503]"
+                f"the run {path.name}, a trial of the sweep {spec.run_name}, already exists at "
+                f"{path}. {instead} [CD0503]"
             )
 
 
-def _index_of(point: RunDir) -> int:
+def _index_of(trial: RunDir) -> int:
     """Return the index in a trial's name."""
-    return int(point.name.rpartition("-")[2])
+    return int(trial.name.rpartition("-")[2])
 
 
-def _fill_point(point: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:
+def _fill_trial(trial: RunDir, spec: JobSpec, sweep: SweepDir, shared: Sequence[str]) -> None:
     """Fill a directory, the request last because it makes the directory a run. Raises OSError."""
     for name in shared:
-        (point.path / name).symlink_to(Path("..") / sweep.name / name)
+        (trial.path / name).symlink_to(Path("..") / sweep.name / name)
     if sweep.workdir_name:
-        point.workdir.symlink_to(sweep.workdir.readlink())
+        trial.workdir.symlink_to(sweep.workdir.readlink())
     # Not synced one by one: the sweep's own request contains every trial.
-    files.create(point.path / ".spec.json", spec.to_json().encode())
-    (point.path / ".spec.json").replace(point.spec)
+    files.create(trial.path / ".spec.json", spec.to_json().encode())
+    (trial.path / ".spec.json").replace(trial.spec)
 
 
-def _undo_points(points: Sequence[RunDir]) -> None:
-    for point in points:
-        remove_created(point.path, [])
+def _undo_trials(trials: Sequence[RunDir]) -> None:
+    for trial in trials:
+        remove_created(trial.path, [])

@@ -690,7 +690,7 @@ def test_where_requeue_is_refused_another_job_takes_the_place(
     assert (workplace.folder / "sent").read_text() == "#!/bin/bash\necho the script\n"
 
 
-def test_a_point_with_a_script_of_its_own_is_no_element_of_the_next_job(
+def test_a_trial_with_a_script_of_its_own_is_no_element_of_the_next_job(
     workplace: Workplace,
 ) -> None:
     run = begun(workplace.run("s-3", submitted("17")))
@@ -704,8 +704,8 @@ def test_a_point_with_a_script_of_its_own_is_no_element_of_the_next_job(
         ("#SBATCH --array=0-9\n", (), "18_3", " --array=3 --comment=clusterddp:s-3"),
         ("#SBATCH --array=0-9\n", ("comment",), "18_3", " --array=3"),
     ):
-        point = {"point": (("lr", "1"),), "omit_directives": omitted}
-        run.spec.write_text(dataclasses.replace(run.load_spec(), **point).to_json())
+        trial = {"trial": (("lr", "1"),), "omit_directives": omitted}
+        run.spec.write_text(dataclasses.replace(run.load_spec(), **trial).to_json())
         run.script.write_text(f"#!/bin/bash\n{lines}")
         leave(run, **PAUSED)
         assert finish_attempt(workplace, run, 75, requeue=True).code == 75

@@ -57,17 +57,17 @@ class Workplace:
         run.events.write_text("".join(f"{line}\n" for line in lines))
         return run
 
-    def sweep(self, name: str, names: tuple[str, ...], *points: tuple[str, ...]) -> SweepDir:
-        """A sweep whose points are array 7 and have not started; of a COMMAND with the names."""
+    def sweep(self, name: str, names: tuple[str, ...], *trials: tuple[str, ...]) -> SweepDir:
+        """A sweep whose trials are array 7 and have not started; of a COMMAND with the names."""
         path = self.root / name
         spec = JobSpec(
             run_name=name, run_dir=str(path), resources=Resources(nodes=1), python="python",
-            command=("train", *(f"{{{each}}}" for each in names)), sweep=Sweep(names, points),
+            command=("train", *(f"{{{each}}}" for each in names)), sweep=Sweep(names, trials),
         )  # fmt: skip
         sweep = SweepDir(path)
         sweep.make()
         sweep.spec.write_text(spec.to_json())
-        for index in range(len(points)):
+        for index in range(len(trials)):
             run = sweep.element(index)
             run.make(run.logs)
             run.spec.write_text(spec.element(index).to_json())

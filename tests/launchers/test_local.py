@@ -644,7 +644,7 @@ def test_a_jobs_variables_count_what_its_script_asks_for() -> None:
     assert environ["SLURM_JOB_NODELIST"] == "127.0.0.[1-2]"
 
 
-def test_a_point_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path) -> None:
+def test_a_trial_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path) -> None:
     fails_first = "[ {n} != 1 ] || [ -e mended ]"
     submitted = submit(tmp_path, "--sweep", "n=0..1", "--", "sh", "-c", fails_first)
     assert submitted.returncode == 1, submitted.stderr
@@ -657,7 +657,7 @@ def test_a_point_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path)
     assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["a", "a-0", "a-1"]
 
 
-def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
+def test_trials_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     tmp_path: Path, begin: Begin
 ) -> None:
     def typed(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -672,14 +672,14 @@ def test_points_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
         "--", "sh", "-c", until_go,
     )  # fmt: skip
     logs = [tmp_path / f"jobs/a-{index}/logs/rank-0.log" for index in range(4)]
-    wait_for(lambda: logs[0].exists() and logs[0].read_text() == "at 0\n", "the first point")
+    wait_for(lambda: logs[0].exists() and logs[0].read_text() == "at 0\n", "the first trial")
     stopped = typed("stop", "--wait", "a-3")
-    assert "a-3: cancelled before its turn" in stopped.stdout, stopped.stderr
+    assert "a-3: cancelled before it started" in stopped.stdout, stopped.stderr
     cancelled = typed("cancel", "-y", "a")
     assert cancelled.returncode == 0, cancelled.stderr
     _, words = rehearsal.communicate(timeout=240)
     assert rehearsal.returncode == 1, words
-    assert [f"a-{index}: cancelled ahead of its turn" in words for index in range(4)] == [
+    assert [f"a-{index}: cancelled before it started" in words for index in range(4)] == [
         False, True, True, True,
     ]  # fmt: skip
     assert not any(log.exists() for log in logs[1:])

@@ -50,7 +50,7 @@ def test_the_script_is_sound_shell(template: str, fields: dict[str, Any]) -> Non
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     if shutil.which("shellcheck") or os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
         checked = subprocess.run(
-            # Quotes keep every value as it was typed, and set-up lines may use what a point varies.
+            # Quotes keep every value as it was typed, and set-up lines may use what a trial varies.
             ["shellcheck", "--exclude=SC1003,SC2016,SC2034", "-"],
             input=script, text=True, capture_output=True, check=False,
         )  # fmt: skip
@@ -88,7 +88,7 @@ def test_an_environment_value_reaches_bash_as_it_is(value: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_value_of_a_point_reaches_bash_as_it_is(template: str, tmp_path: Path) -> None:
+def test_the_value_of_a_trial_reaches_bash_as_it_is(template: str, tmp_path: Path) -> None:
     sweep = Sweep(("v", "n-m"), tuple((v, str(i)) for i, v in enumerate(CARRIED)))
     words = ("prog", "{v}", "it's {v}{n-m} {x}", "end")
     script = sbatch.render(spec(template=template, command=words, sweep=sweep))

@@ -29,7 +29,7 @@ TRAINING = [
     "--warmup-steps", "2", "--eval-every", "1000epochs", "--save-every", "10steps",
     "--precision", "fp32",
 ]  # fmt: skip
-POINTS = [(lr, str(seed)) for lr in ("0.002", "0.005") for seed in range(4)]
+TRIALS = [(lr, str(seed)) for lr in ("0.002", "0.005") for seed in range(4)]
 FAILING = 6
 FAILS_ONCE = (
     "echo start {n}; if [ {n} = a ] || [ -e ok ]; then exit 0; fi; "
@@ -50,7 +50,7 @@ def status(cluster: SlurmCluster, folder: Path, name: str) -> Any:
     return json.loads(answer.stdout)
 
 
-def test_each_point_of_a_command_is_a_run_with_its_own_values(
+def test_each_trial_of_a_command_is_a_run_with_its_own_values(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     done = submit(
@@ -60,8 +60,8 @@ def test_each_point_of_a_command_is_a_run_with_its_own_values(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     runs = [tmp_path / f"jobs/s-{index}" for index in range(4)]
-    points = [(lr, seed) for lr in ("0.1", "it's $HOME") for seed in "01"]
-    for run, (lr, seed) in zip(runs, points, strict=True):
+    trials = [(lr, seed) for lr in ("0.1", "it's $HOME") for seed in "01"]
+    for run, (lr, seed) in zip(runs, trials, strict=True):
         task = told(run, 0)
         assert task["argv"] == [f"--lr={lr}", seed, "{other}"]
         assert task["env"]["SLURM_ARRAY_TASK_ID"] == run.name[-1]
@@ -75,10 +75,10 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
         cluster, tmp_path, "--run-name", "s", "--sweep", "t=300,301,302,303,304",
         "--max-concurrent", "2", "--", "sleep", "{t}", check=True,
     )  # fmt: skip
-    wait_for(lambda: len([*tmp_path.glob("jobs/s-*/logs/rank-0.log")]) == 2, "two points run")
+    wait_for(lambda: len([*tmp_path.glob("jobs/s-*/logs/rank-0.log")]) == 2, "two trials run")
     row = typed(cluster, tmp_path, "runs").stdout.splitlines()[1]
     assert row.split()[:2] == ["s", "running"]
-    assert row.endswith("5 points: 3 queued, 2 running")
+    assert row.endswith("5 trials: 3 queued, 2 running")
     assert len(typed(cluster, tmp_path, "runs", "s-[0-3]").stdout.splitlines()) == 1 + 4
     before = all_say(cluster, tmp_path, "s")
     assert sorted(before.values()) == ["queued"] * 3 + ["running"] * 2
@@ -101,9 +101,9 @@ def test_a_sweep_is_one_line_of_jobs_and_is_stopped_and_cancelled_as_one(
 
 
 def all_say(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, str]:
-    """The states of a sweep's points, on which Slurm, `status`, `runs` and `report` agree."""
+    """The states of a sweep's trials, on which Slurm, `status`, `runs` and `report` agree."""
     sweep = status(cluster, folder, name)
-    of_status = {point["run"]: point["state"] for point in sweep["points"]}
+    of_status = {trial["run"]: trial["state"] for trial in sweep["trials"]}
     lines = typed(cluster, folder, "runs", name, check=True).stdout.splitlines()[1:]
     of_jobs = dict(line.split()[:2] for line in lines)
     report = json.loads(typed(cluster, folder, "report", name, "--json", check=True).stdout)
@@ -120,7 +120,7 @@ def all_say(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told_once(
+def test_a_run_waits_for_all_trials_and_a_sweep_for_that_run_and_the_end_is_told_once(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     script = f"[ {{n}} != b ] || [ -e {tmp_path}/mended ] || exit 3; {UNTIL_GO}"
@@ -135,7 +135,7 @@ def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told
         "--", "touch", f"{tmp_path}/t-{{x}}", check=True,
     )  # fmt: skip
     assert status(cluster, tmp_path, "t-1")["detail"] == "waits for b"
-    wait_for(lambda: status(cluster, tmp_path, "s-1")["state"] == "failed", "the failed point")
+    wait_for(lambda: status(cluster, tmp_path, "s-1")["state"] == "failed", "the failed trial")
     assert status(cluster, tmp_path, "b")["detail"] == "waits for s"
     (tmp_path / "mended").touch()
     again = typed(cluster, tmp_path, "resume", "s-1")
@@ -150,7 +150,7 @@ def test_a_run_waits_for_all_points_and_a_sweep_for_that_run_and_the_end_is_told
         f"afterany:{array}", f"afterany:{own.partition('_')[0]}",
     }  # fmt: skip
     (tmp_path / "go").touch()
-    wait_for(lambda: len([*tmp_path.glob("t-[12]")]) == 2, "both points that wait", LONG)
+    wait_for(lambda: len([*tmp_path.glob("t-[12]")]) == 2, "both trials that wait", LONG)
     assert status(cluster, tmp_path, "b")["state"] == "done"
     assert len([*(tmp_path / "jobs/b/attempts").iterdir()]) == 1
     verdict, _, _ = notices.told(tmp_path)
@@ -188,13 +188,13 @@ def test_a_sweep_that_has_started_too_early_is_held_and_let_go_as_a_whole(
     assert f"t (job {array}_[0-2]) waits for it" in again.stderr
     assert status(cluster, tmp_path, "t-2")["detail"] == "waits for a"
     (tmp_path / "go").touch()
-    wait_for(lambda: len([*tmp_path.glob("t-[123]")]) == 3, "all points", LONG)
+    wait_for(lambda: len([*tmp_path.glob("t-[123]")]) == 3, "all trials", LONG)
     wait_for(lambda: status(cluster, tmp_path, "t")["counts"] == {"done": 3}, "all are done", LONG)
     assert not (tmp_path / "jobs/t-1/attempts/0002").exists()
 
 
 @pytest.mark.slow
-def test_a_point_whose_requeue_is_refused_goes_on_as_its_element_of_another_array(
+def test_a_trial_whose_requeue_is_refused_goes_on_as_its_element_of_another_array(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     done = submit(
@@ -203,7 +203,7 @@ def test_a_point_whose_requeue_is_refused_goes_on_as_its_element_of_another_arra
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = tmp_path / "jobs/c-1/logs/rank-0.log"
-    wait_for(log.exists, "the point has started")
+    wait_for(log.exists, "the trial has started")
     [first] = status(cluster, tmp_path, "c")["job_ids"]
     cluster.run(["scontrol", "update", f"JobId={first}_1", "Requeue=0"], check=True)
     (tmp_path / "go").touch()
@@ -217,7 +217,7 @@ def test_a_point_whose_requeue_is_refused_goes_on_as_its_element_of_another_arra
 
 
 @pytest.mark.slow
-def test_a_failed_point_is_submitted_again_and_others_are_added(
+def test_a_failed_trial_is_submitted_again_and_others_are_added(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     words = ["--", "bash", "-c", f"echo at {{n}}; [ {{n}} != b ] || [ -e {tmp_path}/mended ]"]
@@ -234,7 +234,7 @@ def test_a_failed_point_is_submitted_again_and_others_are_added(
     assert "at d" in logs[3]
     none = typed(cluster, tmp_path, "resume", "c")
     assert none.returncode == 2
-    assert "every point of c is done, queued or running" in none.stderr
+    assert "every trial of c is done, queued or running" in none.stderr
 
 
 def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
@@ -242,7 +242,7 @@ def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
 ) -> None:
     done = submit(cluster, tmp_path, "--sweep", "n=0..1001", "--", "sleep", "{n}")
     assert done.returncode == 2
-    assert "1002 points have indices up to 1001, but MaxArraySize 1001 of this cluster" in (
+    assert "1002 trials have indices up to 1001, but MaxArraySize 1001 of this cluster" in (
         done.stderr
     )
     assert not [*tmp_path.iterdir()]
@@ -250,7 +250,7 @@ def test_a_sweep_that_slurm_cannot_hold_is_refused_with_the_figures(
 
 @pytest.fixture
 def three_hosts(slurm_available: None) -> Iterator[SlurmCluster]:
-    """Hosts with room for two points each; Slurm misses one that is lost after five seconds."""
+    """Hosts with room for two trials each; Slurm misses one that is lost after five seconds."""
     # What is preempted is told at once, and has the time to save on a busy machine.
     conf = {"SlurmdTimeout": "5", "KillWait": "60", "PartitionName=main": WITHOUT_GRACE}
     with SlurmCluster(hosts=3, cpus_per_host=2, conf=conf) as booted:
@@ -262,11 +262,11 @@ def three_hosts(slurm_available: None) -> Iterator[SlurmCluster]:
 def test_a_sweep_that_is_struck_has_the_table_and_the_weights_of_single_runs(
     three_hosts: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    """Two points are preempted, two lose their host, one comes to its limit, one fails."""
+    """Two trials are preempted, two lose their host, one comes to its limit, one fails."""
     training = [*TRAINING, "--data-dir", str(synthetic_dir)]
     strike(three_hosts, tmp_path, training)
     accuracies: dict[str, list[tuple[float, str]]] = {}
-    for index, (lr, seed) in enumerate(POINTS):
+    for index, (lr, seed) in enumerate(TRIALS):
         if index == FAILING:
             continue
         settings = config(
@@ -277,7 +277,7 @@ def test_a_sweep_that_is_struck_has_the_table_and_the_weights_of_single_runs(
         (result,) = run_ranks(1, train_rank, settings, single, None, False)
         same_weights(single, tmp_path / f"jobs/s-{index}")
         accuracies.setdefault(lr, []).append((result["accuracy"], f"s-{index}"))
-    lr, seed = POINTS[0]
+    lr, seed = TRIALS[0]
     submitted = submit(three_hosts, tmp_path, *training, "--run-name", "one", "--lr", lr, "--seed",
                        seed, "--wait")  # fmt: skip
     assert submitted.returncode == 0, submitted.stderr
@@ -293,14 +293,14 @@ def test_a_sweep_that_is_struck_has_the_table_and_the_weights_of_single_runs(
     table.sort(key=lambda row: -row[0])
     report = typed(three_hosts, tmp_path, "report", "s", check=True).stdout.rstrip("\n")
     head, *rows = [re.split("  +", line) for line in report.partition("\n\n")[2].splitlines()]
-    names = ["lr", "TEST-ACCURACY", "STD", "N", "STATE", "BEST-RUN"]
+    names = ["lr", "TEST-ACCURACY", "STD", "N", "STATE", "BEST-TRIAL"]
     places = [head.index(name) for name in names]
     assert [[row[place] for place in places] for row in rows] == [row for _, row in table]
 
 
 def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
-    """Train the sweep `s` of POINTS, while most of what can happen to a point does."""
-    holds = [folder / "holds" / f"{lr}-{seed}" for lr, seed in POINTS]
+    """Train the sweep `s` of TRIALS, while most of what can happen to a trial does."""
+    holds = [folder / "holds" / f"{lr}-{seed}" for lr, seed in TRIALS]
     for path in holds:
         path.mkdir(parents=True)
     for path in holds[:6]:
@@ -310,20 +310,20 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
     done = submit(
         cluster, folder, *training, "--run-name", "s", "--max-concurrent", "6",
         "--sweep", "lr=0.002,0.005", "--sweep", "seed=0..3",
-        "--setup", f"export CAMPAIGN_HOLDS={folder}/holds/$point_lr-$point_seed",
+        "--setup", f"export CAMPAIGN_HOLDS={folder}/holds/$trial_lr-$trial_seed",
         env={"PYTHONPATH": hooks, "CAMPAIGN_PACE": "0.05"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     [array] = status(cluster, folder, "s")["job_ids"]
 
-    def release(*points: int) -> None:
-        for index in points:
+    def release(*trials: int) -> None:
+        for index in trials:
             (holds[index] / "want-step-20").unlink()
 
-    def told_to_stop(*points: int) -> bool:
-        return not any((holds[index] / "want-step-20").exists() for index in points)
+    def told_to_stop(*trials: int) -> bool:
+        return not any((holds[index] / "want-step-20").exists() for index in trials)
 
-    wait_for(lambda: len([*folder.glob("holds/*/held-*")]) == 6, "six points at step 20", LONG)
+    wait_for(lambda: len([*folder.glob("holds/*/held-*")]) == 6, "six trials at step 20", LONG)
     running = cluster.run(["squeue", "-h", "-r", "-t", "R", "-o", "%N %K %M"], check=True).stdout
     places = sorted(line.split() for line in running.splitlines())
     preempted, lost, (limited, spared) = (
@@ -331,7 +331,7 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
     )
     release(spared)
     (holds[limited] / "want-step-20.0").touch()  # it stays there until its next limit is set
-    # The signal is due two minutes ahead of the limit; a point has run for minutes where others
+    # The signal is due two minutes ahead of the limit; a trial has run for minutes where others
     # use the machine.
     minutes = max(int(age.split(":")[-2]) for _, _, age in places)
     limit = ["scontrol", "update", f"JobId={array}_{limited}"]
@@ -348,9 +348,9 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
         counts: dict[str, int] = status(cluster, folder, "s")["counts"]
         return counts
 
-    wait_for(lambda: {*states()} <= {"done", "failed"}, "the end of all points", LONG)
+    wait_for(lambda: {*states()} <= {"done", "failed"}, "the end of all trials", LONG)
     assert states() == {"done": 7, "failed": 1}
-    for index in range(len(POINTS)):
+    for index in range(len(TRIALS)):
         assert status(cluster, folder, f"s-{index}")["array_element"] == f"{array}_{index}"
         later = attempts(RunDir(folder / f"jobs/s-{index}"))[1:]
         steps = [record.step for attempt in later if (record := attempt.read_record())]

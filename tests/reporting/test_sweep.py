@@ -1,4 +1,4 @@
-"""What a report concludes of a sweep's points: their order, spread, curves and scales."""
+"""What a report concludes of a sweep's trials: their order, spread, curves and scales."""
 
 import csv
 import json
@@ -9,8 +9,8 @@ import pytest
 
 from clusterddp.reporting.plots import _by_factors
 from clusterddp.reporting.sweep import (
-    PointResult,
     SweepReport,
+    TrialResult,
     as_csv,
     curve,
     format_value,
@@ -22,9 +22,9 @@ from clusterddp.reporting.sweep import (
 from tests.hostile import CARRIED
 
 
-def results(*values: tuple[str, str, float | None]) -> list[PointResult]:
+def results(*values: tuple[str, str, float | None]) -> list[TrialResult]:
     return [
-        PointResult(
+        TrialResult(
             f"s-{index}", "done", {"lr": lr, "seed": seed}, {} if value is None else {"f1": value}
         )
         for index, (lr, seed, value) in enumerate(values)
@@ -40,25 +40,25 @@ def test_rows_are_in_order_and_what_is_no_number_comes_behind(
         ("nan", "0", math.nan), ("c", "1", -math.inf),
     )  # fmt: skip
     rows = rows_of(made, ["seed"], "f1", lowest_first=lowest_first)
-    got = [row.point["lr"] for row in rows]
+    got = [row.params["lr"] for row in rows]
     assert got == [each for each in order if each != "c"] + ["c", "nan", "none"]
 
 
 def test_mean_and_sample_standard_deviation_are_over_the_runs_that_have_the_metric() -> None:
     made = results(("a", "0", 1.0), ("a", "1", 2.0), ("a", "2", 4.5), ("a", "3", None))
     [row] = rows_of(made, ["seed"], "f1", lowest_first=False)
-    spread = row.figures["f1"]
+    spread = row.metrics["f1"]
     assert (spread.mean, spread.n) == (2.5, 3)
-    assert spread.spread == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 2.0**2) / 2))
-    assert (row.best_run, row.states) == ("s-2", {"done": 4})
-    assert rows_of(made[:1], ["seed"], "f1", lowest_first=False)[0].figures["f1"].spread is None
+    assert spread.std == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 2.0**2) / 2))
+    assert (row.best_trial, row.states) == ("s-2", {"done": 4})
+    assert rows_of(made[:1], ["seed"], "f1", lowest_first=False)[0].metrics["f1"].std is None
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e308])
 def test_a_seed_that_has_diverged_is_not_hidden_by_the_others(bad: float) -> None:
     made = results(("a", "0", 1.0), ("a", "1", bad), ("a", "2", bad))
     [row] = rows_of(made, ["seed"], "f1", lowest_first=False)
-    assert math.isnan(row.figures["f1"].mean) and row.figures["f1"].n == 3
+    assert math.isnan(row.metrics["f1"].mean) and row.metrics["f1"].n == 3
 
 
 def test_the_direction_is_known_by_the_name() -> None:
@@ -135,7 +135,7 @@ def test_all_evaluations_are_read_and_of_the_training_the_latest(tmp_path: Path)
 def test_csv_gives_back_what_a_person_typed() -> None:
     names = ("lr", "text")
     made = [
-        PointResult(f"s-{index}", "done", {"lr": "=1+1", "text": text}, {"a\n,\x1b": 0.1 + index})
+        TrialResult(f"s-{index}", "done", {"lr": "=1+1", "text": text}, {"a\n,\x1b": 0.1 + index})
         for index, text in enumerate(CARRIED)
     ]
     rows = rows_of(made, [], "", lowest_first=False)
@@ -146,8 +146,8 @@ def test_csv_gives_back_what_a_person_typed() -> None:
     assert not any(each in text for each in ("\x1b", "\r"))
     header, *lines = csv.reader(text.split("\n")[:-1])
     assert header == [
-        "lr", "text", "a ,\\x1b.mean", "a ,\\x1b.spread", "a ,\\x1b.n", "run.best", "run.count",
-        "run.states",
+        "lr", "text", "a ,\\x1b.mean", "a ,\\x1b.std", "a ,\\x1b.n", "trial.best", "trial.count",
+        "trial.states",
     ]  # fmt: skip
     assert [line[1] for line in lines] == CARRIED
     assert [float(line[2]) for line in lines] == [0.1 + index for index in range(len(made))]

@@ -630,7 +630,7 @@ SWEEP = Sweep(("lr",), (("0.1",), ("0.2",)), max_concurrent=1)
         (lambda: spec(notify=("",)), "CD1108"),
         (lambda: spec(after=AFTER, resources=Resources(dependency="after:1?after:2")), "CD0103"),
         (lambda: spec(after=(("a", "ok"),)), "CD1105"),
-        (lambda: spec(launcher="local", sweep=SWEEP).check_points(), "CD0103"),
+        (lambda: spec(launcher="local", sweep=SWEEP).check_trials(), "CD0103"),
     ],
 )
 def test_a_contradiction_leads_to_another_page_than_a_value_that_is_not_valid(

@@ -50,7 +50,7 @@ def test_each_state_meets_a_condition_or_not(state: str) -> None:
 @pytest.mark.parametrize(
     ("states", "due"),
     [
-        # of the points        ok       any      failed
+        # of the trials        ok       any      failed
         ("done done", ("met", "met", "never")),
         ("done failed", ("never", "met", "met")),
         ("done failed queued", ("waits", "waits", "waits")),
@@ -61,7 +61,7 @@ def test_each_state_meets_a_condition_or_not(state: str) -> None:
         ("unknown failed", ("unknown", "unknown", "unknown")),
     ],
 )
-def test_a_sweep_comes_to_an_end_with_its_last_point(states: str, due: tuple[str, ...]) -> None:
+def test_a_sweep_comes_to_an_end_with_its_last_trial(states: str, due: tuple[str, ...]) -> None:
     known = [RunStatus(f"s-{i}", state) for i, state in enumerate(states.split())]
     judged = [chain.judge_all(how, known).value for how in ("ok", "any", "failed")]
     assert tuple(judged) == due
@@ -122,7 +122,7 @@ def queue(folder: Path, name: str, *after: str, **more: Any) -> RunDir:
     return run
 
 
-POINTS: dict[str, Any] = {"command": ("echo", "{n}"), "sweep": Sweep(("n",), (("0",), ("1",)))}
+TRIALS: dict[str, Any] = {"command": ("echo", "{n}"), "sweep": Sweep(("n",), (("0",), ("1",)))}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_runs_that_would_wait_for_each_other_are_refused(
     tmp_path: Path, runs: dict[str, list[str]], again: str, words: str
 ) -> None:
     made = {
-        name: queue(tmp_path, name, *after, **(POINTS if name == "s" else {}))
+        name: queue(tmp_path, name, *after, **(TRIALS if name == "s" else {}))
         for name, after in runs.items()
     }
     path = tmp_path / "jobs" / again
@@ -236,17 +236,17 @@ def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path:
         )
 
 
-def test_a_point_does_not_wait_for_its_sweep_nor_a_sweep_for_its_point(tmp_path: Path) -> None:
+def test_a_trial_does_not_wait_for_its_sweep_nor_a_sweep_for_its_trial(tmp_path: Path) -> None:
     sweep = request(tmp_path, command=("echo", "{n}"), sweep=Sweep(("n",), (("0",), ("1",))))
     path = sweep.run_dir
-    point = sweep.element(1)
+    trial = sweep.element(1)
     for spec, after, words in (
-        (point, path, "b-1 is a point of b and cannot wait for it"),
+        (trial, path, "b-1 is a trial of b and cannot wait for it"),
         (sweep, f"{path}-1", "b cannot wait for itself"),
     ):
         with pytest.raises(RequestError, match=words):
             dataclasses.replace(spec, after=((after, "any"),))
-    dataclasses.replace(point, after=((f"{path}-0", "ok"),))
+    dataclasses.replace(trial, after=((f"{path}-0", "ok"),))
     dataclasses.replace(sweep, after=((f"{path}-2", "ok"),))
 
 
@@ -405,7 +405,7 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
     assert chain.requeue_until_due(waiting, "5", 1) == ""
 
 
-def test_a_point_waits_again_by_its_name_until_it_begins(
+def test_a_trial_waits_again_by_its_name_until_it_begins(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_back: list[tuple[str, ...]] = []

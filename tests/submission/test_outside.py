@@ -200,16 +200,16 @@ def test_a_work_tree_that_is_too_large_is_said_and_the_folder_alone_copied(
 
 
 @with_git
-def test_the_points_of_a_sweep_start_in_the_same_folder_of_the_work_tree(
+def test_the_trials_of_a_sweep_start_in_the_same_folder_of_the_work_tree(
     tmp_path: Path, tree: Path, submit: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tree, {"examples/train.py": "pass"})
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     monkeypatch.chdir(tree / "examples")
     submit("python", "train.py", "{lr}", options=("--sweep=lr=1,2",))
-    point = RunDir(tmp_path / "jobs/a-1")
-    assert (point.workdir / "train.py").samefile(tmp_path / "jobs/a/code/examples/train.py")
-    assert point.code_folder == point.code / "examples"
+    trial = RunDir(tmp_path / "jobs/a-1")
+    assert (trial.workdir / "train.py").samefile(tmp_path / "jobs/a/code/examples/train.py")
+    assert trial.code_folder == trial.code / "examples"
 
 
 @pytest.mark.parametrize("is_git", [False, pytest.param(True, marks=with_git)])

@@ -1,4 +1,4 @@
-"""Directories of points that cannot all be made."""
+"""Directories of trials that cannot all be made."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ __all__ = ["workplace"]
 
 
 def of_five(workplace: Workplace) -> JobSpec:
-    """Request of a sweep of five points, of which the first is there."""
+    """Request of a sweep of five trials, of which the first is there."""
     spec = workplace.sweep("s", ("n",), ("0",)).load_spec()
     return dataclasses.replace(spec, sweep=Sweep(("n",), tuple((f"{n}",) for n in range(5))))
 
@@ -29,14 +29,14 @@ def test_a_run_that_appears_meanwhile_is_left_alone(
     sweep = SweepDir(workplace.root / "s")
     with (
         pytest.raises(RequestError, match="s-3: File exists"),
-        submit.created_points(sweep, spec, range(1, 5)),
+        submit.created_trials(sweep, spec, range(1, 5)),
     ):
         pytest.fail("it is yielded")
     assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0", "s-3"]
     assert sweep.element(3).spec.is_file()
 
 
-def test_an_interruption_leaves_no_point(
+def test_an_interruption_leaves_no_trial(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, element = of_five(workplace), JobSpec.element
@@ -48,6 +48,6 @@ def test_an_interruption_leaves_no_point(
 
     monkeypatch.setattr(JobSpec, "element", interrupted)
     sweep = SweepDir(workplace.root / "s")
-    with pytest.raises(KeyboardInterrupt), submit.created_points(sweep, spec, range(1, 5)):
+    with pytest.raises(KeyboardInterrupt), submit.created_trials(sweep, spec, range(1, 5)):
         pytest.fail("it is yielded")
     assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0"]

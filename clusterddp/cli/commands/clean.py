@@ -51,8 +51,8 @@ def command(
     """Free the disk space used by RUNs (names, job ids or directories); default: all old runs.
 
     A sweep or a pattern ('lr-*') means several runs. The copies of your code and of clusterddp
-    that a sweep's points share are removed if the sweep or no RUN is named, and none of its
-    points can be resumed.
+    that a sweep's trials share are removed if the sweep or no RUN is named, and none of its
+    trials can be resumed.
 
     For a run that has ended for good, it removes the checkpoints except the last valid one and the
     best, the copy of your code except files that your program wrote or changed, and the copy of
@@ -71,7 +71,7 @@ def command(
     now = time.time()
     runs, failed = select_each(runs_dir, run) if run else (find_runs(runs_dir), [])
     sweeps = map(partial(find_sweep, runs_dir), run) if run else find_sweeps(runs_dir)
-    runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # what their points share
+    runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # what their trials share
     cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
     if not as_json:
         _show(cleanings, named=bool(run))

@@ -47,7 +47,7 @@ _HEADER = tuple(_NAMES.split())
 @click.option(
     "--by",
     metavar="METRIC",
-    help="Metric that orders a sweep's points: accuracy, loss, train_loss or your own. "
+    help="Metric that orders a sweep's trials: accuracy, loss, train_loss or your own. "
     "'-METRIC' puts the lowest first, '+METRIC' the highest; without a sign its name decides. "
     "Default: accuracy, else loss.",
 )
@@ -55,7 +55,7 @@ _HEADER = tuple(_NAMES.split())
     "--over",
     multiple=True,
     metavar="NAME",
-    help="Average over the points of a sweep that differ only in NAME; repeatable. Default: seed.",
+    help="Average over a sweep's trials that differ only in NAME; repeatable. Default: seed.",
 )
 def command(
     run_names: tuple[str, ...],
@@ -72,8 +72,8 @@ def command(
     are shown. TRAIN-SECONDS is the training time, IMAGES/S the throughput of all ranks, PEAK-MEMORY
     the largest of any rank. --json prints a list with one object per run.
 
-    A sweep is a table of its points, best first, with mean and sample standard deviation (STD) over
-    seeds; --json prints one object.
+    A sweep is a table of its trials, best first, with mean and sample standard deviation (STD) over
+    N seeds; --json prints one object.
 
     Exit codes: 0 the report was printed, however the runs ended; 2 no such run, sweep or metric, or
     the file cannot be written.
@@ -96,7 +96,7 @@ def command(
         return
     for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
         if value:
-            raise OptionError(option, " applies to a sweep only. Name one. [CD1104]")
+            raise OptionError(option, " applies only to a sweep. Name one. [CD1104]")
     runs, wrong = select_each(runs_dir, run_names)
     if wrong:
         raise wrong[0]

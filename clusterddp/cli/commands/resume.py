@@ -65,7 +65,7 @@ class ResumeCommand(WithCommand):
     type=click.IntRange(1),
     metavar="N",
     show_default="as before",
-    help="Maximum newly submitted points running at once.",
+    help="Maximum number of newly submitted trials that run at once.",
 )
 @click.option(
     "--template-dir",
@@ -122,8 +122,8 @@ def command(
     given. They replace the recorded ones; an empty value drops one (--dependency ''). Variables
     and site.cfg are ignored. The count for --max-requeues starts again.
 
-    For a sweep, the points that failed, were stopped, cancelled or lost are submitted again.
-    --sweep or --sweep-file adds points instead; existing points are not submitted.
+    For a sweep, the trials that failed, were stopped, were cancelled or are missing are resumed.
+    --sweep or --sweep-file adds trials instead, and resumes none.
 
     The run of a COMMAND accepts another COMMAND, variables, modules, setup lines and directives.
     --env and --sbatch change only the names given; '' drops the others. --module and --setup
@@ -131,7 +131,7 @@ def command(
 
     The run uses its copy of your code, and logs how the directory differs. --refresh-code copies
     the directory again, with what the COMMAND wrote in the old copy; a sweep gets one job and one
-    copy per point. If an option that decides the weights has changed, or code without a copy, the
+    copy per trial. If an option that decides the weights has changed, or code without a copy, the
     difference is printed and the run is refused, unless --allow-config-change is given.
 
     If none of the saved checkpoints can be used, the run starts at step 0 only with --from-scratch.
@@ -141,8 +141,10 @@ def command(
     held = held_by(ctx)
     sweep, more = find_sweep(runs_dir, run), sweep_of(held)
     if sweep is None and (more or max_concurrent):
+        name = run if is_pattern(run) else find_run(runs_dir, run).name
         raise RequestError(
-            f"{run} is no sweep: --sweep and --max-concurrent are for the points of one. [CD1104]"
+            f"{name} is not a sweep, and --sweep and --max-concurrent apply only to one. Name a "
+            "sweep, or submit a new one with 'clusterddp submit --sweep …'. [CD1104]"
         )
     terms = _terms(held, more)
     has_own_copies = sweep is not None and terms.new_code and not terms.more

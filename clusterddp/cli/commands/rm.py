@@ -23,7 +23,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> i
     """Delete the directory of each RUN: a run's name, job id or directory.
 
     Records, logs, checkpoints, reports and the copy of your code are deleted for good. A sweep
-    means all its points and their shared files; 'lr-*' means several runs. A run that is queued or
+    means all its trials and their shared files; 'lr-*' means several runs. A run that is queued or
     running is refused, and so is one whose checkpoint another run starts from. 'clusterddp clean'
     only frees disk space.
 

@@ -16,7 +16,7 @@ from clusterddp.errors import CODE_AT_END
 from clusterddp.request.options import Duration
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
 from clusterddp.slurm.states import JobState
-from clusterddp.status.find import group_points, select_each
+from clusterddp.status.find import group_trials, select_each
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses_and_states
 from clusterddp.status.sweeps import SweepStatus, sweep_status
@@ -61,10 +61,10 @@ def command(
     runs_dir: Path,
     as_json: bool,
 ) -> None:
-    """List the runs, the latest last; a sweep has one line with the states of its points.
+    """List the runs, latest last; a sweep has one line with the number of trials in each state.
 
-    RUN is a run, a sweep or a pattern ('lr-*'). Naming a sweep lists its points, and so does
-    --state.
+    RUN is a run, a sweep or a pattern ('lr-*'). A named sweep is listed trial by trial, and so is
+    every sweep with --state.
 
     JOB is Slurm's job id, or pid:N for a local run. NODES is nodes x tasks per node. AGE is the
     time since the submission. LEFT is the estimated time until the run is done, at its recent pace,
@@ -114,7 +114,7 @@ def _listed(
         here = {each.path.absolute() for each in chosen}
         chosen += [each for each in found if each.path.absolute() not in here]
     else:
-        chosen = runs if state else group_points(root, runs)
+        chosen = runs if state else group_trials(root, runs)
     listed = _statuses(chosen[-last:] if last and not state else chosen, known)
     if state:
         return [status for status in listed if status.state in state][-(last or 0) :]
@@ -181,13 +181,13 @@ def _cut(line: str, width: int | None) -> str:
 def _statuses(
     runs: Sequence[RunDir], known: dict[str, JobState] | None
 ) -> list[RunStatus | SweepStatus]:
-    """Return the statuses in order; of a sweep that of all its points together. Asks Slurm once."""
+    """Return the statuses in order, one per sweep. Queries Slurm once."""
     alone = [run for run in runs if not isinstance(run, SweepDir)]
-    points = {run: run.elements for run in runs if isinstance(run, SweepDir)}
-    of_runs, of_points = statuses_and_states(alone, [*chain.from_iterable(points.values())], known)
-    status, state = iter(of_runs), iter(of_points)
+    trials = {run: run.elements for run in runs if isinstance(run, SweepDir)}
+    of_runs, of_trials = statuses_and_states(alone, [*chain.from_iterable(trials.values())], known)
+    status, state = iter(of_runs), iter(of_trials)
     return [
-        sweep_status(run, [next(state) for _ in points[run]])
+        sweep_status(run, [next(state) for _ in trials[run]])
         if isinstance(run, SweepDir)
         else next(status)
         for run in runs
@@ -198,8 +198,8 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
     if isinstance(status, SweepStatus):
         age = formatting.duration(now - status.submitted_time if status.submitted_time else None)
         job = status.job_ids[-1] if status.job_ids else "-"
-        points = f"{formatting.count(len(status.points), 'point')}: {status.summary}"
-        return status.name, status.state, job, status.layout, age, "-", "-", "-", points
+        trials = f"{formatting.count(len(status.trials), 'trial')}: {status.summary}"
+        return status.name, status.state, job, status.layout, age, "-", "-", "-", trials
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
     job = status.array_element or status.job_id or "-"

@@ -58,23 +58,23 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
     if as_json:
         echo_json(status.as_dict())
         return
-    states = zip(status.states, status.points, strict=True)
+    states = zip(status.states, status.trials, strict=True)
     rows = [
         (
             f"{status.name}-{index}",
             state,
-            *map(formatting.line, point),
+            *map(formatting.line, trial),
             *([formatting.line(status.reasons.get(index, ""))] if status.reasons else []),
         )
-        for index, (state, point) in enumerate(states)
+        for index, (state, trial) in enumerate(states)
     ]
-    heads = ("RUN", "STATE", *status.names, *(["WHY"] if status.reasons else []))
-    throttle = f", {status.max_concurrent} at once at most" if status.max_concurrent else ""
+    heads = ("TRIAL", "STATE", *status.names, *(["WHY"] if status.reasons else []))
+    throttle = f", at most {status.max_concurrent} at once" if status.max_concurrent else ""
     lines = [
         ("sweep", status.name),
         ("state", f"{status.state}: {status.summary}"),
         ("job", ", ".join(status.job_ids)),
-        ("points", f"{status.counts.get(RunState.DONE, 0)} of {len(status.points)} done{throttle}"),
+        ("trials", f"{status.counts.get(RunState.DONE, 0)} of {len(status.trials)} done{throttle}"),
         ("submitted", formatting.moment(status.submitted_time)),
         ("files", f"{status.directory}-INDEX"),
         ("next", status.next_command),

@@ -15,7 +15,7 @@ from clusterddp.cli.options import (
     options,
     site_options,
 )
-from clusterddp.cli.sweeps import described, follow_sweep, sweep_of, sweep_options, table_of
+from clusterddp.cli.sweeps import follow_sweep, sweep_fields, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
 from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, Given, unused_variables
@@ -74,7 +74,7 @@ class SubmitCommand(WithCommand):
     type=click.IntRange(1),
     metavar="N",
     show_default="all",
-    help="Maximum points running at once.",
+    help="Maximum number of trials that run at once.",
 )
 @site_options
 @click.option("--dry-run", is_flag=True, help="Print the sbatch script and change nothing.")
@@ -128,7 +128,7 @@ def command(
     swept = sweep_of(held, max_concurrent or 0)
     if max_concurrent and not swept:
         raise OptionError(
-            "--max-concurrent", " is for the points of a sweep: give --sweep. [CD1104]"
+            "--max-concurrent", " applies only to a sweep. Add --sweep NAME=VALUES. [CD1104]"
         )
     spec = job_spec(held, run_name or generate_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(held))
@@ -150,8 +150,8 @@ def _save(held: Given, spec: JobSpec, path: Path) -> None:
     if spec.sweep:
         raise OptionError(
             "--save-config",
-            f" {path}: a file holds the request of one run, and no points. Save it without "
-            f"--sweep, and submit with --config {path} --sweep NAME=VALUES.",
+            f" {path}: a file contains the request of a single run, not of a sweep. Save it "
+            f"without --sweep, and submit with --config {path} --sweep NAME=VALUES.",
         )
     from clusterddp.cli.request_file import save
 
@@ -166,7 +166,7 @@ def _save(held: Given, spec: JobSpec, path: Path) -> None:
 def _print_script(spec: JobSpec, script: str, *, as_json: bool) -> None:
     fields: dict[str, object] = {"run": spec.run_name, "run_dir": spec.run_dir, "script": script}
     if spec.sweep:
-        fields |= described(spec.sweep)
+        fields |= sweep_fields(spec.sweep)
         if not as_json:
             click.echo(table_of(spec), err=True)
     click.echo(json.dumps(fields) if as_json else script, nl=as_json)
@@ -203,8 +203,8 @@ def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: boo
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
     if spec.sweep:
-        points = range(len(spec.sweep))
-        return follow_sweep(spec, run.path, submission, points, wait=wait, as_json=as_json)
+        trials = range(len(spec.sweep))
+        return follow_sweep(spec, run.path, submission, trials, wait=wait, as_json=as_json)
     job = formatting.job(submission.job_id, spec.launcher)
     words = (
         f"{'started' if spec.launcher == 'local' else 'submitted'} {spec.run_name} as {job}: "

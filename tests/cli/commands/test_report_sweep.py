@@ -21,7 +21,7 @@ HOSTILE = "</td><script>alert(1)</script>$x^2$ {{ 7*7 }}"
 
 
 def end(run: RunDir, code: int = 0) -> None:
-    """Let a point have come to its end."""
+    """Let a trial have come to its end."""
     job_id = str(100 + int(run.name.rpartition("-")[2]))
     lines = [
         {"time": 2e9, **started(job_id), "array_element": f"7_{int(job_id) - 100}"},
@@ -42,8 +42,8 @@ def measure(run: RunDir, kind: str, *values: float, name: str = "accuracy") -> N
 @pytest.fixture
 def sweep(workplace: Workplace) -> SweepDir:
     """3 rates x 2 seeds: 0.3 is best, one seed of 1 has failed early, those of 0.1 are queued."""
-    points = [(lr, seed) for lr in ("0.1", "0.3", "1") for seed in ("0", "1")]
-    sweep = workplace.sweep("lr", ("lr", "seed"), *points)
+    trials = [(lr, seed) for lr in ("0.1", "0.3", "1") for seed in ("0", "1")]
+    sweep = workplace.sweep("lr", ("lr", "seed"), *trials)
     runs = sweep.elements
     for index, values in ((2, (0.5, 0.9)), (3, (0.6, 0.8)), (4, (0.4, 0.6))):
         measure(runs[index], "train", 4.0 / index, 2.0 / index, name="loss")
@@ -66,10 +66,10 @@ def test_a_sweep_is_a_table_over_seeds_the_best_first(
     assert (got.code, got.err) == (0, "")
     assert "sweep      lr\n" in got.out
     assert "state      queued: 2 queued, 3 done, 1 failed\n" in got.out
-    words = "test accuracy, highest first; mean and sample standard deviation of N runs, over seed"
+    words = "test accuracy, highest first; mean and sample standard deviation of N trials over seed"
     assert f"by         {words}\n" in got.out
     header, *lines = rows(got.out)
-    assert header == ["lr", "TEST-ACCURACY", "STD", "N", "STATE", "BEST-RUN"]
+    assert header == ["lr", "TEST-ACCURACY", "STD", "N", "STATE", "BEST-TRIAL"]
     assert lines[0] == ["0.3", "85.00%", "7.07%", "2", "2", "done", "lr-2"]
     assert lines[1] == ["1", "60.00%", "-", "1", "1", "done,", "1", "failed", "lr-4"]
     assert lines[2] == ["0.1", "-", "-", "0", "2", "queued", "-"]
@@ -112,7 +112,7 @@ def test_a_metric_of_ones_own_is_found(sweep: SweepDir, workplace: Workplace) ->
     got = workplace.invoke("report", "lr", "--by=blue")
     assert (got.code, got.out) == (2, "")
     assert (
-        "--by blue: not recorded by any point. Recorded metrics: accuracy, bleu, train_loss"
+        "--by blue is not recorded by any trial. Recorded metrics: accuracy, bleu, train_loss"
         in got.err
     )
 
@@ -127,7 +127,10 @@ def test_a_swept_name_is_no_metric_and_the_rate_is_none_of_the_test(
     header, *_ = csv.reader(workplace.invoke("report", "lr", "--csv=-").out.splitlines())
     assert [name for name in header if "lr" in name.split(".")[0]] == ["lr"]
     got = workplace.invoke("report", "lr", "--by=lr")
-    assert (got.code, "--by lr: a swept option. Recorded metrics: accuracy" in got.err) == (2, True)
+    assert (got.code, "--by lr is a swept option. Recorded metrics: accuracy" in got.err) == (
+        2,
+        True,
+    )
     got = workplace.invoke("report", "wd", "--by=lr")  # where it is not swept
     assert "by         training lr, highest first" in got.out
     assert '"train_lr": 0.05' in workplace.invoke("report", "wd", "--json").out
@@ -158,17 +161,17 @@ def test_what_is_taken_together_can_be_named(sweep: SweepDir, workplace: Workpla
     assert (header[0], [line[0] for line in lines]) == ("seed", ["1", "0"])
     got = workplace.invoke("report", "lr", "--over=lr", "--over=seed", "--json")
     [row] = json.loads(got.out)["rows"]
-    assert (row["point"], row["figures"]["accuracy"]["n"], len(row["runs"])) == ({}, 3, 6)
+    assert (row["params"], row["metrics"]["accuracy"]["n"], len(row["trials"])) == ({}, 3, 6)
     got = workplace.invoke("report", "lr", "--over=sede")
-    assert (got.code, "--over sede: not swept. Swept: lr, seed" in got.err) == (2, True)
+    assert (got.code, "--over sede is not swept. Swept: lr, seed" in got.err) == (2, True)
 
 
-def test_without_seeds_each_point_is_a_row(workplace: Workplace) -> None:
+def test_without_seeds_each_trial_is_a_row(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("1",), ("2",))
     end(sweep.element(1))
     measure(sweep.element(1), "eval", 0.25)
     header, *lines = rows(workplace.invoke("report", "s").out)
-    assert header == ["n", "TEST-ACCURACY", "STATE", "RUN"]
+    assert header == ["n", "TEST-ACCURACY", "STATE", "TRIAL"]
     assert lines[0] == ["2", "25.00%", "done", "s-1"]
     assert lines[1][:2] == ["1", "-"] and lines[1][-1] == "s-0"
 
@@ -177,12 +180,12 @@ def test_a_sweep_that_has_not_begun_is_a_table_of_states(workplace: Workplace) -
     workplace.sweep("s", ("n",), ("1",), ("2",))
     got = workplace.invoke("report")  # the latest
     assert (got.code, got.err) == (0, "")
-    assert "by         no point has recorded a metric yet\n" in got.out
+    assert "by         no trial has recorded a metric yet\n" in got.out
     assert [line[0] for line in rows(got.out)] == ["n", "1", "2"]
     assert workplace.invoke("report", "s", "--by=accuracy").code == 0
     got = workplace.invoke("report", "s", "--by=foo")
     assert (got.code, got.out) == (2, "")
-    assert "--by foo: not recorded by any point. No metric is recorded yet" in got.err
+    assert "--by foo is not recorded by any trial. No metric is recorded yet" in got.err
     for name in ("", "-"):
         got = workplace.invoke("report", "s", f"--by={name}")
         assert (got.code, "is not a metric" in got.err) == (2, True)
@@ -194,10 +197,10 @@ def test_without_a_metric_no_run_is_the_best_and_none_is_awaited_once_all_are_do
     sweep = workplace.sweep("s", ("n", "seed"), ("1", "0"), ("1", "1"))
     end(sweep.element(0))
     got = workplace.invoke("report", "s")
-    assert "by         no point has recorded a metric yet\n" in got.out
+    assert "by         no trial has recorded a metric yet\n" in got.out
     end(sweep.element(1))
     got = workplace.invoke("report", "s")
-    assert "by         no point has recorded a metric: your own script" in got.out
+    assert "by         no trial has recorded a metric. Record one in your script" in got.out
     assert "with a Loop (docs/resumable.md)\n" in got.out
     assert rows(got.out) == [["n", "STATE"], ["1", "2", "done"]]
 
@@ -210,9 +213,9 @@ def test_json_holds_rows_runs_and_all_metrics(sweep: SweepDir, workplace: Workpl
         "directory",
     ]  # fmt: skip
     assert (report["by"], report["metrics"]) == ("accuracy", ["accuracy", "train_loss"])
-    assert report["rows"][0]["runs"][1] == {
-        "run": "lr-3", "state": "done", "point": {"lr": "0.3", "seed": "1"},
-        "figures": {"train_loss": pytest.approx(2 / 3), "accuracy": 0.8},
+    assert report["rows"][0]["trials"][1] == {
+        "run": "lr-3", "state": "done", "params": {"lr": "0.3", "seed": "1"},
+        "metrics": {"train_loss": pytest.approx(2 / 3), "accuracy": 0.8},
     }  # fmt: skip
 
 
@@ -221,7 +224,7 @@ def test_csv_goes_to_a_file_or_to_stdout(sweep: SweepDir, workplace: Workplace) 
     assert workplace.invoke("report", "lr", "--csv=t.csv").out == "wrote t.csv\n"
     assert (workplace.folder / "t.csv").read_text() == got.out
     header, first, *_ = csv.reader(got.out.splitlines())
-    assert header[:4] == ["lr", "accuracy.mean", "accuracy.spread", "accuracy.n"]
+    assert header[:4] == ["lr", "accuracy.mean", "accuracy.std", "accuracy.n"]
     assert [first[0], float(first[1]), first[3]] == ["0.3", pytest.approx(0.85), "2"]
 
 
@@ -236,7 +239,7 @@ def test_a_file_that_cannot_be_written_and_two_forms_are_refused(
 def test_options_of_a_sweep_are_refused_for_a_run(sweep: SweepDir, workplace: Workplace) -> None:
     for option in ("--by=loss", "--over=seed", "--csv=-"):
         got = workplace.invoke("report", "lr-2", option)
-        assert (got.code, "applies to a sweep only" in got.err) == (2, True)
+        assert (got.code, "applies only to a sweep" in got.err) == (2, True)
     assert workplace.invoke("report", "lr-2").code == 0
     assert len(workplace.invoke("report", "lr", "lr-2").out.splitlines()) == 7
     assert len(workplace.invoke("report", "lr-[23]").out.splitlines()) == 3
@@ -273,7 +276,7 @@ def test_hostile_values_and_metrics_neither_move_the_cursor_nor_forge_lines(
     assert (got.code, got.err) == (0, "")
     assert not any(each in got.out for each in ("\x1b", "\u202e", "\u2028", "\nforged"))
     assert len(got.out.partition("\n\n")[2].splitlines()) == len(CARRIED) + 1
-    texts = [row["point"]["text"] for row in json.loads(
+    texts = [row["params"]["text"] for row in json.loads(
         workplace.invoke("report", "s", "--json").out)["rows"]]  # fmt: skip
     assert texts == CARRIED
 

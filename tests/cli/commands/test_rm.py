@@ -117,10 +117,10 @@ def test_a_run_that_was_moved_stays_while_its_job_may_run(workplace: Workplace) 
     assert "moved may still be active and is not removed" in done.err
 
 
-def test_a_sweep_goes_with_its_points(workplace: Workplace) -> None:
+def test_a_sweep_goes_with_its_trials(workplace: Workplace) -> None:
     sweep = workplace.sweep("lr", ("lr",), ("1",), ("2",))
-    for point in sweep.elements:
-        with point.events.open("a") as file:
+    for trial in sweep.elements:
+        with trial.events.open("a") as file:
             file.write(f"{json.dumps({'time': 2e9, **ended('7', 0, cause='done')})}\n")
     workplace.run("other", *DONE)
     done = workplace.invoke("rm", "--yes", "lr")

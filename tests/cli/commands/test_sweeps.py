@@ -35,7 +35,7 @@ TEN = ["submit", "--run-name", "s", "--sweep", "n=0..9", "--", "/bin/echo", "{n}
 
 @pytest.fixture
 def sweep(workplace: Workplace) -> SweepDir:
-    """Ten points of a COMMAND, submitted as array 7."""
+    """Ten trials of a COMMAND, submitted as array 7."""
     workplace.command("sbatch", "echo 7")
     workplace.command("scontrol", f"echo '{CONFIG}'")
     done = workplace.invoke(*TEN)
@@ -49,12 +49,12 @@ def record(run: RunDir, *lines: dict[str, object]) -> None:
 
 
 def finish(sweep: SweepDir, index: int, code: int, job_id: str) -> None:
-    """Record that a point's job has started and ended."""
+    """Record that a trial's job has started and ended."""
     start = {**started(job_id), "array_element": f"7_{index}"}
     record(sweep.element(index), start, ended(job_id, code))
 
 
-def test_each_point_is_a_run_that_shares_the_sweeps_files(
+def test_each_trial_is_a_run_that_shares_the_sweeps_files(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     assert [run.name for run in find_runs(workplace.root)] == [f"s-{i}" for i in range(10)]
@@ -81,11 +81,11 @@ def test_a_refused_sweep_leaves_nothing(workplace: Workplace) -> None:
     assert not [*workplace.root.iterdir()]
 
 
-def test_a_run_in_the_place_of_a_point_is_left_alone(workplace: Workplace) -> None:
+def test_a_run_in_the_place_of_a_trial_is_left_alone(workplace: Workplace) -> None:
     workplace.run("s-4")
     done = workplace.invoke(*TEN)
     assert done.code == 2
-    assert "the run s-4, a point of the sweep s, already exists" in done.err
+    assert "the run s-4, a trial of the sweep s, already exists" in done.err
     assert [path.name for path in workplace.root.iterdir()] == ["s-4"]
 
 
@@ -94,8 +94,8 @@ def test_a_run_in_the_place_of_a_point_is_left_alone(workplace: Workplace) -> No
     [
         ("MaxArraySize = 10", "", ""),
         ("MaxArraySize = 9", "", "up to 9, but MaxArraySize 9 of this cluster"),
-        ("SchedulerParameters = a=1,max_array_tasks=5", "", "10 points exceed max_array_tasks in"),
-        ("MaxJobCount = 9", "", "10 points exceed MaxJobCount (9)"),
+        ("SchedulerParameters = a=1,max_array_tasks=5", "", "10 trials exceed max_array_tasks in"),
+        ("MaxJobCount = 9", "", "10 trials exceed MaxJobCount (9)"),
         (
             "AccountingStorageEnforce = associations,limits,qos",
             "12",
@@ -128,11 +128,11 @@ def test_who_no_longer_waits_for_a_sweep_is_told_that_it_goes_on(
     got = workplace.invoke("submit", "--run-name=lr", "--no-snapshot", "--wait", "--sweep=n=1,2",
                            "--", "/bin/true", "{n}")  # fmt: skip
     assert got.code == 130
-    assert "lr goes on; 'clusterddp runs --watch lr' follows it" in got.err
-    assert "'clusterddp cancel lr' ends it" in got.err
+    assert "lr continues. To follow it: clusterddp runs --watch lr." in got.err
+    assert "To end it: clusterddp cancel lr\n" in got.err
 
 
-def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplace) -> None:
+def test_one_line_of_jobs_counts_the_trials(sweep: SweepDir, workplace: Workplace) -> None:
     for index in range(4):
         finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
     running = {**started("14"), "array_element": "7_4"}
@@ -142,11 +142,11 @@ def test_one_line_of_jobs_counts_the_points(sweep: SweepDir, workplace: Workplac
     done = workplace.invoke("runs")
     [_, row] = done.out.splitlines()
     assert row.split()[:4] == ["s", "running", "7", "1x1"]
-    assert row.endswith("10 points: 5 queued, 1 running, 3 done, 1 failed")
+    assert row.endswith("10 trials: 5 queued, 1 running, 3 done, 1 failed")
     assert len(workplace.invoke("runs", "s-[2-4]").out.splitlines()) == 1 + 3
     [listed] = json.loads(workplace.invoke("runs", "--json").out)
     assert listed["counts"] == {"queued": 5, "running": 1, "done": 3, "failed": 1}
-    assert "s-2  failed   2" in workplace.invoke("status", "s").out
+    assert "s-2    failed   2" in workplace.invoke("status", "s").out
     assert "squeue -h -a -r -t all -j 12,14,7 -o" in " ".join(workplace.calls)
 
 
@@ -167,11 +167,11 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
     got = workplace.invoke("runs", "--watch")
     assert got.code == 130
     rows = [line for line in got.out.splitlines() if line.startswith("s ")]
-    assert [row.partition("points: ")[2] for row in rows] == [
+    assert [row.partition("trials: ")[2] for row in rows] == [
         "10 queued", "9 queued, 1 done", "8 queued, 2 done",
     ]  # fmt: skip
     assert sum(call.startswith("squeue") for call in workplace.calls) == 3
-    assert "points      2 of 10 done" in workplace.invoke("status", "s").out
+    assert "trials      2 of 10 done" in workplace.invoke("status", "s").out
 
 
 def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
@@ -227,7 +227,7 @@ def test_a_cancellation_that_slurm_refuses_is_taken_back(
     assert sweep_status(sweep).counts == {"queued": 10}
 
 
-def test_the_points_that_have_failed_are_one_array(sweep: SweepDir, workplace: Workplace) -> None:
+def test_the_trials_that_have_failed_are_one_array(sweep: SweepDir, workplace: Workplace) -> None:
     for index in range(10):
         finish(sweep, index, code=int(index in (2, 3, 7)), job_id=str(10 + index))
     workplace.command("sbatch", "echo 30")
@@ -242,7 +242,7 @@ def test_the_points_that_have_failed_are_one_array(sweep: SweepDir, workplace: W
     assert find_sweep(workplace.root, "30") == sweep
 
 
-def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
+def test_a_trial_by_itself_is_its_element_unless_its_request_is_another(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     finish(sweep, 3, code=1, job_id="13")
@@ -263,10 +263,10 @@ def test_a_point_by_itself_is_its_element_unless_its_request_is_another(
     assert "#SBATCH --array" not in script
     assert "-- /bin/echo 3\n" in script
     assert "#SBATCH --mem" not in sweep.script.read_text()
-    assert sweep.element(3).load_spec().point == (("n", "3"),)
+    assert sweep.element(3).load_spec().trial == (("n", "3"),)
 
 
-def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
+def test_a_trial_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     for index in range(10):
@@ -289,7 +289,7 @@ def test_a_point_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     assert sweep.element(3).load_spec().resources.mem == "64G"
 
 
-def test_a_run_waits_for_a_sweep_and_for_a_point_that_is_submitted_again(
+def test_a_run_waits_for_a_sweep_and_for_a_trial_that_is_submitted_again(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     workplace.command("squeue", PENDING.replace("$N", "7"))
@@ -352,7 +352,7 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
     assert by == str(workplace.root / "s")
 
 
-def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
+def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_trials(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patience, "NOTICE_PAUSE", 0.01)
@@ -387,8 +387,8 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     assert verdict["counts"] == {"done": 9, "failed": 1}
     assert verdict["notified_by"] == "dependent job"
     why = "exit code 1 [CD1219]"
-    assert verdict["points"][3] == {
-        "run": "s-3", "state": "failed", "why": why, "point": {"n": "3"},
+    assert verdict["trials"][3] == {
+        "run": "s-3", "state": "failed", "why": why, "params": {"n": "3"},
     }  # fmt: skip
     workplace.command("sbatch", "cat >/dev/null; echo 40")
     assert workplace.invoke("resume", "s").code == 0
@@ -396,7 +396,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_points(
     assert notify.marker(sweep).name == "notified-0002.json"
 
 
-def test_what_points_share_is_removed_once_none_could_go_on(
+def test_what_trials_share_is_removed_once_none_could_go_on(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     workplace.command("squeue", "")
@@ -419,7 +419,7 @@ def test_what_points_share_is_removed_once_none_could_go_on(
         assert done.code == 0, done.err
         assert bundle.exists(), argv
         assert (sweep.code / "train.py").exists()
-    assert "s is left alone: points that use its files can resume: s-2" in (
+    assert "s is left alone: trials that use its files can resume: s-2" in (
         workplace.invoke("clean", "--yes", "s").err
     )
     workplace.command("sbatch", "echo 30")
@@ -456,7 +456,7 @@ def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workpla
     assert own.exists()
 
 
-def test_what_points_share_is_there_for_one_whose_directory_is_gone(
+def test_what_trials_share_is_there_for_one_whose_directory_is_gone(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     workplace.command("squeue", "")
@@ -466,13 +466,13 @@ def test_what_points_share_is_there_for_one_whose_directory_is_gone(
     bundle = sweep.bundle.resolve()
     every = workplace.invoke("clean", "--yes")
     assert (every.code, bundle.exists()) == (0, True), every.out
-    assert "some of its points have no directory and could be resumed" in every.err
+    assert "some of its trials have no directory and could be resumed" in every.err
     named = workplace.invoke("clean", "--yes", "s")
     assert "s-3 is left alone: its directory is missing; its sweep's shared files" in named.err
     assert not bundle.exists()
 
 
-def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
+def test_added_trials_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     before = sweep.element(0).spec.read_bytes()
     argv = ["resume", "s", "--sweep", "n=8..11", "--max-concurrent", "1"]
@@ -486,14 +486,14 @@ def test_added_points_are_behind_the_others(sweep: SweepDir, workplace: Workplac
     done = workplace.invoke(*argv)
     assert done.code == 0, done.err
     assert f"sbatch --parsable {sent}" in workplace.calls
-    assert sweep.load_spec().sweep.points[10:] == (("10",), ("11",))
-    assert "\n11) point_n=11 ;;\n" in sweep.element(0).script.read_text()
+    assert sweep.load_spec().sweep.trials[10:] == (("10",), ("11",))
+    assert "\n11) trial_n=11 ;;\n" in sweep.element(0).script.read_text()
     assert sweep.element(0).spec.read_bytes() == before
     none = workplace.invoke("resume", "s", "--sweep", "n=3")
-    assert (none.code, "already has all of these points" in none.err) == (2, True)
+    assert (none.code, "already has all of these trials" in none.err) == (2, True)
 
 
-def test_points_go_without_the_comment_that_the_site_leaves_out(workplace: Workplace) -> None:
+def test_trials_go_without_the_comment_that_the_site_leaves_out(workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
     first = workplace.invoke(*TEN[:5], "--omit-directive", "comment", *TEN[5:])
     assert first.code == 0, first.err
@@ -503,13 +503,13 @@ def test_points_go_without_the_comment_that_the_site_leaves_out(workplace: Workp
     assert not [call for call in workplace.calls if "comment" in call]
 
 
-def test_a_run_in_the_place_of_a_further_point_is_named_with_a_way_out(
+def test_a_run_in_the_place_of_a_further_trial_is_named_with_a_way_out(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     workplace.run("s-11")
     done = workplace.invoke("resume", "s", "--sweep", "n=10..12")
     assert done.code == 2
-    assert "the run s-11, a point of the sweep s, already exists" in done.err
+    assert "the run s-11, a trial of the sweep s, already exists" in done.err
     assert "Submit them as a new sweep: clusterddp submit --run-name NAME" in done.err
     assert not sweep.element(10).path.exists()
 
@@ -521,7 +521,7 @@ def test_a_damaged_request_of_a_sweep_is_named(workplace: Workplace) -> None:
     assert (done.code, "sweep.json is not a valid record" in done.err) == (2, True), done.err
 
 
-def test_points_that_are_refused_leave_the_sweep_as_it_was(
+def test_trials_that_are_refused_leave_the_sweep_as_it_was(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     kept = {path: path.read_bytes() for path in (sweep.spec, sweep.script)}
@@ -532,7 +532,7 @@ def test_points_that_are_refused_leave_the_sweep_as_it_was(
     assert not sweep.element(10).path.exists()
 
 
-def test_a_point_whose_directory_is_gone_is_made_again(
+def test_a_trial_whose_directory_is_gone_is_made_again(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     for index in range(10):
@@ -551,20 +551,20 @@ def test_a_point_whose_directory_is_gone_is_made_again(
     kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
     assert [each[-2:] for each in kinds] == [["submitted"], ["resume_asked", "submitted"]]
     has = workplace.invoke("resume", "s", "--sweep", "n=3")
-    assert "failed and missing points: clusterddp resume s" in has.err
+    assert "failed and missing trials: clusterddp resume s" in has.err
 
 
-def test_a_point_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
+def test_a_trial_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
     run = sweep.element(0)
     run.events.unlink()
     run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
     told = json.loads(workplace.invoke("status", "--json", "s-0").out)
     assert told["state"] == "created"
-    assert told["detail"].startswith("waits for its turn: a rehearsal")
+    assert told["detail"].startswith("waits for its turn: --launcher local runs one trial")
 
 
-def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: Workplace) -> None:
+def test_a_trial_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
     run = sweep.element(0)
     run.events.unlink()
@@ -579,21 +579,21 @@ def test_a_point_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: 
     assert workplace.invoke("rm", "--yes", "s-0").code == 0
 
 
-def test_a_value_that_is_written_otherwise_is_no_further_point(workplace: Workplace) -> None:
+def test_a_value_that_is_written_otherwise_is_no_further_trial(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
-    points = Sweep(("lr",), (("0.1",),))
-    asked = {"train": TrainConfig(), "command": (), "hang_timeout": None, "sweep": points}
+    trials = Sweep(("lr",), (("0.1",),))
+    asked = {"train": TrainConfig(), "command": (), "hang_timeout": None, "sweep": trials}
     spec = dataclasses.replace(sweep.load_spec(), **asked)
     sweep.spec.write_text(spec.to_json())
     none = workplace.invoke("resume", "s", "--dry-run", "--sweep", "lr=0.10")
-    assert (none.code, "s already has all of these points" in none.err) == (2, True)
+    assert (none.code, "s already has all of these trials" in none.err) == (2, True)
     more = workplace.invoke("resume", "s", "--dry-run", "--json", "--sweep", "lr=0.10,0.2")
     assert json.loads(more.out)["indices"] == [1], more.err
 
 
 @pytest.fixture
 def coded(workplace: Workplace) -> SweepDir:
-    """Three points of a script, of which the first is done and the others have failed."""
+    """Three trials of a script, of which the first is done and the others have failed."""
     workplace.command("sbatch", "echo 7")
     workplace.command("scontrol", f"echo '{CONFIG}'")
     workplace.command("squeue", "")
@@ -614,11 +614,11 @@ def test_changed_code_leads_to_a_new_sweep_or_to_copies_for_those_that_failed(
 ) -> None:
     again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
-    assert "submit a new sweep, or give each failed point a separate copy" in again.err
+    assert "submit a new sweep, or give each failed trial a separate copy" in again.err
     assert "clusterddp resume s --refresh-code.\n" in again.err
 
 
-def test_the_points_that_failed_start_together_with_changed_code(
+def test_the_trials_that_failed_start_together_with_changed_code(
     coded: SweepDir, workplace: Workplace
 ) -> None:
     again = workplace.invoke("resume", "s", "--refresh-code")
@@ -628,37 +628,38 @@ def test_the_points_that_failed_start_together_with_changed_code(
     assert texts == ["print(1)\n", "print(2)\n", "print(2)\n"]
 
 
-def test_the_status_of_a_sweep_has_the_reasons_of_points_that_failed(
+def test_the_status_of_a_sweep_has_the_reasons_of_trials_that_failed(
     coded: SweepDir, workplace: Workplace
 ) -> None:
     shown = workplace.invoke("status", "s").out.splitlines()
-    assert shown[-4].split() == ["RUN", "STATE", "n", "WHY"]
+    assert shown[-4].split() == ["TRIAL", "STATE", "n", "WHY"]
     assert [line.split()[:3] for line in shown[-3:]] == [
         ["s-0", "done", "0"], ["s-1", "failed", "1"], ["s-2", "failed", "2"],
     ]  # fmt: skip
     assert shown[-3].split()[3:] == [] and "exit code 1" in shown[-1]
-    points = json.loads(workplace.invoke("status", "s", "--json").out)["points"]
-    assert [bool(point["why"]) for point in points] == [False, True, True]
+    trials = json.loads(workplace.invoke("status", "s", "--json").out)["trials"]
+    assert [bool(trial["why"]) for trial in trials] == [False, True, True]
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["resume", "s", "--sweep", "m=1"], "varies n, but the new points vary m"),
+        (["resume", "s", "--sweep", "m=1"], "varies n, but the new trials vary m"),
         (["resume", "s", "--refresh-code", "--sweep", "n=11"], "share one copy of the code"),
         (["resume", "s", "--refresh-code", "--max-concurrent=1"],
          "are for one job; s means several"),
-        (["resume", "s-3", "--sweep", "n=1"], "s-3 is no sweep"),
-        (["resume", "s-3", "--", "/bin/true"], "s-3 is the point n=3 of the sweep s"),
+        (["resume", "s-3", "--sweep", "n=1"], "s-3 is not a sweep"),
+        (["resume", "s-3", "--", "/bin/true"], "the values of s-3 (n=3) cannot be changed"),
+        (["resume", "nope", "--sweep", "n=1"], "there is no run 'nope'"),
         (["resume", "x-*"], "no run below jobs matches"),
         (["logs", "-f", "s"], "-f follows one run, and s means 10"),
         (["status", "x" * 300], "there is no run 'xxx"),
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, but this command needs one run"),
-        (["submit", "--max-concurrent", "2"], "is for the points of a sweep"),
+        (["submit", "--max-concurrent", "2"], "applies only to a sweep. Add --sweep"),
         (["submit", "--launcher", "local", "--max-concurrent", "2", "--sweep", "lr=1,2"],
          "--max-concurrent 2 conflicts with --launcher local"),
-        (["submit", "--sample", "2"], "needs values to draw from"),
+        (["submit", "--num-samples", "2"], "needs values to draw from"),
         (["submit", "--lr", "1", "--sweep", "lr=1,2"], "--lr conflicts with --sweep lr"),
         (["submit", "--nodes", "1", "--sweep", "nodes=1,2"], "--nodes conflicts with --sweep"),
         (["submit", "--launcher", "submitit", "--sweep", "lr=1,2"],
@@ -675,12 +676,15 @@ def test_what_does_not_go_is_refused_with_the_reason(
     assert words in done.err
 
 
-def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
+def test_a_trial_can_be_swept_further_and_a_sweep_is_no_request_for_from(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     file = workplace.folder / "base.toml"
     for argv, words in (
-        (["submit", "--save-config", str(file), *TEN[3:]], "a file holds the request of one run"),
+        (
+            ["submit", "--save-config", str(file), *TEN[3:]],
+            "a file contains the request of a single run",
+        ),
         (["submit", "--config", sweep.name], "s is a sweep, but this command needs one run"),
     ):
         done = workplace.invoke(*argv)
@@ -690,7 +694,7 @@ def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
     argv = ["submit", "--dry-run", "--json", "--run-name", "t"]
     shown = workplace.invoke(*argv, "--config", "s-3")
     assert "-- /bin/echo 3\n" in json.loads(shown.out)["script"]
-    assert "points" not in json.loads(shown.out)
+    assert "trials" not in json.loads(shown.out)
     file.write_text("lr = 0.5\nseed = 3\n")
     shown = workplace.invoke(*argv, "--config", str(file), "--sweep", "lr=0.1,0.2")
     assert shown.code == 0, shown.err
@@ -701,12 +705,12 @@ def test_a_point_can_be_swept_further_and_a_sweep_is_no_request_for_from(
 
 
 def test_draws_show_their_seed(workplace: Workplace) -> None:
-    argv = ["submit", "--dry-run", "--json", "--sample", "3", "--sweep", "lr=log:1e-4..1e-1"]
+    argv = ["submit", "--dry-run", "--json", "--num-samples", "3", "--sweep", "lr=log:1e-4..1e-1"]
     made_up = json.loads(workplace.invoke(*argv).out)
     seed = str(made_up["sample_seed"])
     assert (
-        json.loads(workplace.invoke(*argv, "--sample-seed", seed).out)["points"]
-        == (made_up["points"])
+        json.loads(workplace.invoke(*argv, "--sample-seed", seed).out)["trials"]
+        == (made_up["trials"])
     )
     assert (
         f"--sample-seed {seed}" in workplace.invoke(*argv[:2], *argv[3:], "--sample-seed", seed).err
@@ -716,5 +720,5 @@ def test_draws_show_their_seed(workplace: Workplace) -> None:
 def test_the_example_of_draws_in_the_help_draws_fractions(workplace: Workplace) -> None:
     words = " ".join(workplace.invoke("submit", "--help-all").out.split())
     [example] = re.findall(r"lin:\S+[0-9]", words)
-    points = parse([f"lr={example}"], sample=9, seed=1).points
-    assert any(float(text) % 1 for (text,) in points)
+    trials = parse([f"lr={example}"], num_samples=9, seed=1).trials
+    assert any(float(text) % 1 for (text,) in trials)
