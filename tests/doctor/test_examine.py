@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.doctor import examine
-from clusterddp.doctor.examine import dataset, file_system_type, output_folder, python
+from clusterddp.doctor.examine import dataset, file_system_type, python, runs_directory
 from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -56,64 +56,64 @@ def spec(folder: Path, **fields: object) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    ("free", "inodes", "counted", "kind", "verdict", "words"),
+    ("free", "inodes", "counted", "kind", "result", "words"),
     [
         (2**40, 10**6, 10**7, "nfs4", GOOD, "1,024.0 GiB, 1,000,000 inodes"),
         (2**40, 0, 0, "lustre", GOOD, "inodes not counted"),
-        (2**32, 10**6, 10**7, "nfs4", WARNING, "make room"),
-        (2**40, 5_000, 10**7, "nfs4", WARNING, "make room"),
+        (2**32, 10**6, 10**7, "nfs4", WARNING, "free disk space"),
+        (2**40, 5_000, 10**7, "nfs4", WARNING, "free disk space"),
         (2**20, 10**6, 10**7, "nfs4", BAD, "too little"),
         (2**40, 10, 10**7, "nfs4", BAD, "too little"),
-        (2**40, 10**6, 10**7, "ext4", WARNING, "ext4 is this machine's own"),
-        (2**40, 10**6, 10**7, "strangefs", WARNING, "strangefs is of no type known here"),
+        (2**40, 10**6, 10**7, "ext4", WARNING, "ext4 is a local file system"),
+        (2**40, 10**6, 10**7, "strangefs", WARNING, "strangefs is an unknown file system"),
     ],
 )
-def test_the_output_folder_is_judged_by_its_room_and_by_who_shares_it(
+def test_the_runs_directory_is_judged_by_its_room_and_by_who_shares_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    free: int, inodes: int, counted: int, kind: str, verdict: str, words: str,
+    free: int, inodes: int, counted: int, kind: str, result: str, words: str,
 ) -> None:  # fmt: skip
     room = SimpleNamespace(f_bavail=free, f_frsize=1, f_files=counted, f_favail=inodes)
     monkeypatch.setattr(os, "statvfs", lambda _: room)
     monkeypatch.setattr(examine, "file_system_type", lambda *_: kind)
-    check = output_folder(str(tmp_path / "runs" / "doctor"), doubts=True)
-    assert check.verdict == verdict
-    assert words in f"{check.seen} {check.advice}"
+    check = runs_directory(str(tmp_path / "runs" / "doctor"), must_share=True)
+    assert check.result == result
+    assert words in f"{check.found} {check.advice}"
     assert check.facts["free_bytes"] == free and check.facts["exists"] is False
-    assert bool(check.advice) == (verdict != GOOD)
+    assert bool(check.advice) == (result != GOOD)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_where_there_is_no_slurm_a_local_folder_is_no_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "LITTLE_BYTES", 0)
-    monkeypatch.setattr(examine, "LITTLE_INODES", 0)
+    monkeypatch.setattr(examine, "LOW_BYTES", 0)
+    monkeypatch.setattr(examine, "LOW_INODES", 0)
     monkeypatch.setattr(examine, "file_system_type", lambda *_: "ext4")
-    assert output_folder(str(tmp_path / "doctor"), doubts=False).verdict == GOOD
+    assert runs_directory(str(tmp_path / "doctor"), must_share=False).result == GOOD
 
 
 def test_an_runs_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_text("")
-    check = output_folder(str(tmp_path / "jobs" / "doctor"), doubts=False)
-    assert check.verdict == BAD and "cannot be written" in check.seen
+    check = runs_directory(str(tmp_path / "jobs" / "doctor"), must_share=False)
+    assert check.result == BAD and "cannot be written" in check.found
 
 
 def test_a_dataset_is_whole_missing_or_damaged(tmp_path: Path, synthetic_dir: Path) -> None:
     whole = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
-    assert dataset(spec(tmp_path, train=whole), doubts=False).verdict == GOOD
-    made = dataset(spec(tmp_path), doubts=False)
-    assert made.verdict == GOOD and "the submission renders it" in made.seen
+    assert dataset(spec(tmp_path, train=whole), must_share=False).result == GOOD
+    made = dataset(spec(tmp_path), must_share=False)
+    assert made.result == GOOD and "the submission generates it" in made.found
     real = TrainConfig(data_dir=str(tmp_path / "data"))
-    missing = dataset(spec(tmp_path, train=real), doubts=False)
-    assert missing.verdict == WARNING and "clusterddp data fetch" in missing.advice
+    missing = dataset(spec(tmp_path, train=real), must_share=False)
+    assert missing.result == WARNING and "clusterddp data fetch" in missing.advice
     raw = tmp_path / "data" / "synthetic" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for path in (synthetic_dir / "synthetic" / "MNIST" / "raw").iterdir():
         content = bytearray(path.read_bytes())
         content[-1] ^= path.name.startswith("train-images")
         (raw / path.name).write_bytes(content)
-    damaged = dataset(spec(tmp_path), doubts=False)
-    assert damaged.verdict == BAD and "SHA-256" in damaged.seen
+    damaged = dataset(spec(tmp_path), must_share=False)
+    assert damaged.result == BAD and "SHA-256" in damaged.found
 
 
 def program(folder: Path, body: str) -> str:
@@ -132,7 +132,7 @@ def answer(version: str = "3.12.1", cuda: str = '"13.0"') -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "verdict", "words"),
+    ("body", "result", "words"),
     [
         (answer(), GOOD, "Python 3.12.1, torch 2.9, CUDA 13.0, imported in"),
         (answer(cuda="null"), GOOD, "no CUDA"),
@@ -144,26 +144,26 @@ def answer(version: str = "3.12.1", cuda: str = '"13.0"') -> str:
     ],
 )
 def test_the_python_is_judged_by_what_it_answers(
-    tmp_path: Path, body: str, verdict: str, words: str
+    tmp_path: Path, body: str, result: str, words: str
 ) -> None:
     check = python(spec(tmp_path, python=program(tmp_path, body)))
-    assert check.verdict == verdict and words in check.seen
-    assert bool(check.advice) == (verdict != GOOD)
+    assert check.result == result and words in check.found
+    assert bool(check.advice) == (result != GOOD)
 
 
 def test_a_python_that_is_not_there_is_bad_unless_the_jobs_modules_may_bring_it(
     tmp_path: Path,
 ) -> None:
     gone = spec(tmp_path, python=str(tmp_path / "gone"))
-    assert python(gone).verdict == BAD
-    assert python(dataclasses.replace(gone, modules=("torch",))).verdict == WARNING
-    assert python(dataclasses.replace(gone, wrapper=("env",))).verdict == WARNING
+    assert python(gone).result == BAD
+    assert python(dataclasses.replace(gone, modules=("torch",))).result == WARNING
+    assert python(dataclasses.replace(gone, wrapper=("env",))).result == WARNING
 
 
 def test_this_python_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "IMPORT_SECONDS", 240.0)  # on a busy machine
     check = python(spec(tmp_path, python=sys.executable))
-    assert check.facts["torch"] and check.verdict in (GOOD, WARNING)
+    assert check.facts["torch"] and check.result in (GOOD, WARNING)
 
 
 def test_an_import_that_hangs_is_killed_with_what_it_started(
@@ -172,7 +172,7 @@ def test_an_import_that_hangs_is_killed_with_what_it_started(
     monkeypatch.setattr(examine, "IMPORT_SECONDS", 0.5)
     pid = tmp_path / "pid"
     check = python(spec(tmp_path, python=program(tmp_path, f"sleep 600 & echo $! >{pid}; wait")))
-    assert check.verdict == WARNING and "within 0.5s" in check.seen
+    assert check.result == WARNING and "within 0.5s" in check.found
     if pid.exists():  # on a busy machine it was killed before
         assert has_gone(int(pid.read_text()))
 
@@ -183,12 +183,12 @@ def test_a_check_that_hangs_costs_its_own_line(
     released = threading.Event()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(examine, "MOST_SECONDS", 0.2)
-    monkeypatch.setattr(examine, "output_folder", lambda *_, **__: released.wait(600))
+    monkeypatch.setattr(examine, "runs_directory", lambda *_, **__: released.wait(600))
     monkeypatch.setattr(examine, "python", lambda _: examine.Check("python", GOOD, "here"))
     try:
         diagnosis = examine.examine(spec(tmp_path))
     finally:
         released.set()
-    verdicts = {check.name: check.verdict for check in diagnosis.checks}
-    assert verdicts["output folder"] == BAD and verdicts["slurm"] == WARNING
-    assert diagnosis.verdict == BAD and "python" in verdicts
+    results = {check.name: check.result for check in diagnosis.checks}
+    assert results["runs directory"] == BAD and results["slurm"] == WARNING
+    assert diagnosis.result == BAD and "python" in results

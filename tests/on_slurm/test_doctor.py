@@ -34,8 +34,8 @@ def diagnosis(cluster: SlurmCluster, folder: Path, *argv: str, who: tuple[str, .
     return {"code": got.returncode, **{check["name"]: check for check in record["checks"]}}
 
 
-def verdicts(checks: Any) -> dict[str, str]:
-    return {name: check["verdict"] for name, check in checks.items() if name != "code"}
+def results(checks: Any) -> dict[str, str]:
+    return {name: check["result"] for name, check in checks.items() if name != "code"}
 
 
 def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
@@ -47,7 +47,7 @@ def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
     before = jobs()
     checks = diagnosis(cluster, tmp_path)
     assert checks["code"] == 0, checks
-    seen = verdicts(checks)
+    seen = results(checks)
     assert seen["slurm"] == seen["submission"] == seen["GPUs"] == seen["preemption"] == GOOD
     assert seen["signals"] == GOOD
     assert seen["partition main"] == seen["partition high"] == GOOD
@@ -62,7 +62,7 @@ def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
         "main": {"PreemptMode": "REQUEUE", "GraceTime": 15}
     }
     refused = diagnosis(cluster, tmp_path, "--partition", "gone", "--write", "site.cfg")
-    assert refused["code"] == 1 and refused["submission"]["verdict"] == BAD
+    assert refused["code"] == 1 and refused["submission"]["result"] == BAD
     shown = cluster.run([*CLUSTERDDP, "site", "--site", str(tmp_path / "site.cfg")])
     assert shown.returncode == 0, shown.stderr
     assert jobs() <= before  # Slurm forgets ended ones meanwhile
@@ -75,8 +75,8 @@ def test_a_slurmctld_that_is_down_is_named_and_the_folders_are_checked(
 ) -> None:
     cluster.kill_slurmctld()
     checks = diagnosis(cluster, tmp_path)
-    assert checks["code"] == 1 and checks["slurm"]["verdict"] == BAD
-    assert checks["output folder"]["verdict"] in (GOOD, WARNING)
+    assert checks["code"] == 1 and checks["slurm"]["result"] == BAD
+    assert checks["runs directory"]["result"] in (GOOD, WARNING)
     assert "submission" not in checks
 
 
@@ -86,7 +86,7 @@ def test_drained_nodes_are_no_refusal(cluster: SlurmCluster, tmp_path: Path) -> 
     cluster.run(argv, check=True)
     checks = diagnosis(cluster, tmp_path)
     assert checks["code"] == 0, checks
-    assert checks["submission"]["verdict"] == checks["GPUs"]["verdict"] == WARNING
+    assert checks["submission"]["result"] == checks["GPUs"]["result"] == WARNING
 
 
 @pytest.fixture
@@ -113,18 +113,18 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
     with SlurmCluster(hosts=1, conf=conf, root=DEFAULT_ROOT or Path("/")) as site:
         checks = diagnosis(site, home, who=AS_NOBODY)
         assert checks["code"] == 0, checks
-        seen = verdicts(checks)
+        seen = results(checks)
         assert seen["submission"] == seen["partition main"] == GOOD
         assert seen["partition high"] == seen["requeue"] == seen["preemption"] == WARNING
         assert seen["signals"] == WARNING  # KillWait=5
-        assert "JobRequeue=0" in checks["requeue"]["seen"]
-        assert "RequeueExit=75" in checks["requeue"]["seen"]
-        assert "PreemptMode=CANCEL" in checks["preemption"]["seen"]
+        assert "JobRequeue=0" in checks["requeue"]["found"]
+        assert "RequeueExit=75" in checks["requeue"]["found"]
+        assert "PreemptMode=CANCEL" in checks["preemption"]["found"]
         # 24.11 queues such a job, which waits for ever; 22.05 refuses it.
         closed = diagnosis(site, home, "--partition", "high", who=AS_NOBODY)
-        assert closed["code"] == 1 and closed["submission"]["verdict"] == BAD
+        assert closed["code"] == 1 and closed["submission"]["result"] == BAD
         elsewhere = diagnosis(site, home, "--runs-dir", "/root-of-others", who=AS_NOBODY)
-        assert elsewhere["code"] == 1 and elsewhere["output folder"]["verdict"] == BAD
+        assert elsewhere["code"] == 1 and elsewhere["runs directory"]["result"] == BAD
         assert site.run(["squeue", "-h", "-t", "all"], check=True).stdout == ""
         as_root = diagnosis(site, home)
-        assert verdicts(as_root)["partition high"] == GOOD
+        assert results(as_root)["partition high"] == GOOD

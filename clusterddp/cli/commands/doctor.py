@@ -38,27 +38,26 @@ _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-nod
 @click.command(name="doctor")
 @options([OPTIONS[name] for name in _NAMES], settings=False, defaults=False)
 @click.option(
-    "--site", metavar="FILE", help="The site.cfg to use; 'clusterddp site' shows which it is."
+    "--site", metavar="FILE", help="site.cfg to use; 'clusterddp site' shows the one in effect."
 )
-@click.option("--cluster", metavar="NAME", help="The [cluster:NAME] of site.cfg to use.")
+@click.option("--cluster", metavar="NAME", help="Section [cluster:NAME] of site.cfg to use.")
 @click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 def command(write: str | None, as_json: bool, **given: object) -> int:
-    """Check this account, Slurm, the directories and the Python; queue nothing.
+    """Check the account, Slurm, directories and Python; queue nothing.
 
-    Run it on a login node; elsewhere it checks only what it can without Slurm. Settings come from
-    variables, site.cfg and defaults, as for a submission. It takes at most a minute. For the
-    meaning of each line see docs/doctor.md.
+    Run it on a login node; without Slurm it checks only the rest. Settings come from variables,
+    site.cfg and defaults, as for a submission. It takes at most a minute. docs/doctor.md explains
+    each line.
 
     Exit codes: 0 nothing is bad, 1 something is, 2 usage error.
     """
-    from clusterddp.doctor import examine
-    from clusterddp.doctor import site_checks as found
+    from clusterddp.doctor import examine, site_checks
 
     before = None
     if write is not None:
-        _check_place(write)
-        with contextlib.suppress(RequestError):  # the variable names a file that is not there
+        _check_new_file(write)
+        with contextlib.suppress(RequestError):  # the variable names a missing file
             before = find_site(None, os.environ, Path.cwd())
     args = [f"--{name.replace('_', '-')}={v}" for name, v in given.items() if v is not None]
     try:
@@ -66,29 +65,31 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
     except click.UsageError as error:
         raise RequestError(error.format_message(), code="CD0101") from None
     held = held_by(ctx)
-    spec, given_before = job_spec(held, "doctor"), _in_force(held)
+    spec, given_before = job_spec(held, "doctor"), _effective_settings(held)
     if sys.stderr.isatty():
-        click.echo("clusterddp: asking Slurm and importing torch: a minute at most", err=True)
+        click.echo(
+            "clusterddp: querying Slurm and importing torch; this takes at most a minute", err=True
+        )
     diagnosis = examine.examine(spec, template_folder(held))
-    text = found.site_cfg(diagnosis, given_before)
+    text = site_checks.site_cfg(diagnosis, given_before)
     if as_json:
         checks = [dataclasses.asdict(check) for check in diagnosis.checks]
-        record = {"verdict": diagnosis.verdict, "checks": checks, "site_cfg": text}
+        record = {"result": diagnosis.result, "checks": checks, "site_cfg": text}
         click.echo(json.dumps(record, indent=2))
     else:
-        click.echo("\n".join(map(_wrapped, diagnosis.checks)))
+        click.echo("\n".join(map(_format_check, diagnosis.checks)))
         if isinstance(ctx.obj, Settings) and ctx.obj.path is None:
-            _name_files_that_fit(diagnosis)
+            _suggest_site_files(diagnosis)
     if write is not None:
-        _write(write, text, found.proposed(diagnosis, given_before))
+        _write(write, text, site_checks.proposed_settings(diagnosis, given_before))
         if before is not None:
-            _warn_of_hidden(before)
+            _warn_if_hidden(before)
         shown = f"clusterddp site --site {shlex.quote(write)}"
-        click.echo(f"clusterddp: wrote {write}; read it, then look at: {shown}", err=True)
-    return EXIT_FAILED if diagnosis.verdict == found.BAD else EXIT_DONE
+        click.echo(f"clusterddp: wrote {write}. Review it, then check: {shown}", err=True)
+    return EXIT_FAILED if diagnosis.result == site_checks.BAD else EXIT_DONE
 
 
-def _name_files_that_fit(diagnosis: "Diagnosis") -> None:
+def _suggest_site_files(diagnosis: "Diagnosis") -> None:
     clusters = [str(check.facts.get("cluster", "")) for check in diagnosis.checks]
     known = sites.read_sites()
     for name in sites.fitting(known, "".join(clusters), socket.gethostname()):
@@ -96,13 +97,13 @@ def _name_files_that_fit(diagnosis: "Diagnosis") -> None:
         click.echo(f"clusterddp: {words}", err=True)
 
 
-def _wrapped(check: "Check") -> str:
-    """Return the lines of a check, wrapped at the terminal's width."""
+def _format_check(check: "Check") -> str:
+    """Format a check, wrapped at the terminal's width."""
     from clusterddp import formatting
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
-    head = f"{check.verdict:<7}  {check.name:<14}  "
-    text = formatting.line(_words(check.seen, check.advice))
+    head = f"{check.result:<7}  {check.name:<14}  "
+    text = formatting.line(_text(check.found, check.advice))
     return textwrap.fill(
         text,
         width,
@@ -113,11 +114,11 @@ def _wrapped(check: "Check") -> str:
     )
 
 
-def _words(seen: str, advice: str) -> str:
-    return f"{seen}. To do: {advice}" if advice else seen
+def _text(found: str, advice: str) -> str:
+    return f"{found}. To do: {advice}" if advice else found
 
 
-def _in_force(held: Given) -> dict[str, str]:
+def _effective_settings(held: Given) -> dict[str, str]:
     """Return the settings that are not defaults, with absolute paths."""
     rows = [OPTIONS[name] for name in _PROPOSED]
     given = {
@@ -133,35 +134,34 @@ def _in_force(held: Given) -> dict[str, str]:
     return given
 
 
-def _check_place(name: str) -> None:
-    """Refuse, before anything is checked, a file that cannot be written or is there already."""
+def _check_new_file(name: str) -> None:
+    """Refuse a file that exists or cannot be created, before the checks."""
     if os.path.lexists(name):
         raise RequestError(f"--write: {name!r} already exists. Name another file. [CD0108]")
     if not name or not Path(name).parent.is_dir():
-        raise RequestError(f"--write: the folder of {name!r} is not there. Make it first. [CD0108]")
+        raise RequestError(
+            f"--write: the directory of {name!r} does not exist. Create it first. [CD0108]"
+        )
 
 
-def _warn_of_hidden(before: Path) -> None:
-    """Warn where the new file takes the place of one that was in force, and lacks settings of it.
+def _warn_if_hidden(before: Path) -> None:
+    """Warn if the new file takes precedence over the one in effect until now.
 
-    before: the file that was in force.
+    before: the file in effect until now.
     """
     now = find_site(None, os.environ, Path.cwd())
     if now is None or now.samefile(before):
         return
-    from clusterddp import formatting
-
     missing = lacking(now, before, OPTIONS)
-    number = formatting.count(len(missing), "setting")
-    lacks = f", and lacks {number} of it: {', '.join(missing)}" if missing else ""
+    lacks = f", and lacks {len(missing)} of its settings: {', '.join(missing)}" if missing else ""
     log.warning(
-        f"{now} hides {before} from now on, as one file alone is read{lacks}. Copy what you need, "
-        "or remove the new file. [CD0207]"
+        f"{now} now takes precedence over {before}{lacks}. Only one file is read: copy the "
+        "settings that you need, or remove the new one. [CD0207]"
     )
 
 
 def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
-    """Write a new file that says these settings; raises RequestError, and then leaves nothing."""
+    """Write these settings to a new file. Raises RequestError without leaving a file."""
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder, "site.cfg")
         draft.write_text(text, encoding="utf-8")
@@ -169,10 +169,10 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
     for key, value in settings.items():
         if read.get(key) != value:
             raise RequestError(
-                f"--write: site.cfg cannot carry {key} = {value!r}. Leave it out. [CD0201]"
+                f"--write: site.cfg cannot express {key} = {value!r}. Omit it. [CD0201]"
             )
     try:
-        with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never over a file
+        with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never overwrites
             file.write(text)
     except FileExistsError:
         raise RequestError(

@@ -96,7 +96,7 @@ def test_each_check_is_a_line_and_nothing_is_queued_or_written(site: Site) -> No
     assert got.code == 0 and {line[0] for line in lines} <= {GOOD, WARNING}
     names = (
         *("slurm", "submission", "partition cpu", "partition gpu", "GPUs", "accounting"),
-        *("requeue", "preemption", "signals", "output folder", "dataset", "python"),
+        *("requeue", "preemption", "signals", "runs directory", "dataset", "python"),
     )
     assert len(lines) == len(names)
     assert all(line[1].startswith(name) for line, name in zip(lines, names, strict=True))
@@ -115,41 +115,41 @@ def test_partitions_have_their_limits_and_defaults(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "words", "verdict", "seen", "setting"),
+    ("refused", "words", "result", "found", "setting"),
     [
-        ("nothing is", "", GOOD, "gpu takes --gpus-per-node=1, --gres=gpu:1", None),
-        ("gpus-per-node=", "error: use gres", BAD, "use gres; it takes --gres=gpu:1", "gres"),
-        ("gpus-per-(node|task)=1$", "error: type", BAD, "it takes --gres=gpu:1", "gres"),
+        ("nothing is", "", GOOD, "gpu accepts --gpus-per-node=1, --gres=gpu:1", None),
+        ("gpus-per-node=", "error: use gres", BAD, "use gres; it accepts --gres=gpu:1", "gres"),
+        ("gpus-per-(node|task)=1$", "error: type", BAD, "it accepts --gres=gpu:1", "gres"),
         ("(gpu:|gpus-per-(node|task)=)1$", "error: name a type", BAD,
-         "it takes --gpus-per-node=a100:1", None),
-        ("gres|gpus-per", "error: no GPUs for you", BAD, "no form is taken", None),
-        ("gres|gpus-per", "error: Nodes are not available", WARNING, "no form is taken", None),
+         "it accepts --gpus-per-node=a100:1", None),
+        ("gres|gpus-per", "error: no GPUs for you", BAD, "it accepts none", None),
+        ("gres|gpus-per", "error: Nodes are not available", WARNING, "it accepts none", None),
     ],
 )  # fmt: skip
 def test_the_form_in_which_gpus_are_asked_for_is_found_out(
-    site: Site, refused: str, words: str, verdict: str, seen: str, setting: str | None
+    site: Site, refused: str, words: str, result: str, found: str, setting: str | None
 ) -> None:
     site.sbatch(refused, words)
-    diagnosis = site.diagnosis(code=1 if verdict == BAD else 0)
+    diagnosis = site.diagnosis(code=1 if result == BAD else 0)
     [check] = [check for check in diagnosis["checks"] if check["name"] == "GPUs"]
-    assert check["verdict"] == verdict and seen in check["seen"]
+    assert check["result"] == result and found in check["found"]
     assert (f"\ngpu-directive = {setting}\n" in diagnosis["site_cfg"]) == (setting is not None)
 
 
 def test_a_type_that_is_asked_for_is_one_that_is_tried(site: Site) -> None:
     site.sbatch("(gpu:|gpus-per-(node|task)=)1$", "error: name a type")
-    assert site.check("GPUs", "--gpus-per-node", "a100:4")["verdict"] == GOOD
+    assert site.check("GPUs", "--gpus-per-node", "a100:4")["result"] == GOOD
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "verdict", "words"),
+    ("name", "config", "result", "words"),
     [
-        ("requeue", {}, GOOD, "a lost node is noticed after 300 sec"),
-        ("requeue", {"JobRequeue": "0"}, WARNING, "give --requeue with a COMMAND"),
+        ("requeue", {}, GOOD, "a lost node is detected after 300 sec"),
+        ("requeue", {"JobRequeue": "0"}, WARNING, "add --requeue for a COMMAND"),
         ("requeue", {"RequeueExit": "1-9,75"}, WARNING, "RequeueExit=1-9,75"),
-        ("requeue", {"RequeueExitHold": "75"}, WARNING, "ended with 75"),
+        ("requeue", {"RequeueExitHold": "75"}, WARNING, "exits with 75"),
         ("requeue", {"RequeueExit": "99"}, GOOD, "JobRequeue=1"),
-        ("requeue", {"SlurmdTimeout": "0 sec"}, WARNING, "never noticed"),
+        ("requeue", {"SlurmdTimeout": "0 sec"}, WARNING, "never detected"),
         ("signals", {}, GOOD, "KillWait=30 sec"),
         ("signals", {"KillWait": "2 sec"}, WARNING, "USR1@120"),
         ("preemption", {}, GOOD, "off"),
@@ -158,60 +158,60 @@ def test_a_type_that_is_asked_for_is_one_that_is_tried(site: Site) -> None:
     ],
 )
 def test_settings_of_slurm_conf_are_judged(
-    site: Site, name: str, config: dict[str, str], verdict: str, words: str
+    site: Site, name: str, config: dict[str, str], result: str, words: str
 ) -> None:
     site.scontrol(**config)
     check = site.check(name)
-    assert check["verdict"] == verdict and words in f"{check['seen']} {check['advice']}"
+    assert check["result"] == result and words in f"{check['found']} {check['advice']}"
 
 
 @pytest.mark.parametrize(
-    ("mode", "grace", "verdict", "words"),
+    ("mode", "grace", "result", "words"),
     [
         ("REQUEUE", "60", GOOD, "PreemptMode=REQUEUE, GraceTime=60 s"),
-        ("REQUEUE", "0", WARNING, "only 30 sec are left to save"),
+        ("REQUEUE", "0", WARNING, "only 30 sec to save"),
         ("CANCEL", "60", WARNING, "clusterddp resume"),
     ],
 )
 def test_the_mode_of_the_partition_that_is_used_counts(
-    site: Site, mode: str, grace: str, verdict: str, words: str
+    site: Site, mode: str, grace: str, result: str, words: str
 ) -> None:
     site.scontrol(mode, grace, PreemptType="preempt/partition_prio", PreemptMode="REQUEUE")
     check = site.check("preemption")
-    assert check["verdict"] == verdict and words in f"{check['seen']} {check['advice']}"
-    assert site.check("preemption", "--partition", "gpu")["verdict"] == GOOD
+    assert check["result"] == result and words in f"{check['found']} {check['advice']}"
+    assert site.check("preemption", "--partition", "gpu")["result"] == GOOD
 
 
 def test_a_refused_account_is_answered_with_the_accounts_that_there_are(site: Site) -> None:
     site.sbatch("account=maths", "error: Invalid account or account/partition combination")
     check = site.check("submission", "--account", "maths", code=1)
-    assert check["verdict"] == BAD and "yours: physics, chemistry" in check["advice"]
+    assert check["result"] == BAD and "yours: physics, chemistry" in check["advice"]
 
 
 def test_a_partition_of_other_accounts_is_closed_although_slurm_takes_the_job(site: Site) -> None:
     site.scontrol(mode="OFF AllowAccounts=maths,history")
     diagnosis = site.diagnosis(code=1)
     checks = {check["name"]: check for check in diagnosis["checks"]}
-    assert checks["submission"]["verdict"] == BAD
-    assert checks["partition cpu"]["verdict"] == WARNING
-    assert "AllowAccounts=maths,history" in checks["partition cpu"]["seen"]
-    assert checks["partition gpu"]["verdict"] == GOOD
-    assert site.check("submission", "--account", "maths")["verdict"] == GOOD
+    assert checks["submission"]["result"] == BAD
+    assert checks["partition cpu"]["result"] == WARNING
+    assert "AllowAccounts=maths,history" in checks["partition cpu"]["found"]
+    assert checks["partition gpu"]["result"] == GOOD
+    assert site.check("submission", "--account", "maths")["result"] == GOOD
 
 
 def test_a_slurm_that_does_not_answer_leaves_the_other_checks(site: Site) -> None:
     words = "slurm_load_ctl_conf error: Unable to contact slurm controller"
     site.workplace.command("scontrol", f"echo '{words}' >&2; exit 1")
     diagnosis = site.diagnosis(code=1)
-    verdicts = {check["name"]: check["verdict"] for check in diagnosis["checks"]}
-    assert verdicts["slurm"] == BAD and verdicts["python"] == GOOD
-    assert "submission" not in verdicts
+    results = {check["name"]: check["result"] for check in diagnosis["checks"]}
+    assert results["slurm"] == BAD and results["python"] == GOOD
+    assert "submission" not in results
 
 
 def test_without_slurm_it_says_so_and_checks_the_rest(site: Site) -> None:
     site.remove()
     check = site.check("slurm")
-    assert check["verdict"] == WARNING and "no Slurm here" in check["seen"]
+    assert check["result"] == WARNING and "no Slurm here" in check["found"]
 
 
 def test_a_public_cluster_is_named_with_its_settings_until_there_are_some(site: Site) -> None:
@@ -225,9 +225,9 @@ def test_a_public_cluster_is_named_with_its_settings_until_there_are_some(site: 
 
 def test_a_torch_without_cuda_is_a_warning_where_there_are_gpus(site: Site) -> None:
     site.workplace.command("python", PYTHON.replace('"13.0"', "null"))
-    assert site.check("python")["verdict"] == WARNING
+    assert site.check("python")["result"] == WARNING
     site.workplace.command("sinfo", f"echo '{SINFO[0]}'")
-    assert site.check("python")["verdict"] == GOOD
+    assert site.check("python")["result"] == GOOD
 
 
 def write(site: Site, *argv: str) -> Any:
@@ -266,11 +266,11 @@ def test_a_site_cfg_that_hides_the_one_in_force_names_what_it_lacks(
     command = ["doctor", "--python", "python", "--write"]
     monkeypatch.setenv("XDG_CONFIG_HOME", str(site.folder / ".config"))
     aside = site.workplace.invoke(*command, "other.cfg")
-    assert "other.cfg" in aside.err and "hides" not in aside.err
+    assert "other.cfg" in aside.err and "precedence" not in aside.err
     got = site.workplace.invoke(*command, "site.cfg")
-    [line] = [line for line in got.err.splitlines() if "hides" in line]
-    assert f"site.cfg hides {own} from now on" in line
-    assert "lacks 3 settings of it: mem, A, [cluster:b]." in line and line.endswith(" [CD0207]")
+    [line] = [line for line in got.err.splitlines() if "precedence" in line]
+    assert f"site.cfg now takes precedence over {own}, and" in line
+    assert "lacks 3 of its settings: mem, A, [cluster:b]." in line and line.endswith(" [CD0207]")
 
 
 def test_a_variable_that_names_no_file_costs_no_diagnosis(
@@ -279,7 +279,7 @@ def test_a_variable_that_names_no_file_costs_no_diagnosis(
     monkeypatch.setenv("CLUSTERDDP_SITE", "gone.cfg")
     (site.folder / "a.cfg").write_text("[defaults]\npartition = gpu\n")
     got = write(site, "--site", "a.cfg")
-    assert "wrote new.cfg" in got.err and "hides" not in got.err
+    assert "wrote new.cfg" in got.err and "precedence" not in got.err
     assert "partition = gpu" in (site.folder / "new.cfg").read_text()
 
 
@@ -307,7 +307,7 @@ def test_a_hostile_folder_is_carried_or_refused(site: Site, value: str) -> None:
     got = write(site, "--data-dir", value)
     if got.code == 2:
         assert not (site.folder / "new.cfg").exists()
-        assert "site.cfg cannot carry" not in got.err or got.err.endswith("[CD0201]\n")
+        assert "site.cfg cannot express" not in got.err or got.err.endswith("[CD0201]\n")
         return
     assert value in hostile.CARRIED
     shown = site.workplace.invoke("site", "--site", "new.cfg", "--json")
