@@ -50,7 +50,7 @@ class Place:
     starts: int = 5
     mnist: str = ""
     """Folder that holds MNIST/raw; empty without one."""
-    left_out: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
     """A line for each measurement that could not be made, with the reason."""
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Place:
 
     def tell(self, line: str) -> None:
         """Note what was left out."""
-        self.left_out.append(line)
+        self.excluded.append(line)
         note(f"gpu: left out: {line}")
 
     def start(self, **options: Any) -> dict[str, Any]:

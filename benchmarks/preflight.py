@@ -45,7 +45,7 @@ def _check(hosts: Sequence[str]) -> float:
         argv = [*_PROBE, "--collector=127.0.0.1", f"--port={port}"]
         probes = _processes(hosts, argv, {**os.environ, NONCE_VARIABLE: nonce})
         collection = collector.collect(server, hosts, nonce, lambda: False)
-        judged = evaluation.evaluate(collection.nodes, collection.silent)
+        judged = evaluation.evaluate(collection.nodes, collection.unresponsive)
         _wait(probes)
     for host, reason in judged.failed.items():
         note(f"preflight of {len(hosts)} nodes: {host} failed: {reason}")

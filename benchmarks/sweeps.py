@@ -90,7 +90,7 @@ def _let_run(sweep: SweepDir) -> None:
     runs = sweep.elements
     for index, run in enumerate(runs[: -len(runs) // 10]):
         job_id = str(index + 100)
-        events.note(run.events, events.Started(job_id=job_id, array_element=f"7_{index}"))
+        events.note(run.events, events.Started(job_id=job_id, array_task=f"7_{index}"))
         events.note(run.events, events.Ended(job_id=job_id, exit_code=0, cause="done"))
         _measure(run)
 

@@ -104,11 +104,11 @@ def measured(
     contenders: Sequence[Contender],
     rounds: int,
     log: Path,
-    left_out: Callable[[str], None] | None = None,
+    excluded: Callable[[str], None] | None = None,
 ) -> Iterator[list[Contender]]:
     """Every contender once a round, in turn, after one round unseen; gone at the end.
 
-    Yields those that were measured: all, or with `left_out`, which is called with the reason, those
+    Yields those that were measured: all, or with `excluded`, which is called with the reason, those
     that did not fail.
     """
     with log.open("w") as said:
@@ -118,14 +118,14 @@ def measured(
                 try:
                     act(contender)
                 except ContenderError as error:
-                    if left_out is None:
+                    if excluded is None:
                         raise
                     contender.end()
                     well.remove(contender)
                     # The code of an error can stand on a line of its own, behind its words.
                     lines = log.read_text().strip().splitlines()
                     words = [line for line in lines if not _CODE_ALONE.fullmatch(line)]
-                    left_out(f"{error}{f': {words[-1]}' if words else ''}")
+                    excluded(f"{error}{f': {words[-1]}' if words else ''}")
 
         well = list(contenders)
         try:

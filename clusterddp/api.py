@@ -182,8 +182,8 @@ class Run:
         spec: JobSpec | None = None,
         *,
         allow_config_change: bool = False,
-        new_code: bool = False,
-        new_clusterddp: bool = False,
+        refresh_code: bool = False,
+        upgrade_clusterddp: bool = False,
         from_scratch: bool = False,
         force: bool = False,
         template_folder: str | Path | None = None,
@@ -196,8 +196,8 @@ class Run:
         """
         terms = Terms(
             allow_config_change=allow_config_change,
-            new_code=new_code,
-            new_clusterddp=new_clusterddp,
+            refresh_code=refresh_code,
+            upgrade_clusterddp=upgrade_clusterddp,
             from_scratch=from_scratch,
             force=force,
             template_folder=Path(template_folder) if template_folder else None,

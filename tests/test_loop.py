@@ -625,7 +625,7 @@ def test_metrics_go_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     assert steps == [1, 2, 3, 4, 5, 6]
     assert [attempt.number for attempt in attempts(run)] == [1, 2]
     record = Attempt(run, 2).read_record()
-    assert record and (record.step, record.starts_in_job) == (4, 1)
+    assert record and (record.step, record.agent_starts) == (4, 1)
 
 
 def test_in_a_run_it_writes_into_the_runs_attempt(

@@ -82,7 +82,7 @@ def begin_attempt(
         restart=job.restart,
         nodelist=job.nodelist,
         clusterddp=version.described(),
-        array_element=job.name if job.name != job.id else "",
+        array_task=job.name if job.name != job.id else "",
         spares=tuple(spares),
     )
     try:
@@ -199,7 +199,7 @@ def _note_new_job(job: JobStart, history: History) -> History:
     starts = [event.job_id for event in history.every(events.Started)]
     if not starts or job.id in starts:
         return history
-    job.record(events.ResumeAsked())
+    job.record(events.ResumeRequested())
     return history.again()
 
 
@@ -217,7 +217,7 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
         start = _unended_start(next(read))
         if start is None or start.job_id == job.id:
             return ""
-        name = start.array_element or start.job_id
+        name = start.array_task or start.job_id
         if slurm.query([name])[name].state not in (State.RUNNING, State.SUSPENDED):
             return ""
         of = f"attempt {start.attempt} of {job.run.name}"

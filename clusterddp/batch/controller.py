@@ -641,7 +641,7 @@ class Controller:
         number = self._attempt.number if self._attempt else None
         with contextlib.suppress(OSError):
             events.add(
-                self._run.events, events.StopAsked(job_id=self._job_id, attempt=number, by=by)
+                self._run.events, events.StopRequested(job_id=self._job_id, attempt=number, by=by)
             )
             if self._attempt:
                 self._attempt.ask_to_stop("stop")

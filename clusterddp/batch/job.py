@@ -69,7 +69,7 @@ class JobStart:
     def withdraw(self, successor: str = "") -> None:
         """Cancel the next job. If the cancellation fails, the job starts but begins no attempt."""
         name = successor or self.name
-        self.record(events.CancelAsked(job_id=name))
+        self.record(events.CancelRequested(job_id=name))
         try:
             slurm.cancel(name)
         except SlurmError as error:

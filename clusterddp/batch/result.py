@@ -120,7 +120,7 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
         stopped_by_signal=bool(ended.stop_signal),
     )
     asked = evidence.is_stop_asked
-    decision = decide(policy, ended.cause, starts, stop_asked=asked, how=ended.how)
+    decision = decide(policy, ended.cause, starts, stop_requested=asked, how=ended.how)
     ended = replace(
         ended,
         remark="; ".join(filter(None, (ended.remark, *(remark for remark, _ in remarks)))),
@@ -227,7 +227,7 @@ class Evidence:
         # Ranks without a record have exited on request, because srun reports no failure. Ranks of
         # a command may also be done, unless it was asked to stop.
         no_code = not any(outcome.exit_code is not None for outcome in self.outcomes)
-        return no_code and (self.keeps_records or self.attempt.asked_to_stop() is not None)
+        return no_code and (self.keeps_records or self.attempt.stop_reason() is not None)
 
     @property
     def has_left(self) -> bool:
@@ -256,13 +256,13 @@ class Evidence:
     @cached_property
     def interrupted_by(self) -> str:
         """Signal to the batch script with which the user stopped the attempt; empty without one."""
-        last = next(reversed(self.history.every(events.StopAsked)), events.StopAsked())
+        last = next(reversed(self.history.every(events.StopRequested)), events.StopRequested())
         return last.by if last.attempt == self.attempt.number else ""
 
     @cached_property
     def is_stop_asked(self) -> bool:
         """True if the user asked the run to stop, even too late for its ranks to notice."""
-        if self.attempt.asked_to_stop() == "stop":
+        if self.attempt.stop_reason() == "stop":
             return True
         return withdrawal_cause(self.history.events, self.job.id) == Cause.STOPPED
 
@@ -287,8 +287,8 @@ class Evidence:
     def slurm_state(self) -> Ending:
         """Reason why the job ends, from the run's events or from slurmctld."""
         of_job = [event for event in self.history.events if event.job_id == self.job.id]
-        asked = [e for e in of_job if isinstance(e, events.CancelAsked | events.CancelFailed)]
-        if asked and isinstance(asked[-1], events.CancelAsked):
+        asked = [e for e in of_job if isinstance(e, events.CancelRequested | events.CancelFailed)]
+        if asked and isinstance(asked[-1], events.CancelRequested):
             return Ending.CANCELLED  # by `clusterddp cancel`
         if any(isinstance(event, events.TimeLimitReached) for event in of_job):
             return Ending.TIME_LIMIT  # recorded by a rehearsal
@@ -456,7 +456,7 @@ def _signalled(evidence: Evidence) -> AttemptResult | None:
         # The run's own clock stops it before Slurm's signal.
         how = OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
         return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
-    how = "" if evidence.attempt.asked_to_stop() is not None else f"its {_ASKED_RESTART}"
+    how = "" if evidence.attempt.stop_reason() is not None else f"its {_ASKED_RESTART}"
     if evidence.stop_signal:
         how = f"{evidence.stop_signal}, on which the command exited with code 0"
     code = end_codes.EXITED_ON_SIGNAL if evidence.stop_signal else ""
@@ -609,10 +609,10 @@ def _outside_paths(evidence: Evidence, reason: str) -> str:
     Only for an error about missing files, and paths that the submission had found.
     """
     record = files.read_json(evidence.run.code_record) if _MISSING_FILES.search(reason) else None
-    leaving = record.get("leaving") if record else None
-    if not (isinstance(leaving, list) and leaving):
+    outside_paths = record.get("outside_paths") if record else None
+    if not (isinstance(outside_paths, list) and outside_paths):
         return ""
-    named = formatting.join_limited([str(each) for each in leaving], 3, ", ")
+    named = formatting.join_limited([str(each) for each in outside_paths], 3, ", ")
     return f"a relative path leads outside the copy of the code in which the command ran: {named}"
 
 
@@ -637,7 +637,7 @@ def _unmet_ranks(outcomes: Sequence[Outcome]) -> str:
     """Return a remark if several ranks ended well but never met; else empty."""
     if len(outcomes) < 2 or any(each.exit_code != 0 or each.received_signal for each in outcomes):
         return ""
-    if not any(each.rank == 0 and each.met is False for each in outcomes):
+    if not any(each.rank == 0 and each.listened is False for each in outcomes):
         return ""
     return (
         f"none of the {len(outcomes)} ranks met another: nothing listened on MASTER_PORT, and "

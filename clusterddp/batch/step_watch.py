@@ -29,7 +29,7 @@ from clusterddp.run.outcome import (
     read_outcome,
     read_outcomes,
 )
-from clusterddp.run.records import HungRanks, Silence
+from clusterddp.run.records import HungRanks, StalledOutput
 from clusterddp.slurm import client as slurm
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
@@ -235,8 +235,8 @@ def watch_output(
         log.info(f"the stacks cannot be read: {error}")
     ranks, where = _elsewhere(rank_stacks, world_size)
     with suppress(OSError):
-        record = Silence(round(time.time() - seconds, 3), before, tuple(ranks), where)
-        files.write_record(attempt.silent, vars(record))
+        record = StalledOutput(round(time.time() - seconds, 3), before, tuple(ranks), where)
+        files.write_record(attempt.stalled, vars(record))
     if not end:
         log.info("the job continues, and this is not printed again; --on-hang end would end it")
         return

@@ -247,7 +247,7 @@ def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
 
 def given_up_attempt(run: RunDir) -> int:
     """Return the last attempt whose checkpoints `resume --from-scratch` gave up; 0 for none."""
-    asked = [e for e in events.read(run.events) if isinstance(e, events.ResumeAsked)]
+    asked = [e for e in events.read(run.events) if isinstance(e, events.ResumeRequested)]
     return (asked[-1].from_scratch or 0) if asked else 0
 
 

@@ -23,8 +23,8 @@ from clusterddp.status.status import RunStatus, latest_report, statuses
 NOT_RUN = "not run"
 INTERRUPTED = "interrupted"
 _LAST_BYTES = 4096
-_NAMES = "STRATEGY RANKS NODES TIME TOTAL IMAGES/S SPEED-UP EFFICIENCY TEST-ACCURACY MEMORY"
-_HEADER = _NAMES.split()
+_NAMES = "STRATEGY RANKS NODES TRAIN-TIME TOTAL-TIME IMAGES/S SPEEDUP EFFICIENCY TEST-ACCURACY"
+_HEADER = f"{_NAMES} PEAK-MEMORY".split()
 _IN_WORDS: dict[object, str] = {True: "CUDA graphs", False: "no CUDA graphs"}
 _OF_ALL = 3  # columns of a row without figures
 _MEDIANS = ("train_seconds", "total_seconds", "images_per_second", "accuracy")
@@ -111,7 +111,7 @@ class RowSummary:
     """Time from a task's start to its end."""
     images_per_second: float | None = None
     """Speed of all devices together."""
-    images_per_second_each: tuple[float, ...]
+    images_per_second_by_run: tuple[float, ...]
     """Speed of every run."""
     accuracy: float | None = None
     """Accuracy on the test set."""
@@ -122,7 +122,7 @@ class RowSummary:
     """Images of a device in one optimizer step: its batch, or its share of a smaller dataset."""
     threads: int | None = None
     """Compute threads of each rank."""
-    speed_up: float | None = None
+    speedup: float | None = None
     """Images per second relative to the baseline."""
     efficiency: float | None = None
     """Speed-up over that of perfect scaling."""
@@ -155,7 +155,7 @@ def results(trials: Sequence[Trial]) -> list[RowSummary]:
     return [
         replace(
             line,
-            speed_up=line.images_per_second / rate,
+            speedup=line.images_per_second / rate,
             efficiency=line.images_per_second / line.devices / (rate / base.devices),
             baseline=line is base,
         )
@@ -172,7 +172,7 @@ def scaling(lines: Sequence[RowSummary], title: str) -> Scaling:
     sizes = [
         Size(label(line), line.devices, rate, line.strategy)
         for line in measured
-        for rate in line.images_per_second_each
+        for rate in line.images_per_second_by_run
     ]
     return Scaling(title, sizes, (base.images_per_second or 0.0) / base.devices, unit="devices")
 
@@ -199,7 +199,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> RowSummary:
         state=short.state if short else RunState.DONE,
         why=why,
         runs=tuple(trial.run for trial in trials if trial.run),
-        images_per_second_each=tuple(known["images_per_second"]),
+        images_per_second_by_run=tuple(known["images_per_second"]),
         images_per_device=row.images_of_a_device(train_images),
         **{name: median(known[name]) for name in _MEDIANS if known[name]},
         **counts,
@@ -293,11 +293,11 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
         f"threads per rank {_each(reports, 'threads')}, "
         f"torch {', '.join(_once((report.versions or {}).get('torch') for report in reports))}",
         f"{first.model} on {first.dataset}, {_batch(measured)}; steps {_each(reports, 'steps')}",
-        f"speed-up: images/s against {label(base)}; efficiency: speed-up per device",
-        f"time: of the training steps{_capture(reports)}; total: of a task, from its start to its "
-        "end; memory: the largest of any rank",
+        f"speedup: images/s relative to {label(base)}; efficiency: speedup per device",
+        f"train time: the training steps{_capture(reports)}; total time: a task from start to end; "
+        "peak memory: the largest of any rank",
     ]
-    if any(len(line.images_per_second_each) > 1 for line in lines):
+    if any(len(line.images_per_second_by_run) > 1 for line in lines):
         lines_of_text.append("several runs per row: medians, for images/s with minimum and maximum")
     shares = {line.threads for line in lines if line.threads}
     if len(shares) > 1 and not first.threads and "cuda" not in _each(reports, "device"):
@@ -365,15 +365,15 @@ def _cells(line: RowSummary) -> list[str]:
     if line.images_per_second is None:
         return [*begin, _state(line)]
     rate = f"{line.images_per_second:,.0f}"
-    if len(line.images_per_second_each) > 1:
-        least, greatest = min(line.images_per_second_each), max(line.images_per_second_each)
+    if len(line.images_per_second_by_run) > 1:
+        least, greatest = min(line.images_per_second_by_run), max(line.images_per_second_by_run)
         rate += f" ({least:,.0f} to {greatest:,.0f})"
     cells = [
         *begin,
         _text(line.train_seconds, "{:,.2f} s"),
         _text(line.total_seconds, "{:,.1f} s"),
         rate,
-        _text(line.speed_up, "{:.2f}"),
+        _text(line.speedup, "{:.2f}"),
         _text(line.efficiency, "{:.0%}"),
         formatting.percent(line.accuracy),
         formatting.memory(line.peak_memory_bytes),

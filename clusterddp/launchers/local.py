@@ -341,7 +341,7 @@ class _Job:
                 self._signal(script, signal.SIGKILL)
         elif self._cancelled or left <= 0:
             self._kill_at = time.monotonic() + KILL_WAIT_SECONDS
-            event = events.CancelAsked if self._cancelled else events.TimeLimitReached
+            event = events.CancelRequested if self._cancelled else events.TimeLimitReached
             with suppress(OSError):  # a full disk costs only the record
                 if not self._has_ended():
                     events.add(self._run.events, event(job_id=str(os.getpid())))

@@ -179,7 +179,7 @@ class Task:
             return False  # 'clusterddp stop' came first
         restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         history = History.read(run)
-        cancelled = any(event.job_id == job_id for event in history.every(events.CancelAsked))
+        cancelled = any(event.job_id == job_id for event in history.every(events.CancelRequested))
         if cancelled or client.ending(job_id, restart) is client.Ending.CANCELLED:
             return False
         gains = steps_gained(attempt, history.spec)

@@ -89,7 +89,7 @@ class Collection:
     """Answers of the nodes."""
 
     nodes: list[Node] = field(default_factory=list)
-    silent: dict[str, str] = field(default_factory=dict)
+    unresponsive: dict[str, str] = field(default_factory=dict)
     """Nodes that did not answer in time, with the state of their checks."""
     remarks: tuple[str, ...] = ()
     """Remarks on nodes whose probe exited early."""
@@ -171,11 +171,11 @@ def collect(
         if unreachable := collector.unreachable():
             return Collection(error=unreachable, is_unreachable=True)
         collector.measure_together()
-        if evaluation.evaluate(collector.nodes(), collector.silent()).is_transient:
+        if evaluation.evaluate(collector.nodes(), collector.unresponsive()).is_transient:
             collector.measure_together()  # a second time, because load may have been transient
         if collector.was_ended:  # the job or srun was killed: no evidence about any node
             return Collection(error="the probes were killed before all nodes answered")
-        return Collection(collector.nodes(), collector.silent(), collector.remarks())
+        return Collection(collector.nodes(), collector.unresponsive(), collector.remarks())
 
 
 class _Collector:
@@ -217,14 +217,14 @@ class _Collector:
 
     def nodes(self) -> list[Node]:
         """Return the measurements of the nodes that answered, in the job's order."""
-        silent = self.silent()
+        unresponsive = self.unresponsive()
         return [
             Node(probe.host, probe.node, probe.load or LoadMeasurements(), probe.pairs)
             for probe in self._participants()
-            if probe.node and probe.host not in silent
+            if probe.node and probe.host not in unresponsive
         ]
 
-    def silent(self) -> dict[str, str]:
+    def unresponsive(self) -> dict[str, str]:
         """Return the reason for each node that did not answer."""
         return {
             host: f"stopped answering during {probe.at}"

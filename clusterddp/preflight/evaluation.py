@@ -151,13 +151,13 @@ class _Flow:
     is_good: bool
 
 
-def evaluate(nodes: Sequence[Node], silent: Mapping[str, str]) -> Result:
-    """Evaluate the nodes. silent: the reason for each node that did not answer."""
-    found: dict[str, Iterable[tuple[str, str]]] = {"no answer": _silent(nodes, silent)}
+def evaluate(nodes: Sequence[Node], unresponsive: Mapping[str, str]) -> Result:
+    """Evaluate the nodes. unresponsive: the reason for each node that did not answer."""
+    found: dict[str, Iterable[tuple[str, str]]] = {"no answer": _unresponsive(nodes, unresponsive)}
     for what, check in _CHECKS.items():
         found[what] = [(node.host, why) for node in nodes if (why := check(node, nodes))]
     found |= {"unreachable": _unreachable(nodes), "slow transfers": _slow(nodes)}
-    return _result(len(nodes) + len(silent), found, partial(_unexplained, nodes))
+    return _result(len(nodes) + len(unresponsive), found, partial(_unexplained, nodes))
 
 
 def evaluate_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Result:
@@ -239,7 +239,7 @@ def less_loaded(former: LoadMeasurements | None, latter: LoadMeasurements) -> Lo
 
 
 def table(
-    nodes: Sequence[Node], silent: Mapping[str, str], result: Result
+    nodes: Sequence[Node], unresponsive: Mapping[str, str], result: Result
 ) -> list[tuple[str, ...]]:
     """Return a table with a header and one row per node."""
     rows: list[tuple[str, ...]] = [
@@ -266,7 +266,7 @@ def table(
             )
         )
     none = ("-",) * (len(rows[0]) - 2)
-    rows += [(host, *none, "silent") for host in silent]
+    rows += [(host, *none, "no answer") for host in unresponsive]
     return rows
 
 
@@ -313,13 +313,15 @@ def schedule(places: Sequence[tuple[str, int]]) -> list[dict[int, int]]:
     return rounds
 
 
-def _silent(nodes: Sequence[Node], silent: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the silent nodes that count as failed.
+def _unresponsive(nodes: Sequence[Node], unresponsive: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the nodes that count as failed because they did not answer.
 
     If at most one node, perhaps the batch host itself, has answered, no node may reach the host.
     """
     is_single = len(nodes) <= 1
-    return [each for each in silent.items() if not (is_single and each[1].startswith(NO_ANSWER))]
+    return [
+        each for each in unresponsive.items() if not (is_single and each[1].startswith(NO_ANSWER))
+    ]
 
 
 def _gpus(node: Node, nodes: Sequence[Node]) -> str:

@@ -240,21 +240,21 @@ class RendezvousWatch:
             True when the program or its children listen for other hosts, or any process on `port`.
         """
         self._pid, self._port, self._found = pid, port, found
-        self._has_torch = self._has_met = False
+        self._has_torch = self._has_listened = False
         self._looking = threading.Lock()
         threading.Thread(target=self._watch, daemon=True, name="meeting").start()
 
     def check(self) -> None:
         """Check once; also useful at the end: a connection at `port` stays visible for a minute."""
         with self._looking:  # the thread and the caller, one at a time
-            if self._has_met:
+            if self._has_listened:
                 return
             sockets = list(_sockets())
             reachable = {s.inode for s in sockets if s.is_listening and s.address not in _LOOPBACK}
             processes = [self._pid, *(child.pid for child in descendants(self._pid))]
             is_at_port = any(self._port in (s.port, s.remote_port) for s in sockets)
             if is_at_port or any(reachable & _inodes(each) for each in processes):
-                self._has_met = True
+                self._has_listened = True
                 self._found(True)
             elif not self._has_torch and any(map(_has_torch, processes)):
                 self._has_torch = True
@@ -265,7 +265,7 @@ class RendezvousWatch:
         dense = patience.looks(patience.MEETING_DENSE, every=patience.MEETING_DENSE_PAUSE)
         for _ in itertools.chain(dense, patience.looks(every=patience.MEETING_PAUSE)):
             # The id may have been reused.
-            if began is None or start_ticks(self._pid) != began or self._has_met:
+            if began is None or start_ticks(self._pid) != began or self._has_listened:
                 return
             self.check()
 

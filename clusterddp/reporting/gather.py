@@ -151,10 +151,12 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
     figures = replace(
         figures,
         ranks=tuple(ranks),
-        starts=report.starts or len(past) or (status.restarts + 1 if status.started_time else 0),
-        steps_done_twice=sum(each.steps_done_twice for each in past),
-        seconds_lost=round(sum(each.seconds_lost for each in past), 3),
-        paid=_usage(history, spec, status),
+        num_attempts=report.num_attempts
+        or len(past)
+        or (status.restarts + 1 if status.started_time else 0),
+        repeated_steps=sum(each.repeated_steps for each in past),
+        lost_seconds=round(sum(each.lost_seconds for each in past), 3),
+        usage=_usage(history, spec, status),
     )
     evaluation = _evaluation(run, figures.steps)
     gathered = RunReport(
@@ -213,7 +215,7 @@ def _latest(points: Sequence[records.MetricsLine], *, tested: bool) -> records.M
     return next(of_kind, records.MetricsLine())
 
 
-def _usage(history: History, spec: JobSpec | None, status: RunStatus) -> records.Paid | None:
+def _usage(history: History, spec: JobSpec | None, status: RunStatus) -> records.Usage | None:
     until = time.time() if status.state == RunState.RUNNING else None
     with contextlib.suppress(OSError):
         return measure_usage(history, spec, until=until)

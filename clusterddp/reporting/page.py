@@ -92,7 +92,7 @@ def _render(template: str, **values: object) -> str:
 
 def _run(gathered: Gathered) -> dict[str, object]:
     """Collect the parts of a run's section that are not in its report."""
-    ranks, paid = gathered.report.figures.ranks, gathered.report.figures.paid
+    ranks, usage = gathered.report.figures.ranks, gathered.report.figures.usage
     rates = [rank.images_per_second or 0.0 for rank in ranks]
     slowest = sorted(ranks, key=lambda rank: rank.images_per_second or float("inf"))
     return {
@@ -104,10 +104,10 @@ def _run(gathered: Gathered) -> dict[str, object]:
         "fastest": max(rates, default=0.0),
         "sum_of_rates": sum(rates),
         "node_hours": [
-            (activity.capitalize(), hours, hours / paid.node_hours)
-            for activity, hours in split_usage(paid)
+            (activity.capitalize(), hours, hours / usage.node_hours)
+            for activity, hours in split_usage(usage)
         ]
-        if paid and paid.node_hours
+        if usage and usage.node_hours
         else [],
         "attempts": gathered.report.attempts[-_MOST_ATTEMPTS:],
         "matrix": _shaded(gathered.evaluation),

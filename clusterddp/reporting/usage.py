@@ -16,7 +16,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.events import Ended, Started
 from clusterddp.run.history import History
-from clusterddp.run.records import AttemptSummary, GpuUse, Paid, Spent
+from clusterddp.run.records import AttemptSummary, GpuUse, Spent, Usage
 from clusterddp.slurm.forms import expand_nodelist
 
 _DIGITS = 6
@@ -29,9 +29,9 @@ class _NodeSeconds:
 
     whole: float
     idle: float
-    starting: float
+    startup: float
     saving: float = 0.0
-    redone: float = 0.0
+    repeated: float = 0.0
     computing: float = 0.0
     waiting: float | None = 0.0
     """None if unknown; then `computing` includes it."""
@@ -43,7 +43,7 @@ def measure_usage(
     *,
     until: float | None = None,
     spent: Spent | None = None,
-) -> Paid | None:
+) -> Usage | None:
     """Add up the node-hours of all attempts; None before the first attempt.
 
     until: current time if the latest attempt is still running. spent: that attempt's own figures,
@@ -65,42 +65,42 @@ def measure_usage(
         return round(sum(getattr(each, name) or 0.0 for each in parts) / 3600, _DIGITS)
 
     whole, gpus = hours("whole"), spec.resources.gpus_per_node if spec else 0
-    paid = Paid(
+    usage = Usage(
         whole,
         round(whole * gpus, _DIGITS) if gpus else None,
         idle=hours("idle") if spec and spec.resources.spare_nodes else None,
-        gpu_use=_gpu_use(known),
+        gpu_utilization=_gpu_utilization(known),
     )
     if not met and not (spec and spec.program.keeps_records):
-        return paid
+        return usage
     knows_waiting = all(each.waiting is not None for each in parts)
-    names = ("computing", "waiting", "starting", "saving", "redone")
+    names = ("computing", "waiting", "startup", "saving", "repeated")
     split: dict[str, float] = {name: hours(name) for name in names}
-    rest = round(max(whole - sum(split.values()) - (paid.idle or 0.0), 0.0), _DIGITS)
+    other = round(max(whole - sum(split.values()) - (usage.idle or 0.0), 0.0), _DIGITS)
     if knows_waiting:
-        return replace(paid, rest=rest, **split)
+        return replace(usage, other=other, **split)
     split["computing"] = round(split["computing"] + split.pop("waiting"), _DIGITS)
-    return replace(paid, rest=rest, **split)
+    return replace(usage, other=other, **split)
 
 
-def split_usage(paid: Paid) -> list[tuple[str, float]]:
+def split_usage(usage: Usage) -> list[tuple[str, float]]:
     """List each recorded activity with its node-hours."""
     parts = (
-        ("computing" if paid.waiting is not None else "computing and waiting", paid.computing),
-        ("waiting for other ranks", paid.waiting),
-        ("startup", paid.starting),
-        ("checkpointing", paid.saving),
-        ("repeated steps", paid.redone),
-        ("idle spare nodes", paid.idle),
-        ("other", paid.rest),
+        ("computing" if usage.waiting is not None else "computing and waiting", usage.computing),
+        ("waiting for other ranks", usage.waiting),
+        ("startup", usage.startup),
+        ("checkpointing", usage.saving),
+        ("repeated steps", usage.repeated),
+        ("idle spare nodes", usage.idle),
+        ("other", usage.other),
     )
     return [(name, hours) for name, hours in parts if hours is not None]
 
 
-def _gpu_use(known: list[Attempt]) -> float | None:
+def _gpu_utilization(known: list[Attempt]) -> float | None:
     """Return the mean utilization over all samples of all GPUs; None without samples."""
     found = [files.read(GpuUse, path) for each in known for path in each.outcomes.glob("gpus-*")]
-    weights = [(use.gpus * use.samples, use.share) for use in found if use]
+    weights = [(use.gpus * use.samples, use.utilization) for use in found if use]
     total = sum(weight for weight, _ in weights)
     return round(sum(weight * share for weight, share in weights) / total, 4) if total else None
 
@@ -131,19 +131,19 @@ def _held(
     if spent is None or spent.first_step is None:  # it reached no training step
         yield _NodeSeconds(whole * (nodes + spares), whole * spares, whole * nodes)
         return
-    starting = min(max(spent.first_step - began, 0.0), whole)
-    training = min(spent.training, whole - starting)
+    startup = min(max(spent.first_step - began, 0.0), whole)
+    training = min(spent.training, whole - startup)
     waiting = None if spent.waiting is None else min(spent.waiting, training)
-    saving = min(spent.saving, whole - starting - training)
+    saving = min(spent.saving, whole - startup - training)
     steps = (summary.last_step or 0) - (summary.first_step or 0)
-    redone = min(summary.steps_done_twice / steps, 1.0) if steps else 0.0
-    fresh = (1 - redone) * nodes
+    repeated = min(summary.repeated_steps / steps, 1.0) if steps else 0.0
+    fresh = (1 - repeated) * nodes
     yield _NodeSeconds(
         whole=whole * (nodes + spares),
         idle=whole * spares,
-        starting=starting * nodes,
+        startup=startup * nodes,
         saving=saving * nodes,
-        redone=redone * training * nodes,
+        repeated=repeated * training * nodes,
         computing=fresh * (training - (waiting or 0.0)),
         waiting=None if waiting is None else fresh * waiting,
     )

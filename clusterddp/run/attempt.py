@@ -99,8 +99,8 @@ class Attempt:
     """Space reserved for the attempt's last records, in case the disk fills up."""
     stragglers = PathIn("stragglers.json")
     """Record of the ranks that were slower than the others."""
-    silent = PathIn("silent.json")
-    """Record that a COMMAND's ranks printed nothing for long."""
+    stalled = PathIn("stalled.json")
+    """Record that a COMMAND's ranks printed nothing for --hang-timeout."""
     agents = PathIn("torchelastic")
     """Folder of torchrun's agents, removed once they have ended."""
 
@@ -189,7 +189,7 @@ class Attempt:
         """Ask the ranks to save a checkpoint and exit. Raises OSError."""
         files.write_record(self.stop, StopRequest(reason))
 
-    def asked_to_stop(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Return the reason of a request to stop; None without a request."""
         if not self.stop.exists():
             return None
@@ -356,7 +356,7 @@ def record_start(
         restart=int(environ.get("SLURM_RESTART_COUNT") or 0),
         host=socket.gethostname(),
         pid=None if OWN_PIDS_VARIABLE in environ else os.getpid(),
-        starts_in_job=record.starts_in_job + 1,
+        agent_starts=record.agent_starts + 1,
         world_size=world_size,
         hosts=tuple(hosts),
     )

@@ -332,7 +332,7 @@ def straggling(starts: Sequence[PastAttempt]) -> dict[str, str]:
             ranks = sorted(before | {slow.rank for slow in now})
             nodes[host] = (
                 f"slow with ranks {', '.join(map(str, ranks))}, in the last attempt at "
-                f"{min(slow.share for slow in now):.0%} of the other ranks' median speed"
+                f"{min(slow.relative_speed for slow in now):.0%} of the other ranks' median speed"
             )
     return nodes
 

@@ -53,7 +53,7 @@ class Event:
     """Slurm's job id; the process id of a rehearsal; empty without a job."""
     attempt: int | None = None
     """Number of the attempt, from 1; None if the event belongs to none."""
-    array_element: str = ""
+    array_task: str = ""
     """Name of an array task for Slurm's commands: `89_0`."""
 
 
@@ -100,10 +100,10 @@ class Submitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeAsked(Event):
+class ResumeRequested(Event):
     """User's request to resume the run; precedes the job's `Submitted`."""
 
-    kind: ClassVar[str] = "resume_asked"
+    kind: ClassVar[str] = "resume_requested"
     changes: tuple[str, ...] = ()
     """Settings and code files that differ from the previous submission."""
     from_scratch: int | None = None
@@ -201,7 +201,7 @@ class RequeueFailed(Event):
     """Error message of Slurm or the system."""
 
 
-class CancelAsked(Event):
+class CancelRequested(Event):
     """Cancellation of the job by the user; also by plain scancel, if the notice job has seen it."""
 
     kind: ClassVar[str] = "cancelled"
@@ -214,10 +214,10 @@ class CancelFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopAsked(Event):
+class StopRequested(Event):
     """User's request to save a checkpoint and exit."""
 
-    kind: ClassVar[str] = "stop_asked"
+    kind: ClassVar[str] = "stop_requested"
     by: str = ""
     """Signal to the batch script with which it was requested; empty for `clusterddp stop`."""
 
@@ -312,10 +312,10 @@ class Waits(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AwaitedBy(Event):
+class DependentAdded(Event):
     """Run that waits for this one."""
 
-    kind: ClassVar[str] = "awaited_by"
+    kind: ClassVar[str] = "dependent_added"
     by: str = ""
     """Its directory."""
 
@@ -336,10 +336,10 @@ def read(path: Path) -> list[Event]:
     name. Raises OSError.
     """
     history = [parse(content) for content in files.read_json_lines(path)]
-    starts = [e for e in history if isinstance(e, Started) and e.array_element and e.job_id]
-    numbers = {event.array_element: event.job_id for event in starts}
+    starts = [e for e in history if isinstance(e, Started) and e.array_task and e.job_id]
+    numbers = {event.array_task: event.job_id for event in starts}
     return [
-        replace(event, job_id=numbers[event.job_id], array_element=event.job_id)
+        replace(event, job_id=numbers[event.job_id], array_task=event.job_id)
         if event.job_id in numbers
         else event
         for event in history

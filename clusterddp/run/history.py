@@ -146,7 +146,7 @@ def _summary(
         left_at = attempt.read_liveness().step or 0
     resumed_step = (after.step or 0) if after else 0
     reached = max(first_step, left_at, resumed_step)
-    seconds_lost = (after.began or 0.0) - (after.saved or began) if after else 0.0
+    lost_seconds = (after.began or 0.0) - (after.saved or began) if after else 0.0
     return AttemptSummary(
         attempt=attempt.number,
         job_id=record.job_id,
@@ -155,8 +155,8 @@ def _summary(
         first_step=first_step,
         last_step=reached,
         cause=cause or final_record.cause or ("killed" if after else ""),
-        steps_done_twice=reached - resumed_step if after else 0,
-        seconds_lost=round(seconds_lost, 3),
+        repeated_steps=reached - resumed_step if after else 0,
+        lost_seconds=round(lost_seconds, 3),
         stragglers=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
     )
 
@@ -208,11 +208,11 @@ def withdrawal_cause(history: Sequence[Event], job_id: str) -> str:
             isinstance(event, events.Started) and withdrawal == Cause.STOPPED
         ):
             withdrawal = ""
-        elif isinstance(event, events.StopAsked):
+        elif isinstance(event, events.StopRequested):
             withdrawal = withdrawal or Cause.STOPPED
         elif isinstance(event, events.StopFailed) and withdrawal == Cause.STOPPED:
             withdrawal = ""
-        elif isinstance(event, events.CancelAsked) and of_job:
+        elif isinstance(event, events.CancelRequested) and of_job:
             withdrawal = Cause.CANCELLED
         elif isinstance(event, events.CancelFailed) and of_job and withdrawal == Cause.CANCELLED:
             withdrawal = ""
@@ -222,10 +222,10 @@ def withdrawal_cause(history: Sequence[Event], job_id: str) -> str:
 def _is_by_user(event: Event) -> bool:
     """Return whether the user submitted the run, which resets the count of attempts.
 
-    `ResumeAsked` precedes `Submitted`; the start of the job can come between them.
+    `ResumeRequested` precedes `Submitted`; the start of the job can come between them.
     """
     submitted = isinstance(event, events.Submitted) and not event.in_place_of
-    return submitted or isinstance(event, events.ResumeAsked)
+    return submitted or isinstance(event, events.ResumeRequested)
 
 
 OWN_CLOCK = "the run's own clock, before the time limit"
@@ -291,18 +291,18 @@ def decide(
     cause: str,
     starts: Sequence[PastAttempt],
     *,
-    stop_asked: bool = False,
+    stop_requested: bool = False,
     how: str = "",
 ) -> Decision:
     """Decide whether another attempt follows.
 
     starts: the attempts since the user last submitted the run, the latest last.
-    stop_asked: whether the user has asked the run to stop.
+    stop_requested: whether the user has asked the run to stop.
     how: description of the end, if the cause's word does not fit.
     """
     if cause in (Cause.DONE, Cause.CANCELLED, Cause.STOPPED, Cause.SUPERSEDED):
         return Decision(False, cause)
-    if stop_asked:
+    if stop_requested:
         return Decision(False, STOP_ASKED)
     if cause == Cause.REQUEUED:
         return Decision(False, "Slurm requeued the job")

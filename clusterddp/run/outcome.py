@@ -353,10 +353,10 @@ class TaskRecord:
             self._fields["nested_world"] = vars(world)
             self._write()
 
-    def record_met(self, has_met: bool) -> None:
-        """Record whether the ranks met at this one. Any thread may call it."""
+    def record_listening(self, has_listened: bool) -> None:
+        """Record whether a port for the other ranks is open. Any thread may call it."""
         with self._writing:
-            self._fields["met"] = has_met
+            self._fields["listened"] = has_listened
             self._write()
 
     def _write(self) -> None:

@@ -55,19 +55,21 @@ def check(
     except OSError as error:
         collection = Collection(error=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)
-    judged = evaluation.evaluate(collection.nodes, collection.silent)
+    judged = evaluation.evaluate(collection.nodes, collection.unresponsive)
     remarks = (*collection.remarks, *judged.remarks)
     if collection.error:
         more = f". {_OPEN}" if collection.is_unreachable else f"; {_last_words(attempt)}"
         why = f"{collection.error}{more}".rstrip("; ")
         record = PreflightRecord(f"could not run: {why}", took)
     else:
-        rows = evaluation.table(collection.nodes, collection.silent, judged)
+        rows = evaluation.table(collection.nodes, collection.unresponsive, judged)
         print_to_job_log(formatting.clean(formatting.table(rows)))
         summary = summed_up((node.host for node in collection.nodes), judged.failed, took)
         record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
-    conclude(record, attempt.preflight, {"silent": collection.silent, "nodes": measured})
+    conclude(
+        record, attempt.preflight, {"unresponsive": collection.unresponsive, "nodes": measured}
+    )
     return record
 
 

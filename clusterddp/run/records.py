@@ -42,7 +42,7 @@ class AttemptRecord:
     """Time at which that checkpoint was written."""
     resumed_from: str | None = None
     """Path of that checkpoint, relative to the run's directory if it is inside."""
-    starts_in_job: int = 0
+    agent_starts: int = 0
     """Number of times that an agent started the ranks in the attempt."""
     world_size: int = 0
     """Number of ranks."""
@@ -122,7 +122,7 @@ class SlowRank:
     """Rank, from 0."""
     host: str = ""
     """Its host, by Slurm's name; empty if not recorded."""
-    share: float = 0.0
+    relative_speed: float = 0.0
     """Its speed, as a share of the other ranks' median speed."""
     seconds: float = 0.0
     """Seconds of training for which it was slow."""
@@ -237,7 +237,7 @@ class Outcome:
     """Signal that asked it to save or end; None without one, or if it ignores them."""
     continued: float | None = None
     """Time at which it last continued after a stop, for example by `scontrol suspend`."""
-    met: bool | None = None
+    listened: bool | None = None
     """For rank 0 of a COMMAND with torch: whether it, or any process on MASTER_PORT, listened for
     other ranks; None if not checked."""
 
@@ -316,13 +316,13 @@ class HungRanks:
 
 
 @dataclass(frozen=True)
-class Silence:
-    """silent.json: the ranks of a COMMAND had printed nothing for long."""
+class StalledOutput:
+    """stalled.json: the ranks of a COMMAND printed nothing for --hang-timeout."""
 
     since: float | None = None
     """Time from which they printed nothing."""
-    printed: int = 0
-    """Bytes that they had printed at that time. If they have printed more, the record is void."""
+    output_bytes: int = 0
+    """Size of their output then; the record is void once there is more."""
     ranks: tuple[int, ...] = ()
     """Ranks that were at another place than most; empty if that is uncertain."""
     places: str = ""
@@ -403,9 +403,9 @@ class AttemptSummary:
     cause: str = ""
     """Cause of its end: a value of `Cause`, `killed` if not recorded, empty
     for the latest one."""
-    steps_done_twice: int = 0
+    repeated_steps: int = 0
     """Steps of it that the next attempt repeated."""
-    seconds_lost: float = 0.0
+    lost_seconds: float = 0.0
     """Seconds from the checkpoint that the next attempt resumed until that attempt's ranks met."""
     stragglers: tuple[SlowRank, ...] = ()
     """Ranks that were reported as slow."""
@@ -428,12 +428,12 @@ class GpuUse:
     """Number of GPUs sampled."""
     samples: int = 0
     """Number of samples, one every five seconds."""
-    share: float = 0.0
+    utilization: float = 0.0
     """Mean share of the time in which a kernel ran, over GPUs and samples, from 0 to 1."""
 
 
 @dataclass(frozen=True)
-class Paid:
+class Usage:
     """Node-hours of all attempts, and how they were used.
 
     The parts add up to the whole. A part is None if it is not known, for example for a COMMAND
@@ -448,17 +448,17 @@ class Paid:
     """Steps that counted, without waiting unless `waiting` is unknown."""
     waiting: float | None = None
     """Time in these steps in which ranks waited for others, averaged over all ranks."""
-    starting: float | None = None
+    startup: float | None = None
     """From the start of the job's attempt to its first step."""
     saving: float | None = None
     """Time for which checkpoints stopped the training."""
-    redone: float | None = None
+    repeated: float | None = None
     """Steps that a later attempt repeated, with their waiting."""
     idle: float | None = None
     """Spare nodes without tasks; None without spare nodes."""
-    gpu_use: float | None = None
+    gpu_utilization: float | None = None
     """Share of the time in which a COMMAND's GPUs were busy; None if not sampled."""
-    rest: float | None = None
+    other: float | None = None
     """Evaluation, metrics, teardown, and everything that no record covers."""
 
 
@@ -557,17 +557,17 @@ class Report:
     """Checkpoint from which the attempt resumed."""
     attempt: int | None = None
     """Number of the attempt, from 1."""
-    starts: int | None = None
+    num_attempts: int | None = None
     """Attempts of the run in which ranks met."""
-    steps_done_twice: int = 0
+    repeated_steps: int = 0
     """Steps that were repeated after interruptions."""
-    seconds_lost: float = 0.0
+    lost_seconds: float = 0.0
     """Seconds from each last checkpoint until training continued: repeated work, queue, start."""
     attempts: tuple[AttemptSummary, ...] = ()
     """Attempts of the run, in order."""
     saving: SavingReport | None = None
     """Cost of the checkpoints of this attempt."""
-    paid: Paid | None = None
+    usage: Usage | None = None
     """Node-hours of all attempts; None if no attempt's start is known."""
     job_id: str = ""
     """Slurm's job id; empty without a job."""

@@ -78,7 +78,7 @@ class Awaited:
         """Build it from `known`: the status of the run, or of each trial of the sweep."""
         is_sweep = isinstance(run, SweepDir)
         waits = [
-            status.array_element or status.job_id
+            status.array_task or status.job_id
             for status in known
             if judge(condition, status) is Readiness.WAITS and status.launcher != "local"
         ]
@@ -270,7 +270,7 @@ def record(run: RunDir, jobs: Mapping[RunDir, str], awaited: Sequence[Awaited]) 
         if by in _awaited_by(each.run):
             continue
         try:
-            events.add(each.run.events, events.AwaitedBy(by=by))
+            events.add(each.run.events, events.DependentAdded(by=by))
         except OSError as error:
             held = shlex.quote(",".join(slurm.join_array_tasks([*jobs.values()])))
             log.warning(
@@ -479,4 +479,4 @@ def _record_wait(
 
 def _awaited_by(run: RunDir) -> list[str]:
     """Return the directories of the runs that wait, or waited, for this one."""
-    return list(dict.fromkeys(each.by for each in History.read(run).every(events.AwaitedBy)))
+    return list(dict.fromkeys(each.by for each in History.read(run).every(events.DependentAdded)))

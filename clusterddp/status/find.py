@@ -86,7 +86,7 @@ def job_ids(run: RunDir) -> set[str]:
         with contextlib.suppress(OSError):  # an unreadable run must not hide others
             record = (attempt := latest(run)) and attempt.read_record()
             recorded = [events.Event(job_id=record.job_id)] if record else []
-    elements = [event.array_element for event in recorded if event.array_element]
+    elements = [event.array_task for event in recorded if event.array_task]
     arrays = [name.partition("_")[0] for name in elements]
     return {event.job_id for event in recorded if event.job_id} | {*elements, *arrays}
 

@@ -300,7 +300,7 @@ class _Watch:
         self._log(f"{text}: {status.detail}" if status.detail else text)
 
     def _log_requeues(self, status: RunStatus) -> None:
-        reasons = [*status.restart_reasons, *filter(None, [status.goes_on_after])]
+        reasons = [*status.restart_reasons, *filter(None, [status.pending_restart_reason])]
         known = len(reasons) if self._requeues is None else self._requeues
         for reason in reasons[known:]:
             self._log(f"requeued: {reason}")

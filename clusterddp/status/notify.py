@@ -180,7 +180,7 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     if isinstance(run, SweepDir):
         reasons = {index: s.why(in_short=True) for index, s in enumerate(known) if has_failed(s)}
         status = sweep_status(run, [s.state for s in known], reasons)
-    jobs = [s.array_element or s.job_id for s in known if s.state in ACTIVE]
+    jobs = [s.array_task or s.job_id for s in known if s.state in ACTIVE]
     if isinstance(run, SweepDir):
         jobs = [job.partition("_")[0] for job in jobs]
     ended = [each.has_ended or each.is_forgotten for each in known]
@@ -198,7 +198,7 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
             and run_status(run, forgotten).state != RunState.CANCELLED
         ):
             try:
-                events.add(run.events, events.CancelAsked(job_id=status.job_id))
+                events.add(run.events, events.CancelRequested(job_id=status.job_id))
             except OSError as error:
                 log.warning(f"{run.path} cannot be written: {error.strerror} [CD0504]")
 
@@ -215,8 +215,8 @@ def marker(run: RunDir) -> Path:
     """Return the marker file of the latest manual submission."""
     history = History.read(run)
     sent = sum(not event.in_place_of for event in history.every(events.Submitted))
-    again = len(history.every(events.ResumeAsked))
-    # `resume_asked` precedes a submission event, except for an array task, which has no such event.
+    again = len(history.every(events.ResumeRequested))
+    # It precedes a submission event, except for an array task, which has no such event.
     return run.path / f"notified-{max(sent, again + 1):04d}.json"
 
 

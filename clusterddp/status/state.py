@@ -14,8 +14,8 @@ from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
 from clusterddp.formatting import moment, signal_name
 from clusterddp.processes.table import process_alive
 from clusterddp.run.events import (
-    CancelAsked,
     CancelFailed,
+    CancelRequested,
     Cause,
     Ended,
     Event,
@@ -23,8 +23,8 @@ from clusterddp.run.events import (
     RequeueFailed,
     ResumedInJob,
     Started,
-    StopAsked,
     StopFailed,
+    StopRequested,
     Submitted,
 )
 from clusterddp.run.history import NO_RESTART, OWN_CLOCK, causes_by_attempt, requeue_is_off
@@ -137,9 +137,9 @@ class Submission:
     requeue_time: float | None = None
     requeue_error: str = ""
     """Reason for a failed requeue."""
-    stop_asked: bool = False
+    stop_requested: bool = False
     """True if `clusterddp stop` asked the latest attempt to save a checkpoint and exit."""
-    stop_asked_time: float | None = None
+    stop_requested_time: float | None = None
     resumes: bool = True
     """False for a COMMAND without a Loop: its next start may begin from scratch."""
 
@@ -225,12 +225,14 @@ def _apply_event(before: Submission, event: Event) -> Submission:
             after = replace(after, requeue_reason=event.why or "?", requeue_time=event.time)
         return after
     if isinstance(event, Started):
-        before = replace(before, start=event, end=None, stop_asked=False)
+        before = replace(before, start=event, end=None, stop_requested=False)
         return replace(before, requeue_reason="", requeue_time=None, requeue_error="")
-    if isinstance(event, StopAsked | StopFailed):
-        return replace(before, stop_asked=isinstance(event, StopAsked), stop_asked_time=event.time)
-    if isinstance(event, CancelAsked | CancelFailed):
-        return replace(before, cancelled=isinstance(event, CancelAsked))
+    if isinstance(event, StopRequested | StopFailed):
+        return replace(
+            before, stop_requested=isinstance(event, StopRequested), stop_requested_time=event.time
+        )
+    if isinstance(event, CancelRequested | CancelFailed):
+        return replace(before, cancelled=isinstance(event, CancelRequested))
     if _is_outdated(event, before):
         return before
     if isinstance(event, Ended):
@@ -448,4 +450,4 @@ def _other(job: JobState) -> str:
 
 
 def _asked(submission: Submission) -> str:
-    return "asked to save a checkpoint and exit" if submission.stop_asked else ""
+    return "asked to save a checkpoint and exit" if submission.stop_requested else ""

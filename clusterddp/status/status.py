@@ -25,7 +25,7 @@ from clusterddp.run.records import (
     MetricsLine,
     PreflightRecord,
     Report,
-    Silence,
+    StalledOutput,
 )
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.client import query, slurmd_timeout
@@ -69,7 +69,7 @@ class RunStatus:
     """Reason for the state: what it waits for, how it failed."""
     job_id: str = ""
     """Slurm id of the latest job, or process id of a rehearsal; empty without one."""
-    array_element: str = ""
+    array_task: str = ""
     """Slurm id of the array task, such as 89_0, if the job is one."""
     launcher: str = ""
     """`sbatch`, `submitit` or `local`; empty if nothing was submitted."""
@@ -93,9 +93,9 @@ class RunStatus:
     """Starts after the first one since the latest manual submission."""
     restart_reasons: list[str] = field(default_factory=list)
     """Reason for each of these restarts, if known."""
-    goes_on_after: str = ""
+    pending_restart_reason: str = ""
     """Reason for a pending restart; empty without one."""
-    waits_for: list[str] = field(default_factory=list)
+    dependencies: list[str] = field(default_factory=list)
     """Runs that it waits for in the queue, `a` or `b:any`; empty as soon as it may begin."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint, from its name: 'clusterddp checkpoints' verifies them."""
@@ -117,7 +117,7 @@ class RunStatus:
     """Latest training loss in metrics.jsonl."""
     accuracy: float | None = None
     """Accuracy on the test set: from the report if there is one, else from the last evaluation."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    excluded_nodes: Mapping[str, str] = field(default_factory=dict)
     """Bad nodes that the next start excludes, with reasons; without those cleared since."""
     warnings: list[str] = field(default_factory=list)
     """Warnings of the training, and a remark on the latest end."""
@@ -141,7 +141,7 @@ class RunStatus:
     """Files that `clusterddp clean` removed since the last submission, with dates."""
     directory: str = ""
     """Directory of the run: a path below --runs-dir."""
-    works_in: str = ""
+    working_directory: str = ""
     """Directory in which the tasks run the user's code and write relative output."""
     next_command: str = ""
     """Command to type next; empty if there is nothing to do."""
@@ -192,7 +192,7 @@ def run_status(
         state=state,
         detail=_full_detail(run, state, detail, waits, is_stuck=is_stuck),
         job_id=known.job_id,
-        array_element=known.start.array_element or (job.element if job else ""),
+        array_task=known.start.array_task or (job.element if job else ""),
         launcher=known.launcher,
         **_request_fields(history.spec),
         hosts=hosts_of(known.start.nodelist),
@@ -200,8 +200,8 @@ def run_status(
         attempt=known.attempt,
         restarts=known.restarts,
         restart_reasons=list(known.reasons),
-        goes_on_after=reason(known.requeue_reason) if known.requeue_reason else "",
-        waits_for=list(waits.runs) if waits else [],
+        pending_restart_reason=reason(known.requeue_reason) if known.requeue_reason else "",
+        dependencies=list(waits.runs) if waits else [],
         checkpoint_step=checkpoint[0] if checkpoint else None,
         checkpoint_time=checkpoint[1] if checkpoint else None,
         step=coalesce(figures.steps, done.step),
@@ -212,7 +212,7 @@ def run_status(
         epoch=coalesce(figures.epochs, latest.epoch),
         loss=latest.loss,
         accuracy=coalesce(figures.accuracy, latest.accuracy),
-        left_out=_left_out(history, state, known.job_id),
+        excluded_nodes=_excluded_nodes(history, state, known.job_id),
         warnings=[*filter(None, (*figures.warnings, known.end.remark if known.end else ""))],
         **_times(run, known, state, now),
         exit_code=_exit_code(state, submission, job),
@@ -220,7 +220,7 @@ def run_status(
         first_failure=failure.describe() if failure else "",
         cleaned=_cleaned(history.events),
         directory=str(run.path),
-        works_in=_working_directory(history),
+        working_directory=_working_directory(history),
         next_command=_next_command(
             run, state, failure, submission, bool(checkpoint), job, is_stuck=is_stuck
         ),
@@ -320,25 +320,25 @@ def _judge_lost(run: RunDir, submission: Submission, now: float) -> tuple[RunSta
 def _describe_hang(attempt: Attempt) -> str:
     """Describe a hang: which ranks hang, or since when no rank has printed anything."""
     hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
-    silent = files.read(Silence, attempt.silent)
+    stalled = files.read(StalledOutput, attempt.stalled)
     if hung.ranks:
         ranks = formatting.join_limited([str(rank) for rank in hung.ranks], 8, ", ")
         return f"{'ranks' if len(hung.ranks) > 1 else 'rank'} {ranks}: {hung.reason}"
-    if silent is None or printed_bytes(attempt.run) != silent.printed:
+    if stalled is None or printed_bytes(attempt.run) != stalled.output_bytes:
         return ""
-    ranks = formatting.join_limited([str(rank) for rank in silent.ranks], 8, ", ")
-    who = f"; rank {ranks} is in {silent.places}" if ranks else ""
-    since = f"no rank has printed anything since {formatting.moment(silent.since)}"
+    ranks = formatting.join_limited([str(rank) for rank in stalled.ranks], 8, ", ")
+    who = f"; rank {ranks} is in {stalled.places}" if ranks else ""
+    since = f"no rank has printed anything since {formatting.moment(stalled.since)}"
     return f"{since}{who}; the job's log has their stacks"
 
 
 def _ignores_stop(submission: Submission | None, job: JobState | None, now: float) -> bool:
     """Return whether the ranks still run long after the user asked them to stop."""
-    if submission is None or submission.end or not submission.stop_asked:
+    if submission is None or submission.end or not submission.stop_requested:
         return False
     if job and job.state is State.SUSPENDED:
         return False
-    return now - (submission.stop_asked_time or now) > _LEAVES_WITHIN_SECONDS
+    return now - (submission.stop_requested_time or now) > _LEAVES_WITHIN_SECONDS
 
 
 def _resumes(history: History) -> bool:
@@ -355,8 +355,8 @@ def was_cancelled_before_turn(history: History) -> bool:
     """Return whether a rehearsal's trial was cancelled since its latest submission."""
     cancelled = False
     for event in history.events:
-        if isinstance(event, events.CancelAsked | events.ResumeAsked):
-            cancelled = isinstance(event, events.CancelAsked)
+        if isinstance(event, events.CancelRequested | events.ResumeRequested):
+            cancelled = isinstance(event, events.CancelRequested)
     return cancelled
 
 
@@ -391,7 +391,7 @@ def _expected_start(
     )
 
 
-def _left_out(history: History, state: RunState, job_id: str) -> Mapping[str, str]:
+def _excluded_nodes(history: History, state: RunState, job_id: str) -> Mapping[str, str]:
     """Return the bad nodes that the job excludes, or, after its end, that a new job would."""
     if state == RunState.DONE:
         return {}

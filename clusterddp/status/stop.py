@@ -31,7 +31,7 @@ class Stop:
 
     name: str
     job_id: str
-    asked: bool
+    requested: bool
     """True if this call asked the run to save a checkpoint and exit."""
     cancelled: bool
     """True if it was removed from the queue instead."""
@@ -96,7 +96,9 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
         message = f"{run.name} {where}: cancelled"
         return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
-        events.add(run.events, events.StopAsked(job_id=submission.job_id, attempt=status.attempt))
+        events.add(
+            run.events, events.StopRequested(job_id=submission.job_id, attempt=status.attempt)
+        )
         try:
             asked = _ask(run, submission, status)
         except (ClusterDDPError, OSError):
@@ -143,7 +145,7 @@ def apply_to_all(
 
 def _element(status: RunStatus) -> str:
     """Return the id of the run's array task; empty if its job is not an array task."""
-    return status.array_element or (status.job_id if "_" in status.job_id else "")
+    return status.array_task or (status.job_id if "_" in status.job_id else "")
 
 
 def _note(jobs: dict[str, RunDir], run: RunDir, job: str) -> None:
@@ -191,13 +193,13 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             f"'clusterddp cancel {run.cli_name}'. [CD0507]"
         )
     try:
-        events.add(run.events, events.CancelAsked(job_id=submission.job_id))
+        events.add(run.events, events.CancelRequested(job_id=submission.job_id))
     except OSError as error:
         log.warning(
             f"{run.path} cannot be written ({error.strerror}): 'status' may report this "
             "run as failed [CD0504]"
         )
-    job = status.array_element or submission.job_id
+    job = status.array_task or submission.job_id
     name = formatting.job(job, submission.launcher)
     try:
         if not submission.is_local:
@@ -234,7 +236,7 @@ def awaits_turn(history: History) -> bool:
 def _cancel_before_turn(run: RunDir, send: Send) -> Cancellation:
     """Cancel a trial that waits for its turn; raises RequestError if this cannot be recorded."""
     try:
-        events.add(run.events, events.CancelAsked())
+        events.add(run.events, events.CancelRequested())
     except OSError as error:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
     if not awaits_turn(History.read(run)):  # it has started since
@@ -255,7 +257,7 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
     command = run.load_spec().command
     has_loop = attempt is not None and attempt.record.exists()  # a Loop sees the stop file
     if command and not submission.is_local:
-        job = status.array_element or submission.job_id
+        job = status.array_task or submission.job_id
         try:
             slurm.signal_script(job)
         except SlurmError:

@@ -54,7 +54,7 @@ def warn_of_imports(spec: JobSpec, tree: Path, folder: Path) -> None:
         )
 
 
-def leaving_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]:
+def find_outside_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]:
     """List the relative paths in a COMMAND and its script that leave a tree.
 
     They resolve differently in a copy of the tree. folder: its working directory, in the tree.
@@ -68,10 +68,10 @@ def leaving_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]
     program, file = nested_launcher.started(command)
     module = nested_launcher.module_of(command)
     name = file or (f"{module.replace('.', '/')}.py" if module else program)
-    return [*found, *script_leaves(name, folder, tree)]
+    return [*found, *outside_paths_of_script(name, folder, tree)]
 
 
-def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
+def outside_paths_of_script(name: str, folder: Path, tree: Path) -> list[str]:
     """List the relative paths in a Python script that leave a tree; empty for other files.
 
     folder: its working directory, in the tree.
@@ -93,7 +93,7 @@ def script_leaves(name: str, folder: Path, tree: Path) -> list[str]:
     ]
 
 
-def leaving_remark(paths: Sequence[str], tree: Path) -> str:
+def outside_paths_remark(paths: Sequence[str], tree: Path) -> str:
     """Return the warning that these paths leave a tree and so break in its copy."""
     named = formatting.join_limited(paths, 3, ", ")
     return (

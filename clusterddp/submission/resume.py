@@ -65,9 +65,9 @@ class Terms:
 
     allow_config_change: bool = False
     """Whether to allow changes that affect the weights, and to replace an edited script."""
-    new_code: bool = False
+    refresh_code: bool = False
     """Whether to replace the run's copy of the code by the current directory."""
-    new_clusterddp: bool = False
+    upgrade_clusterddp: bool = False
     """Whether to replace the run's clusterddp by this one; a changed request always does."""
     from_scratch: bool = False
     """Whether to ignore the run's checkpoints and start at step 0."""
@@ -123,7 +123,7 @@ def resume(
     run = dataclasses.replace(run, path=run.path.absolute())
     if terms.template_folder:  # before the working directory changes
         terms = dataclasses.replace(terms, template_folder=terms.template_folder.absolute())
-    if terms.new_code and isinstance(run, SweepDir):
+    if terms.refresh_code and isinstance(run, SweepDir):
         raise RequestError(
             f"--refresh-code: all trials of {run.name}, also the finished ones, share one copy of "
             "the code, so it cannot be replaced. Submit a new sweep. [CD0313]"
@@ -146,7 +146,7 @@ def resume(
             if remark not in remarks(before):
                 log.warning(coded(remark, "CD0112"))
         script = _script_for(run, before, after, terms)
-        own_code = run.code_folder if run.code.is_dir() and not terms.new_code else None
+        own_code = run.code_folder if run.code.is_dir() and not terms.refresh_code else None
         if after.command != before.command:
             refuse_launcher(after)
             check_commands(after, script, folder=own_code, force=terms.force)
@@ -159,11 +159,11 @@ def resume(
         runs = [run.element(index) for index in indices] if isinstance(run, SweepDir) else []
         claims = [claim, *(stack.enter_context(claimed(r)) for r in runs if r.path.exists())]
         new: list[str] = []
-        if terms.new_code:
+        if terms.refresh_code:
             renewal = _code_renewed(after, run, terms.snapshot_limit_mb)
             new += (f"code: {line}" for line in stack.enter_context(renewal))
         is_new = not run.script.is_file() or script != _recorded_script(run)
-        if terms.new_clusterddp or is_new or not bundle.verify_bundle(run):
+        if terms.upgrade_clusterddp or is_new or not bundle.verify_bundle(run):
             new += stack.enter_context(bundle.replaced_bundle(run))
         submission = _submit(claims, before, plan, terms, new)
         return dataclasses.replace(plan, submission=submission)
@@ -447,7 +447,7 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
             f"{run.name} was trained with another configuration: {'; '.join(changed)}. Keep the "
             "previous values, add --allow-config-change, or submit a new run. [CD0703]"
         )
-    if terms.new_code or not run.code_record.is_file():
+    if terms.refresh_code or not run.code_record.is_file():
         return
     if snapshot.is_cleaned(run):
         raise RequestError(
@@ -527,7 +527,7 @@ def _submit(
         for each in there if runs else [run]:
             latest = attempts.latest(each) if terms.from_scratch else None
             number = latest.number if latest else None
-            events.add(each.events, events.ResumeAsked(changes=changes, from_scratch=number))
+            events.add(each.events, events.ResumeRequested(changes=changes, from_scratch=number))
         submission = send(after, plan.script, run, runs)
     chain.update_waiting_jobs(run)
     return submission
@@ -593,9 +593,9 @@ def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
     Raises RequestError if the record of the copy cannot be read.
     """
     tree, recorded = run.top_of_code(Path.cwd()), snapshot.Snapshot.read(run.code_record)
-    left_out, workdir = excluded_from_code(spec, run), run.workdir_name
+    excluded, workdir = excluded_from_code(spec, run), run.workdir_name
     limit = _limit_of_code(recorded)
-    now = snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
+    now = snapshot.fingerprint(tree, limit_mb=limit, exclude=excluded, workdir=workdir)
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
     if now is None:  # unreadable, or too large
@@ -657,9 +657,9 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
         if copied:
             draft.rename(run.code)
         if taken:
-            dataclasses.replace(taken, leaving=recorded.leaving if recorded else ()).write(
-                run.code_record
-            )
+            dataclasses.replace(
+                taken, outside_paths=recorded.outside_paths if recorded else ()
+            ).write(run.code_record)
     except BaseException as error:
         _put_back_code(run, had_copy, record)
         if isinstance(error, OSError):
@@ -702,17 +702,17 @@ def _take_code(
     spec: JobSpec, run: RunDir, recorded: snapshot.Snapshot | None, limit_mb: float | None
 ) -> snapshot.Snapshot | None:
     """Copy the directory to the draft, or only compute its digests if the run uses no copy."""
-    tree, left_out, has_copy = Path.cwd(), excluded_from_code(spec, run), run.code.is_dir()
+    tree, excluded, has_copy = Path.cwd(), excluded_from_code(spec, run), run.code.is_dir()
     tree, workdir = run.top_of_code(tree), run.workdir_name
     limit = _limit_of_code(recorded) if limit_mb is None else limit_mb
     taken = None
     if has_copy or spec.snapshot is not False:
         needed = has_copy or bool(spec.snapshot)
         taken = snapshot.try_to_take(
-            tree, _copies(run)[0], limit, left_out, needed=needed, workdir=workdir
+            tree, _copies(run)[0], limit, excluded, needed=needed, workdir=workdir
         )
     if taken is None:
-        return snapshot.fingerprint(tree, limit_mb=limit, leave_out=left_out, workdir=workdir)
+        return snapshot.fingerprint(tree, limit_mb=limit, exclude=excluded, workdir=workdir)
     both: list[str] = []
     if recorded and has_copy:
         both = snapshot.carry_over(run.code, recorded, tree, _copies(run)[0], taken)

@@ -76,7 +76,7 @@ class Snapshot:
     """Hash of git's HEAD; empty without a commit. The files may differ from it."""
     large: tuple[str, ...] = field(default=(), compare=False)
     """Files that are linked because copying them would exceed the limit."""
-    leaving: tuple[str, ...] = field(default=(), compare=False)
+    outside_paths: tuple[str, ...] = field(default=(), compare=False)
     """Relative paths in COMMAND and its script that leave the tree (`submission.outside`)."""
 
     def write(self, path: Path) -> None:
@@ -113,7 +113,7 @@ class Plan:
 
     tree: str
     items: dict[str, Item]
-    left_out: frozenset[str]
+    excluded: frozenset[str]
     """Paths in the tree that are neither copied nor linked."""
     commit: str
     large: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ def take(
     target: Path,
     *,
     limit_mb: float = LIMIT_MB,
-    leave_out: Collection[Path] = (),
+    exclude: Collection[Path] = (),
     workdir: str = "",
 ) -> Snapshot:
     """Copy the code in a directory to a new, private directory.
@@ -182,13 +182,13 @@ def take(
         by its absolute path, so that `data/train` still resolves.
     limit_mb: limit of the files' total size, in 10^6 bytes. Above it, large files are linked
         rather than copied, largest first.
-    leave_out: absolute paths that are neither copied nor linked, for example that of the runs.
+    exclude: absolute paths that are neither copied nor linked, for example that of the runs.
     workdir: directory in the tree where the code starts; always treated as code.
 
     Raises RequestError if the tree exceeds the limits, a file cannot be read or copying fails; no
     partial copy is left.
     """
-    plan = _plan(tree, limit_mb, leave_out, workdir)
+    plan = _plan(tree, limit_mb, exclude, workdir)
     links = _links(plan)
     try:
         target.mkdir(mode=0o700)
@@ -207,7 +207,7 @@ def try_to_take(
     tree: Path,
     target: Path,
     limit_mb: float,
-    leave_out: Collection[Path],
+    exclude: Collection[Path],
     *,
     needed: bool,
     workdir: str = "",
@@ -217,7 +217,7 @@ def try_to_take(
     Also warns of files linked because of their size: later edits of them affect the run.
     """
     try:
-        taken = take(tree, target, limit_mb=limit_mb, leave_out=leave_out, workdir=workdir)
+        taken = take(tree, target, limit_mb=limit_mb, exclude=exclude, workdir=workdir)
     except RequestError as error:
         if needed:
             raise
@@ -321,14 +321,14 @@ def carry_over(
 
 
 def fingerprint(
-    tree: Path, *, limit_mb: float = LIMIT_MB, leave_out: Collection[Path] = (), workdir: str = ""
+    tree: Path, *, limit_mb: float = LIMIT_MB, exclude: Collection[Path] = (), workdir: str = ""
 ) -> Snapshot | None:
     """Return what `take` would return, without copying.
 
     None if the tree is missing, exceeds the limits or cannot be read.
     """
     try:
-        return _copy(_plan(tree, limit_mb, leave_out, workdir), "", {})
+        return _copy(_plan(tree, limit_mb, exclude, workdir), "", {})
     except RequestError:
         return None
 
@@ -342,7 +342,7 @@ def changes_since_submission(run: RunDir, folder: Path) -> list[str] | None:
     if run.code.is_dir() or not run.code_record.exists():
         return []
     before = Snapshot.read(run.code_record)
-    after = fingerprint(folder, leave_out=run_folders(run))
+    after = fingerprint(folder, exclude=run_folders(run))
     return difference(before, after) if after else None
 
 
@@ -464,7 +464,7 @@ def _carried_link(plan: Plan, name: str, link: str) -> str:
     """Return the target of a copied link, made absolute if it is not in the copy."""
     folder = os.path.dirname(name)  # noqa: PTH120
     leads_to = os.path.normpath(os.path.join(folder, link))  # noqa: PTH118
-    if leads_to.split("/")[0] in ("", "..") or _is_left_out(leads_to, plan.left_out):
+    if leads_to.split("/")[0] in ("", "..") or _is_excluded(leads_to, plan.excluded):
         return os.path.join(plan.tree, folder, link)  # noqa: PTH118 -- keeps an absolute link
     return link
 
@@ -480,13 +480,13 @@ def digest_of(source: BinaryIO, copy: BinaryIO | None = None) -> tuple[str, int]
     return digest.hexdigest(), size
 
 
-def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path], workdir: str) -> Plan:
+def _plan(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str) -> Plan:
     """Plan the copy of a tree. Raises RequestError if it is unreadable or exceeds a limit."""
     top = os.path.abspath(tree)
     if not tree.is_dir():
         raise RequestError(f"{tree} is not a directory: there is no code to copy. [CD0312]")
-    left_out = _names_below(top, leave_out)
-    folders = _Folders(top, left_out, workdir)
+    excluded = _names_below(top, exclude)
+    folders = _Folders(top, excluded, workdir)
     listed, without_git = _git_names(top)
     if not listed:
         # An enclosing repository, for example of the home directory, ignores this directory.
@@ -504,7 +504,7 @@ def _plan(tree: Path, limit_mb: float, leave_out: Collection[Path], workdir: str
     for name, item in items.items():
         if not item.link and not os.access(f"{top}/{name}", os.R_OK, effective_ids=True):
             raise _unreadable(top, name, "Permission denied")
-    return Plan(top, items, left_out, commit, large)
+    return Plan(top, items, excluded, commit, large)
 
 
 def _links(plan: Plan) -> dict[str, str]:
@@ -516,7 +516,7 @@ def _links(plan: Plan) -> dict[str, str]:
     links = {}
     for folder in folders:
         for name, entry in _entries(plan.tree, folder):
-            if name in plan.items or name in folders or _is_left_out(name, plan.left_out):
+            if name in plan.items or name in folders or _is_excluded(name, plan.excluded):
                 continue
             if entry.is_symlink() or entry.is_dir() or entry.is_file():
                 links[name] = f"{plan.tree}/{name}"
@@ -531,11 +531,11 @@ def _links(plan: Plan) -> dict[str, str]:
     return links
 
 
-def _is_left_out(name: str, left_out: frozenset[str]) -> bool:
+def _is_excluded(name: str, excluded: frozenset[str]) -> bool:
     """Return whether a path is neither copied nor linked."""
     if _JOBS_OUTPUT.fullmatch(name):
         return True
-    return not (_NEVER.isdisjoint(name.split("/")) and left_out.isdisjoint([*_parents(name), name]))
+    return not (_NEVER.isdisjoint(name.split("/")) and excluded.isdisjoint([*_parents(name), name]))
 
 
 def _printable(name: str) -> str:
@@ -546,9 +546,9 @@ def _printable(name: str) -> str:
 class _Folders:
     """Cache of the directories that are code: not links, environments, datasets or runs."""
 
-    def __init__(self, tree: str, left_out: frozenset[str], workdir: str) -> None:
+    def __init__(self, tree: str, excluded: frozenset[str], workdir: str) -> None:
         self._tree = tree
-        self.left_out = left_out
+        self.excluded = excluded
         self._known = dict.fromkeys(["", *_parents(workdir), workdir], True)
 
     def is_code(self, name: str) -> bool:
@@ -557,7 +557,7 @@ class _Folders:
             path = f"{self._tree}/{name}"
             self._known[name] = (
                 last not in _NEVER | _LINKED
-                and name not in self.left_out
+                and name not in self.excluded
                 and self.is_code(parent)
                 # git still lists tracked files of a directory that was replaced by a link; copying
                 # them through the copied link would write to the original.
@@ -589,7 +589,7 @@ def _files(tree: str, names: Iterable[str], folders: _Folders) -> Iterator[str]:
     for listed in names:
         name = listed.rstrip("/")
         parent, _, last = name.rpartition("/")
-        if last in _NEVER or name in folders.left_out or not folders.is_code(parent):
+        if last in _NEVER or name in folders.excluded or not folders.is_code(parent):
             continue
         if _JOBS_OUTPUT.fullmatch(name):
             continue

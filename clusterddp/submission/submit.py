@@ -317,25 +317,25 @@ def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:
         return
     from clusterddp.submission import outside, snapshot
 
-    leave_out = excluded_from_code(spec, run)
+    exclude = excluded_from_code(spec, run)
     if spec.snapshot is not False:
-        taken = _take_work_tree(tree, run, limit_mb, leave_out)
+        taken = _take_work_tree(tree, run, limit_mb, exclude)
         needed = bool(spec.snapshot)  # requested by an option
-        taken = taken or snapshot.try_to_take(tree, run.code, limit_mb, leave_out, needed=needed)
+        taken = taken or snapshot.try_to_take(tree, run.code, limit_mb, exclude, needed=needed)
     if taken:
         top = run.top_of_code(tree)
         outside.warn_of_imports(spec, top, tree)
-        leaving = outside.leaving_paths(spec.command, tree, top)
-        if leaving:
-            warning(f"{outside.leaving_remark(leaving, top)} [CD0320]")
-            taken = dataclasses.replace(taken, leaving=tuple(leaving))
-    taken = taken or snapshot.fingerprint(tree, leave_out=leave_out)
+        outside_paths = outside.find_outside_paths(spec.command, tree, top)
+        if outside_paths:
+            warning(f"{outside.outside_paths_remark(outside_paths, top)} [CD0320]")
+            taken = dataclasses.replace(taken, outside_paths=tuple(outside_paths))
+    taken = taken or snapshot.fingerprint(tree, exclude=exclude)
     if taken:
         taken.write(run.code_record)
 
 
 def _take_work_tree(
-    folder: Path, run: RunDir, limit_mb: float, leave_out: list[Path]
+    folder: Path, run: RunDir, limit_mb: float, exclude: list[Path]
 ) -> "snapshot.Snapshot | None":
     """Copy the whole git work tree around a directory, so that paths like `../data` resolve.
 
@@ -348,9 +348,7 @@ def _take_work_tree(
         return None
     workdir = folder.relative_to(top).as_posix()
     try:
-        taken = snapshot.try_to_take(
-            top, run.code, limit_mb, leave_out, needed=True, workdir=workdir
-        )
+        taken = snapshot.try_to_take(top, run.code, limit_mb, exclude, needed=True, workdir=workdir)
     except RequestError as error:
         why = re.split(r"[;.] ", str(error))[0]
         warning(

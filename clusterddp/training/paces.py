@@ -259,7 +259,7 @@ class _Spell:
     fine_steps: int = 0
 
     @property
-    def share(self) -> float:
+    def relative_speed(self) -> float:
         return self.slowness / self.seconds
 
 
@@ -321,9 +321,9 @@ class Stragglers:
             )
             self._records.append(spell.record)
             log.warning(
-                f"straggler: {spell.record.name} has computed at {spell.share:.0%} of the other "
-                f"ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} steps. "
-                "The others wait for it [CD0818]"
+                f"straggler: {spell.record.name} has computed at {spell.relative_speed:.0%} of the "
+                f"other ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} "
+                "steps. The others wait for it [CD0818]"
             )
         self._renew(spell, until=None)
 
@@ -337,7 +337,7 @@ class Stragglers:
             log.info(
                 f"straggler: {spell.record.name} has recovered for "
                 f"{duration(spell.fine_seconds)}, at step {step:,}; it was slow for "
-                f"{duration(spell.seconds)}, at {spell.share:.0%}"
+                f"{duration(spell.seconds)}, at {spell.relative_speed:.0%}"
             )
             self._renew(spell, until=round(now - spell.fine_seconds, 3))
             del self._spells[rank]
@@ -350,7 +350,7 @@ class Stragglers:
         assert spell.record, "the straggler was reported"
         fresh = replace(
             spell.record,
-            share=round(spell.share, 3),
+            relative_speed=round(spell.relative_speed, 3),
             seconds=round(spell.seconds, 1),
             steps=spell.steps,
             until=until,

@@ -210,7 +210,7 @@ class Resumable:
             self._pace.clock.start()
         self._mark(Phase.OWN)
 
-    def stop_asked(self) -> str:
+    def stop_requested(self) -> str:
         """Return why all ranks must stop, empty if they need not; collective.
 
         `step` does this. Call it in a loop without `step` or in a long evaluation.

@@ -197,7 +197,7 @@ class LivenessWriter:
         except OSError as error:  # for example a full disk, which can still be read
             self._say(f"cannot write its heartbeat to {self._attempt.path}: {error.strerror}")
         try:
-            reason = self._attempt.asked_to_stop()
+            reason = self._attempt.stop_reason()
             if reason is not None:
                 self._request.note("stop" if reason == "stop" else "signal")
             if self._attempt.is_superseded:  # further work would be done twice

@@ -97,11 +97,11 @@ def _callbacks(
 
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
-    met: list[RendezvousWatch] = []
+    watches: list[RendezvousWatch] = []
 
     def explain(status: int) -> "TaskError | None":
-        for meeting in met:
-            meeting.check()
+        for watch in watches:
+            watch.check()
         return traces.error(status)
 
     def began(pid: int, record: "TaskRecord") -> None:
@@ -112,7 +112,7 @@ def _callbacks(
         table.watch_for_world(pid, environ, found)
         port = environ.get("MASTER_PORT", "")
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
-            met.append(RendezvousWatch(pid, int(port), record.record_met))
+            watches.append(RendezvousWatch(pid, int(port), record.record_listening))
         if outcomes:
             gpu_use.watch(outcomes, env, environ)
 

@@ -71,7 +71,7 @@ def test_an_element_of_an_array_records_the_name_that_squeue_shows(workplace: Wo
     workplace.monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     assert starts(workplace, run, job_id="12").code == 0
     event = read_events(run)[-1]
-    assert (event["job_id"], event["array_element"]) == ("12", "11_1")
+    assert (event["job_id"], event["array_task"]) == ("12", "11_1")
 
 
 def test_at_the_cap_it_does_not_start(workplace: Workplace) -> None:
@@ -88,7 +88,9 @@ def test_a_persons_submission_starts_the_counting_anew(workplace: Workplace) -> 
     run = workplace.run("one", submitted("7"))
     assert starts(workplace, run, cap=0).code == 0
     assert starts(workplace, run, cap=0).code == 1
-    add_event(run, "resume_asked")  # its job can start before the line with the job's id is there
+    add_event(
+        run, "resume_requested"
+    )  # its job can start before the line with the job's id is there
     assert starts(workplace, run, job_id="8", cap=0).out == "2"
     add_event(run, "submitted", job_id="8", launcher="sbatch")
     assert starts(workplace, run, job_id="8", cap=0).code == 1
@@ -122,11 +124,11 @@ def test_a_run_that_is_done_is_not_begun_again(workplace: Workplace, recorded: b
     assert read_events(run)[-1]["event"] == "not_started"
     status = json.loads(workplace.invoke("status", "one", "--json").out)
     assert (status["state"], status["attempt"], status["exit_code"]) == ("done", 1, 0)
-    add_event(run, "resume_asked")
+    add_event(run, "resume_requested")
     assert starts(workplace, run, job_id="8").out == "2"
 
 
-@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+@pytest.mark.parametrize("event", ["stop_requested", "cancelled"])
 def test_what_a_person_took_back_while_it_waited_does_not_start(
     workplace: Workplace, event: str
 ) -> None:
@@ -136,13 +138,13 @@ def test_what_a_person_took_back_while_it_waited_does_not_start(
         add_event(run, **one)
     got = starts(workplace, run, restart=1)
     assert (got.code, got.out) == (75, "")  # as of a run that was stopped while it trained
-    command = "stop" if event == "stop_asked" else "cancel"
+    command = "stop" if event == "stop_requested" else "cancel"
     assert f"not restarted, because of 'clusterddp {command}'" in got.err
     assert len(attempts.attempts(run)) == 1
     ended = read_events(run)[-1]
     assert ended["exit_code"] == 75
-    assert ended["cause"] == ("stopped" if event == "stop_asked" else "cancelled")
-    add_event(run, "resume_asked")
+    assert ended["cause"] == ("stopped" if event == "stop_requested" else "cancelled")
+    add_event(run, "resume_requested")
     assert starts(workplace, run, job_id="8").out == "2"
 
 
@@ -154,7 +156,7 @@ def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
     make = attempts.begin
 
     def asked_just_before(run: RunDir) -> Attempt:
-        add_event(run, "stop_asked", job_id="7")
+        add_event(run, "stop_requested", job_id="7")
         assert attempts.latest(run) is None  # so there is no attempt yet to leave a mark in
         return make(run)
 
@@ -165,7 +167,7 @@ def test_a_stop_that_comes_in_between_is_seen_or_finds_the_attempt(
 
 
 def test_a_job_given_to_sbatch_by_hand_starts_a_run_that_was_stopped(workplace: Workplace) -> None:
-    run = workplace.run("one", submitted("7"), noted("stop_asked"))
+    run = workplace.run("one", submitted("7"), noted("stop_requested"))
     assert starts(workplace, run, job_id="9").out == "1"
 
 

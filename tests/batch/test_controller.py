@@ -477,7 +477,7 @@ def test_a_hang_up_asks_the_ranks_to_save_and_leave_as_a_stop_does(
     assert (started.ended()["exit_code"], started.ended()["cause"]) == (75, "stopped")
     assert f"job 17 got SIG{name}, asking the ranks to stop" in started.log
     assert "\ntorn\n" in started.log
-    assert Attempt(started.run, 1).asked_to_stop() == "stop"
+    assert Attempt(started.run, 1).stop_reason() == "stop"
     status = run_status(started.run, {})
     assert (status.state, status.detail) == ("stopped", f"by SIG{name} to its batch script")
 

@@ -363,7 +363,7 @@ def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> 
     """As Lightning's of `Trainer()`: four trainings, each of which ends with exit code 0."""
     run = command_run(workplace)
     for rank in range(4):
-        record(run, rank, 0, met=None if rank else False)
+        record(run, rank, 0, listened=None if rank else False)
     got = finish_attempt(workplace, run, 0)
     remark = last(run, "ended")["remark"]
     assert remark.startswith("none of the 4 ranks met another: nothing listened on MASTER_PO")
@@ -374,9 +374,9 @@ def test_ranks_none_of_which_has_met_another_are_named(workplace: Workplace) -> 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"met": True},
-        {"met": None},
-        {"met": False, "received_signal": {"signal": "SIGTERM", "time": 1.0}},
+        {"listened": True},
+        {"listened": None},
+        {"listened": False, "received_signal": {"signal": "SIGTERM", "time": 1.0}},
         {"nested_world": {"size": 2, "launcher": ""}},  # of one task's children alone
     ],
 )
@@ -632,7 +632,7 @@ def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
     slurm_preempts(workplace, version)
     leave(run, **PAUSED)
     if why == "stop":
-        add_event(run, "stop_asked", job_id="17", attempt=1)
+        add_event(run, "stop_requested", job_id="17", attempt=1)
     capped = {"max_requeues": 0} if why == "cap" else {}
     requeue = why != "requeue is off"
     assert finish_attempt(workplace, run, 0, requeue=requeue, **capped).code == 75
@@ -641,7 +641,7 @@ def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
     assert forbidden == (version == "24.11.5")
 
 
-@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+@pytest.mark.parametrize("event", ["stop_requested", "cancelled"])
 def test_a_stop_while_the_requeue_is_left_to_slurm_takes_the_job_out_again(
     workplace: Workplace, run: RunDir, event: str
 ) -> None:
@@ -791,7 +791,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
     else:
         record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
     if how == "the event":
-        add_event(run, "stop_asked", job_id="17", attempt=1)
+        add_event(run, "stop_requested", job_id="17", attempt=1)
     else:
         Attempt(run, 1).ask_to_stop("stop")
     finish_attempt(workplace, run, 75, requeue=True, retries=5)
@@ -801,8 +801,8 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
 
 
 def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir) -> None:
-    add_event(run, "stop_asked", job_id="17", attempt=1)
-    add_event(run, "resume_asked")
+    add_event(run, "stop_requested", job_id="17", attempt=1)
+    add_event(run, "resume_requested")
     begun(run, 2)
     leave(run, 2, **PAUSED)
     assert finish_attempt(workplace, run, 75, requeue=True, number=2).code == 0
@@ -811,7 +811,7 @@ def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir)
 
 def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workplace) -> None:
     run = command_run(workplace)
-    add_event(run, "stop_asked", job_id="17", attempt=1)
+    add_event(run, "stop_requested", job_id="17", attempt=1)
     record(run, 0, 138, signal="SIGUSR1")  # it does not know the signal
     finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["why"] == "stopped by 'clusterddp stop'"
@@ -820,7 +820,7 @@ def test_a_commands_own_exit_after_the_signal_counts_as_stopped(workplace: Workp
 
 def test_a_command_that_exits_with_75_for_a_stop_is_stopped(workplace: Workplace) -> None:
     run = command_run(workplace)
-    add_event(run, "stop_asked", job_id="17", attempt=1)
+    add_event(run, "stop_requested", job_id="17", attempt=1)
     record(run, 0, 75)
     got = finish_attempt(workplace, run, 0, requeue=True)
     assert (got.code, last(run, "ended")["cause"]) == (75, "stopped")
@@ -960,7 +960,7 @@ def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
 ) -> None:
     slurm_says(workplace, "JobState=PENDING")
     workplace.command("scancel", "exit 0")
-    add_event(run, "stop_asked", job_id="17", attempt=1)
+    add_event(run, "stop_requested", job_id="17", attempt=1)
     leave(run, **PAUSED)
     finish_attempt(workplace, run, 75, requeue=True)
     assert "scancel 17" in workplace.calls
@@ -968,7 +968,7 @@ def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["requeued", "the next job"])
-@pytest.mark.parametrize("event", ["stop_asked", "cancelled"])
+@pytest.mark.parametrize("event", ["stop_requested", "cancelled"])
 def test_a_stop_during_the_requeue_takes_the_job_out_again(
     workplace: Workplace, run: RunDir, refused: bool, event: str
 ) -> None:

@@ -394,8 +394,8 @@ def test_the_nodes_without_tasks_are_summed_up_in_node_hours(tmp_path: Path) -> 
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number in (1, 2, 3):
         Attempt(run, number).path.mkdir(parents=True)
-    paid = measure_usage(History.read(run), spec(resources=Resources(nodes=2, spare_nodes=2)))
-    assert paid is not None and (paid.idle, paid.node_hours) == (2.0, 2 * 2.5 + 2.0)
+    usage = measure_usage(History.read(run), spec(resources=Resources(nodes=2, spare_nodes=2)))
+    assert usage is not None and (usage.idle, usage.node_hours) == (2.0, 2 * 2.5 + 2.0)
     without = measure_usage(History.read(run), spec(resources=Resources(nodes=2)))
     assert without is not None and without.idle is None
 

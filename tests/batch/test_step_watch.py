@@ -239,10 +239,10 @@ def test_the_stacks_are_printed_once_and_the_job_goes_on(
     assert logged[1].startswith("3 of 4 (ranks 0-2) in all_reduce")
     assert [line for line in logged if line.startswith("rank 3 on gpu03 in DataLoader")]
     assert logged[-1].startswith("the job continues")
-    silent = read_json(attempt.silent)
-    assert silent is not None
-    assert silent["ranks"] == [3]
-    assert silent["places"].startswith("DataLoader") and "most are in all_red" in silent["places"]
+    stalled = read_json(attempt.stalled)
+    assert stalled is not None
+    assert stalled["ranks"] == [3]
+    assert stalled["places"].startswith("DataLoader") and "most are in all_red" in stalled["places"]
     assert not (attempt.outcomes / "hung.json").exists()
 
 

@@ -80,7 +80,7 @@ def test_each_part_measures_what_it_names(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gpu, "interpreters", lambda _: ({}, ["Lightning: not measured: no pip"]))
     rows = gpu.measure(place, (part,))
-    assert place.left_out == []
+    assert place.excluded == []
     assert measured <= {row.name for row in rows}
     assert all(row.ratio > 0 and row.figure > 0 for row in rows)
     assert len(table(rows).splitlines()) == len(rows) + 2
@@ -95,7 +95,7 @@ def test_a_contender_that_fails_is_left_out_with_the_reason(
     broken = place.contender("broken", precision="fp32", batch=16, model="no-such-model")
     [row] = place.ratios([(ours, broken), (ours, other)])
     assert row.baseline == "other"
-    [reason] = place.left_out
+    [reason] = place.excluded
     assert reason.startswith("broken ended with 1 instead of an answer: ")
     assert "'no-such-model' is not one of" in reason
     assert notes == [f"gpu: left out: {reason}"]
@@ -122,7 +122,7 @@ def test_on_a_gpu_the_step_is_measured(
     place = gpu.Place(tmp_path, "cuda", **few)
     for row in gpu.measure(place, ("step-bf16",)):
         record_property(f"{row.name} / {row.baseline}", f"{row.ratio:.2f}")
-    assert place.left_out == []
+    assert place.excluded == []
 
 
 def test_a_picture_is_drawn_of_it(tmp_path: Path) -> None:

@@ -186,13 +186,13 @@ def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
 
 def test_what_a_person_gives_up_does_not_count_until_the_next_resume(run: RunDir) -> None:
     first = attempt(run, 1, 120)
-    add_event(run, "resume_asked", from_scratch=1)
+    add_event(run, "resume_requested", from_scratch=1)
     assert source(run) is None
     [entry] = listing(run)
     assert entry.problem.startswith("given up") and not entry.is_next
-    add_event(run, "resume_asked")  # the one before was refused by sbatch, say
+    add_event(run, "resume_requested")  # the one before was refused by sbatch, say
     assert source(run) == first.checkpoints / name_of(120)
-    add_event(run, "resume_asked", from_scratch=1)
+    add_event(run, "resume_requested", from_scratch=1)
     second = attempt(run, 2, 40)
     assert source(run) == second.checkpoints / name_of(40)
 

@@ -44,7 +44,7 @@ def achieve(
             {"rank": rank, "host": host, "images_per_second": rate, "peak_memory_bytes": 1 << 30}
             for rank, (host, rate) in enumerate(zip(hosts, rates, strict=True))
         ],
-        "starts": 1,
+        "num_attempts": 1,
         "finished": 1_700_000_000.0,
         **fields,
     }

@@ -140,9 +140,9 @@ SINGLE, DP, DDP = plan(CONFIG, ALL, [4], Hosts(gpus=4, on_gpus=True))
 
 def test_speed_up_is_against_single_and_efficiency_is_a_device_s_share() -> None:
     single, dp, ddp = results([trial(DDP, 300), trial(SINGLE, 100), trial(DP, 150)])
-    assert (single.speed_up, single.efficiency, single.baseline) == (1.0, 1.0, True)
-    assert (dp.speed_up, dp.efficiency, dp.devices, dp.ranks) == (1.5, 0.375, 4, 1)
-    assert (ddp.speed_up, ddp.efficiency, ddp.baseline) == (3.0, 0.75, False)
+    assert (single.speedup, single.efficiency, single.baseline) == (1.0, 1.0, True)
+    assert (dp.speedup, dp.efficiency, dp.devices, dp.ranks) == (1.5, 0.375, 4, 1)
+    assert (ddp.speedup, ddp.efficiency, ddp.baseline) == (3.0, 0.75, False)
 
 
 def test_without_single_the_fewest_devices_are_the_baseline() -> None:
@@ -150,7 +150,7 @@ def test_without_single_the_fewest_devices_are_the_baseline() -> None:
     for lost in ([], [Trial(SINGLE, state="failed", why="boom")]):
         lines = {label(line): line for line in results([trial(DDP, 300), trial(two, 200), *lost])}
         assert lines["ddp, 2 ranks"].baseline
-        assert lines["ddp, 4 ranks"].speed_up == 1.5
+        assert lines["ddp, 4 ranks"].speedup == 1.5
         assert lines["ddp, 4 ranks"].efficiency == 0.75
 
 
@@ -159,7 +159,7 @@ def test_repeated_rows_give_medians_and_the_spread() -> None:
     trials = [trial(SINGLE, rate, accuracy=rate / 1000) for rate in rates]
     [line] = results(trials)
     assert (line.images_per_second, line.accuracy) == (110, 0.11)
-    assert line.images_per_second_each == (100, 130, 110)
+    assert line.images_per_second_by_run == (100, 130, 110)
     assert "110 (100 to 130)" in table([line])
     assert any("medians" in note for note in notes(trials, [line], ""))
     [line] = results([*trials[:2], Trial(SINGLE, "b", "failed", "boom")])
@@ -174,10 +174,10 @@ def test_the_table_has_a_line_for_every_row_also_for_those_without_figures() -> 
         Trial(DDP, "a-ddp-4", "failed", "rank 1 on h01 failed first: RuntimeError: boom"),
     ]
     assert table(results(trials)).splitlines() == [
-        "STRATEGY  RANKS       NODES    TIME  TOTAL  IMAGES/S  SPEED-UP  EFFICIENCY  "
-        "TEST-ACCURACY  MEMORY",
-        "single    1               1  6.00 s  9.0 s     1,000      1.00        100%  "
-        "       90.00%       -",
+        "STRATEGY  RANKS       NODES  TRAIN-TIME  TOTAL-TIME  IMAGES/S  SPEEDUP  EFFICIENCY  "
+        "TEST-ACCURACY  PEAK-MEMORY",
+        "single    1               1      6.00 s       9.0 s     1,000     1.00        100%  "
+        "       90.00%            -",
         "dp        1 (4 GPUs)      1  not run: needs 4 GPUs",
         "ddp       4               1  failed: rank 1 on h01 failed first: RuntimeError: boom",
     ]
@@ -191,7 +191,7 @@ def test_the_notes_say_what_the_figures_rest_on() -> None:
     said = noted(trial(SINGLE, 100), trial(DDP, 200))
     assert "on h01 (2 x Fast): cpu, bf16, threads per rank 1, torch 2.9" in said
     assert "convnet on mnist, 60 images per device and step: N devices take N times" in said
-    assert "against single" in said
+    assert "relative to single" in said
     assert "differ" not in said and "shares" not in said
     strong = plan(CONFIG, ALL, [4], CPUS, fixed_global_batch=True)
     assert "60 images per step, divided" in noted(trial(strong[0], 100), trial(strong[2], 200))
@@ -227,7 +227,7 @@ def test_the_notes_say_what_gpus_did_before_the_clock() -> None:
     ]
     assert "the training steps, without what prepares the first (0.40 to 1.25 s);" in noted(*both)
     assert "prepares the first (0.40 s);" in noted(both[0])
-    assert "of the training steps;" in noted(trial(SINGLE, 100, device="cuda"))
+    assert "train time: the training steps;" in noted(trial(SINGLE, 100, device="cuda"))
 
 
 def test_a_batch_that_a_small_dataset_does_not_fill_is_told_as_it_is() -> None:
@@ -245,7 +245,7 @@ def test_a_damaged_report_takes_nothing_from_what_the_others_tell(damage: Any) -
     sound = trial(SINGLE, 100)
     assert "on h01" in noted(sound, damaged)
     single, ddp = results([sound, damaged])
-    assert single.accuracy == 0.9 and ddp.speed_up == 2.0
+    assert single.accuracy == 0.9 and ddp.speedup == 2.0
     assert ddp.accuracy is None or math.isfinite(ddp.accuracy)
     assert len(table([single, ddp]).splitlines()) == 3
     [line] = results([trial(SINGLE, 1, images_per_second=damage)])
@@ -306,8 +306,8 @@ def test_a_picture_without_matplotlib_is_refused(
 def test_what_json_gives_of_a_row_keeps_its_names() -> None:
     assert [field.name for field in dataclasses.fields(RowSummary)] == [
         "strategy", "ranks", "devices", "nodes", "state", "why", "runs", "train_seconds",
-        "total_seconds", "images_per_second", "images_per_second_each", "accuracy",
-        "peak_memory_bytes", "steps", "images_per_device", "threads", "speed_up", "efficiency",
+        "total_seconds", "images_per_second", "images_per_second_by_run", "accuracy",
+        "peak_memory_bytes", "steps", "images_per_device", "threads", "speedup", "efficiency",
         "baseline",
     ]  # fmt: skip
 

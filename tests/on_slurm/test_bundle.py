@@ -30,8 +30,8 @@ class Site:
         for name in ("clusterddp", "click", "jinja2", "markupsafe", "submitit", "cloudpickle"):
             spec = find_spec(name)
             assert spec and spec.origin
-            leave_out = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(Path(spec.origin).parent, self.path / name, ignore=leave_out)
+            exclude = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(Path(spec.origin).parent, self.path / name, ignore=exclude)
         shutil.copytree(shipped_folder(), self.path / "templates", dirs_exist_ok=True)
         spec = find_spec("typing_extensions")
         assert spec and spec.origin

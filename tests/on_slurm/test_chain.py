@@ -87,7 +87,7 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resume(
     waiting = submit_waiting(cluster, tmp_path, "a", "b", "--no-requeue")
     status = told(cluster, tmp_path, "b")
     assert (status["state"], status["detail"]) == ("queued", "waits for a")
-    assert status["waits_for"] == ["a"]
+    assert status["dependencies"] == ["a"]
     assert " waits for a" in typed(cluster, tmp_path, "runs").stdout
     job = told(cluster, tmp_path, "a")["job_id"]
 
@@ -121,7 +121,7 @@ def test_a_run_waits_for_another_one_over_requeue_stop_and_resume(
     assert (seen[-1]["event"], seen[-1]["cause"]) == ("ended", "done")
     assert kinds(waiting).count("started") == 1
     assert [path.name for path in sorted(waiting.attempts.iterdir())] == ["0001"]
-    assert kinds(awaited).count("awaited_by") == 1
+    assert kinds(awaited).count("dependent_added") == 1
 
 
 @pytest.mark.slow
@@ -167,10 +167,10 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
     again = typed(cluster, tmp_path, "resume", "b")
     assert again.returncode == 0, again.stderr
     status = told(cluster, tmp_path, "b")
-    assert status["waits_for"] == ["a"], status
+    assert status["dependencies"] == ["a"], status
     dropped = typed(cluster, tmp_path, "resume", "e", "--after", "", "--after", "a:any")
     assert dropped.returncode == 0, dropped.stderr
-    assert told(cluster, tmp_path, "e")["waits_for"] == ["a:any"]
+    assert told(cluster, tmp_path, "e")["dependencies"] == ["a:any"]
     go(tmp_path, 0)
     for name in "be":
         wait_for((tmp_path / f"{name}.seen").exists, f"the end of {name}")
@@ -198,7 +198,7 @@ def test_a_run_waits_for_the_job_in_place_of_another_one_and_for_several_runs(
     assert {item.partition("(")[0] for item in shown.strip().split(",")} == {
         f"afterany:{held}", f"afterany:{following}", f"afterany:{others}",
     }  # fmt: skip
-    assert told(cluster, tmp_path, "b")["waits_for"] == ["a", "z:any"]
+    assert told(cluster, tmp_path, "b")["dependencies"] == ["a", "z:any"]
     cluster.run(["scontrol", "release", held], check=True)
     go(tmp_path, 0)
     assert cluster.wait_job(own) == "COMPLETED"

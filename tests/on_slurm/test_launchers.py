@@ -225,7 +225,7 @@ def test_a_killed_rank_starts_again_inside_the_job(
     # An agent gives its other ranks half a minute before it kills them: none of them needs it.
     assert not any("forcefully" in text for text in agents)
     if moment == "in the middle":
-        assert record.starts_in_job == 2
+        assert record.agent_starts == 2
         own = r"resuming from .*/attempts/0001/checkpoints/step-0*[1-9]\d*\.pt"
         assert re.search(own, log.read_text())
 

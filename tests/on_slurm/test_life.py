@@ -202,7 +202,7 @@ def test_stop_reaches_a_run_that_waits_to_be_requeued(
         wait_for(lambda: read_events(run)[-1]["event"] == "requeued", "the requeue", LONG)
         wait_for(lambda: cluster.job_state(job_id) == "PENDING", "the job's end")
         status = told(cluster, tmp_path, "waits")
-        assert (status["state"], status["goes_on_after"]) == ("queued", "signal"), status
+        assert (status["state"], status["pending_restart_reason"]) == ("queued", "signal"), status
         stopped = typed(cluster, tmp_path, "stop", "waits")
         assert "had not started: cancelled" in stopped.stdout
         assert cluster.wait_job(job_id) == "CANCELLED"

@@ -1,4 +1,4 @@
-"""A slow node and what a run was paid for, on a real Slurm."""
+"""A slow node and the usage of a run, on a real Slurm."""
 
 import json
 from pathlib import Path
@@ -82,18 +82,18 @@ def test_ranks_of_a_slow_node_are_named_with_it_until_it_keeps_up_again(
     [summary] = History.read(run).summaries()
     slow = sorted(summary.stragglers, key=lambda each: each.rank)
     assert [(each.rank, each.host) for each in slow] == [(2, "h02"), (3, "h02")]
-    assert all(0.2 < each.share < 0.8 and each.until for each in slow)
+    assert all(0.2 < each.relative_speed < 0.8 and each.until for each in slow)
     shown = cluster.run([*CLUSTERDDP, "report", "slow", "--json"], cwd=tmp_path, check=True)
     [report] = json.loads(shown.stdout)
     [attempt] = report["attempts"]
     assert [each["host"] for each in attempt["stragglers"]] == ["h02", "h02"]
-    paid = report["paid"]
-    parts = ("computing", "waiting", "starting", "saving", "redone", "rest")
-    assert sum(paid[part] for part in parts) == pytest.approx(paid["node_hours"], abs=1e-5)
-    assert all(paid[part] >= 0 for part in parts)
+    usage = report["usage"]
+    parts = ("computing", "waiting", "startup", "saving", "repeated", "other")
+    assert sum(usage[part] for part in parts) == pytest.approx(usage["node_hours"], abs=1e-5)
+    assert all(usage[part] >= 0 for part in parts)
     # Two of four ranks wait for 60 ms of each of 80 steps; that is 2.4 s of both nodes.
-    assert paid["waiting"] == pytest.approx(2.4 * 2 / 3600, rel=0.05)
-    assert paid["computing"] == pytest.approx((STEPS * 0.03 + 2.4) * 2 / 3600, rel=0.05)
+    assert usage["waiting"] == pytest.approx(2.4 * 2 / 3600, rel=0.05)
+    assert usage["computing"] == pytest.approx((STEPS * 0.03 + 2.4) * 2 / 3600, rel=0.05)
 
 
 def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(

@@ -143,7 +143,7 @@ def test_a_run_waits_for_all_trials_and_a_sweep_for_that_run_and_the_end_is_told
     job = status(cluster, tmp_path, "b")["job_id"]
     assert f"b (job {job}) waits for it" in again.stderr
     [array] = status(cluster, tmp_path, "s")["job_ids"]
-    own = status(cluster, tmp_path, "s-1")["array_element"]
+    own = status(cluster, tmp_path, "s-1")["array_task"]
     shown = cluster.run(["squeue", "-h", "-j", job, "-o", "%E"], check=True).stdout
     waits = {item.partition("(")[0] for item in shown.strip().split(",")}
     assert {item.removesuffix("_*") for item in waits} == {
@@ -211,8 +211,8 @@ def test_a_trial_whose_requeue_is_refused_goes_on_as_its_element_of_another_arra
     wait_for(lambda: status(cluster, tmp_path, "c")["counts"] == {"done": 2}, "both are done")
     told = status(cluster, tmp_path, "c-1")
     assert (told["state"], told["restart_reasons"]) == ("done", ["failed"])
-    assert told["array_element"].endswith("_1")
-    assert not told["array_element"].startswith(f"{first}_")
+    assert told["array_task"].endswith("_1")
+    assert not told["array_task"].startswith(f"{first}_")
     assert not (tmp_path / "jobs/c-0/attempts/0002").exists()
 
 
@@ -351,7 +351,7 @@ def strike(cluster: SlurmCluster, folder: Path, training: list[str]) -> None:
     wait_for(lambda: {*states()} <= {"done", "failed"}, "the end of all trials", LONG)
     assert states() == {"done": 7, "failed": 1}
     for index in range(len(TRIALS)):
-        assert status(cluster, folder, f"s-{index}")["array_element"] == f"{array}_{index}"
+        assert status(cluster, folder, f"s-{index}")["array_task"] == f"{array}_{index}"
         later = attempts(RunDir(folder / f"jobs/s-{index}"))[1:]
         steps = [record.step for attempt in later if (record := attempt.read_record())]
         if index in lost:

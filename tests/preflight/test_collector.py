@@ -64,7 +64,7 @@ def test_the_nodes_measure_themselves_and_each_other(job: Job) -> None:
     for host in reversed(hosts):
         job.probe(host)
     found = job.collect(*hosts)
-    assert (found.error, found.silent) == ("", {})
+    assert (found.error, found.unresponsive) == ("", {})
     assert [node.host for node in found.nodes] == hosts
     assert [sorted(node.pairs) for node in found.nodes] == [["b", "c"], ["a", "c"], ["a", "b"]]
     for node in found.nodes:
@@ -134,7 +134,7 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
     for host in ("a", "d"):
         job.probe(host)
     found = job.collect("a", "b", "c", "d")
-    assert found.silent == {
+    assert found.unresponsive == {
         "b": f"stopped answering during the check of its local disk {tmp_path}",
         "c": "no answer within 60s",
     }
@@ -153,7 +153,7 @@ def test_a_probe_that_fails_before_it_answers_tells_of_no_node(job: Job, tmp_pat
     for host in ("a", "b"):
         job.probe(host)
     found = job.collect("a", "b", "c", "d", codes=codes)
-    assert list(found.silent) == ["d"]  # it has reached nobody
+    assert list(found.unresponsive) == ["d"]  # it has reached nobody
     assert found.remarks == ("c: its probe failed with exit code 1; see preflight.log",)
 
 

@@ -94,14 +94,14 @@ def test_the_mark_says_why_to_stop(run: RunDir, content: str | None, reason: str
     made = begin(run)
     if content is not None:
         made.stop.write_text(content)
-    assert made.asked_to_stop() == reason
+    assert made.stop_reason() == reason
 
 
 def test_a_persons_mark_replaces_that_of_the_script(run: RunDir) -> None:
     made = begin(run)
     made.stop.touch()
     made.ask_to_stop("stop")
-    assert made.asked_to_stop() == "stop"
+    assert made.stop_reason() == "stop"
 
 
 def test_an_attempt_that_is_gone_cannot_be_asked(run: RunDir) -> None:

@@ -94,12 +94,12 @@ def test_a_command_that_left_with_0_at_a_signal_is_put_back_once() -> None:
 
 @pytest.mark.parametrize("cause", [SIGNAL, TIME_LIMIT, PREEMPTED, FAILED, REQUEUED])
 def test_nothing_follows_a_request_to_stop(cause: str) -> None:
-    decision = decide(Policy(True, 20, 5), cause, ends(cause), stop_asked=True)
+    decision = decide(Policy(True, 20, 5), cause, ends(cause), stop_requested=True)
     assert (decision.go_on, decision.why) == (False, STOP_ASKED)
 
 
 def test_a_run_that_is_done_is_done_also_when_it_was_asked_to_stop() -> None:
-    assert decide(USUAL, DONE, ends(DONE), stop_asked=True).why == DONE
+    assert decide(USUAL, DONE, ends(DONE), stop_requested=True).why == DONE
 
 
 FRUITLESS: list[tuple[list[tuple[str, int | None]], bool]] = [
@@ -144,7 +144,7 @@ def noted(event: str, job_id: str = "7") -> Event:
     return {"event": event, "job_id": job_id}
 
 
-RESUME_ASKED = {"event": "resume_asked"}
+RESUME_ASKED = {"event": "resume_requested"}
 CAUSES: list[tuple[list[Event], dict[int, str]]] = [
     ([], {}),
     ([submitted("7")], {}),
@@ -176,21 +176,21 @@ def test_starts_are_counted_since_a_person_submitted(
 WITHDRAWN: list[tuple[list[Event], str, str]] = [
     # events, the job that is about to start -> whether a person has taken it back
     ([submitted("7")], "7", ""),
-    ([submitted("7"), noted("stop_asked")], "7", STOPPED),
-    ([submitted("7"), started(1), noted("stop_asked")], "7", STOPPED),
-    ([submitted("7"), started(1), noted("stop_asked"), ended(1, SIGNAL), noted("requeued")], "7",
+    ([submitted("7"), noted("stop_requested")], "7", STOPPED),
+    ([submitted("7"), started(1), noted("stop_requested")], "7", STOPPED),
+    ([submitted("7"), started(1), noted("stop_requested"), ended(1, SIGNAL), noted("requeued")],
+     "7", STOPPED),
+    ([submitted("7"), noted("stop_requested"), started(1)], "7", ""),
+    ([submitted("7"), started(1), noted("stop_requested"), noted("stop_failed")], "7", ""),
+    ([submitted("7"), started(1), noted("stop_requested"), submitted("8", in_place_of="7")], "8",
      STOPPED),
-    ([submitted("7"), noted("stop_asked"), started(1)], "7", ""),
-    ([submitted("7"), started(1), noted("stop_asked"), noted("stop_failed")], "7", ""),
-    ([submitted("7"), started(1), noted("stop_asked"), submitted("8", in_place_of="7")], "8",
-     STOPPED),
-    ([submitted("7"), started(1), noted("stop_asked"), submitted("8")], "8", ""),
-    ([submitted("7"), started(1), noted("stop_asked"), RESUME_ASKED], "8", ""),
-    ([submitted("7"), started(1), noted("stop_asked")], "9", ""),  # by hand: a person's own doing
+    ([submitted("7"), started(1), noted("stop_requested"), submitted("8")], "8", ""),
+    ([submitted("7"), started(1), noted("stop_requested"), RESUME_ASKED], "8", ""),
+    ([submitted("7"), started(1), noted("stop_requested")], "9", ""),  # by hand
     ([submitted("7"), noted("cancelled")], "7", CANCELLED),
     ([submitted("7"), noted("cancelled"), noted("cancel_failed")], "7", ""),
     ([submitted("7"), noted("cancelled"), started(1)], "7", CANCELLED),
-    ([submitted("7"), noted("cancelled"), noted("stop_asked")], "7", CANCELLED),
+    ([submitted("7"), noted("cancelled"), noted("stop_requested")], "7", CANCELLED),
     ([submitted("7"), noted("cancelled"), RESUME_ASKED, submitted("8")], "8", ""),
     ([submitted("7"), noted("cancelled"), submitted("8", in_place_of="7")], "8", ""),
 ]  # fmt: skip

@@ -69,7 +69,7 @@ def test_a_sweep_comes_to_an_end_with_its_last_trial(states: str, due: tuple[str
 
 def test_a_sweep_is_waited_for_by_its_arrays(tmp_path: Path) -> None:
     known = [
-        RunStatus("s-0", "running", job_id="15", array_element="7_0", launcher="sbatch"),
+        RunStatus("s-0", "running", job_id="15", array_task="7_0", launcher="sbatch"),
         RunStatus("s-1", "queued", job_id="7_1", launcher="sbatch"),
         RunStatus("s-2", "queued", job_id="21", launcher="sbatch"),
         RunStatus("s-3", "failed", job_id="9_3", launcher="sbatch"),
@@ -82,7 +82,7 @@ def test_a_sweep_is_waited_for_by_its_arrays(tmp_path: Path) -> None:
 def test_slurm_is_asked_to_wait_for_jobs_whatever_their_end() -> None:
     seen = [
         awaited("a", "running"), awaited("b", "done"),
-        awaited("c", "queued", "failed", array_element="89_3"), awaited("d", "running"),
+        awaited("c", "queued", "failed", array_task="89_3"), awaited("d", "running"),
     ]  # fmt: skip
     assert chain.dependency(seen) == "afterany:12,afterany:89_3"
     assert chain.dependency(seen, ["singleton", ""]) == "singleton,afterany:12,afterany:89_3"
@@ -169,7 +169,7 @@ def test_a_held_job_that_cannot_be_told_of_a_new_one_is_named_with_the_remedy(
     events.add(waiting.events, events.Waits(job_id="5", runs=("a",), held=True))
     a = RunDir(waiting.path.with_name("a"))
     a.make()
-    events.add(a.events, events.AwaitedBy(by=str(waiting.path)))
+    events.add(a.events, events.DependentAdded(by=str(waiting.path)))
 
     def refuse(*_: str) -> None:
         raise SlurmError("Circular job dependency")
@@ -358,7 +358,7 @@ def test_who_makes_a_new_job_releases_what_slurm_holds_though_no_record_says_so_
     events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     a = RunDir(waiting.path.with_name("a"))
     a.make()
-    events.add(a.events, events.AwaitedBy(by=str(waiting.path)))
+    events.add(a.events, events.DependentAdded(by=str(waiting.path)))
     chain.update_waiting_jobs(a)
     depends = [("set_dependency", "5", "afterany:12")] if held or state is State.PENDING else []
     assert changes == [*depends, *([("release", "5")] if held else [])]
@@ -400,7 +400,7 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
     assert put_back == [("5", "afterany:12")]
     for reason, shown in (("Dependency", ["a"]), ("BeginTime", ["a"]), ("Resources", [])):
         status = run_status(waiting, {"5": JobState(State.PENDING, reason)})
-        assert (status.state, status.waits_for) == ("queued", shown)
+        assert (status.state, status.dependencies) == ("queued", shown)
     events.add(waiting.events, events.Started(job_id="5", attempt=1))
     assert chain.requeue_until_due(waiting, "5", 1) == ""
 
@@ -418,6 +418,6 @@ def test_a_trial_waits_again_by_its_name_until_it_begins(
     assert chain.requeue_until_due(waiting, "9", 0) == "waits for a (running)"
     assert put_back == [("7_3", "afterany:12")]
     status = run_status(waiting, {"7_3": JobState(State.PENDING, "Dependency")})
-    assert (status.state, status.waits_for) == ("queued", ["a"])
-    events.add(waiting.events, events.CancelAsked(job_id="7_3"))
+    assert (status.state, status.dependencies) == ("queued", ["a"])
+    events.add(waiting.events, events.CancelRequested(job_id="7_3"))
     assert chain.requeue_until_due(waiting, "9", 1) == ""  # which says so later on

@@ -77,7 +77,7 @@ def test_whoever_is_first_tells_and_the_words_arrive_as_they_are(workplace: Work
 
 def test_each_submission_of_a_persons_has_an_end_of_its_own(workplace: Workplace) -> None:
     again = [
-        {"event": "resume_asked", "changes": []},
+        {"event": "resume_requested", "changes": []},
         submitted("2"),
         {**started("2"), "attempt": 2},
     ]
@@ -87,7 +87,7 @@ def test_each_submission_of_a_persons_has_an_end_of_its_own(workplace: Workplace
         ("b", [*DONE, *again], 2),
         ("c", [*DONE, *again, in_place], 2),
         ("d", [], 1),
-        ("e", [started("1"), {"event": "resume_asked", "changes": []}], 2),
+        ("e", [started("1"), {"event": "resume_requested", "changes": []}], 2),
     ):
         run = workplace.run(name, *history)
         assert notify.marker(run).name == f"notified-{number:04d}.json", name

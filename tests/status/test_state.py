@@ -110,10 +110,10 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), begun(1), left(1, "failed", "it has failed 3 times")], {}, FORGOTTEN, None,
      "failed", "exit code 1; it has failed 3 times"),
     ([submitted(), begun(1), ended(75)], {}, FORGOTTEN, None, "stopped", "stopped on request"),
-    ([submitted(), begun(1), noted("stop_asked")], {}, said(State.RUNNING), None, "running",
+    ([submitted(), begun(1), noted("stop_requested")], {}, said(State.RUNNING), None, "running",
      "asked to save a checkpoint and exit"),
-    ([submitted(), begun(1), noted("stop_asked"), noted("stop_failed")], {}, said(State.RUNNING),
-     None, "running", ""),
+    ([submitted(), begun(1), noted("stop_requested"), noted("stop_failed")], {},
+     said(State.RUNNING), None, "running", ""),
     # it goes on: what Slurm shows meanwhile passes
     *[([submitted(), begun(1), left(1, "time limit"), requeued(1, "time limit")], {}, said(state),
        None, "queued", "resumes after the time limit")
@@ -173,7 +173,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8"),
       left(2, "done", job_id="8")], {}, None, None, "done", ""),
     # resumed by a person
-    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_asked", ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_requested", ""),
       submitted("8")], {}, said(State.PENDING), None, "queued", ""),
     # several submissions: the latest counts
     ([submitted(), started(), ended(1), submitted("8")], {}, said(State.PENDING), None, "queued",
@@ -194,7 +194,7 @@ TABLE: list[tuple[list[Event], Event, JobState | None, bool | None, str, str]] =
      "signal at step 40; a rehearsal is not requeued"),
     ([local(), begun(1, "4242"), left(1, "failed", job_id="4242")], {}, None, False, "failed",
      "; a rehearsal is not requeued"),
-    ([local(), begun(1, "4242"), noted("stop_asked", "4242")], {}, None, True, "running",
+    ([local(), begun(1, "4242"), noted("stop_requested", "4242")], {}, None, True, "running",
      "asked to save"),
     ([local(host="elsewhere")], {}, None, None, "unknown", "on elsewhere"),
     # damage

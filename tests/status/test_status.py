@@ -172,9 +172,9 @@ STARTS: list[tuple[list[Event], str, int | None, int, list[str], str]] = [
      "signal"),
     ([submitted(), begun(1), left(1, "signal"), in_place("8", 1, "signal"), begun(2, "8")], "8", 2,
      1, ["signal"], ""),
-    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_asked", ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_requested", ""),
       submitted("8"), begun(2, "8")], "8", 2, 0, [], ""),
-    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_asked", ""),
+    ([submitted(), begun(1), left(1, "stopped", "stopped"), noted("resume_requested", ""),
       begun(2, "8"), submitted("8")], "8", 2, 0, [], ""),  # the start was quicker than the record
     ([submitted(), begun(1), started(restart=1), ended(1, restart=1, cause="failed", why="no")],
      "7", 1, 0, [], ""),  # `begin` refused the second one
@@ -190,7 +190,7 @@ def test_starts_are_counted_since_a_person_submitted(
     write_events(run, *events)
     status = run_status(run, {job: said(State.RUNNING)}, now=200)
     assert (status.job_id, status.attempt, status.restarts) == (job, attempt, restarts)
-    assert (status.restart_reasons, status.goes_on_after) == (reasons, goes_on)
+    assert (status.restart_reasons, status.pending_restart_reason) == (reasons, goes_on)
 
 
 def test_the_age_of_a_run_counts_from_the_persons_submission(run: RunDir) -> None:
@@ -327,7 +327,7 @@ def test_an_array_element_without_records_has_been_submitted(run: RunDir) -> Non
 
 
 def test_a_report_of_an_earlier_attempt_does_not_hide_what_is_trained_now(run: RunDir) -> None:
-    events = [submitted(), begun(1), left(1, "done"), noted("resume_asked", ""), submitted("8")]
+    events = [submitted(), begun(1), left(1, "done"), noted("resume_requested", ""), submitted("8")]
     write_events(run, *events, begun(2, "8"))
     run.metrics.write_text('{"step": 50}\n')
     run.report.write_text('{"steps": 40, "accuracy": 0.9, "attempt": 1}')

@@ -182,7 +182,7 @@ def test_a_folder_of_a_git_work_tree_finds_what_lies_beside_it(tmp_path: Path, t
     shown = subprocess.run(
         [*CLUSTERDDP, "status", "a"], cwd=folder, capture_output=True, text=True, check=True
     )
-    assert f"works in    {run.path}/code/examples/mnist; relative output is there" in shown.stdout
+    assert f"workdir     {run.path}/code/examples/mnist; relative output is there" in shown.stdout
 
 
 @with_git
@@ -226,7 +226,7 @@ def test_relative_paths_that_leave_the_copy_are_named(
         "'../../y' (train.py, line 4)",
         "../../p of COMMAND",
     ]  # fmt: skip
-    [named] = (json.loads((tmp_path / "jobs/a/code.json").read_text())["leaving"],)
+    [named] = (json.loads((tmp_path / "jobs/a/code.json").read_text())["outside_paths"],)
     assert sorted(named) == sorted(outside if is_git else inside + outside)
     assert f"a relative path that leaves {tree if is_git else tree / 'examples'}" in said
     checked = CliRunner().invoke(cli, ["check", "train.py"])

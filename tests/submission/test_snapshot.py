@@ -204,7 +204,7 @@ def test_hostile_names_are_carried(tree: Path, target: Path, kind: str) -> None:
 def test_trees_and_targets_have_hostile_names_too(tmp_path: Path, name: str) -> None:
     tree, target = tmp_path / name / "tree", tmp_path / name / "code"
     write(tree, {"a.py": "a", "data/x": "x", "env/pyvenv.cfg": ""})
-    assert take(tree, target, leave_out=[tree / "data"]).digests == {"a.py": digest("a")}
+    assert take(tree, target, exclude=[tree / "data"]).digests == {"a.py": digest("a")}
     assert below(target) == {"a.py", "env"}
     assert (target / "env/pyvenv.cfg").is_file()
 
@@ -385,8 +385,8 @@ def test_links_lead_where_they_led(tree: Path, tmp_path: Path, in_git: bool) -> 
         git(tree, "init", "--quiet")
     target = tmp_path / "far/away/code"
     target.parent.mkdir(parents=True)
-    taken = take(tree, target, leave_out=[tree / "jobs"])
-    assert taken == fingerprint(tree, leave_out=[tree / "jobs"])
+    taken = take(tree, target, exclude=[tree / "jobs"])
+    assert taken == fingerprint(tree, exclude=[tree / "jobs"])
     assert taken.files == 2 + len(links) + 1
     assert taken.bytes == len("one" + "two")
     said = {name: said_by(target / name) for name in [*links, "dangling"]}
@@ -439,25 +439,25 @@ def test_what_is_left_out_is_neither_copied_nor_linked(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(repository, {"jobs/old/code/train.py": "x", "package/jobs/x": "x", "secret": "x"})
-    leave_out = [
+    exclude = [
         repository / "jobs", repository / "data", repository / "package/jobs",
         repository / "secret", repository, tmp_path,
     ]  # fmt: skip
     target = repository / "jobs/new/code"
     target.parent.mkdir()
-    take(repository, target, leave_out=leave_out)
+    take(repository, target, exclude=exclude)
     assert below(target) == {".gitignore", "train.py", "package/model.py"}
     (repository / "elsewhere").symlink_to(tmp_path)
-    taken = fingerprint(repository, leave_out=[*leave_out, repository / "elsewhere"])
+    taken = fingerprint(repository, exclude=[*exclude, repository / "elsewhere"])
     assert taken == fingerprint(target)
     (repository / "elsewhere").unlink()
     # The same through a link, as many clusters have /home.
     (tmp_path / "home").symlink_to(repository)
-    assert fingerprint(tmp_path / "home", leave_out=leave_out) == fingerprint(
-        repository, leave_out=leave_out
+    assert fingerprint(tmp_path / "home", exclude=exclude) == fingerprint(
+        repository, exclude=exclude
     )
     monkeypatch.chdir(repository)
-    assert fingerprint(Path(), leave_out=leave_out) == fingerprint(repository, leave_out=leave_out)
+    assert fingerprint(Path(), exclude=exclude) == fingerprint(repository, exclude=exclude)
 
 
 def test_a_tree_over_the_limit_is_refused_and_leaves_nothing(

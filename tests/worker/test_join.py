@@ -302,8 +302,8 @@ def test_a_rank_is_bound_where_that_is_asked_for_and_one_on_a_cpu_says_that_it_i
     enter("none")
     assert logged == []
     enter("node")
-    left_out = "--numa-binding node has no effect: this rank computes on the CPU"
-    assert logged == [f"warning: {left_out} [CD0824]"]
+    excluded = "--numa-binding node has no effect: this rank computes on the CPU"
+    assert logged == [f"warning: {excluded} [CD0824]"]
     monkeypatch.setattr(join.devices, "bind_to_numa", lambda *asked: bound.append(asked) or "")
     enter("none")
     enter("socket")

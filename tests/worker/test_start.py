@@ -97,7 +97,7 @@ def test_a_run_without_its_checkpoints_begins_at_step_0_only_where_that_was_aske
     shutil.rmtree(first.checkpoints)
     with pytest.raises(CheckpointError, match="are gone: it had saved step 4"):
         agree(settings, tmp_path)
-    add_event(run, "resume_asked", from_scratch=1)
+    add_event(run, "resume_requested", from_scratch=1)
     agreed = agree(settings, tmp_path, 4)  # of other ranks than before
     assert (agreed.resume, agreed.reference_world_size) == ("", 4)
     assert RunDir(tmp_path).metrics.read_text() == ""
@@ -263,7 +263,7 @@ def test_ranks_started_again_inside_a_job_go_on_from_their_attempts_own_checkpoi
     agreed = trainings.agree(settings, run.path, number=number)
     assert Path(agreed.resume) == ours.checkpoints / "step-00000007.pt"
     record = ours.read_record()
-    assert (record.step, record.starts_in_job) == (3, 3)
+    assert (record.step, record.agent_starts) == (3, 3)
     assert record.resumed_from == "attempts/0001/checkpoints/step-00000003.pt"
     training = trainings.build(settings, agreed)
     train(training)

@@ -77,10 +77,10 @@ def test_a_single_process_trains_and_reports(
         "accuracy", "loss", "train_seconds", "total_seconds", "images_per_second", "world_size",
         "num_nodes", "hosts", "backend", "device", "threads", "model", "dataset", "parameters",
         "steps", "epochs", "train_images", "test_images", "versions", "warnings", "weights_sha256",
-        "resumed_from", "attempt", "starts", "steps_done_twice", "seconds_lost", "attempts",
+        "resumed_from", "attempt", "num_attempts", "repeated_steps", "lost_seconds", "attempts",
         "saving", "job_id", "restart", "finished", "precision", "cuda_graph", "strategy",
         "capture_seconds",
-        "peak_memory_bytes", "ranks", "paid",
+        "peak_memory_bytes", "ranks", "usage",
     }  # fmt: skip
     [rank] = report["ranks"]
     assert (rank["rank"], rank["host"]) == (0, socket.gethostname())
@@ -96,10 +96,12 @@ def test_a_single_process_trains_and_reports(
     assert report["hosts"] == [socket.gethostname()]
     assert (report["parameters"], report["steps"], report["world_size"]) == (28_938, 3, 1)
     assert report["total_seconds"] > report["train_seconds"] > 0
-    paid = report["paid"]  # to the hundredth of a second; started by hand, from when ranks had met
-    trained = 3600 * (paid["computing"] + paid["waiting"])
+    usage = report[
+        "usage"
+    ]  # to the hundredth of a second; started by hand, from when ranks had met
+    trained = 3600 * (usage["computing"] + usage["waiting"])
     assert trained == pytest.approx(report["train_seconds"], abs=0.01)
-    assert 0 < paid["computing"] < paid["node_hours"] < report["total_seconds"] / 3600
+    assert 0 < usage["computing"] < usage["node_hours"] < report["total_seconds"] / 3600
     assert read_json(run.current / "alive")["spent"]["first_step"] > 0  # type: ignore[index]
     assert report["resumed_from"] is None
     out = capsys.readouterr().out

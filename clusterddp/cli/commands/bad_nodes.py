@@ -14,7 +14,7 @@ from clusterddp.run import bad_nodes
 from clusterddp.run.bad_nodes import BadNode
 from clusterddp.slurm.forms import expand_nodelist, text
 
-_HEADER = ("NODE", "BY", "AGE", "LEFT", "RUN", "ATTEMPT", "WHY")
+_HEADER = ("NODE", "CAUSE", "AGE", "EXPIRES", "RUN", "ATTEMPT", "REASON")
 
 
 class BadNodesGroup(SettingsCommand, click.Group):
@@ -28,8 +28,8 @@ class BadNodesGroup(SettingsCommand, click.Group):
 def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     """List the nodes that runs exclude as bad, the latest first.
 
-    BY is the reason: preflight, lost, hardware, repetition or straggling. LEFT is the time until
-    the node is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
+    CAUSE is preflight, lost, hardware, repetition or straggling. EXPIRES is the time until the node
+    is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
 
     Exit codes: 0 listed, 1 the list cannot be read, 2 usage error.
     """

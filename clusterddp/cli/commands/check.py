@@ -10,7 +10,7 @@ from clusterddp.errors import EXIT_DONE, EXIT_FAILED, coded
 from clusterddp.formatting import clean, count
 from clusterddp.scripts.check import check_texts, one_device_remarks, read_script
 from clusterddp.scripts.findings import Finding
-from clusterddp.submission.outside import leaving_remark, script_leaves
+from clusterddp.submission.outside import outside_paths_of_script, outside_paths_remark
 from clusterddp.submission.snapshot import top_of
 
 
@@ -39,8 +39,8 @@ def command(files: tuple[str, ...], as_json: bool) -> int:
     here = Path.cwd()
     top = top_of(here)
     for name in texts:
-        if leaving := script_leaves(name, here, top):
-            log.warning(coded(clean(leaving_remark(leaving, top)), "CD0320"))
+        if outside_paths := outside_paths_of_script(name, here, top):
+            log.warning(coded(clean(outside_paths_remark(outside_paths, top)), "CD0320"))
     return EXIT_FAILED if findings else EXIT_DONE
 
 

@@ -226,10 +226,10 @@ def _model(figures: Report) -> str:
 def _attempts(report: RunReport) -> list[tuple[str, str]]:
     """Return a line for all attempts and one for each of the latest; none for a single attempt."""
     figures = report.figures
-    if (figures.starts or 0) < 2:
+    if (figures.num_attempts or 0) < 2:
         return []
-    total = f"{figures.starts}, {formatting.count(figures.steps_done_twice, 'step')} repeated"
-    lines = [("attempts", f"{total}, {formatting.duration(figures.seconds_lost)} lost")]
+    total = f"{figures.num_attempts}, {formatting.count(figures.repeated_steps, 'step')} repeated"
+    lines = [("attempts", f"{total}, {formatting.duration(figures.lost_seconds)} lost")]
     if len(report.attempts) > _MOST_ATTEMPTS:
         lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
     for attempt in report.attempts[-_MOST_ATTEMPTS:]:
@@ -242,18 +242,22 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
 
 def _usage(figures: Report) -> str:
     """Format the total in hours, and each activity as its share."""
-    paid = figures.paid
-    if paid is None:
+    usage = figures.usage
+    if usage is None:
         return ""
     whole = formatting.join_known(
-        ("{} node-hours", formatting.hours(paid.node_hours)),
-        ("{} GPU-hours", formatting.hours(paid.gpu_hours)),
+        ("{} node-hours", formatting.hours(usage.node_hours)),
+        ("{} GPU-hours", formatting.hours(usage.gpu_hours)),
     )
     shares = [
-        f"{name} {hours / paid.node_hours:.1%}"
-        for name, hours in (split_usage(paid) if paid.node_hours else [])
+        f"{name} {hours / usage.node_hours:.1%}"
+        for name, hours in (split_usage(usage) if usage.node_hours else [])
     ]
-    use = "" if paid.gpu_use is None else f"GPU utilization {paid.gpu_use:.1%} (NVML)"
+    use = (
+        ""
+        if usage.gpu_utilization is None
+        else f"GPU utilization {usage.gpu_utilization:.1%} (NVML)"
+    )
     return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), use)))
 
 
@@ -263,9 +267,9 @@ def _slow_ranks(report: RunReport) -> list[tuple[str, str]]:
     return [
         (
             "slow rank",
-            f"{slow.name}, attempt {attempt.attempt}: {slow.share:.0%} of the other ranks' median "
-            f"speed for {formatting.duration(slow.seconds)} ({slow.steps:,} steps from step "
-            f"{slow.first_step:,}){'' if slow.until is None else ', then recovered'}",
+            f"{slow.name}, attempt {attempt.attempt}: {slow.relative_speed:.0%} of the other "
+            f"ranks' median speed for {formatting.duration(slow.seconds)} ({slow.steps:,} steps "
+            f"from step {slow.first_step:,}){'' if slow.until is None else ', then recovered'}",
         )
         for attempt, slow in spells[-_MOST_NAMED:]
     ]
@@ -291,7 +295,7 @@ def _row(report: RunReport) -> tuple[str, ...]:
         "-" if figures.train_seconds is None else f"{figures.train_seconds:,.1f}",
         formatting.rate(figures.images_per_second),
         formatting.memory(figures.peak_memory_bytes),
-        str(figures.starts),
+        str(figures.num_attempts),
     )
     return tuple(formatting.line(cell) for cell in cells)
 

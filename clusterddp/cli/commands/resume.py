@@ -147,7 +147,7 @@ def command(
             "sweep, or submit a new one with 'clusterddp submit --sweep …'. [CD1104]"
         )
     terms = _terms(held, more)
-    has_own_copies = sweep is not None and terms.new_code and not terms.more
+    has_own_copies = sweep is not None and terms.refresh_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
         if dry_run or wait or max_concurrent:
             raise click.UsageError(
@@ -169,8 +169,8 @@ def _terms(held: Given, more: Sweep) -> Terms:
     values = held.values
     return Terms(
         allow_config_change=bool(values["allow_config_change"]),
-        new_code=values["refresh_code"],
-        new_clusterddp=values["upgrade_clusterddp"],
+        refresh_code=values["refresh_code"],
+        upgrade_clusterddp=values["upgrade_clusterddp"],
         from_scratch=values["from_scratch"],
         even_if_done=values["even_if_done"],
         force=bool(values["force"]),

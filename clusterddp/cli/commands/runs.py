@@ -21,7 +21,7 @@ from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses_and_states
 from clusterddp.status.sweeps import SweepStatus, sweep_status
 
-_HEADER = ("NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY")
+_HEADER = ("NAME", "STATE", "JOBID", "LAYOUT", "AGE", "STEP", "ETA", "TEST-ACC", "REASON")
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 """Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
 
@@ -66,10 +66,10 @@ def command(
     RUN is a run, a sweep or a pattern ('lr-*'). A named sweep is listed trial by trial, and so is
     every sweep with --state.
 
-    JOB is Slurm's job id, or pid:N for a local run. NODES is nodes x tasks per node. AGE is the
-    time since the submission. LEFT is the estimated time until the run is done, at its recent pace,
-    or until Slurm expects it to start. WHY is why a run waits or how it failed, with the code for
-    'clusterddp explain'. A terminal shows truncated lines; 'status' shows everything. --json
+    JOBID is Slurm's job id, or pid:N for a local run. LAYOUT is nodes x tasks per node. AGE is the
+    time since the submission. ETA is the estimated time until the run is done, at its recent pace,
+    or until Slurm expects it to start. REASON is why a run waits or how it failed, with the code
+    for 'clusterddp explain'. A terminal shows truncated lines; 'status' shows everything. --json
     prints a list with the fields of 'status --json' for each run.
 
     --watch redraws the list in a terminal; elsewhere it prints the list when it changes. Each
@@ -202,7 +202,7 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
         return status.name, status.state, job, status.layout, age, "-", "-", "-", trials
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
-    job = status.array_element or status.job_id or "-"
+    job = status.array_task or status.job_id or "-"
     left = status.seconds_left
     if status.expected_start is not None:
         left = max(status.expected_start - now, 0.0)

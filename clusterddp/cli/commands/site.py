@@ -69,7 +69,7 @@ def command(
     if as_json:
         shown = {
             "site": str(used) if used else None,
-            "passed_over": [*map(str, others)],
+            "ignored_files": [*map(str, others)],
             "settings": rows,
             "environment": dict(ctx.obj.environment),
         }

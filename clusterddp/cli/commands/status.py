@@ -40,7 +40,7 @@ def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
         if as_json:
             echo_json([status.as_dict() for status in listed])
         else:
-            click.echo(formatting.table([("RUN", "STATE", "WHY"), *rows]))
+            click.echo(formatting.table([("RUN", "STATE", "REASON"), *rows]))
         return
     sweep = find_sweep(runs_dir, run) if run else latest_sweep(runs_dir)
     if sweep:
@@ -68,7 +68,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         )
         for index, (state, trial) in enumerate(states)
     ]
-    heads = ("TRIAL", "STATE", *status.names, *(["WHY"] if status.reasons else []))
+    heads = ("TRIAL", "STATE", *status.names, *(["REASON"] if status.reasons else []))
     throttle = f", at most {status.max_concurrent} at once" if status.max_concurrent else ""
     lines = [
         ("sweep", status.name),
@@ -86,7 +86,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 def describe(status: RunStatus) -> str:
     """Format the status as lines of `label  value`, without unknown values."""
     launcher = f" ({status.launcher})" if status.launcher else ""
-    job = status.array_element or status.job_id
+    job = status.array_task or status.job_id
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
     left = formatting.duration(status.seconds_left)
@@ -110,8 +110,8 @@ def describe(status: RunStatus) -> str:
         ("exit code", str(status.exit_code or "") if status.state != RunState.STOPPED else ""),
         ("process" if status.launcher == "local" else "job", f"{job}{launcher}" if job else ""),
         ("attempt", _attempt(status)),
-        ("asked", status.layout),
-        ("hosts", formatting.join_limited(status.hosts, 8)),
+        ("requested", status.layout),
+        ("nodes", formatting.join_limited(status.hosts, 8)),
         ("preflight", status.preflight),
         ("submitted", formatting.moment(status.submitted_time)),
         ("start", f"{starts}, by Slurm's estimate" if starts else ""),
@@ -125,12 +125,12 @@ def describe(status: RunStatus) -> str:
     if status.checkpoint_step is not None:
         age = formatting.duration(time.time() - (status.checkpoint_time or 0.0))
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
-    lines += [("left out", f"{host}: {reason}") for host, reason in status.left_out.items()]
+    lines += [("excluded", f"{host}: {reason}") for host, reason in status.excluded_nodes.items()]
     lines += [("warning", text) for text in status.warnings]
     lines += [("cleaned", status.cleaned), ("files", status.directory)]
-    if status.works_in:
-        output = describe_output_folder(status.works_in)
-        lines.append(("works in", f"{status.works_in}; {output}"))
+    if status.working_directory:
+        output = describe_output_folder(status.working_directory)
+        lines.append(("workdir", f"{status.working_directory}; {output}"))
     lines += [("next", status.next_command)]
     return _labelled(lines)
 

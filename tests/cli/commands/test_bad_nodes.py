@@ -33,7 +33,7 @@ def test_the_latest_blamed_stands_first(workplace: Workplace) -> None:
     answer = workplace.invoke("bad-nodes")
     assert answer.code == 0
     header, *rows = [line.split(maxsplit=6) for line in answer.out.splitlines()]
-    assert header == ["NODE", "BY", "AGE", "LEFT", "RUN", "ATTEMPT", "WHY"]
+    assert header == ["NODE", "CAUSE", "AGE", "EXPIRES", "RUN", "ATTEMPT", "REASON"]
     assert [row[0] for row in rows] == ["h02", "h01"]
     assert rows[0][1:] == ["preflight", "1m00s", "23h58m", "a", "1", "link at 90 Mb/s"]
     shown = json.loads(workplace.invoke("bad-nodes", "--json").out)
@@ -146,11 +146,11 @@ def test_status_shows_what_a_run_leaves_out_until_it_is_cleared(workplace: Workp
     run = workplace.run("a", submitted("17"))
     marked_bad(workplace.root, "h02")
     add_event(run, "nodes_excluded", job_id="17", nodes={"h02": "lost during attempt 1"})
-    assert "left out    h02: lost during attempt 1\n" in workplace.invoke("status", "a").out
+    assert "excluded    h02: lost during attempt 1\n" in workplace.invoke("status", "a").out
     shown = json.loads(workplace.invoke("status", "a", "--json").out)
-    assert shown["left_out"] == {"h02": "lost during attempt 1"}
+    assert shown["excluded"] == {"h02": "lost during attempt 1"}
     workplace.invoke("bad-nodes", "clear", "h02")
-    assert "left out" not in workplace.invoke("status", "a").out
+    assert "excluded" not in workplace.invoke("status", "a").out
 
 
 def test_status_shows_what_a_new_job_of_a_run_that_has_ended_leaves_out(
@@ -161,12 +161,12 @@ def test_status_shows_what_a_new_job_of_a_run_that_has_ended_leaves_out(
         run = workplace.run(name, submitted("17"), {**started("17"), "attempt": 1}, end)
         add_event(run, "nodes_excluded", job_id="17", nodes={"h01": "lost"})
     marked_bad(workplace.root, "h03", reason="/dev/shm: full")
-    assert "\nleft out    h03: /dev/shm: full\n" in workplace.invoke("status", "a").out
-    assert "left out" not in workplace.invoke("status", "b").out
+    assert "\nexcluded    h03: /dev/shm: full\n" in workplace.invoke("status", "a").out
+    assert "excluded" not in workplace.invoke("status", "b").out
 
 
 def test_status_shows_the_spares_that_were_asked_for(workplace: Workplace) -> None:
     workplace.run("a", submitted("17"), spare_nodes=1)
     asked = "2 nodes x 4 tasks = 8 ranks, and 1 spare node"
-    assert f"\nasked       {asked}\n" in workplace.invoke("status", "a").out
+    assert f"\nrequested   {asked}\n" in workplace.invoke("status", "a").out
     assert json.loads(workplace.invoke("status", "a", "--json").out)["spare_nodes"] == 1

@@ -122,7 +122,7 @@ def test_the_table_can_be_had_once_more_without_a_run(
     assert rows_of(again.out)["ddp 2"]["runs"] == ["a-ddp-2-r1", "a-ddp-2-r2"]
     one = rows_of(comparing("--of=a-ddp-2-r1", "--of=a-single-r2", "--json").out)
     assert one["ddp 2"]["runs"] == ["a-ddp-2-r1"]
-    assert one["ddp 2"]["speed_up"] == 2.0
+    assert one["ddp 2"]["speedup"] == 2.0
     missing = comparing("--of=b")
     assert missing.code == 2 and "'b'" in missing.err
 
@@ -456,7 +456,7 @@ def test_one_rank_against_two_for_real(synthetic_dir: Path, tmp_path: Path) -> N
     }  # fmt: skip
     single, ddp = rows["single 1"], rows["ddp 2"]
     assert single["steps"] == ddp["steps"] == 30
-    assert ddp["speed_up"] == pytest.approx(ddp["images_per_second"] / single["images_per_second"])
+    assert ddp["speedup"] == pytest.approx(ddp["images_per_second"] / single["images_per_second"])
     assert ddp["peak_memory_bytes"] > 50e6
     assert "images/s" not in err.partition("[1/2]")[2].partition("[1/2] single:")[0]
     run = RunDir(tmp_path / "jobs/a-ddp-2")

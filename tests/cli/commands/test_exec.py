@@ -180,7 +180,7 @@ library.write_bytes(b"x")
 with library.open("rb") as file:
     loaded = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 deadline = time.monotonic() + 90
-while not record.exists() or '"met": false' not in record.read_text():
+while not record.exists() or '"listened": false' not in record.read_text():
     assert time.monotonic() < deadline
     time.sleep(0.05)
 """
@@ -192,7 +192,7 @@ def test_a_rank_0_that_nobody_could_meet_is_recorded(tmp_path: Path) -> None:
     environ = {**STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
     done = run_exec("--run-dir", str(tmp_path), "--", *argv, environ=environ)
     assert done.returncode == 0, done.stderr
-    assert json.loads(record.read_text())["met"] is False
+    assert json.loads(record.read_text())["listened"] is False
 
 
 def test_a_recorded_command_that_is_not_there_gives_127(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_follow_ends_with_a_run_that_is_stopped(
 ) -> None:
     run = workplace.run("one", submitted("7"), {**started("7"), "attempt": 1})
     left = attempt("ended", 1, exit_code=75, cause="stopped", why="stopped", step=40)
-    asked = attempt("stop_asked", 1)
+    asked = attempt("stop_requested", 1)
     story(
         workplace, run, say("RUNNING"), f"{asked}; {say('RUNNING')}",
         f"{left}; {say('COMPLETING')}", say("FAILED"),

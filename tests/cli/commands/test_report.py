@@ -89,7 +89,7 @@ def test_json_is_a_list_with_stable_names(workplace: Workplace) -> None:
         "capture_seconds",
         "images_per_second", "world_size", "num_nodes", "hosts", "where", "preflight", "device",
         "precision", "backend", "threads", "cuda_graph", "versions", "peak_memory_bytes", "ranks",
-        "stragglers", "starts", "steps_done_twice", "seconds_lost", "attempts", "paid",
+        "stragglers", "num_attempts", "repeated_steps", "lost_seconds", "attempts", "usage",
         "confusions", "settings", "warnings", "weights_sha256", "finished",
     }  # fmt: skip
     assert (one["name"], one["complete"], one["accuracy"]) == ("one", True, 0.9876)
@@ -145,7 +145,7 @@ def test_starts_are_told_with_why_each_ended(workplace: Workplace) -> None:
     ) in got.out
     [report] = objects(workplace)
     assert [one["cause"] for one in report["attempts"]] == ["time limit", "killed", "running"]
-    assert (report["starts"], report["steps_done_twice"]) == (3, 10)
+    assert (report["num_attempts"], report["repeated_steps"]) == (3, 10)
 
 
 def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplace) -> None:
@@ -171,8 +171,8 @@ def test_what_was_paid_and_who_was_slow_stand_in_the_account(workplace: Workplac
         "steps from step 690)"
     )
     [report] = objects(workplace)
-    assert report["paid"]["node_hours"] == 20.0
-    assert report["paid"]["gpu_hours"] == 80.0
+    assert report["usage"]["node_hours"] == 20.0
+    assert report["usage"]["gpu_hours"] == 80.0
     assert report["attempts"][0]["stragglers"][0]["host"] == "h\033[31m02"
 
 

@@ -24,7 +24,7 @@ def end(run: RunDir, code: int = 0) -> None:
     """Let a trial have come to its end."""
     job_id = str(100 + int(run.name.rpartition("-")[2]))
     lines = [
-        {"time": 2e9, **started(job_id), "array_element": f"7_{int(job_id) - 100}"},
+        {"time": 2e9, **started(job_id), "array_task": f"7_{int(job_id) - 100}"},
         {"time": 2e9, **ended(job_id, code, cause="done" if code == 0 else "failed")},
     ]
     with run.events.open("a") as file:

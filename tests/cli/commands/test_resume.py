@@ -132,7 +132,7 @@ def test_a_run_that_lost_its_checkpoints_begins_anew_only_where_that_is_asked_fo
     assert workplace.invoke("resume", "one", "--dry-run").code == 2
     got = accepted(workplace, "one", "--from-scratch")
     assert "it starts from the beginning" in got.out
-    [asked] = [event for event in read_events(run) if event["event"] == "resume_asked"]
+    [asked] = [event for event in read_events(run) if event["event"] == "resume_requested"]
     assert asked["from_scratch"] == 1
 
 
@@ -147,7 +147,7 @@ def test_the_starts_are_counted_anew(workplace: Workplace) -> None:
     run = stopped(workplace)
     assert list(causes_by_attempt(events.read(run.events))) == [1]
     accepted(workplace, "one")
-    assert kinds(run)[-2:] == ["resume_asked", "submitted"]
+    assert kinds(run)[-2:] == ["resume_requested", "submitted"]
     assert causes_by_attempt(events.read(run.events)) == {}
     assert "queued" in status(workplace, "echo '13|PENDING|None'")
 
@@ -202,7 +202,7 @@ def test_a_refusal_of_sbatch_leaves_the_former_records(workplace: Workplace) -> 
     assert "invalid partition" in got.err
     assert (run.spec.read_bytes(), run.script.read_bytes()) == before
     assert not list(run.path.glob("*-1.*"))
-    assert kinds(run)[-1] == "resume_asked"
+    assert kinds(run)[-1] == "resume_requested"
     assert "state       stopped" in status(workplace, FORGOTTEN)
 
 
@@ -232,7 +232,7 @@ def test_what_is_typed_replaces_what_was_recorded(workplace: Workplace) -> None:
     assert (run.path / "script-1.sbatch").read_text() == old[0]
     assert (run.path / "spec-1.json").read_text() == old[1]
     assert run.spec.stat().st_mtime == old[2]  # the order of the runs stays
-    changed = next(e for e in read_events(run) if e["event"] == "resume_asked")["changes"]
+    changed = next(e for e in read_events(run) if e["event"] == "resume_requested")["changes"]
     assert "time 60, now 20" in changed
 
 
@@ -429,7 +429,7 @@ def test_one_that_was_altered_is_replaced(workplace: Workplace, options: tuple[s
 
 def recorded_changes(run: RunDir) -> list[list[str]]:
     """What changed with each."""
-    return [event["changes"] for event in read_events(run) if event["event"] == "resume_asked"]
+    return [event["changes"] for event in read_events(run) if event["event"] == "resume_requested"]
 
 
 def test_a_script_of_another_version_is_rendered_anew_with_other_options(
@@ -582,7 +582,7 @@ def code_run(workplace: Workplace) -> RunDir:
     tree = workplace.folder / "tree"
     tree.mkdir()
     (tree / "train.py").write_text("print(1)\n")
-    now = snapshot.fingerprint(tree, leave_out=run_folders(run))
+    now = snapshot.fingerprint(tree, exclude=run_folders(run))
     assert now is not None
     now.write(run.code_record)
     workplace.monkeypatch.chdir(tree)
@@ -614,7 +614,7 @@ def test_unchanged_code_or_a_copy_of_it_is_no_matter(workplace: Workplace) -> No
 def copied(workplace: Workplace) -> RunDir:
     """A command's run with a copy of the tree, in which it has written its state."""
     run = code_run(workplace)
-    snapshot.take(Path.cwd(), run.code, leave_out=run_folders(run))
+    snapshot.take(Path.cwd(), run.code, exclude=run_folders(run))
     (run.code / "state").write_text("step 7")
     return run
 
@@ -882,7 +882,7 @@ def test_a_command_that_is_done_is_done(workplace: Workplace) -> None:
     assert "--even-if-done" in got.err
     root = ["--runs-dir", str(workplace.root)]
     accepted(workplace, "one", "--even-if-done", *root)
-    assert kinds(run)[-2:] == ["resume_asked", "submitted"]
+    assert kinds(run)[-2:] == ["resume_requested", "submitted"]
 
 
 def test_a_failed_and_a_cancelled_run_go_on(workplace: Workplace) -> None:
@@ -953,7 +953,7 @@ def test_a_rehearsal_is_rehearsed_again(workplace: Workplace) -> None:
     assert got.code == 0, got.err + got.out
     assert run.rank_log(0).read_text() == "again\n"
     assert "here: done" in got.err
-    assert kinds(run)[:4] == ["submitted", "resume_asked", "submitted", "started"]
+    assert kinds(run)[:4] == ["submitted", "resume_requested", "submitted", "started"]
     assert "nothing" not in workplace.calls
     assert workplace.invoke("resume", "here").code == 2
 

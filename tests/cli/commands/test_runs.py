@@ -31,7 +31,7 @@ def test_runs_are_listed_with_the_latest_last(workplace: Workplace) -> None:
     got = workplace.invoke("runs")
     lines = got.out.splitlines()
     assert lines[0].split() == [
-        "NAME", "STATE", "JOB", "NODES", "AGE", "STEP", "LEFT", "TEST-ACC", "WHY",
+        "NAME", "STATE", "JOBID", "LAYOUT", "AGE", "STEP", "ETA", "TEST-ACC", "REASON",
     ]  # fmt: skip
     assert [line.split()[:4] for line in lines[1:]] == [
         ["first", "done", "1", "2x4"],

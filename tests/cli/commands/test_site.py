@@ -78,7 +78,7 @@ def test_the_files_that_another_one_hides_are_named(
     monkeypatch.setenv("CLUSTERDDP_SITE", "site.cfg")
     assert CliRunner().invoke(cli, ["site"]).output.splitlines()[1] == f"skipped: {own}"
     shown = json.loads(CliRunner().invoke(cli, ["site", "--site", str(own), "--json"]).output)
-    assert (shown["site"], shown["passed_over"]) == (str(own), [str(here)])
+    assert (shown["site"], shown["ignored_files"]) == (str(own), [str(here)])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
     assert got.code == 0
     assert lines["state"] == "running"
     assert lines["job"] == "12 (sbatch)"
-    assert lines["asked"] == "2 nodes x 4 tasks = 8 ranks"
+    assert lines["requested"] == "2 nodes x 4 tasks = 8 ranks"
     assert lines["hosts"] == "h01 h02"
     assert lines["progress"] == "step 40, epoch 1, training loss 0.2500, test accuracy 90.00%"
     assert "running for 2h05m" in lines["started"]
@@ -62,18 +62,18 @@ def test_of_several_runs_each_line_ends_with_the_code(workplace: Workplace) -> N
 def test_where_relative_output_lies_is_said_for_code_of_ones_own(workplace: Workplace) -> None:
     run = workplace.run("own", submitted("12", folder="/home/me/x"), started("12"))
     trained = workplace.invoke("status", "--json").out
-    assert json.loads(trained)["works_in"] == ""
-    assert "works in" not in workplace.invoke("status").out
+    assert json.loads(trained)["working_directory"] == ""
+    assert "workdir" not in workplace.invoke("status").out
     spec = dataclasses.replace(run.load_spec(), train=None, command=("python", "train.py"))
     run.spec.write_text(spec.to_json())
     said = workplace.invoke("status").out
-    assert "works in    /home/me/x; relative output is there\n" in said
+    assert "workdir     /home/me/x; relative output is there\n" in said
     run.code.mkdir()
     said = workplace.invoke("status").out
-    assert f"works in    {run.code}; relative output is there\n" in said
+    assert f"workdir     {run.code}; relative output is there\n" in said
     inside = dataclasses.replace(spec, container_image="docker://x", container_workdir="/w")
     run.spec.write_text(inside.to_json())
-    assert "works in    /w in the container; relative output" in workplace.invoke("status").out
+    assert "workdir     /w in the container; relative output" in workplace.invoke("status").out
 
 
 def attempts(run: RunDir, *ends: dict[str, Any]) -> None:
@@ -130,8 +130,13 @@ def test_a_silent_run_says_since_when_and_which_rank_differs(workplace: Workplac
     attempt.outcomes.mkdir(parents=True)
     run.rank_log(0).write_text("step 1\n")
     run.job_log.write_text("where they are\n")
-    where = {"since": 1.0, "printed": 7, "ranks": [1], "places": "sleep (a.py:3), most are in b"}
-    attempt.silent.write_text(json.dumps(where))
+    where = {
+        "since": 1.0,
+        "output_bytes": 7,
+        "ranks": [1],
+        "places": "sleep (a.py:3), most are in b",
+    }
+    attempt.stalled.write_text(json.dumps(where))
     workplace.command("squeue", "echo '7|RUNNING|None'")
     silent = f"no rank has printed anything since {formatting.moment(1.0)}; rank 1 is in sleep"
     for shown in (workplace.invoke("status", "one").out, workplace.invoke("runs").out):
@@ -251,7 +256,7 @@ def test_an_element_of_an_array_is_found_by_the_name_that_squeue_shows(
 ) -> None:
     # The last element has the array's own number as its job id.
     for index, job_id in enumerate(("12", "13", "11")):
-        start = {**started(job_id), "array_element": f"11_{index}"}
+        start = {**started(job_id), "array_task": f"11_{index}"}
         workplace.run(f"arr-{index}", start, ended(job_id, 0))
         got = workplace.invoke("status", f"11_{index}")
         assert got.out.startswith(f"run         arr-{index}\n"), got.err

@@ -53,15 +53,15 @@ def test_the_attempt_at_work_gets_a_mark_and_no_signal(workplace: Workplace) -> 
     assert got.out == (
         "one: asked attempt 1 to save a checkpoint and exit\n  resume with: clusterddp resume one\n"
     )
-    assert Attempt(run, 1).asked_to_stop() == "stop"
-    assert kinds(run)[-1] == "stop_asked"
+    assert Attempt(run, 1).stop_reason() == "stop"
+    assert kinds(run)[-1] == "stop_requested"
     assert not [call for call in workplace.calls if "scancel" in call]
     assert "asked to save a checkpoint and exit" in workplace.invoke("status", "one").out
 
 
 def test_a_run_that_does_not_leave_says_what_to_do_after_a_minute(workplace: Workplace) -> None:
     """As one whose handler of USR1 waits for the other ranks in a barrier."""
-    asked = {"event": "stop_asked", "job_id": "1"}
+    asked = {"event": "stop_requested", "job_id": "1"}
     workplace.run("one", submitted("1"), started("1"), asked, age=75)
     workplace.run("two", submitted("2"), started("2"), {**asked, "job_id": "2"}, age=20)
     workplace.command("squeue", "echo '1|RUNNING|None'; echo '2|RUNNING|None'")
@@ -80,8 +80,8 @@ def test_the_latest_attempt_is_asked(workplace: Workplace) -> None:
     Attempt(run, 2).path.mkdir()
     workplace.command("squeue", RUNS)
     workplace.invoke("stop", "one")
-    assert Attempt(run, 1).asked_to_stop() is None
-    assert Attempt(run, 2).asked_to_stop() == "stop"
+    assert Attempt(run, 1).stop_reason() is None
+    assert Attempt(run, 2).stop_reason() == "stop"
 
 
 def test_the_record_comes_before_the_look_for_the_attempt(
@@ -98,8 +98,8 @@ def test_the_record_comes_before_the_look_for_the_attempt(
 
     monkeypatch.setattr("clusterddp.status.stop.latest", look)
     workplace.invoke("stop", "one")
-    assert seen == ["stop_asked"]
-    assert Attempt(run, 1).asked_to_stop() == "stop"
+    assert seen == ["stop_requested"]
+    assert Attempt(run, 1).stop_reason() == "stop"
 
 
 def test_between_two_attempts_the_record_is_enough(workplace: Workplace) -> None:
@@ -108,21 +108,23 @@ def test_between_two_attempts_the_record_is_enough(workplace: Workplace) -> None
     workplace.command("squeue", RUNS)
     got = workplace.invoke("stop", "one")
     assert "no attempt is running, and none will start" in got.out
-    assert kinds(run)[-1] == "stop_asked"
-    assert Attempt(run, 1).asked_to_stop() is None
+    assert kinds(run)[-1] == "stop_requested"
+    assert Attempt(run, 1).stop_reason() is None
 
 
 def test_a_command_gets_usr1_through_its_script(workplace: Workplace) -> None:
     run = of_a_command(training(workplace))
     workplace.command("squeue", RUNS)
     # Recorded before, and not narrowed by this shell's own settings.
-    workplace.command("scancel", f'[ -z "$SCANCEL_STATE" ] && /bin/grep -q stop_asked {run.events}')
+    workplace.command(
+        "scancel", f'[ -z "$SCANCEL_STATE" ] && /bin/grep -q stop_requested {run.events}'
+    )
     workplace.monkeypatch.setenv("SCANCEL_STATE", "PENDING")
     got = workplace.invoke("stop", "one")
     assert got.code == 0, got.err
     assert workplace.calls[-1] == "scancel --batch --signal=USR1 12"
     assert "sent SIGUSR1 to its command" in got.out
-    assert Attempt(run, 1).asked_to_stop() == "stop"  # so that `finish` knows too
+    assert Attempt(run, 1).stop_reason() == "stop"  # so that `finish` knows too
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_scancels_words_reach_the_person_and_the_record_is_taken_back(
     got = workplace.invoke("stop", "one")
     assert got.code == 1
     assert "scancel: error" in got.err
-    assert kinds(run)[-2:] == ["stop_asked", "stop_failed"]
+    assert kinds(run)[-2:] == ["stop_requested", "stop_failed"]
 
 
 def test_a_signal_that_has_ended_the_job_has_reached_it(workplace: Workplace) -> None:
@@ -151,7 +153,7 @@ def test_a_signal_that_has_ended_the_job_has_reached_it(workplace: Workplace) ->
     got = workplace.invoke("stop", "one")
     assert (got.code, got.err) == (0, "")
     assert "sent SIGUSR1 to its command" in got.out
-    assert kinds(run)[-2:] == ["stop_asked", "ended"]
+    assert kinds(run)[-2:] == ["stop_requested", "ended"]
 
 
 def test_a_command_of_slurm_that_fails_in_silence_is_explained(workplace: Workplace) -> None:
@@ -212,7 +214,7 @@ def test_so_is_one_that_waits_to_be_requeued(workplace: Workplace) -> None:
     workplace.command("scancel", "exit 0")
     got = workplace.invoke("stop", "one", "--json")
     [result] = json.loads(got.out)
-    assert (result["asked"], result["cancelled"], result["job_id"]) == (False, True, "12")
+    assert (result["requested"], result["cancelled"], result["job_id"]) == (False, True, "12")
     assert workplace.calls[-1] == "scancel 12"
 
 
@@ -245,7 +247,7 @@ def test_the_mark_needs_no_slurm(workplace: Workplace) -> None:
     got = workplace.invoke("stop", "one")
     assert got.code == 0
     assert "asked attempt 1 to save a checkpoint and exit (Slurm cannot be queried" in got.out
-    assert Attempt(run, 1).asked_to_stop() == "stop"
+    assert Attempt(run, 1).stop_reason() == "stop"
 
 
 def test_several_runs_are_asked_and_a_repeated_one_once(workplace: Workplace) -> None:
@@ -253,7 +255,7 @@ def test_several_runs_are_asked_and_a_repeated_one_once(workplace: Workplace) ->
         training(workplace, name, str(number))
     workplace.command("squeue", "echo '1|RUNNING|None'; echo '2|RUNNING|None'")
     got = workplace.invoke("stop", "a", "b", "1", "--json")
-    assert [(r["name"], r["asked"]) for r in json.loads(got.out)] == [("a", True), ("b", True)]
+    assert [(r["name"], r["requested"]) for r in json.loads(got.out)] == [("a", True), ("b", True)]
     assert len([call for call in workplace.calls if call.startswith("squeue")]) == 1
 
 
@@ -265,8 +267,8 @@ def test_the_others_are_asked_where_one_name_is_wrong(
     workplace.command("squeue", RUNS)
     got = workplace.invoke("stop", *names)
     assert (got.code, "no run 'tow'" in got.err) == (2, True)
-    assert '"asked": true' in got.out or "one: asked attempt 1" in got.out
-    assert kinds(run)[-1] == "stop_asked"
+    assert '"requested": true' in got.out or "one: asked attempt 1" in got.out
+    assert kinds(run)[-1] == "stop_requested"
 
 
 def test_the_others_are_asked_and_waited_for_where_scancel_refuses_one(
@@ -312,7 +314,7 @@ def test_a_rehearsal_gets_the_mark_alone(workplace: Workplace) -> None:
     run = local(workplace)
     got = workplace.invoke("stop", "here")
     assert "asked attempt 1 to save a checkpoint and exit" in got.out
-    assert Attempt(run, 1).asked_to_stop() == "stop"
+    assert Attempt(run, 1).stop_reason() == "stop"
     assert workplace.calls == []
 
 
@@ -323,7 +325,7 @@ def test_a_debug_run_without_an_attempt_is_asked_again_later(workplace: Workplac
     got = workplace.invoke("stop", "here")
     assert got.code == 2
     assert "still starting" in got.err
-    assert kinds(run)[-2:] == ["stop_asked", "stop_failed"]
+    assert kinds(run)[-2:] == ["stop_requested", "stop_failed"]
 
 
 def test_the_command_of_a_rehearsal_cannot_be_asked_and_is_told_so(workplace: Workplace) -> None:
@@ -338,7 +340,7 @@ def test_the_loop_of_a_rehearsals_command_is_asked_by_the_mark(workplace: Workpl
     Attempt(run, 1).record.write_text("{}")
     got = workplace.invoke("stop", "here")
     assert "asked attempt 1 to save a checkpoint and exit" in got.out
-    assert Attempt(run, 1).asked_to_stop() == "stop"
+    assert Attempt(run, 1).stop_reason() == "stop"
 
 
 # -- waiting -----------------------------------------------------------------------------------
@@ -359,7 +361,7 @@ def test_wait_returns_when_the_run_has_left(
 
 
 def _leave(run: RunDir, line: dict[str, Any], workplace: Workplace) -> None:
-    if kinds(run)[-1] == "stop_asked":
+    if kinds(run)[-1] == "stop_requested":
         add_event(run, **line)
         workplace.command("squeue", "echo '12|FAILED|None'")
 
@@ -379,7 +381,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_request(workplace: Workplace) -> No
     finally:
         process.kill()
         process.communicate()
-    assert Attempt(run, 1).asked_to_stop() == "stop"
+    assert Attempt(run, 1).stop_reason() == "stop"
 
 
 def test_a_hostile_folder_is_carried(workplace: Workplace) -> None:
@@ -388,7 +390,7 @@ def test_a_hostile_folder_is_carried(workplace: Workplace) -> None:
     workplace.command("squeue", RUNS)
     got = workplace.invoke("stop", "one", "--runs-dir", str(root))
     assert got.code == 0
-    assert Attempt(RunDir(root / "one"), 1).asked_to_stop() == "stop"
+    assert Attempt(RunDir(root / "one"), 1).stop_reason() == "stop"
     assert not list(Path(workplace.folder).rglob("pwned"))
 
 
@@ -401,10 +403,10 @@ def test_ranks_that_a_person_started_are_asked_to_leave_and_are_not_cancelled(
     got = workplace.invoke("cancel", "78")
     assert "one: its ranks were started by hand" in got.out
     assert not workplace.calls
-    assert attempt.asked_to_stop() is None
+    assert attempt.stop_reason() is None
     got = workplace.invoke("stop", "78")
     assert (got.code, got.out) == (0, "one: asked attempt 1 to save a checkpoint and exit\n")
-    assert attempt.asked_to_stop() == "stop"
+    assert attempt.stop_reason() == "stop"
     end = {"cause": "stopped", "reason": "stop", "step": 7, "saved": 7}
     attempt.end.write_text(json.dumps(end))
     got = workplace.invoke("stop", "--wait", "78")

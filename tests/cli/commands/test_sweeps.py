@@ -50,7 +50,7 @@ def record(run: RunDir, *lines: dict[str, object]) -> None:
 
 def finish(sweep: SweepDir, index: int, code: int, job_id: str) -> None:
     """Record that a trial's job has started and ended."""
-    start = {**started(job_id), "array_element": f"7_{index}"}
+    start = {**started(job_id), "array_task": f"7_{index}"}
     record(sweep.element(index), start, ended(job_id, code))
 
 
@@ -135,7 +135,7 @@ def test_who_no_longer_waits_for_a_sweep_is_told_that_it_goes_on(
 def test_one_line_of_jobs_counts_the_trials(sweep: SweepDir, workplace: Workplace) -> None:
     for index in range(4):
         finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
-    running = {**started("14"), "array_element": "7_4"}
+    running = {**started("14"), "array_task": "7_4"}
     record(sweep.element(4), running)
     lines = ["7_4 14|RUNNING|None", *(f"7_{i} 7|PENDING|JobArrayTaskLimit" for i in range(5, 10))]
     workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
@@ -176,7 +176,7 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
 
 def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
     finish(sweep, 0, code=0, job_id="10")
-    record(sweep.element(1), {**started("11"), "array_element": "7_1"})
+    record(sweep.element(1), {**started("11"), "array_task": "7_1"})
     lines = ["7_1 11|RUNNING|None", *(f"7_{i} 7|PENDING|None" for i in range(2, 10))]
     workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
     workplace.command("scancel", "")
@@ -237,7 +237,7 @@ def test_the_trials_that_have_failed_are_one_array(sweep: SweepDir, workplace: W
     assert json.loads(done.out)["indices"] == [2, 3, 7]
     assert "sbatch --parsable --array=2-3,7 --comment=clusterddp:s" in workplace.calls
     kinds = [event.kind for event in events.read(sweep.element(3).events)]
-    assert kinds[-2:] == ["resume_asked", "submitted"]
+    assert kinds[-2:] == ["resume_requested", "submitted"]
     assert len(events.read(sweep.element(4).events)) == 3
     assert find_sweep(workplace.root, "30") == sweep
 
@@ -253,7 +253,7 @@ def test_a_trial_by_itself_is_its_element_unless_its_request_is_another(
     again = workplace.invoke("resume", "s-3")
     assert again.code == 0, again.err
     assert f"sbatch --parsable {sent}" in workplace.calls
-    record(sweep.element(3), {**started("30"), "array_element": "30_3"}, ended("30", 1))
+    record(sweep.element(3), {**started("30"), "array_task": "30_3"}, ended("30", 1))
     workplace.command("sbatch", "echo 40")
     more = workplace.invoke("resume", "s-3", "--mem", "64G")
     assert more.code == 0, more.err
@@ -281,7 +281,7 @@ def test_a_trial_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     assert again.code == 0, again.err
     assert "must be resumed separately: clusterddp resume s-3\n" in again.err
     assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
-    record(sweep.element(5), {**started("51"), "array_element": "50_5"}, ended("51", 0))
+    record(sweep.element(5), {**started("51"), "array_task": "50_5"}, ended("51", 0))
     none = workplace.invoke("resume", "s", "--mem", "32G")
     assert none.code == 2
     assert "must be resumed separately: clusterddp resume s-3 [CD1103]\n" in none.err
@@ -314,7 +314,7 @@ def test_a_run_waits_for_a_sweep_and_for_a_trial_that_is_submitted_again(
     again = workplace.invoke("resume", "s-2")
     assert again.code == 0, again.err
     assert "b0 (job 20) waits for it" in again.err
-    record(sweep.element(2), {**started("35"), "array_element": "30_2"}, ended("35", 1))
+    record(sweep.element(2), {**started("35"), "array_task": "30_2"}, ended("35", 1))
     workplace.command("squeue", queued.format("31_2"))
     workplace.command("sbatch", "echo 31")
     assert workplace.invoke("resume", "s").code == 0
@@ -339,7 +339,7 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
     squeue = PENDING.replace("$N", "7")
     workplace.command("squeue", f"{squeue}; echo '5 5|RUNNING|None'")
     told = json.loads(workplace.invoke("status", "--json", "s-4").out)
-    assert (told["detail"], told["waits_for"]) == ("waits for a", ["a"])
+    assert (told["detail"], told["dependencies"]) == ("waits for a", ["a"])
     awaited = RunDir(workplace.root / "a")
     record(awaited, ended("5", 75), {**submitted("8"), "in_place_of": "5"})
     workplace.command("squeue", f"{squeue}; echo '8 8|PENDING|None'")
@@ -348,7 +348,7 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
     assert sent == ["scontrol update JobId=7_[0-9] Dependency=singleton,afterany:8"]
     kept = events.read(RunDir(workplace.root / "s-9").events)
     assert [event.kind for event in kept] == ["submitted", "waits", "waits"]
-    [by] = [e.by for e in events.read(awaited.events) if isinstance(e, events.AwaitedBy)]
+    [by] = [e.by for e in events.read(awaited.events) if isinstance(e, events.DependentAdded)]
     assert by == str(workplace.root / "s")
 
 
@@ -377,7 +377,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_trials(
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
     notify.notify_from_job(sweep)
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
-    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    record(sweep.element(2), {**started("31"), "array_task": "30_2"}, ended("31", 0))
     workplace.command("squeue", "")
     for _ in range(2):
         notify.notify_from_job(sweep)
@@ -424,7 +424,7 @@ def test_what_trials_share_is_removed_once_none_could_go_on(
     )
     workplace.command("sbatch", "echo 30")
     assert workplace.invoke("resume", "s-2").code == 0
-    record(sweep.element(2), {**started("31"), "array_element": "30_2"}, ended("31", 0))
+    record(sweep.element(2), {**started("31"), "array_task": "30_2"}, ended("31", 0))
     shown = workplace.invoke("clean", "--dry-run", "s")
     assert [row.split()[0] for row in shown.out.splitlines()[1:3]] == ["s", "s"]
     assert workplace.invoke("clean", "--yes", "s-*").code == 0
@@ -434,7 +434,7 @@ def test_what_trials_share_is_removed_once_none_could_go_on(
     assert not (sweep.code / "train.py").exists()
     assert sweep.spec.exists()
     assert [event.kind for event in events.read(sweep.events)][-1] == "cleaned"
-    record(sweep.element(2), {"event": "resume_asked"}, {**started("32")}, ended("32", 1))
+    record(sweep.element(2), {"event": "resume_requested"}, {**started("32")}, ended("32", 1))
     again = workplace.invoke("resume", "s-2")
     assert again.code == 2
     assert "'clusterddp clean' removed the copy of the code of" in again.err
@@ -549,7 +549,7 @@ def test_a_trial_whose_directory_is_gone_is_made_again(
     assert "sbatch --parsable --array=3,5 --comment=clusterddp:s" in workplace.calls
     assert sweep.element(3).load_spec() == sweep.load_spec().element(3)
     kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
-    assert [each[-2:] for each in kinds] == [["submitted"], ["resume_asked", "submitted"]]
+    assert [each[-2:] for each in kinds] == [["submitted"], ["resume_requested", "submitted"]]
     has = workplace.invoke("resume", "s", "--sweep", "n=3")
     assert "failed and missing trials: clusterddp resume s" in has.err
 
@@ -632,7 +632,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_trials_that_failed(
     coded: SweepDir, workplace: Workplace
 ) -> None:
     shown = workplace.invoke("status", "s").out.splitlines()
-    assert shown[-4].split() == ["TRIAL", "STATE", "n", "WHY"]
+    assert shown[-4].split() == ["TRIAL", "STATE", "n", "REASON"]
     assert [line.split()[:3] for line in shown[-3:]] == [
         ["s-0", "done", "0"], ["s-1", "failed", "1"], ["s-2", "failed", "2"],
     ]  # fmt: skip

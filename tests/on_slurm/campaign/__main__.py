@@ -113,7 +113,7 @@ def table(results: Sequence[Result]) -> str:
     """The rows in columns. Seconds lost: beyond the uninterrupted run, which had all cores."""
     rows = [("FAULT", "EXPECTED", "LOST", "SEEN")]
     for result in results:
-        lost = "" if result.seconds_lost is None else f"{result.seconds_lost:.0f} s"
+        lost = "" if result.lost_seconds is None else f"{result.lost_seconds:.0f} s"
         seen = _first_line(result.seen)
         rows.append((result.fault.name, result.fault.expected, lost,
                      seen if result.ok else f"DIFFERS: {seen}"))  # fmt: skip

@@ -270,7 +270,7 @@ def disk_read_only(trial: Trial) -> str:
     state = run.status()["state"]
     if state != "failed":
         raise run.differs(f"status says {state}")
-    trial.seconds_lost = None
+    trial.lost_seconds = None
     return f"failed: {said.strip().splitlines()[-1]}"
 
 
@@ -290,7 +290,7 @@ def run_directory_removed(trial: Trial) -> str:
         raise run.differs(f"slurm-{job_id}.out says {said!r}: nobody says that it is gone")
     if run.dir.report.exists():
         raise run.differs("there is a report.json")
-    trial.seconds_lost = None
+    trial.lost_seconds = None
     return f"ended in {quick:.0f} s: {said.strip().splitlines()[-1]}"
 
 

@@ -40,7 +40,7 @@ class Result:
     fault: Fault
     seen: str
     ok: bool
-    seconds_lost: float | None
+    lost_seconds: float | None
     wall_seconds: float
 
 
@@ -145,7 +145,7 @@ class Site:
             seen, ok = str(error) or type(error).__name__, False
             if not isinstance(error, Differs):
                 seen = traceback.format_exc()
-        lost = trial.seconds_lost if trial else None
+        lost = trial.lost_seconds if trial else None
         return Result(fault, seen, ok, lost, time.monotonic() - began)
 
     def _save(self, fault: Fault, folder: Path, cluster: SlurmCluster) -> None:

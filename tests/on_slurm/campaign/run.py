@@ -139,7 +139,7 @@ class Trial(Place):
 
     def __init__(self, place: Place) -> None:
         super().__init__(**place.__dict__)
-        self.seconds_lost: float | None = None
+        self.lost_seconds: float | None = None
         self.runs: list[Run] = []
 
     def start(
@@ -463,7 +463,7 @@ class Run:
         if baseline:
             usual = SCRIPT_PACE if self.config in SCRIPTS else PACE
             paced = baseline.wall_seconds + self.steps * (self.pace - usual)
-            self.trial.seconds_lost = self.wall_seconds() - paced
+            self.trial.lost_seconds = self.wall_seconds() - paced
 
     def differs(self, what: str) -> Differs:
         """An error with the run's last words."""
