@@ -77,7 +77,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     three.kill_host("h02")
     wait_for(lambda: "nodes_excluded" in kinds(run), "the verdict", 240)
     shown = json.loads(typed(three, home, *CLUSTERDDP, "status", "lost", "--json").stdout)
-    assert shown["excluded"] == {"h02": "lost during attempt 1"}
+    assert shown["excluded_nodes"] == {"h02": "lost during attempt 1"}
     three.start_slurmd("h02")  # and it could be given again
     assert three.wait_job(job_of(run)) == "COMPLETED", run.job_log.read_text()
     started = [event["nodelist"] for event in read_events(run) if event["event"] == "started"]

@@ -148,7 +148,7 @@ def test_status_shows_what_a_run_leaves_out_until_it_is_cleared(workplace: Workp
     add_event(run, "nodes_excluded", job_id="17", nodes={"h02": "lost during attempt 1"})
     assert "excluded    h02: lost during attempt 1\n" in workplace.invoke("status", "a").out
     shown = json.loads(workplace.invoke("status", "a", "--json").out)
-    assert shown["excluded"] == {"h02": "lost during attempt 1"}
+    assert shown["excluded_nodes"] == {"h02": "lost during attempt 1"}
     workplace.invoke("bad-nodes", "clear", "h02")
     assert "excluded" not in workplace.invoke("status", "a").out
 

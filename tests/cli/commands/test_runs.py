@@ -179,7 +179,7 @@ def test_runs_are_listed_without_any_slurm(workplace: Workplace) -> None:
     workplace.run("lost", submitted("2"))
     got = workplace.invoke("runs")
     assert got.code == 0
-    assert "over  failed   1    2x4" in got.out
+    assert "over  failed   1      2x4" in got.out
     assert BOOM in got.out
     assert "no squeue on PATH" in got.out
 

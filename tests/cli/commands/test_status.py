@@ -35,7 +35,7 @@ def test_status_tells_all_that_is_known(workplace: Workplace) -> None:
     assert lines["state"] == "running"
     assert lines["job"] == "12 (sbatch)"
     assert lines["requested"] == "2 nodes x 4 tasks = 8 ranks"
-    assert lines["hosts"] == "h01 h02"
+    assert lines["nodes"] == "h01 h02"
     assert lines["progress"] == "step 40, epoch 1, training loss 0.2500, test accuracy 90.00%"
     assert "running for 2h05m" in lines["started"]
     assert lines["next"] == "clusterddp logs -f mnist-1"
