@@ -143,7 +143,7 @@ def follow_sweep(
     fields |= {"job_id": submission.job_id, "indices": [*indices], **sweep_fields(spec.sweep)}
     words = f"submitted {spec.run_name} as job array {submission.job_id}"
     if is_local:
-        words = f"running {spec.run_name} here, one trial after another"
+        words = f"running {spec.run_name} here, one trial at a time"
     words += (
         f": {count}, each {spec.layout}\n"
         f"  files   {spec.run_dir}-INDEX\n"

@@ -38,7 +38,7 @@ _OF_COMMANDS = {
 """Fields of a request that the training does not use, and why."""
 _ROWS = {row.name: row for row in TRAINING}
 _KEPT = {
-    "recipe": "a recipe sets several options. Sweep those",
+    "recipe": "a recipe sets several options. Sweep those instead",
     "init-from": "all trials start from the same checkpoint. Submit once for each",
     "data-dir": "all trials read the same directory. Submit once for each",
     "find-batch-size": "it does not train. Run it once, without a sweep",
@@ -201,13 +201,9 @@ class BuiltIn(_Program):
         """
         for name in names:
             if name in _KEPT:
-                raise OptionError("--sweep", f" {name} cannot be swept: {_KEPT[name]}.")
+                raise OptionError("--sweep", f" {name}: {_KEPT[name]}.")
             if name in request:
-                raise OptionError(
-                    "--sweep",
-                    f" {name} cannot be swept: all trials are one job array and request the same "
-                    f"resources. Submit once for each value, with --{name}.",
-                )
+                raise _shared_option(name)
             if name not in _ROWS:
                 import difflib
 
@@ -302,12 +298,13 @@ class Command(_Program):
     def refuse_names(self, names: Sequence[str], request: set[str]) -> None:
         used = {name for word in self.command for name in _places(names).findall(word)}
         for name in names:
+            if name not in used and name in request:
+                raise _shared_option(name)
             if name not in used:
                 raise OptionError(
                     "--sweep",
                     f" {name}: the COMMAND does not contain {{{name}}}, so all trials would be the "
-                    f"same. Write it where the value goes: -- python train.py --{name} {{{name}}}. "
-                    "Options of clusterddp cannot be swept.",
+                    f"same. Write it where the value goes: -- python train.py --{name} {{{name}}}",
                 )
 
     def unused_placeholders(self, names: Sequence[str]) -> list[str]:
@@ -328,6 +325,14 @@ class Command(_Program):
 
 
 Program: TypeAlias = BuiltIn | Command
+
+
+def _shared_option(name: str) -> OptionError:
+    return OptionError(
+        "--sweep",
+        f" {name}: all trials are tasks of one job array, so they share --{name}. Submit once for "
+        "each value.",
+    )
 
 
 def _value(name: str, text: str) -> object:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from clusterddp import formatting
 from clusterddp.errors import OptionError
 from clusterddp.request.options import Record
 from clusterddp.slurm import forms
@@ -301,9 +302,9 @@ def _draw_trials(
         trials[tuple(at(source.random()) for at in draw)] = None
         if len(trials) == count:
             return tuple(trials)
+    found = formatting.count(len(trials), "trial")
     raise OptionError(
-        "--num-samples",
-        f" {count}: the values give only about {len(trials)} different trials. Use a smaller N.",
+        "--num-samples", f" {count}: the values give only about {found}. Use a smaller N."
     )
 
 

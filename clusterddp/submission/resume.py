@@ -424,7 +424,7 @@ def _failed_indices(sweep: SweepDir) -> list[int]:
     if not indices:
         raise RequestError(
             f"every trial of {sweep.name} is done, queued or running, so there is nothing to "
-            f"submit. To add trials: clusterddp resume {sweep.cli_name} --sweep NAME=VALUES "
+            f"resume. To add trials: clusterddp resume {sweep.cli_name} --sweep NAME=VALUES "
             "[CD1103]"
         )
     return indices

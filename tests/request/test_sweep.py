@@ -159,15 +159,18 @@ def test_a_trial_is_the_request_of_a_run_of_its_own() -> None:
     for each in (spec, trial):
         assert JobSpec.from_json(each.to_json()) == each
     assert JobSpec.from_script("\n".join(spec.to_script()), "/jobs/s") == spec
-    assert "sweep" not in JobSpec("r", "/jobs/r", Resources(), command=("a",)).to_json()
+    assert '"sweep"' not in JobSpec("r", "/jobs/r", Resources(), command=("a",)).to_json()
 
 
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        (["nodes=1,2"], "nodes cannot be swept: .* Submit once for each value, with --nodes"),
-        (["time=1:00,2:00"], "time cannot be swept: all trials are one job array"),
-        (["recipe=a"], "recipe cannot be swept: a recipe sets several"),
+        (
+            ["nodes=1,2"],
+            "nodes: all trials are tasks of one job array, so they share --nodes. Submit",
+        ),
+        (["time=1:00,2:00"], "time: all trials are tasks of one job array"),
+        (["recipe=a"], "recipe: a recipe sets several"),
         (["learning=1"], "no such option"),
         (["lr=0.1,high"], "'high' is not a number"),
         (["epochs=1.5"], "'1.5' is not a whole number"),
@@ -200,6 +203,9 @@ def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
     assert spec.element(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
     with pytest.raises(OptionError, match=r"the COMMAND does not contain \{n\}"):
         command("p", "{a}", sweep=parse(["a=1", "n=1,2"]))
+    with pytest.raises(OptionError, match="one job array, so they share --nodes"):
+        command("p", "{a}", sweep=parse(["a=1", "nodes=1,2"]))
+    command("p", "{nodes}", sweep=parse(["nodes=1,2"]))
 
 
 @pytest.mark.parametrize("text", REFUSED)

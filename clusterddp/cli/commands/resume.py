@@ -201,7 +201,8 @@ def _resume_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
     if not again:
         raise RequestError(
-            f"none of the {len(runs)} runs of {pattern} has failed or was stopped. [CD1103]"
+            f"none of the {len(runs)} runs of {pattern} failed or was stopped, so there is nothing "
+            "to resume. [CD1103]"
         )
     code, fields = EXIT_DONE, []
     for run in again:
