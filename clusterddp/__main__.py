@@ -10,23 +10,23 @@ from clusterddp.version import bundle_file
 
 def main() -> NoReturn:
     """Run the command and exit with its code."""
-    gc.disable()  # until `go_on`, and before anything else is imported
+    gc.disable()  # before the other imports; `enable_gc` enables it again
     try:
-        _leave_the_runs_own()
+        _use_installed_package()
         from clusterddp.cli.main import main as run
 
         run()
-    except KeyboardInterrupt:  # outside of click: during the imports, or at the very end
+    except KeyboardInterrupt:  # outside of click: during imports or at exit
         from clusterddp.errors import EXIT_INTERRUPTED
 
         sys.stderr.write("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _leave_the_runs_own() -> None:
-    """Become the installed command, where a COMMAND's path has led to its run's own package.
+def _use_installed_package() -> None:
+    """Re-execute as the installed command if PYTHONPATH led a COMMAND to its run's bundle.
 
-    That is there for `clusterddp.loop`, and has neither click nor templates.
+    The bundle is for `clusterddp.loop` and has neither click nor templates.
     """
     own = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 -- light
     if bundle_file() or not os.path.isfile(own):  # noqa: PTH113

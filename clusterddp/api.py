@@ -59,9 +59,9 @@ _NAMES = {
 """Parameter of each option by all its names, including aliases such as `ntasks_per_node`."""
 _ELSEWHERE = {
     "dry_run": "render(spec) gives the script of a JobSpec",
-    "gpus": "those of each node are gpus_per_node",
+    "gpus": "use gpus_per_node, the GPUs of each node",
     "sweep": "'clusterddp submit --sweep …' submits one",
-    "wait": "call wait() of the run that comes back",
+    "wait": "call wait() of the returned run",
 }
 """What to use in place of names that are not options of a request."""
 _TEMPLATES = ("template", "template_dir")
@@ -73,7 +73,7 @@ _FLAG = re.compile(r"(clusterddp [a-z][^.;\n]*)|(?<![\w-])--([a-z][a-z-]*)(?![\w
 def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
     """Return the batch script that `submit` sends, as `clusterddp submit --dry-run` prints it.
 
-    template_folder: directory of your own templates.
+    template_folder: directory of user templates.
 
     Raises RequestError if the template is invalid or the command is a launcher.
     """
@@ -83,7 +83,7 @@ def render(spec: JobSpec, template_folder: str | Path | None = None) -> str:
 
 
 def _with_slurm(spec: JobSpec) -> JobSpec:
-    """Return the request with the directory of Slurm's commands, as the command line sets it."""
+    """Return the request with the directory of Slurm's commands set, like the command line."""
     return spec if spec.slurm_folder else replace(spec, slurm_folder=slurm_folder())
 
 
@@ -163,10 +163,10 @@ class Run:
         return stacks.read(self._run, self.status(), [] if rank is None else [rank])
 
     def stop(self) -> Stop:
-        """Ask the run to save and leave, and keep it from starting again until `resume`.
+        """Ask the run to save a checkpoint and exit; it does not restart until `resume`.
 
-        A run that waits in the queue is cancelled; one that has ended is left as it is. Raises
-        RequestError or SlurmError where it could not be asked.
+        A queued run is cancelled; an ended run is not changed. Raises RequestError or SlurmError if
+        it could not be asked.
         """
         return stopping.stop(self._run, self.status())
 
@@ -189,10 +189,10 @@ class Run:
         template_folder: str | Path | None = None,
         snapshot_limit_mb: float | None = None,
     ) -> Resumption:
-        """Resume the run from its newest checkpoint; see `Terms`.
+        """Resume the run from its latest checkpoint; see `Terms`.
 
-        spec: the request in place of the recorded one; resources, training and restarts may differ.
-        Raises RequestError where nothing was submitted, SlurmError where the job may be queued.
+        spec: request that replaces the recorded one; resources, training and restarts may differ.
+        Raises RequestError if nothing was submitted, SlurmError if the job may be queued.
         """
         terms = Terms(
             allow_config_change=allow_config_change,
@@ -263,20 +263,20 @@ def submit(
     keywords, for example `gpus_per_node=4`. Empty: the built-in training. Paths are relative to
     the current directory.
 
-    test_only: submit and write nothing; return Slurm's forecast as text. check_python: start the
-    tasks' interpreters and require that they can import torch. force: submit even if no partition
-    fits, or the command's program is not on the PATH here. snapshot_limit_mb: maximum size of the
-    copy of your code (as a keyword of a command: snapshot_limit).
+    test_only: submit and write nothing; return Slurm's forecast as text. check_python: check that
+    the tasks' interpreters start and import torch. force: submit even if no partition fits the
+    request, or if the command's program is not on PATH here. snapshot_limit_mb: maximum size of the
+    copy of your code (as a keyword with a command: snapshot_limit).
 
     With the launcher `local`, the run ends with this process, so call `wait()`. Raises
-    RequestError if nothing was submitted, SlurmError if Slurm did not answer.
+    RequestError if nothing was submitted, SlurmError if Slurm did not respond.
     """
     if not isinstance(spec, JobSpec):
         given = {"check_python": check_python, "force": force, **options}
         made = _request(spec, run_name, given)
         template_folder = template_folder or _folder_of_templates(options)
         limit = float(str(options.get("snapshot_limit", snapshot_limit_mb)))
-        with _speaking_of_keywords():
+        with _naming_keywords():
             return _submit(made, template_folder, test_only, check_python, force, limit)
     if options or run_name is not None:
         names = ", ".join([*options, *(["run_name"] if run_name is not None else [])])
@@ -387,10 +387,10 @@ def _train(
     attempt = attempts.latest(run) or attempts.Attempt(run, 1)
     if code == EXIT_PAUSED:
         final_record = attempt.read_final_record()
-        by_person = final_record and final_record.reason == "stop"
+        by_user = final_record and final_record.reason == "stop"
         raise TrainingError(
             f"the training stopped after a checkpoint. Resume it with run_dir={str(path)!r}.",
-            code=end_codes.BY_CAUSE[Cause.STOPPED if by_person else Cause.SIGNAL],
+            code=end_codes.BY_CAUSE[Cause.STOPPED if by_user else Cause.SIGNAL],
         )
     if failure is None:
         words = f"the training failed; the logs are in {run.logs}"
@@ -423,7 +423,7 @@ def _request(
         )
     for name in given:
         if name not in _NAMES:
-            raise RequestError(f"there is no option {name!r}{_instead(name)}. [CD0102]")
+            raise RequestError(f"there is no option {name!r}{_hint(name)}. [CD0102]")
     given = {_NAMES[name]: value for name, value in given.items()}
     of_training = [name for name in given if name in _TRAINING] if command else []
     if of_training:
@@ -431,12 +431,12 @@ def _request(
             f"{', '.join(of_training)}: only for the built-in training, but a command is given. "
             "Put the command's own options into its list. [CD0103]"
         )
-    with _speaking_of_keywords():
-        held = _held(given, tuple(os.fspath(word) for word in command))
-        return job_spec(held, generate_name("run") if run_name is None else run_name)
+    with _naming_keywords():
+        asked = _given(given, tuple(os.fspath(word) for word in command))
+        return job_spec(asked, generate_name("run") if run_name is None else run_name)
 
 
-def _held(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:
+def _given(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:
     values: dict[str, object] = {n: () if r.type is tuple else None for n, r in _ROWS.items()}
     plain = {name: row.default for name, row in _ROWS.items()} | dict(given)
     values |= {name: _ROWS[name].parse(v) for name, v in plain.items() if v is not None}
@@ -444,21 +444,21 @@ def _held(given: Mapping[str, object], command: tuple[str, ...] = ()) -> Given:
 
 
 @contextmanager
-def _speaking_of_keywords() -> Iterator[None]:
+def _naming_keywords() -> Iterator[None]:
     """Make errors and warnings name keywords (`run_name`) rather than flags."""
     try:
-        with log.worded(_worded):
+        with log.worded(_with_keywords):
             yield
     except RequestError as error:
-        raise RequestError(_worded(str(error)), code=error.code) from None
+        raise RequestError(_with_keywords(str(error)), code=error.code) from None
 
 
 def _folder_of_templates(given: Mapping[str, object]) -> Path | None:
     """Return the directory of the user's templates, if the keywords name one."""
-    return template_folder(_held({n: v for n, v in given.items() if n in _TEMPLATES}))
+    return template_folder(_given({n: v for n, v in given.items() if n in _TEMPLATES}))
 
 
-def _worded(text: str) -> str:
+def _with_keywords(text: str) -> str:
     return _FLAG.sub(lambda found: found[1] or _keyword(found[2]) or found[0], text)
 
 
@@ -466,7 +466,7 @@ def _keyword(name: str) -> str:
     return name.replace("-", "_") if name in OPTIONS or name in ("run-name", "test-only") else ""
 
 
-def _instead(name: str) -> str:
+def _hint(name: str) -> str:
     """Return a hint about the right keyword, to append to an unknown one."""
     if name in _ELSEWHERE:
         return f": {_ELSEWHERE[name]}"

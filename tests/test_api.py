@@ -249,7 +249,7 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
         (["true"], {"template": "tpl/none.j2"}, "template: there is no file 'tpl/none.j2'."),
         (["true"], {"template_dir": "none"}, "template_dir: there is no directory 'none'."),
         (["true"], {"no_requeue": True}, "there is no option 'no_requeue': give requeue=False."),
-        (["true"], {"wait": True}, "there is no option 'wait': call wait() of the run that"),
+        (["true"], {"wait": True}, "there is no option 'wait': call wait() of the returned"),
         ("python train.py", {}, "is not a list of words"),
     ],
 )

@@ -1,9 +1,8 @@
-"""The `clusterddp` command: its subcommands, each loaded when it is used, its start and its end.
+"""The `clusterddp` command: lazily loaded subcommands, startup and exit.
 
-A command that ends within moments does without two habits of Python. Collecting garbage, which
-`__main__` switches off: a start creates modules, classes and functions, which stay. Taking
-everything apart at the end: the memory goes back to the system in any case. Measured on
-`submit --dry-run`: 7 and 17 of 89 ms.
+A short command skips two things. Garbage collection, which `__main__` disables: startup creates
+modules, classes and functions that all stay. Python's teardown: the system reclaims the memory.
+This saves 7 and 17 of 89 ms of `submit --dry-run`.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from clusterddp.version import __version__
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# A command is the module of its name in clusterddp.cli.commands, which holds `command`. Commands
-# without a line are called by batch scripts and not listed.
+# Each command is `command` in the module of that name in clusterddp.cli.commands. Commands without
+# a help line are for batch scripts and not listed.
 COMMANDS = {
     "submit": "Render, check and submit a run to Slurm.",
     "debug": "Train on this machine, in one process or in --procs N.",
@@ -74,20 +73,20 @@ _GROUPS = {
 }
 """Groups of commands in --help."""
 MODULES = {"import": "import_script"}
-"""Modules of commands whose names Python keeps for itself."""
+"""Modules of commands whose names are Python keywords."""
 _exit_code = EXIT_FAILED
-"""Python's own code after a traceback, until `end` sets another."""
-OF_HELP = {"help_option_names": ["-h", "--help"]}
-"""Settings of click's context. `submit` has them as well, whose options other commands parse."""
+"""Exit code: Python's own after a traceback, until `end` sets another."""
+HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
+"""Settings of click's context, also for `submit`, whose options other commands parse."""
 QUICK = {
     "submit", "check", "import", "runs", "status", "report", "templates", "site", "explain",
     "completion",
 }  # fmt: skip
-"""Commands that read, print and leave; `submit` calls `go_on` itself when it does more."""
+"""Commands that read, print and exit; `submit` calls `enable_gc` itself if it does more."""
 
 
 class LazyGroup(click.Group):
-    """A group that knows its subcommands by name, and imports one only to run it."""
+    """A group that imports a subcommand only to run it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, line in COMMANDS.items() if line]
@@ -98,12 +97,12 @@ class LazyGroup(click.Group):
         name = MODULES.get(cmd_name, cmd_name.replace("-", "_"))
         module = importlib.import_module(f"clusterddp.cli.commands.{name}")
         if cmd_name not in QUICK:
-            go_on()
+            enable_gc()
         command: click.Command = module.command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Offer the commands' names without importing them, and options as click does."""
+        """Complete command names without importing the commands, and options as click does."""
         from click.shell_completion import CompletionItem
 
         if incomplete.startswith("-"):
@@ -131,7 +130,7 @@ class LazyGroup(click.Group):
 
 @click.group(
     cls=LazyGroup,
-    context_settings=OF_HELP,
+    context_settings=HELP_SETTINGS,
     epilog="Exit codes: 0 done; 1 the run failed; 2 usage error, or refused; 75 stopped after a "
     "checkpoint, can resume; 130 interrupted.",
 )
@@ -154,25 +153,25 @@ def main() -> NoReturn:
         end(leaving)
 
 
-def go_on() -> None:
-    """Continue as a program like any other, which can run for hours and start threads."""
+def enable_gc() -> None:
+    """Enable garbage collection and a normal exit, for long commands and those with threads."""
     if not gc.isenabled():
-        gc.freeze()  # nothing of what was imported will ever be garbage
+        gc.freeze()  # imported objects are never garbage
         gc.enable()
-        # Before anything else registers a handler, so that it is the last of them to run.
-        atexit.register(_leave_threads_behind)
+        # Registered first, so that it runs last.
+        atexit.register(_skip_python_exit)
 
 
-def done() -> None:
-    """Let `end` leave at once after all: everything is flushed and closed."""
+def allow_fast_exit() -> None:
+    """Let `end` skip Python's teardown again: everything is flushed and closed."""
     gc.disable()
 
 
 def end(leaving: SystemExit) -> NoReturn:
-    """Exit with the given code: at once without `go_on`, or after `done`, and untraced.
+    """Exit with the given code; without garbage collection and tracing, skip Python's teardown.
 
-    Leaving at once skips the handlers of `atexit`: none of those that register one (logging,
-    multiprocessing, torch) is part of a command that never went on.
+    That also skips `atexit` handlers: a command that never called `enable_gc` imports nothing that
+    registers one (logging, multiprocessing, torch).
     """
     global _exit_code  # noqa: PLW0603 -- an exit handler takes no arguments
     _exit_code = leaving.code if isinstance(leaving.code, int) else int(bool(leaving.code))
@@ -182,7 +181,7 @@ def end(leaving: SystemExit) -> NoReturn:
 
 
 def _run() -> NoReturn:
-    """Turn expected errors, wrong usage and Ctrl-C into their exit codes."""
+    """Run the command; turn expected errors, usage errors and Ctrl-C into exit codes."""
     try:
         code = cli.main(prog_name="clusterddp", standalone_mode=False)
     except click.exceptions.Abort:
@@ -198,15 +197,15 @@ def _run() -> NoReturn:
         click.echo(f"clusterddp: {coded(error)}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); point stdout elsewhere so that the
-        # interpreter's own flush at exit does not complain.
+        # The reader of our output has exited (`| head`). Redirect stdout so that Python's own flush
+        # at exit does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except Exception as error:
         if is_debuggers_quit(error):
             sys.exit(EXIT_INTERRUPTED)
-        if isinstance(error, FileNotFoundError) and _folder_is_gone():
-            words = "the current folder was removed. Change to one that is there: cd [CD0512]"
+        if isinstance(error, FileNotFoundError) and _cwd_is_gone():
+            words = "the current directory was removed. Change to an existing one: cd [CD0512]"
             click.echo(f"clusterddp: {words}", err=True)
             sys.exit(EXIT_WRONG_REQUEST)
         raise
@@ -214,7 +213,7 @@ def _run() -> NoReturn:
 
 
 def _usage_message(error: click.ClickException) -> str:
-    """Return what click found wrong as one of our messages, with the help to see."""
+    """Return click's error in the form of our messages, with a hint at the help."""
     message = " ".join(error.format_message().split())
     message = re.sub(r"[.]? \(?(Did you mean .*\?|Possible options: .*?)\)?$", r". \1", message)
     if message[1:2].islower():
@@ -226,7 +225,7 @@ def _usage_message(error: click.ClickException) -> str:
     return f"{message} See '{ctx.command_path} --help'."
 
 
-def _folder_is_gone() -> bool:
+def _cwd_is_gone() -> bool:
     try:
         os.getcwd()  # noqa: PTH109 -- light
     except FileNotFoundError:
@@ -234,14 +233,14 @@ def _folder_is_gone() -> bool:
     return False
 
 
-def _leave_threads_behind() -> None:
-    """Exit at once, as the last exit handler, if Python's own exit could change the exit code.
+def _skip_python_exit() -> None:
+    """Skip Python's teardown, as the last exit handler, if it could change the exit code.
 
-    A thread inside torch, for example in a slow save, that returns from C++ after the interpreter
-    has gone is ended by pthread_exit up to Python 3.13, and C++ answers with std::terminate: a
-    crash (seen with torch.save; CPython's gh-87135). After a Ctrl-C inside exec() of a string, as
-    in the import of a dataclass, `python -m` kills itself by SIGINT even if it was handled
-    (CPython's unhandled_keyboard_interrupt).
+    Up to Python 3.13, a thread that returns from C++ after the interpreter has exited (a slow
+    torch.save, for example) is ended by pthread_exit, which C++ turns into std::terminate: a crash
+    (CPython's gh-87135). After a Ctrl-C inside exec() of a string, as in the import of a dataclass,
+    `python -m` kills itself by SIGINT even if it was handled (CPython's
+    unhandled_keyboard_interrupt).
     """
     if threading.active_count() > 1 or _exit_code == EXIT_INTERRUPTED:
         _exit_at_once(_exit_code)
@@ -249,6 +248,6 @@ def _leave_threads_behind() -> None:
 
 def _exit_at_once(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        if stream:  # None where it was closed before the start
+        if stream:  # None if it was closed before the start
             stream.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""Click's options from the table of options, and the commands that take them.
+"""Click options from the table of options, and the classes of commands that take them.
 
-An option's value comes from the flag, CLUSTERDDP_*, SBATCH_*, site.cfg or the default. Click
-resolves that order by itself once `default_map` holds SBATCH_* over site.cfg; messages about a
-value, and `clusterddp site`, name its source.
+A value comes from the flag, CLUSTERDDP_*, SBATCH_*, site.cfg or the default. Click applies this
+order, with SBATCH_* over site.cfg in `default_map`. Messages about a value, and `clusterddp site`,
+name its source.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _HELP_ALL = "help-all"
 def options(
     rows: Iterable[Option], *, settings: bool = True, defaults: bool = True
 ) -> Callable[[F], F]:
-    """Add these options to a command, in their order.
+    """Add options to a command, in this order.
 
-    settings: each is also read from CLUSTERDDP_<NAME>. defaults: one that nobody has given has its
-    default; without them it is None.
+    settings: also read each from CLUSTERDDP_<NAME>.
+    defaults: use the defaults of omitted options; otherwise they are None.
     """
 
     def add(function: F) -> F:
@@ -65,20 +65,20 @@ def options(
     return add
 
 
-def held_by(ctx: click.Context) -> Given:
-    """Return the values of a command line, including those that --config names."""
+def given_by(ctx: click.Context) -> Given:
+    """Return the given option values, with those of --config."""
     settings = ctx.obj if isinstance(ctx.obj, Settings) else Settings()
     sources = {name: source(ctx, name) for name in ctx.params if not _is_default(ctx, name)}
-    held = Given(ctx.params, sources, ctx.meta.get("command"), settings.environment, os.environ)
+    given = Given(ctx.params, sources, ctx.meta.get("command"), settings.environment, os.environ)
     if not ctx.params.get(FROM):
-        return held
+        return given
     from clusterddp.cli import request_file
 
-    return request_file.taken(held, ctx.params[FROM])
+    return request_file.apply_config(given, ctx.params[FROM])
 
 
 def config_option(function: F) -> F:
-    """Add --config, which `held_by` reads."""
+    """Add --config, for `given_by`."""
     return click.option(
         "--config",
         FROM,
@@ -167,7 +167,7 @@ class SettingsCommand(GroupedCommand):
         cluster = given.get("cluster") or os.environ.get("CLUSTERDDP_CLUSTER")
         settings = read_site(path, cluster, OPTIONS)
         parameters = {parameter.name for parameter in self.params}
-        if "partition" in parameters:  # only who asks Slurm for something has a use for SBATCH_*
+        if "partition" in parameters:  # only commands that request Slurm resources use SBATCH_*
             settings = settings.with_sbatch(os.environ, REQUEST)
         ctx.obj = settings
         ctx.default_map = {
@@ -183,7 +183,7 @@ class SettingsCommand(GroupedCommand):
         try:
             values, _, _ = self.make_parser(ctx).parse_args(args)
         except click.UsageError:
-            return {}  # the parsing proper reports it
+            return {}  # the actual parsing reports it
         return {k: v for k, v in values.items() if k in ("site", "cluster") and isinstance(v, str)}
 
 
@@ -245,12 +245,12 @@ def _is_default(ctx: click.Context, name: str) -> bool:
 
 
 def _items(value: str) -> list[str]:
-    """Return the items of an option that can be repeated, one a line."""
+    """Return the items of a repeatable option, one per line."""
     return [line for line in value.split("\n") if line.strip()]
 
 
 class Line(click.types.StringParamType):
-    """One item of a list; in an environment variable, items stand on lines of their own."""
+    """An item of a list; an environment variable has one item per line."""
 
     name = "text"
 
@@ -259,7 +259,7 @@ class Line(click.types.StringParamType):
 
 
 class Completed(click.types.StringParamType):
-    """Text for which words, and with `files` also files, are offered."""
+    """Text with completion of words and, with `files`, of files."""
 
     def __init__(
         self, name: str, words: Callable[[click.Context, str], Iterable[str]], files: bool = False
@@ -285,11 +285,11 @@ class DurationType(click.types.StringParamType):
     name = "duration"
 
     def __init__(self, form: Duration, default: tuple[Any, Any] = ("", 0)) -> None:
-        """default: as it is shown, and in seconds."""
+        """default: the text shown, and its seconds."""
         self._form, self._default = form, default
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the seconds of a text. Raises OptionError for another form."""
+        """Return the seconds of a text. Raises OptionError if it is not a duration."""
         if value == self._default[0]:  # read without compiling a pattern
             return self._default[1]
         option = param.opts[0] if param else ""
@@ -310,12 +310,12 @@ class Requeue(click.types.StringParamType):
 
 
 class RequeueOption(click.Option):
-    """`--requeue`, `--requeue=expedite` and `--no-requeue`, as sbatch has them."""
+    """`--requeue`, `--requeue=expedite` and `--no-requeue`, as in sbatch."""
 
     FORM = f"--[no-]requeue[={EXPEDITE}]"
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        """Register all forms for one value."""
+        """Register all three forms for one value."""
         super().add_to_parser(parser, ctx)
         parser.add_option(
             obj=self, opts=["--no-requeue"], dest=self.name, action="store_const", const="no"
@@ -325,7 +325,7 @@ class RequeueOption(click.Option):
 
 
 def _with_value(args: list[str]) -> list[str]:
-    """Spell a bare `--requeue` out: click would take the word after it as its value."""
+    """Replace a bare `--requeue` by `--requeue=yes`: click would use the next word as its value."""
     cut = [*args, "--"].index("--")
     return [f"{arg}=yes" if arg == "--requeue" else arg for arg in args[:cut]] + args[cut:]
 

@@ -1,7 +1,7 @@
-"""Requests taken from a run or a file (--config), and written to one (--save-config).
+"""Requests read from a run or a file (--config) and written to a file (--save-config).
 
-A file is TOML with submit's flags as its keys: `gpus-per-node = 4`, `env = ["A=1"]`, and `command`
-for what stands behind `--`. A run's request is whole: neither variables nor site.cfg add to it.
+A file is TOML; its keys are submit's flags, `gpus-per-node = 4` or `env = ["A=1"]`, and `command`
+for the words after `--`. The request of a run is complete: variables and site.cfg add nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from clusterddp.submission.fields import template_folder
 SUFFIX = ".toml"
 _COMMAND = "command"
 _BY_NAME = ("env", "sbatch")
-"""Lists whose typed items change what they name, unless one is empty; others are replaced."""
-_OTHERS = ("force", "check_python", "snapshot_limit")
-"""Options of a submission that are no part of its JobSpec, but for where things lie."""
-_OF_A_SUBMISSION = (
+"""Lists whose items replace those of the same name, unless one is empty; others are replaced."""
+_SUBMISSION_OPTIONS = ("force", "check_python", "snapshot_limit")
+"""Options that affect only a submission and are not in its JobSpec."""
+_NOT_IN_FILE = (
     *("run-name", "sweep", "sweep-file", "num-samples", "sample-seed", "max-concurrent"),
 )
-"""Options that make runs of a request, and are no keys of a file."""
+"""Options that differ from run to run of a request, and are not keys of a file."""
 
 
 def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
-    """Write a request to a new file, private to its owner, for --config.
+    """Write a request to a new private file for --config. Raises RequestError.
 
-    What was given is written, even where it is the default. A variable that is secret by its name
-    is written by name, without its value; returns these names. Raises RequestError.
+    Given options are written even if they have the default value. A variable with the name of a
+    secret is written without its value; returns the names of these.
     """
     values = {
         name: value
-        for name, value in {**_others(given), **values_of(spec)}.items()
+        for name, value in {**_submission_options(given), **values_of(spec)}.items()
         if value not in (None, ()) and (not _is_default(name, value) or name in given.sources)
     }
     secret = [name for name, _ in spec.environment if re.search(forms.SECRET, name)]
@@ -54,7 +54,9 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
     if spec.command:
         named[_COMMAND] = spec.command
     if path.exists():
-        raise RequestError(f"--save-config {path}: it exists already. Name another file. [CD0108]")
+        raise RequestError(
+            f"--save-config {path}: the file already exists. Name another file. [CD0108]"
+        )
     try:
         write_atomically(path, to_toml(named).encode())
     except OSError as error:
@@ -63,12 +65,12 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
 
 
 def to_toml(values: Mapping[str, object]) -> str:
-    """Write plain values as TOML: texts, numbers, yes and no, and lists of texts."""
+    """Format strings, numbers, booleans and lists of strings as TOML."""
     return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
 
 
 def values_of(spec: JobSpec) -> dict[str, Any]:
-    """Return the values of submit's options, by their parameters, that give this request."""
+    """Return the values of submit's options, by parameter, that produce this request."""
     asked = spec.resources
     values = {
         row.parameter: row.show(getattr(record, row.field))
@@ -87,15 +89,15 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "sbatch": tuple(n if value is None else f"{n}={value}" for n, value in spec.sbatch),
         "signal": spec.signal or "none",
     }
-    # The defaults of these follow the rest of the request.
+    # The defaults of these depend on the rest of the request.
     values |= {name: None for name in ("signal", "requeue", "hang_timeout") if spec.is_usual(name)}
     return {name: None if value == "" else value for name, value in values.items()}
 
 
-def taken(given: Given, text: str) -> Given:
-    """Return what is given over the request of a run or a file.
+def apply_config(given: Given, text: str) -> Given:
+    """Return the given options merged over the request of a run or a file.
 
-    A run's is whole: it holds what variables and site.cfg gave when it was submitted.
+    A run's request already contains the variables and site.cfg of its submission.
     """
     if not text.endswith(SUFFIX):
         from clusterddp.status.find import find_run
@@ -106,13 +108,13 @@ def taken(given: Given, text: str) -> Given:
     else:
         where, (recorded, command) = text, _read(Path(text))
     training = {row.parameter for row in TRAINING}
-    if given.command:  # a typed one takes the place of a training, too
+    if given.command:  # it also replaces a training
         recorded = {name: value for name, value in recorded.items() if name not in training}
     elif given.command is not None:
         given = dataclasses.replace(given, command=command)
     elif command:
         raise RequestError(
-            f"--config {text}: it runs a command, which is for 'clusterddp submit'. [CD0204]"
+            f"--config {text}: it has a command. Use it with 'clusterddp submit'. [CD0204]"
         )
     values, sources = {**given.values}, {**given.sources}
     of_recipe = recipe_settings(given.typed.get("recipe"))
@@ -125,14 +127,14 @@ def taken(given: Given, text: str) -> Given:
                 values[name] = (*kept, *filter(None, values[name]))
             continue
         values[name], sources[name] = value, where
-        # A recipe's settings come over defaults, but the run was trained with these.
+        # A recipe would override defaults, but the run was trained with these values.
         if name not in training and _is_default(name, value):
             del sources[name]
     return dataclasses.replace(given, values=values, sources=sources)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read a file: the options' values by their parameters, and COMMAND. Raises RequestError."""
+    """Read the option values, by parameter, and the COMMAND of a file. Raises RequestError."""
     import sys
 
     if sys.version_info >= (3, 11):
@@ -154,15 +156,15 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     training = [row.name for row in TRAINING if row.name in content]
     if command and training:
         raise RequestError(
-            f"--config {path}: {', '.join(training)} belong to the training, against {_COMMAND}: "
-            "leave one of them out. [CD0204]"
+            f"--config {path}: {_COMMAND} conflicts with {', '.join(training)}, which are for the "
+            "built-in training. Remove one of them. [CD0204]"
         )
     values = {}
     for key, value in content.items():
-        if key in _OF_A_SUBMISSION:
+        if key in _NOT_IN_FILE:
             raise RequestError(
-                f"--config {path}: {key} is not part of a request, which several runs and sweeps "
-                f"can share: type --{key}. [CD0204]"
+                f"--config {path}: {key} is not accepted in a file, which several runs can share. "
+                f"Type --{key}. [CD0204]"
             )
         if key not in OPTIONS:
             raise RequestError(
@@ -171,7 +173,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
             )
         row = OPTIONS[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        try:  # a duration has its unit
+        try:  # a duration needs its unit
             values[row.parameter] = row.parse(
                 str(value) if is_number and isinstance(row.form, Duration) else value
             )
@@ -180,9 +182,9 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     return values, tuple(command)
 
 
-def _others(given: Given) -> dict[str, Any]:
-    """Return the given options that are no part of a JobSpec."""
-    values = {name: given.values[name] for name in _OTHERS if name in given.sources}
+def _submission_options(given: Given) -> dict[str, Any]:
+    """Return the given options that are not in a JobSpec."""
+    values = {name: given.values[name] for name in _SUBMISSION_OPTIONS if name in given.sources}
     folder = template_folder(given)
     return {**values, "template_dir": os.path.abspath(folder)} if folder else values
 
@@ -195,7 +197,7 @@ def _is_default(name: str, value: object) -> bool:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):  # JSON's escapes are TOML's as well, which has one more
+    if isinstance(value, str):  # TOML has JSON's escapes and requires one more
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Iterable):
         items = [_toml(item) for item in value]

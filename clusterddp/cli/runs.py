@@ -34,11 +34,11 @@ def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
         folder = Path(root or DEFAULT_ROOT)
         return [run.name for run in reversed([*find_runs(folder), *find_sweeps(folder)])]
     except errors.RequestError:
-        return []  # while completing, nothing may be printed but names
+        return []  # completion must print only names
 
 
 RUN = Completed("run", _names)
-"""Type of a run's name, job id or directory."""
+"""Click type of a run's name, job id or directory."""
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 RUNS_DIR_OPTION = click.option(
     "--runs-dir",
@@ -49,7 +49,7 @@ RUNS_DIR_OPTION = click.option(
     envvar="CLUSTERDDP_RUNS_DIR",
     help="Directory for runs.",
 )
-"""The same as that of `submit`."""
+"""Same option as in `submit`."""
 
 
 def act_on_each(
@@ -62,11 +62,11 @@ def act_on_each(
     wait: Callable[[Sequence[RunDir]], int] | None = None,
     confirm: Callable[[Sequence[RunStatus]], None] | None = None,
 ) -> int:
-    """Act on each run and print the results; an error with one does not stop the others.
+    """Act on each run and print the results, even if some fail.
 
     words: formats a result as text; JSON is printed at the end, as a list.
     wait: waits for the successful runs and returns an exit code.
-    confirm: raises if the user does not mean the several runs of a sweep or a pattern.
+    confirm: asks about the runs of a sweep or a pattern, and raises if the answer is not yes.
     Returns the highest exit code.
     """
     from clusterddp.status.stop import apply_to_all
@@ -92,12 +92,14 @@ def act_on_each(
     return code
 
 
-def agrees(question: str) -> bool:
-    """Ask before something is removed. Raises RequestError without an answer."""
+def confirmed(question: str) -> bool:
+    """Ask for permission to remove something. Raises RequestError at the end of the input."""
     click.echo(f"{question} [y/N] ", nl=False, err=True)
     answer = sys.stdin.readline()
     if not answer:
-        raise errors.RequestError("nobody answered, so nothing was removed. Add --yes. [CD0109]")
+        raise errors.RequestError(
+            "no answer, so nothing was removed. Remove without asking: --yes [CD0109]"
+        )
     return answer.strip().lower() in ("y", "yes")
 
 
@@ -109,7 +111,7 @@ def echo_failures(failures: Sequence[errors.ClusterDDPError]) -> int:
 
 
 def echo_json(value: object) -> None:
-    """Print indented JSON, with null for NaN, which JSON lacks."""
+    """Print indented JSON, with null for NaN."""
     click.echo(json.dumps(files.finite(value), indent=2))
 
 
@@ -118,20 +120,20 @@ def follow(
     paths: Sequence[Path] = (),
     lines: int | None = None,
     *,
-    goes_on: bool = True,
+    survives_ctrl_c: bool = True,
     to_stderr: bool = False,
     attempt: int | None = None,
 ) -> int:
-    """Print the run's logs as they grow until it ends, and its changes of state on stderr.
+    """Print the run's logs as they grow until it ends, and its state changes on stderr.
 
-    paths: the logs to print, rank 0's when none are given; they need not exist yet.
-    lines: how many of the existing lines are printed first; all when None.
-    attempt: the attempt with which the logs begin; sys.maxsize for the next one.
-    to_stderr: print the logs there too, where stdout is for a script to read.
-    goes_on: True where the run outlives a Ctrl-C here, which is then printed.
+    paths: logs to print, by default rank 0's; they need not exist yet.
+    lines: number of existing lines to print first; None for all.
+    attempt: first attempt to print; sys.maxsize for the next one.
+    to_stderr: print the logs on stderr, because a script reads stdout.
+    survives_ctrl_c: the run continues after Ctrl-C, and a message says so.
 
-    It continues over requeues and the jobs that take another one's place. Returns the exit code for
-    the command: 0 done, 1 failed, cancelled or lost, 75 stopped, 130 interrupted.
+    Follows the run across requeues and replacement jobs. Returns the command's exit code: 0 done,
+    1 failed, cancelled or lost, 75 stopped, 130 interrupted.
     """
     stream = (sys.stderr if to_stderr else sys.stdout).buffer
     followed = paths or [run.rank_log(0)]
@@ -141,15 +143,15 @@ def follow(
 
         status = wait_for_end(run, LogPrinter(followed, lines, stream, attempt=attempt))
     except KeyboardInterrupt:
-        if goes_on:
+        if survives_ctrl_c:
             click.echo(
-                f"\nclusterddp: {run.name} goes on; 'clusterddp logs -f {run.cli_name}' follows it "
-                f"again, 'clusterddp cancel {run.cli_name}' ends it",
+                f"\nclusterddp: {run.name} continues. Follow it: clusterddp logs -f "
+                f"{run.cli_name}. End it: clusterddp cancel {run.cli_name}",
                 err=True,
             )
         return errors.EXIT_INTERRUPTED
     if status.state == RunState.FAILED:
-        # The cause follows below; unlike the job log, a rank's log does not repeat it.
+        # The cause is printed below; the job log would repeat it, a rank's log does not.
         rank = None if status.failed_rank is None else run.rank_log(status.failed_rank)
         failed = rank if rank and rank.is_file() else run.job_log
         if failed not in followed:
@@ -172,9 +174,8 @@ def follow_submitted(
 ) -> int:
     """Print a submission and follow the run if requested, or if it ends with this process.
 
-    words: text of the submission, without the place of the code. JSON replaces it; for a followed
-    run it is printed at the end, with the exit code. lines: see `follow`. Returns the command's
-    exit code.
+    words: text of the submission, without the location of the code. JSON replaces it, and has the
+    exit code of a followed run. lines: see `follow`. Returns the command's exit code.
     """
     fields: dict[str, object] = {
         "run": spec.run_name,
@@ -193,7 +194,7 @@ def follow_submitted(
         return errors.EXIT_DONE
     if not as_json:
         click.echo(words)
-    code = follow(run, lines=lines, goes_on=not submission.stop, to_stderr=as_json)
+    code = follow(run, lines=lines, survives_ctrl_c=not submission.stop, to_stderr=as_json)
     if submission.stop:
         if code == errors.EXIT_INTERRUPTED:
             log.info(f"{run.name}: cancelling")

@@ -186,7 +186,7 @@ def _run_here(sweep: "SweepDir", runs: "Sequence[RunDir]", *, as_json: bool) -> 
         assert sent.stop
         if was_cancelled_before_turn(History.read(run)):  # while it was submitted
             sent.stop()
-        ended = follow(run, lines=0, goes_on=False, to_stderr=as_json)
+        ended = follow(run, lines=0, survives_ctrl_c=False, to_stderr=as_json)
         sent.stop()
         code = max(code, ended)
         if ended == errors.EXIT_INTERRUPTED:

@@ -79,7 +79,7 @@ class Cleaning:
     run: RunDir
     state: RunState
     items: tuple[Item, ...] = ()
-    kept_because: str = ""
+    skip_reason: str = ""
     """Why nothing is removed; empty if something is removed or nothing was found."""
 
     @property
@@ -178,14 +178,14 @@ def _plan(
 ) -> Cleaning:
     if not os.path.lexists(run.path):  # a trial of a sweep
         reason = "its directory is missing; its sweep's shared files are kept to resume it"
-        return Cleaning(run, status.state, kept_because=reason)
+        return Cleaning(run, status.state, skip_reason=reason)
     can_continue = reason_to_keep(run, status)
     if can_continue and not named:
-        return Cleaning(run, status.state, kept_because=can_continue)
+        return Cleaning(run, status.state, skip_reason=can_continue)
     if run.path.is_symlink() and not named:
-        return Cleaning(run, status.state, kept_because="its directory is a link")
+        return Cleaning(run, status.state, skip_reason="its directory is a link")
     if older_than and now - _last_change(run, status) < older_than:
-        return Cleaning(run, status.state, kept_because="not old enough")
+        return Cleaning(run, status.state, skip_reason="not old enough")
     try:
         found = [
             *_checkpoints(run, status, resumed),
@@ -194,7 +194,7 @@ def _plan(
         if not can_continue:
             found += _code(run)
     except (ClusterDDPError, OSError) as error:
-        return Cleaning(run, status.state, kept_because=f"it cannot be read: {error}")
+        return Cleaning(run, status.state, skip_reason=f"it cannot be read: {error}")
     return Cleaning(run, status.state, tuple(_counted(run, found)))
 
 
@@ -205,24 +205,24 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         known = statuses(trials)
         state = overall_state([status.state for status in known])
         if not trials and not named:
-            return Cleaning(sweep, state, kept_because="it has no trials yet")
+            return Cleaning(sweep, state, skip_reason="it has no trials yet")
         if len(trials) < len(sweep.elements) and not named:
             reason = "some of its trials have no directory and could be resumed"
-            return Cleaning(sweep, state, kept_because=reason)
+            return Cleaning(sweep, state, skip_reason=reason)
         needed = [run.name for run, s in zip(trials, known, strict=True) if reason_to_keep(run, s)]
         if needed:
             reason = "trials that use its files can resume"
             if named:
                 reason += f": {formatting.join_limited(needed, _MOST_NAMES, ', ')}"
-            return Cleaning(sweep, state, kept_because=reason)
+            return Cleaning(sweep, state, skip_reason=reason)
         if sweep.path.is_symlink() and not named:
-            return Cleaning(sweep, state, kept_because="its directory is a link")
+            return Cleaning(sweep, state, skip_reason="its directory is a link")
         changes = [_last_change(run, s) for run, s in zip(trials, known, strict=True)]
         if older_than and now - max(changes, default=0.0) < older_than:
-            return Cleaning(sweep, state, kept_because="not old enough")
+            return Cleaning(sweep, state, skip_reason="not old enough")
         found = [*_bundles(sweep, keep_current=False), *_code(sweep)]
     except (ClusterDDPError, OSError) as error:
-        return Cleaning(sweep, RunState.UNKNOWN, kept_because=f"it cannot be read: {error}")
+        return Cleaning(sweep, RunState.UNKNOWN, skip_reason=f"it cannot be read: {error}")
     return Cleaning(sweep, state, tuple(_counted(sweep, found)))
 
 

@@ -98,7 +98,7 @@ def test_an_interruption_during_the_imports_is_no_traceback(module: str, tmp_pat
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
-@pytest.mark.parametrize(("done", "left_at_once"), [("cli.done()", True), ("", False)])
+@pytest.mark.parametrize(("done", "left_at_once"), [("cli.allow_fast_exit()", True), ("", False)])
 def test_what_went_on_leaves_at_once_only_when_it_is_done(
     done: str, left_at_once: bool, tmp_path: Path
 ) -> None:
@@ -106,7 +106,7 @@ def test_what_went_on_leaves_at_once_only_when_it_is_done(
         "import atexit, sys\n"
         "from clusterddp.cli import main as cli\n"
         "import gc; gc.disable()\n"
-        "cli.go_on()\n"
+        "cli.enable_gc()\n"
         "atexit.register(print, 'taken apart')\n"
         "sys.stdout.write('words ')\n"
         f"{done}\n"
@@ -179,7 +179,7 @@ def test_a_handled_interruption_of_generated_code_exits_with_130(tmp_path: Path)
         "def command(**_):\n"
         "    try:\n        exec('raise KeyboardInterrupt')\n"
         "    except KeyboardInterrupt:\n        return 130\n"
-        "gc.disable()\nmain.go_on()\nmain.cli.main = command\nmain.main()\n"
+        "gc.disable()\nmain.enable_gc()\nmain.cli.main = command\nmain.main()\n"
     )
     argv = [sys.executable, "-m", "interrupted"]
     assert subprocess.run(argv, check=False, cwd=tmp_path, timeout=90).returncode == 130

@@ -35,7 +35,7 @@ def test_a_run_goes_on_after_it_was_cleaned(
     status = told(cluster, tmp_path, "one")
     assert (status["state"], status["steps_planned"]) == ("running", 120)
     alone = typed(cluster, tmp_path, "clean", "--yes")
-    assert "left alone: 1 running" in alone.stderr
+    assert "skipped: 1 running" in alone.stderr
     at_work = typed(cluster, tmp_path, "clean", "one", "--yes")  # all is its present attempt's
     assert "nothing to remove" in at_work.stderr
     assert typed(cluster, tmp_path, "stop", "one").returncode == 0

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from clusterddp.cli.commands import submit
-from clusterddp.cli.options import held_by, options
+from clusterddp.cli.options import given_by, options
 from clusterddp.errors import RequestError
 from clusterddp.request.options import Settings
 from clusterddp.request.spec import OPTIONS, JobSpec
@@ -58,7 +58,7 @@ def resolved(argv: list[str], *, settings: bool = True, **default_map: Any) -> T
 
     @click.pass_context
     def run(ctx: click.Context, **_params: Any) -> TrainConfig:
-        return TrainConfig.of(held_by(ctx))
+        return TrainConfig.of(given_by(ctx))
 
     command = click.command()(options([*TRAINING, OPTIONS["hang-timeout"]], settings=settings)(run))
     site = Settings(sources=dict.fromkeys(default_map, "site.cfg [defaults]"))

@@ -1,4 +1,4 @@
-"""`clusterddp bad-nodes`: lists the nodes marked bad below a runs directory, and clears them."""
+"""`clusterddp bad-nodes`: lists and clears the nodes marked bad in a runs directory."""
 
 import dataclasses
 import time
@@ -40,7 +40,7 @@ def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     if as_json:
         echo_json([dataclasses.asdict(node) for node in nodes])
     elif not nodes:
-        click.echo(f"no bad nodes below {runs_dir}", err=True)
+        click.echo(f"no bad nodes in {runs_dir}", err=True)
     else:
         click.echo(formatting.table([_HEADER, *(_row(node, time.time()) for node in nodes)]))
 
@@ -55,7 +55,7 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
 
     A job that already excludes a node does so until it is requeued. Unknown nodes are reported.
 
-    Exit codes: 0 cleared, 1 the list cannot be written, 2 no HOST is on it.
+    Exit codes: 0 cleared, 1 the list cannot be written, 2 no HOST is in it.
     """
     if bool(hosts) == is_all:
         raise click.UsageError("Name the nodes to clear, or give --all.", ctx)
@@ -68,19 +68,19 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
     unknown = [formatting.line(name) for name in dict.fromkeys(names) if name not in bad]
     cleared = [name for name in dict.fromkeys(names) if name in bad]
     if unknown and not cleared:
-        on_it = formatting.join_limited(list(bad), 20, ", ") or "no node"
+        on_it = formatting.join_limited(list(bad), 20, ", ") or "none"
         raise RequestError(
-            f"{unknown[0]} is not left out below {runs_dir}; on the list is {on_it}. [CD1302]"
+            f"{unknown[0]} is not marked bad in {runs_dir}. Marked bad: {on_it}. [CD1302]"
         )
     cleared = cleared or list(bad)
     try:
         bad_nodes.clear(runs_dir, cleared)
     except OSError as error:
         raise _Unreadable(runs_dir, error) from None
-    click.echo(f"cleared {', '.join(cleared)}" if cleared else "there was no bad node to clear")
+    click.echo(f"cleared {', '.join(cleared)}" if cleared else "no bad nodes to clear")
     if unknown:
         click.echo(
-            f"clusterddp: not on the list: {formatting.join_limited(unknown, 20, ', ')}", err=True
+            f"clusterddp: not marked bad: {formatting.join_limited(unknown, 20, ', ')}", err=True
         )
 
 
@@ -97,7 +97,7 @@ def _refuse_misspelt(ctx: click.Context, root: Path) -> None:
     """Refuse a typed directory that does not exist."""
     if source(ctx, "runs_dir") == "flag" and not root.exists():
         raise RequestError(
-            f"--runs-dir: {root} does not exist. Name the folder that holds your runs. [CD0501]"
+            f"--runs-dir: {root} does not exist. Name the directory of your runs. [CD0501]"
         )
 
 

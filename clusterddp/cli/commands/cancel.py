@@ -1,4 +1,4 @@
-"""`clusterddp cancel`: ends runs, whether Slurm or this workstation runs them."""
+"""`clusterddp cancel`: ends runs in Slurm or on this workstation."""
 
 import sys
 from collections import Counter
@@ -25,9 +25,9 @@ def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> i
 
     A Slurm job is cancelled by scancel; a local run gets SIGTERM. The command returns at once;
     'clusterddp status' shows when the run has ended. A run that has ended does not change. If one
-    of several cannot be cancelled, the others still are.
+    run cannot be cancelled, the others still are.
 
-    Exit codes: 0 each is cancelled or had ended, 1 one could not be cancelled, 2 one does not
+    Exit codes: 0 all are cancelled or had ended, 1 one could not be cancelled, 2 one does not
     exist, or the answer was not yes.
     """
     confirm = None if yes else _confirm
@@ -37,13 +37,15 @@ def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> i
 
 
 def _confirm(runs: Sequence[RunStatus]) -> None:
-    """Ask once whether several runs are meant. Raises RequestError without a terminal."""
+    """Ask before cancelling several runs. Raises RequestError unless the answer is yes."""
     counts = Counter(status.state for status in runs if not status.has_ended)
     if not counts:
         return
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     question = f"Cancel {counts.total()} runs ({states})?"
     if not sys.stdin.isatty():
-        raise RequestError(f"{question} Nobody is here to answer: add --yes. [CD0109]")
+        raise RequestError(
+            f"{question} No terminal to confirm on: nothing was cancelled. Add --yes. [CD0109]"
+        )
     if not click.confirm(question, err=True):
         raise RequestError("nothing was cancelled. [CD0109]")

@@ -1,4 +1,4 @@
-"""`clusterddp check`: what will go wrong in an sbatch file or a training script, with the line."""
+"""`clusterddp check`: finds mistakes in sbatch files and training scripts."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ from clusterddp.submission.snapshot import top_of
 @click.argument("files", metavar="FILE…", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array, for scripts.")
 def command(files: tuple[str, ...], as_json: bool) -> int:
-    """Say what will go wrong in scripts of your own: nothing is run.
+    """Find mistakes in your scripts without running them.
 
-    FILE is an sbatch file or a training script in Python; '-' reads standard input. Given together,
-    they are held against each other. Each finding has the line, why, and the line to write in its
-    place: "will" where the files prove it, "may" elsewhere. The rules: docs/check.md.
+    FILE is an sbatch file or a Python training script; '-' reads standard input. Several files are
+    also cross-checked. Each finding has the line, the reason and a replacement: "will" if the files
+    prove it, otherwise "may". docs/check.md lists the rules.
 
-    Exit codes: 0 no finding, 1 findings, 2 what cannot be read.
+    Exit codes: 0 no findings, 1 findings, 2 a file cannot be read.
     """
     texts = {name: read_script(name) for name in dict.fromkeys(files)}
     findings = check_texts(texts)

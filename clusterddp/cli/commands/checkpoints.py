@@ -1,4 +1,4 @@
-"""`clusterddp checkpoints`: what a run could resume from, each verified now, the latest last."""
+"""`clusterddp checkpoints`: lists and verifies the checkpoints of a run, the latest last."""
 
 import dataclasses
 import time
@@ -25,14 +25,12 @@ _HEADER = ("STEP", "AGE", "SIZE", "", "STATE")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
-    """List the checkpoints of RUN and verify each: a run's name, job id or directory.
+    """List and verify the checkpoints of RUN: a name, job id or directory; default: the latest.
 
-    Without RUN it is the latest run. STATE is 'verified' (the file has the SHA-256 recorded beside
-    it) or what is wrong with it; 'best' marks the highest test accuracy, 'next' the one that the
-    run would resume from.
+    STATE is 'verified' (the file has its recorded SHA-256) or the problem. 'best' marks the highest
+    test accuracy, 'next' the checkpoint that the run would resume from.
 
-    Exit codes: 0 listed, also where some are damaged; 1 a folder cannot be read; 2 there is no such
-    run.
+    Exit codes: 0 listed, even if some are damaged; 1 a directory cannot be read; 2 no such run.
     """
     run_dir = find_run(runs_dir, run)
     entries = catalog.listing(run_dir)[::-1]

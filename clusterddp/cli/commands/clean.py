@@ -14,7 +14,7 @@ from clusterddp.cli.runs import (
     JSON_OPTION,
     RUN,
     RUNS_DIR_OPTION,
-    agrees,
+    confirmed,
     echo_failures,
     echo_json,
 )
@@ -34,10 +34,10 @@ _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
     type=DurationType(DURATION_OR_NEVER),
     default=0,
     show_default="any age",
-    help="Only runs that ended that long ago: 12h, 30d.",
+    help="Only runs that ended at least this long ago: 12h, 30d.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and change nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(
@@ -67,17 +67,17 @@ def command(
     130 interrupted.
     """
     if as_json and not (dry_run or yes):
-        raise click.UsageError("--json asks nothing: add --yes, or --dry-run.")
+        raise click.UsageError("--json cannot ask. Add --yes or --dry-run.")
     now = time.time()
     runs, failed = select_each(runs_dir, run) if run else (find_runs(runs_dir), [])
     sweeps = map(partial(find_sweep, runs_dir), run) if run else find_sweeps(runs_dir)
-    runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # what their trials share
+    runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # their shared files
     cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
     if not as_json:
         _show(cleanings, named=bool(run))
     full = [cleaning for cleaning in cleanings if cleaning.items]
     if full and not dry_run:
-        if not (yes or agrees(f"Remove {_sum(full)}?")):
+        if not (yes or confirmed(f"Remove {_sum(full)}?")):
             click.echo("nothing was removed", err=True)
             return errors.EXIT_DONE
         cleanings = []
@@ -106,26 +106,26 @@ def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
         table = formatting.table([_HEADER, *rows])
         click.echo(formatting.clean(table))
         click.echo(f"to remove: {_sum(cleanings)}")
-    reasons = [each.kept_because or "nothing to remove" for each in cleanings if not each.items]
+    reasons = [each.skip_reason or "nothing to remove" for each in cleanings if not each.items]
     if named:
         for each in cleanings:
             if not each.items:
-                words = each.kept_because or "nothing to remove"
-                click.echo(f"{each.run.name} is left alone: {words}", err=True)
+                words = each.skip_reason or "nothing to remove"
+                click.echo(f"{each.run.name} is skipped: {words}", err=True)
     elif reasons:
         counts = (f"{count:,} {words}" for words, count in Counter(reasons).most_common())
-        click.echo(f"left alone: {formatting.join_limited([*counts], 8, '; ')}", err=True)
+        click.echo(f"skipped: {formatting.join_limited([*counts], 8, '; ')}", err=True)
     if not rows:
         click.echo("nothing to remove", err=True)
 
 
 def _sum(cleanings: Sequence[Cleaning]) -> str:
-    """`12 things of 3 runs, 1.2 GB (1234567890 bytes)`."""
+    """Return a text like `12 items of 3 runs, 1.2 GB (1234567890 bytes)`."""
     full = [cleaning for cleaning in cleanings if cleaning.items]
-    things = formatting.count(sum(len(cleaning.items) for cleaning in full), "thing")
+    items = formatting.count(sum(len(cleaning.items) for cleaning in full), "item")
     size = sum(cleaning.bytes for cleaning in full)
     of = formatting.count(len(full), "run")
-    return f"{things} of {of}, {formatting.size(size)} ({size} bytes)"
+    return f"{items} of {of}, {formatting.size(size)} ({size} bytes)"
 
 
 def _record(cleaning: Cleaning, *, removed: bool) -> dict[str, object]:
@@ -133,7 +133,7 @@ def _record(cleaning: Cleaning, *, removed: bool) -> dict[str, object]:
         "name": cleaning.run.name,
         "directory": str(cleaning.run.path),
         "state": cleaning.state,
-        "left_alone": cleaning.kept_because,
+        "skip_reason": cleaning.skip_reason,
         "removed": removed and bool(cleaning.items),
         "bytes": cleaning.bytes,
         "items": [

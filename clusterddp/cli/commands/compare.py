@@ -1,4 +1,4 @@
-"""`clusterddp compare`: compares one device with several, as a table and a plot."""
+"""`clusterddp compare`: compares one device with several in a table and a plot."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting, log
-from clusterddp.cli.options import SettingsCommand, held_by, options, site_options
+from clusterddp.cli.options import SettingsCommand, given_by, options, site_options
 from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan, results
 from clusterddp.comparison.results import Row, Trial
@@ -28,24 +28,24 @@ from clusterddp.status.state import RunState
 from clusterddp.submission.fields import job_spec, template_folder
 from clusterddp.submission.inputs import check_inputs, find_user_functions
 
-# Values of the options of `submit` that a row decides, or that a comparison has no use for.
+# Options of `submit` that a row determines or a comparison does not use, and their values.
 _FIXED: dict[str, object] = {
     **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "job_name": None},
     **{"strategy": "ddp", "init_from": "", "find_batch_size": False},
 }
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
-_BESIDE_OF = {"of", "runs_dir", "plot", "as_json"}
+_ALLOWED_WITH_OF = {"of", "runs_dir", "plot", "as_json"}
 _STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
 _COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "1,2,4")
 _NAME = forms.Form(
-    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}",  # its runs' names add to it
+    r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}",  # the names of its runs are longer
     "name of a comparison (up to 80 letters, digits, '.', '_' and '-', a letter or digit first)",
     "convnet-2",
 )
 
 
 class CompareCommand(SettingsCommand):
-    """Takes the options of `submit` and of the training, but those that are fixed here."""
+    """A command with the options of `submit` and the training, except the fixed ones."""
 
     titles = dict.fromkeys(_OWN, "Comparison")
 
@@ -110,12 +110,12 @@ class CompareCommand(SettingsCommand):
 )
 @options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
 @site_options
-@click.option("--dry-run", is_flag=True, help="Print what would be started; touch nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be started and change nothing.")
 @click.option(
     "--plot",
     metavar="FILE",
-    show_default="RUNS_DIR/NAME.png, where matplotlib is",
-    help="Draw images/s and efficiency over the devices: .png, .svg or .pdf.",
+    show_default="RUNS_DIR/NAME.png if matplotlib is installed",
+    help="Plot images/s and efficiency over the number of devices: .png, .svg or .pdf.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, for scripts.")
 @click.pass_context
@@ -138,25 +138,30 @@ def command(
     clusterddp compare --launcher sbatch --gpus-per-node 4 --world-sizes 1,2,4,8
     clusterddp compare --of compare-20261121-120000            # prints its table again
 
-    Under Slurm the ranks fill nodes of --gpus-per-node GPUs, or of --tasks-per-node ranks, and the
-    jobs run one after the other. On CPUs a rank takes its share of them, so that one rank takes
-    all: --threads 1 compares device with device.
+    In Slurm, nodes have --gpus-per-node GPUs or --tasks-per-node ranks, and the jobs run one after
+    the other. On CPUs the ranks of a host share all its CPUs, and a single rank uses all of them:
+    --threads 1 compares equal devices.
     """
-    held = held_by(ctx)
-    root = held.values["runs_dir"]
+    given = given_by(ctx)
+    root = given.values["runs_dir"]
     if dry_run and as_json:
-        raise click.UsageError("--dry-run prints commands or scripts, none of them as --json.", ctx)
+        raise click.UsageError(
+            "--dry-run conflicts with --json: it prints commands or scripts. Remove one of them.",
+            ctx,
+        )
     if plot is not None:
         plots.check_file("--plot", plot)
     if of:
-        flags = held.flags(name for name in held.values if name not in _BESIDE_OF)
+        flags = given.flags(name for name in given.values if name not in _ALLOWED_WITH_OF)
         if flags:
-            raise click.UsageError(f"--of runs nothing, so {flags} has no part in it.", ctx)
+            raise click.UsageError(
+                f"--of only prints results and does not use {flags}. Remove it.", ctx
+            )
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
-    config, base, rows = _rows(held, name, where)
+    config, base, rows = _rows(given, name, where)
     planned = plan.requests(rows, name, root, repeat, base)
-    templates = template_folder(held) if base else None
+    templates = template_folder(given) if base else None
     plan.log_remarks(planned)
     if dry_run:
         find_user_functions(config, base)
@@ -165,7 +170,7 @@ def command(
     check_inputs(config, base)
     try:
         if base:
-            limit, force = held.values["snapshot_limit"], held.values["force"]
+            limit, force = given.values["snapshot_limit"], given.values["force"]
             trials, number = plan.train_as_jobs(planned, templates, limit, force=force), 0
         else:
             trials, number = plan.train_here(planned)
@@ -174,38 +179,38 @@ def command(
         return EXIT_INTERRUPTED
     failed = any(trial.state != RunState.DONE for trial in trials)
     trials += [Trial(row, why=row.missing) for row in rows if row.missing]
-    code = _show(trials, name, as_json, _usual_picture(root, name) if plot is None else plot)
+    code = _show(trials, name, as_json, _default_plot(root, name) if plot is None else plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
-def _rows(held: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
+def _rows(given: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
     """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
     _NAME.check("--name", name)
-    strategies = tuple(dict.fromkeys(held.values["strategies"].split(",")))
+    strategies = tuple(dict.fromkeys(given.values["strategies"].split(",")))
     for strategy in strategies:
         _STRATEGIES.check("--strategies", strategy)
-    counts = held.values["world_sizes"]
+    counts = given.values["world_sizes"]
     if counts is not None:
         _COUNTS.check("--world-sizes", counts)
     if where == "debug":
-        flags = held.flags(row.parameter for row in REQUEST if row.name != "runs-dir")
+        flags = given.flags(row.parameter for row in REQUEST if row.name != "runs-dir")
         if flags:
-            raise click.UsageError(f"{flags} is asked of Slurm: add --launcher sbatch.")
-        base, config = None, TrainConfig.of(held)
+            raise click.UsageError(f"{flags} needs Slurm. Add --launcher sbatch.")
+        base, config = None, TrainConfig.of(given)
     else:
-        base = job_spec(held, name)
+        base = job_spec(given, name)
         [config] = base.trainings
     hosts = plan.hosts(config, base)
     sizes = sorted({*map(int, counts.split(","))}) if counts else plan.powers_of_two(hosts)
-    fixed = held.values["fixed_global_batch"]
+    fixed = given.values["fixed_global_batch"]
     rows = plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
     return config, base, rows
 
 
-def _usual_picture(root: str, name: str) -> str | None:
+def _default_plot(root: str, name: str) -> str | None:
     if plots.can_draw():
         return f"{root}/{name}.png"
-    log.info(f"no picture is drawn without matplotlib: {plots.INSTALL}")
+    log.info(f"no plot without matplotlib: {plots.INSTALL}")
     return None
 
 
@@ -215,14 +220,14 @@ def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> N
     again = shlex.join(["clusterddp", "compare", f"--of={name}", *more])
     left = " ".join(run.cli_name for run in interrupted.runs)
     click.echo(
-        f"\nclusterddp: the jobs go on; '{again}' prints their table, 'clusterddp cancel {left}' "
-        "ends them",
+        f"\nclusterddp: the jobs continue. Print their table: {again}. "
+        f"End them: clusterddp cancel {left}",
         err=True,
     )
 
 
 def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:
-    """Print the table or its JSON, and draw the picture; returns 1 where that cannot be written."""
+    """Print the table or its JSON, and save the plot. Return 1 if it cannot be saved."""
     lines = results.results(trials)
     remarks = results.notes(trials, lines, _hardware(trials))
     if as_json:
@@ -233,20 +238,20 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
-            log.warning(f"no picture is drawn to {plot}: no run has figures [CD0111]")
+            log.warning(f"no plot is saved to {plot}: no run has results [CD0111]")
             return EXIT_FAILED
-        picture = results.scaling(lines, formatting.line(name))
+        figure = results.scaling(lines, formatting.line(name))
         try:
-            plots.save_scaling(picture, Path(plot), remarks[:2])
+            plots.save_scaling(figure, Path(plot), remarks[:2])
         except OSError as error:
-            log.warning(f"the picture cannot be written to {plot}: {error.strerror} [CD0108]")
+            log.warning(f"cannot write the plot to {plot}: {error.strerror} [CD0108]")
             return EXIT_FAILED
-        log.info(f"the picture is in {plot}")
+        log.info(f"the plot is in {plot}")
     return EXIT_DONE
 
 
 def _hardware(trials: Sequence[Trial]) -> str:
-    """Describe the processors of this machine, where it is the one that trained."""
+    """Describe the CPUs of this machine if all runs trained on it; otherwise an empty text."""
     reports = [trial.report for trial in trials if trial.report]
     if not reports or any(report.hosts != (socket.gethostname(),) for report in reports):
         return ""

@@ -1,4 +1,4 @@
-"""`clusterddp completion`: prints the script that teaches a shell to complete our commands."""
+"""`clusterddp completion`: prints the completion script of a shell."""
 
 import click
 from click.shell_completion import get_completion_class

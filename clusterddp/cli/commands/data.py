@@ -1,4 +1,4 @@
-"""`clusterddp data`: make sure of the dataset before a job waits in the queue for it."""
+"""`clusterddp data`: fetches, checks, imports and generates datasets."""
 
 import dataclasses
 import json
@@ -19,19 +19,19 @@ _MOST_IMAGES = 1_000_000
 
 def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     if not value:
-        raise RequestError("--data-dir is empty; name the folder of the dataset. [CD0102]")
+        raise RequestError("--data-dir is empty. Name the directory of the dataset. [CD0102]")
     return value
 
 
 _DATA_DIR_OPTION = click.option(
     "--data-dir",
-    metavar="FOLDER",
+    metavar="DIR",
     default="data",
     envvar="CLUSTERDDP_DATA_DIR",
     show_default=True,
     show_envvar=True,
     callback=_data_dir,
-    help="Where datasets are kept: FOLDER/MNIST/raw, FOLDER/synthetic/MNIST/raw.",
+    help="Directory of datasets: DIR/MNIST/raw, DIR/synthetic/MNIST/raw.",
 )
 
 
@@ -46,7 +46,7 @@ def _images_option(purpose: str, count: int) -> Callable[[F], F]:
 
 
 class DataCommand(SettingsCommand):
-    """A command whose options have the names of a training's, and are none of it."""
+    """A command whose options share names with the training but belong to no group of it."""
 
     titles = dict.fromkeys(("data_dir", "dataset", "seed"), "General")
 
@@ -55,27 +55,26 @@ class DataCommand(SettingsCommand):
 def command() -> None:
     """Fetch, check, import or generate the dataset.
 
-    Do it where you submit, into a folder that the compute nodes share: they often cannot reach
-    the internet, and a job that waited for hours should not end for want of a file.
+    Run it where you submit, with a directory that the compute nodes share: they often cannot reach
+    the internet.
 
     \b
     clusterddp data fetch              # MNIST from its mirrors
     clusterddp data import mnist.tgz   # MNIST from files that you have
-    clusterddp data generate         # digits rendered here, for --dataset synthetic
-    clusterddp data check              # whether a set is whole
+    clusterddp data generate           # rendered digits for --dataset synthetic
+    clusterddp data check              # is the dataset complete?
     """
 
 
 @command.command("fetch", cls=DataCommand)
 @_DATA_DIR_OPTION
 def fetch_command(data_dir: str) -> None:
-    """Download MNIST, verify it, and put it into place.
+    """Download MNIST and verify it.
 
-    A whole set that is there already is verified and left as it is. An interrupted or
-    concurrent fetch never leaves half a set.
+    An existing dataset is verified and not changed. An interrupted or concurrent download never
+    leaves an incomplete dataset.
 
-    Exit codes: 0 the set is whole and in place, 1 it cannot be had or is damaged, 2 a wrong
-    request.
+    Exit codes: 0 the dataset is complete, 1 it cannot be downloaded or is damaged, 2 usage error.
     """
     from clusterddp.data.download import fetch
 
@@ -89,17 +88,15 @@ def fetch_command(data_dir: str) -> None:
     type=click.Choice(DATASETS),
     default="mnist",
     show_default=True,
-    help="Which set to check.",
+    help="Dataset to check.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 def check_command(data_dir: str, dataset: str, as_json: bool) -> None:
-    """Check that a dataset is whole.
+    """Check that a dataset is complete.
 
-    Compares headers, sizes, labels and SHA-256 digests; changes nothing. The message says what to
-    do.
+    Checks headers, sizes, labels and SHA-256 digests; changes nothing.
 
-    Exit codes: 0 the set can be trained on, 1 it is missing, damaged or unreadable, 2 a wrong
-    request.
+    Exit codes: 0 the dataset is complete, 1 it is missing, damaged or unreadable, 2 usage error.
     """
     info = check(dataset, data_dir, checksums=True)
     if as_json:
@@ -112,14 +109,14 @@ def check_command(data_dir: str, dataset: str, as_json: bool) -> None:
 @click.argument("source", metavar="FILE", type=click.Path(exists=True, path_type=Path))
 @_DATA_DIR_OPTION
 def import_command(source: Path, data_dir: str) -> None:
-    """Take MNIST out of a folder or tar archive.
+    """Import MNIST from a directory or tar archive.
 
-    FILE is a folder, .tar, .tar.gz or .tgz, and may hold another set of MNIST's form. The four
-    IDX files may lie anywhere in it, gzipped or plain. They are checked and copied to
-    FOLDER/MNIST/raw; a different set that is there already is never overwritten.
+    FILE is a directory, .tar, .tar.gz or .tgz that contains MNIST or another dataset in its format:
+    four IDX files anywhere in it, gzipped or plain. They are checked and copied to DIR/MNIST/raw. A
+    different dataset there is never overwritten.
 
-    Exit codes: 0 the set is whole and in place, 1 FILE has none, or another one is in its place, 2
-    usage error.
+    Exit codes: 0 the dataset is complete, 1 FILE has no dataset, or another one exists; 2 usage
+    error.
     """
     from clusterddp.data.download import import_from
 
@@ -137,14 +134,14 @@ def import_command(source: Path, data_dir: str) -> None:
     show_default=True,
     help="The same seed and counts give the same bytes on every machine.",
 )
-def synthesise_command(data_dir: str, train_images: int, test_images: int, seed: int) -> None:
+def generate_command(data_dir: str, train_images: int, test_images: int, seed: int) -> None:
     """Render digits for --dataset synthetic.
 
-    They come in MNIST's form and need no network. They are easier than MNIST's: use them to try
-    a cluster out, not to compare models. The same set that is there already is left as it is.
+    They have MNIST's format and need no network. They are easier than MNIST's: use them to try a
+    cluster, not to compare models. An identical existing dataset is not changed.
 
-    Exit codes: 0 the set is in place, 1 it cannot be written, or another one is in its place, 2 a
-    wrong request.
+    Exit codes: 0 the dataset is complete, 1 it cannot be written, or another one exists; 2 usage
+    error.
     """
     from clusterddp.data.synthetic import generate
 
@@ -152,9 +149,9 @@ def synthesise_command(data_dir: str, train_images: int, test_images: int, seed:
 
 
 def _show(info: DatasetInfo) -> None:
-    against = "MNIST as published" if info.published else "the set's own SHA256SUMS"
-    checksums = f"verified, {against}" if info.checksums_verified else "not compared"
-    click.echo(f"{info.name} is whole at {info.root / RAW}")
+    reference = "MNIST as published" if info.published else "the dataset's own SHA256SUMS"
+    checksums = f"verified, {reference}" if info.checksums_verified else "not compared"
+    click.echo(f"{info.name} is complete at {info.root / RAW}")
     click.echo(f"  train images  {info.train_images:,}")
     click.echo(f"  test images   {info.test_images:,}")
     click.echo(f"  bytes         {info.bytes:,}")

@@ -1,4 +1,4 @@
-"""`clusterddp debug`: the training entrypoint on this workstation, in one process or several."""
+"""`clusterddp debug`: trains on this workstation in one process or several."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli.options import SettingsCommand, config_option, held_by, options
+from clusterddp.cli.options import SettingsCommand, config_option, given_by, options
 from clusterddp.cli.runs import RUNS_DIR_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
@@ -38,7 +38,7 @@ from clusterddp.submission.inputs import check_inputs
     type=click.Choice(START_METHODS),
     show_default="exec",
     envvar="CLUSTERDDP_START_METHOD",
-    help="How to start processes: exec, or as torch.multiprocessing.",
+    help="How processes start: exec, or a method of torch.multiprocessing.",
 )
 @click.option(
     "--run-name", metavar="NAME", show_default="debug-<time>", help="Name of the run's directory."
@@ -61,29 +61,29 @@ def command(
     """Train on this machine, without Slurm.
 
     \b
-    clusterddp debug                 # in this process: a breakpoint in the model stops there
-    clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has its log
+    clusterddp debug                 # in this process: breakpoints in the model work
+    clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has a log
 
     With --container-image, each rank runs in a container, as in a job.
 
     Exit codes: 0 done, 1 the training failed, 2 usage error, 75 stopped after a checkpoint, can
     resume, 130 interrupted, 128 + N ended by signal N before a checkpoint.
     """
-    from clusterddp.worker import workstation  # after --help, which needs no multiprocessing
+    from clusterddp.worker import workstation  # imported late: --help needs no multiprocessing
 
-    held = held_by(click.get_current_context())
-    container, values = container_of(held), held.values
+    given = given_by(click.get_current_context())
+    container, values = container_of(given), given.values
     paths = ("data_dir", "init_from") if container else ()
     config = TrainConfig.of(
-        held, **{name: os.path.abspath(values[name]) for name in paths if values[name]}
+        given, **{name: os.path.abspath(values[name]) for name in paths if values[name]}
     )
     if container and start_method:
         raise RequestError(
-            "--start-method: each rank of a container starts by itself; leave it out. [CD0103]"
+            "--start-method conflicts with --container-image. Remove one of them. [CD0103]"
         )
-    if not container and "python" in held.typed:
+    if not container and "python" in given.typed:
         raise RequestError(
-            "--python names the interpreter in an image: name --container-image, too. [CD1004]"
+            "--python names an interpreter in an image. Add --container-image. [CD1004]"
         )
     path = _path(values["runs_dir"], run_dir, run_name)
     spec = workstation.request(path, config, procs, **container)
@@ -105,22 +105,20 @@ def command(
 
 
 def _path(runs_dir: Path, run_dir: str | None, run_name: str | None) -> str:
-    """Return the run's directory; raises RequestError where it cannot be told."""
+    """Return the run's directory. Raises RequestError for conflicting or invalid options."""
     if run_dir is not None and run_name is not None:
         raise RequestError(
-            "--run-dir and --run-name both name the run's directory; give one. [CD0103]"
+            "--run-dir conflicts with --run-name: both name the directory. Give one. [CD0103]"
         )
     if run_dir == "":
-        raise RequestError(
-            "--run-dir is empty; leave it out to have a new directory made. [CD0102]"
-        )
+        raise RequestError("--run-dir is empty. Omit it to create a new directory. [CD0102]")
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name
     forms.run_name("--run-name", name)
     return os.path.abspath(run_dir or f"{runs_dir}/{name}")
 
 
 def _again(spec: JobSpec, config: TrainConfig, run: RunDir, start_method: str | None) -> str:
-    """Return the command that resumes a run from its newest checkpoint."""
+    """Return the command that resumes a run from its latest checkpoint."""
     shown = os.path.relpath(run.path)
     path = shown if not shown.startswith("..") else str(run.path)
     ranks = [f"--procs={spec.world_size}"] if spec.world_size > 1 else []

@@ -18,7 +18,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.commands import submit
-from clusterddp.cli.options import held_by, options
+from clusterddp.cli.options import given_by, options
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
 from clusterddp.request.options import Given, Settings, find_site, lacking, read_site
@@ -43,7 +43,7 @@ _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-nod
 @click.option("--cluster", metavar="NAME", help="Section [cluster:NAME] of site.cfg to use.")
 @click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
-def command(write: str | None, as_json: bool, **given: object) -> int:
+def command(write: str | None, as_json: bool, **typed: object) -> int:
     """Check the account, Slurm, directories and Python; queue nothing.
 
     Run it on a login node; without Slurm it checks only the rest. Settings come from variables,
@@ -59,18 +59,18 @@ def command(write: str | None, as_json: bool, **given: object) -> int:
         _check_new_file(write)
         with contextlib.suppress(RequestError):  # the variable names a missing file
             before = find_site(None, os.environ, Path.cwd())
-    args = [f"--{name.replace('_', '-')}={v}" for name, v in given.items() if v is not None]
+    args = [f"--{name.replace('_', '-')}={v}" for name, v in typed.items() if v is not None]
     try:
         ctx = submit.command.make_context("submit", args)
     except click.UsageError as error:
         raise RequestError(error.format_message(), code="CD0101") from None
-    held = held_by(ctx)
-    spec, given_before = job_spec(held, "doctor"), _effective_settings(held)
+    given = given_by(ctx)
+    spec, given_before = job_spec(given, "doctor"), _effective_settings(given)
     if sys.stderr.isatty():
         click.echo(
             "clusterddp: querying Slurm and importing torch; this takes at most a minute", err=True
         )
-    diagnosis = examine.examine(spec, template_folder(held))
+    diagnosis = examine.examine(spec, template_folder(given))
     text = site_checks.site_cfg(diagnosis, given_before)
     if as_json:
         checks = [dataclasses.asdict(check) for check in diagnosis.checks]
@@ -118,20 +118,20 @@ def _text(found: str, advice: str) -> str:
     return f"{found}. To do: {advice}" if advice else found
 
 
-def _effective_settings(held: Given) -> dict[str, str]:
+def _effective_settings(given: Given) -> dict[str, str]:
     """Return the settings that are not defaults, with absolute paths."""
     rows = [OPTIONS[name] for name in _PROPOSED]
-    given = {
-        row.name: str(held.values[row.parameter])
+    settings = {
+        row.name: str(given.values[row.parameter])
         for row in rows
-        if row.parameter in held.sources and held.values[row.parameter]
+        if row.parameter in given.sources and given.values[row.parameter]
     }
     for name in ("runs-dir", "data-dir"):
-        if name in given:
-            given[name] = os.path.abspath(given[name])
-    if "python" in given:
-        given["python"] = interpreter(given["python"])
-    return given
+        if name in settings:
+            settings[name] = os.path.abspath(settings[name])
+    if "python" in settings:
+        settings["python"] = interpreter(settings["python"])
+    return settings
 
 
 def _check_new_file(name: str) -> None:

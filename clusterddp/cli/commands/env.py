@@ -1,4 +1,4 @@
-"""`clusterddp env`: shows the ranks of this task, or of a pasted environment, and their sources."""
+"""`clusterddp env`: shows a task's rank variables and their sources."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from clusterddp.ranks.variables import parse_environment
     "--from",
     "source",
     metavar="FILE",
-    help="Derive from a pasted environment, the output of 'env' or 'env -0', in place of this "
-    "process's own; '-' reads standard input.",
+    help="Read the environment from FILE, the output of 'env' or 'env -0', not from this process; "
+    "'-' is standard input.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 def command(source: str | None, as_json: bool) -> None:
-    """Show who this task is: every value, and the variable it came from.
+    """Show this task's rank variables and the variables they come from.
 
-    In a Slurm step: srun clusterddp env. Exit codes: 0 derived, 1 the variables contradict each
+    In a Slurm step: srun clusterddp env. Exit codes: 0 shown, 1 the variables contradict each
     other, 2 usage error.
     """
     environ = os.environ if source is None else parse_environment(_read(source))
@@ -38,8 +38,8 @@ def _read(source: str) -> str:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
         raise RequestError(
-            f"cannot read {source!r}: {error.strerror}; give --from a file that holds the output "
-            "of 'env'. [CD0801]"
+            f"--from: cannot read {source!r}: {error.strerror}. Give a file with the output of "
+            "'env'. [CD0801]"
         ) from error
     return data.decode(errors="surrogateescape")
 

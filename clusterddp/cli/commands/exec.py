@@ -1,7 +1,7 @@
-"""`clusterddp exec`: derives the distributed environment, exports it and becomes COMMAND.
+"""`clusterddp exec`: sets the rank variables and executes COMMAND.
 
-For your own srun line. Under `submit -- COMMAND` a small parent process stays (`--run-dir`) and
-records the outcome.
+For a user's own srun line. In a run, a small parent process stays and records the outcome
+(`--run-dir`).
 """
 
 import os
@@ -36,17 +36,17 @@ def command(
     report_to: str,
     argv: tuple[str, ...],
 ) -> int:
-    """Derive the distributed environment, export it and become COMMAND.
+    """Set the rank variables and execute COMMAND.
 
     \b
     srun clusterddp exec -- python train.py --lr 0.1
 
     Exports RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK,
     GROUP_* and ROLE_*, as torchrun does; 'clusterddp env' shows their values. Outside a Slurm step
-    and without torch's variables it is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
-    MASTER_PORT is set; within a job, for example in salloc's shell, it warns.
+    and without torch's variables, COMMAND is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
+    MASTER_PORT is set. In a job without a step, such as salloc's shell, a warning is printed.
 
-    Exit codes: COMMAND's own; 126 it cannot be run, 127 it was not found, 1 the variables
+    Exit codes: COMMAND's own; 126 it cannot be executed, 127 it was not found, 1 the variables
     contradict each other, 2 usage error.
     """
     env = DistEnv.from_environ(os.environ)
@@ -60,8 +60,8 @@ def command(
     job = next((os.environ[name] for name in JOB_ID if os.environ.get(name)), "")
     if env.origin == "single" and job:
         click.echo(
-            f"clusterddp: warning: this shell is in Slurm's job {format_value(job)}, but in no "
-            "step of it: COMMAND is rank 0 of a world of one. For a rank in every task: "
+            f"clusterddp: warning: this shell is in job {format_value(job)} but not in a Slurm "
+            "step: COMMAND is rank 0 of 1. For a rank in every task: "
             f"srun clusterddp exec -- {shlex.join(argv)} [CD0801]",
             err=True,
         )

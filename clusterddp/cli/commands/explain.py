@@ -1,4 +1,4 @@
-"""`clusterddp explain`: cause, where to look and remedy of a code that ends a message."""
+"""`clusterddp explain`: prints the cause and remedy of a message's code."""
 
 import dataclasses
 import shutil
@@ -16,23 +16,23 @@ from clusterddp.explained import Page, catalogue, code_of, find, is_code
 @click.argument("typed", nargs=-1, metavar="[CODE… | WORDS]")
 @JSON_OPTION
 def command(typed: tuple[str, ...], as_json: bool) -> int:
-    """Explain CODE, the CD0401 in brackets at the end of a message.
+    """Explain CODE, for example CD0401 from the end of a message.
 
     Without CODE, list all codes. With WORDS, list the codes whose pages contain all of them.
 
-    Exit codes: 0 printed, 2 there is no such code, and no page with these words.
+    Exit codes: 0 printed, 2 no such code, or no page with these words.
     """
-    if not catalogue():  # in the file that a run carries
+    if not catalogue():  # in a run's bundle
         raise RequestError(
-            "the clusterddp that a run carries has no pages: type this with the installed one, or "
-            "read docs/errors.md. [CD0314]"
+            "a run's bundled clusterddp has no error pages. Use the installed one, or read "
+            "docs/errors.md. [CD0314]"
         )
     pages = find(typed)
     if not pages:
         asked = " ".join(typed)
         wrong = f"there is no code {asked}" if is_code(asked) else f"no page contains {asked!r}"
         raise RequestError(
-            f"{wrong}. List all codes: clusterddp explain. From symptoms to codes: "
+            f"{wrong}. List all codes: clusterddp explain. Find codes by symptom: "
             "docs/troubleshooting.md. [CD0101]"
         )
     if as_json:

@@ -26,16 +26,16 @@ from clusterddp.status.status import statuses
     type=click.IntRange(min=0),
     multiple=True,
     metavar="R",
-    help="The log of rank R; repeatable.",
+    help="Show the log of rank R; repeatable.",
 )
-@click.option("--job", is_flag=True, help="The log of the batch script and Slurm.")
+@click.option("--job", is_flag=True, help="Show the log of the batch script and Slurm.")
 @click.option(
     "-n",
     "--lines",
     type=click.IntRange(min=0),
     metavar="N",
     show_default="all",
-    help="Only the last N lines of each.",
+    help="Show only the last N lines of each log.",
 )
 @RUNS_DIR_OPTION
 def command(
@@ -60,8 +60,8 @@ def command(
     if len(several) > 1:
         if following:
             raise RequestError(
-                f"-f follows one run, and {run} means {len(several)}: name one, such as "
-                f"{several[0].name}; 'clusterddp runs {run}' shows them all. [CD0502]"
+                f"-f follows one run, but {run} matches {len(several)}. Name one, such as "
+                f"{several[0].name}; 'clusterddp runs {run}' lists them. [CD0502]"
             )
         _print_several(several, ranks, job=job, lines=lines)
         return 0
@@ -70,7 +70,7 @@ def command(
     for rank in ranks:
         if status.world_size is not None and rank >= status.world_size:
             raise RequestError(
-                f"--rank {rank}: {run_dir.name} has {status.world_size} ranks; name one of 0 to "
+                f"--rank {rank}: {run_dir.name} has {status.world_size} ranks. Use 0 to "
                 f"{status.world_size - 1}. [CD0102]"
             )
     paths = [run_dir.job_log] if job else []

@@ -1,4 +1,4 @@
-"""`clusterddp notify`: what the job does that tells the end of a run (`run.notify`)."""
+"""`clusterddp notify`: sends the notification of a run's end, from the notification job."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from clusterddp.status.notify import notify_from_job
 @click.command(hidden=True)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 def command(run_dir: Path) -> None:
-    """Tell the program of --notify how a run or a sweep has ended, unless that was done."""
+    """Run the program of --notify for the end of a run or sweep, unless that was done."""
     sweep = SweepDir(run_dir)
     with log.to(lambda line: click.echo(f"clusterddp: {line}")):
         notify_from_job(sweep if sweep.is_sweep else RunDir(run_dir))

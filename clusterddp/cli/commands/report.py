@@ -68,7 +68,7 @@ def command(
 ) -> None:
     """Show the results of RUNs (names, job ids or directories); default: the latest run.
 
-    One run is described in full; several are a table. If a run has no report.json yet, its metrics
+    One run is shown in full, several as a table. If a run has no report.json yet, its metrics
     are shown. TRAIN-SECONDS is the training time, IMAGES/S the throughput of all ranks, PEAK-MEMORY
     the largest of any rank. --json prints a list with one object per run.
 
@@ -80,7 +80,7 @@ def command(
     """
     if (html is not None) + (csv is not None) + as_json > 1:
         raise RequestError(
-            "--html, --csv and --json exclude one another. Give one of them. [CD0103]"
+            "--html, --csv and --json exclude each other. Give one of them. [CD0103]"
         )
     if html is not None:
         from clusterddp.reporting import plots
@@ -105,7 +105,7 @@ def command(
     if html is not None:
         from clusterddp.reporting.page import page
 
-        main.go_on()  # importing matplotlib allocates a lot
+        main.enable_gc()  # importing matplotlib allocates a lot
         _write("--html", html, page(gathered))
     elif as_json:
         echo_json([run.report.as_dict() for run in gathered])
@@ -126,7 +126,7 @@ def _show_sweep(report: SweepReport, *, as_json: bool, html: str | None, csv: st
     if html is not None:
         from clusterddp.reporting.page import sweep_page
 
-        main.go_on()
+        main.enable_gc()
         _write("--html", html, sweep_page(report))
     elif csv is not None:
         _write("--csv", csv, as_csv(report))
@@ -241,7 +241,7 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
 
 
 def _usage(figures: Report) -> str:
-    """Format the total in hours, and each activity as its share."""
+    """Format the node-hours and GPU-hours, and the share of each activity."""
     usage = figures.usage
     if usage is None:
         return ""

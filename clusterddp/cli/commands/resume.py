@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting
-from clusterddp.cli.options import SettingsCommand, WithCommand, held_by, options
+from clusterddp.cli.options import SettingsCommand, WithCommand, given_by, options
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
@@ -22,12 +22,12 @@ from clusterddp.status.sweeps import has_failed
 from clusterddp.submission.fields import CONTAINER, changed
 from clusterddp.submission.resume import Resumption, Terms, resume
 
-# What a run keeps for good belongs to the script's own lines, which are edited there. A run resumes
-# from its own checkpoints, which come before those of another run.
+# A run keeps these options. Directives are edited in its script, and its own checkpoints take
+# precedence over those of another run.
 _FIXED = {"omit-directive", "runs-dir", "init-from"}
 _OF_COMMAND = {"env", "module", "setup"}
-_TRAINED = [row for row in TRAINING if row.name not in _FIXED]
-_ASKED = [
+_TRAINING_OPTIONS = [row for row in TRAINING if row.name not in _FIXED]
+_REQUEST_OPTIONS = [
     row
     for row in REQUEST
     if (row.group in (RESOURCES, FAULT_TOLERANCE, OUTPUT) and row.name not in _FIXED)
@@ -36,12 +36,12 @@ _ASKED = [
 
 
 class ResumeCommand(WithCommand):
-    """Takes its options from the command line alone: whatever is not typed stays as recorded."""
+    """A command that reads options only from the command line; others stay as recorded."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except click.MissingParameter:  # RUN stands behind `--`, and no COMMAND does
+        except click.MissingParameter:  # RUN is after `--`, and there is no COMMAND
             ctx.meta["command"] = ()
             return SettingsCommand.parse_args(self, ctx, args)
 
@@ -58,7 +58,7 @@ class ResumeCommand(WithCommand):
     "resume; 130 interrupted.",
 )
 @click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")
-@options([*_ASKED, *_TRAINED], settings=False, defaults=False)
+@options([*_REQUEST_OPTIONS, *_TRAINING_OPTIONS], settings=False, defaults=False)
 @sweep_options
 @click.option(
     "--max-concurrent",
@@ -100,7 +100,7 @@ class ResumeCommand(WithCommand):
     is_flag=True,
     help="Start a COMMAND again although it ended with exit code 0.",
 )
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be sent; touch nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted and change nothing.")
 @click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
 @RUNS_DIR_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -137,25 +137,26 @@ def command(
     If none of the saved checkpoints can be used, the run starts at step 0 only with --from-scratch.
     """
     if dry_run and wait:
-        raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
-    held = held_by(ctx)
-    sweep, more = find_sweep(runs_dir, run), sweep_of(held)
+        raise click.UsageError("--dry-run conflicts with --wait. Remove one of them.", ctx)
+    given = given_by(ctx)
+    sweep, more = find_sweep(runs_dir, run), sweep_of(given)
     if sweep is None and (more or max_concurrent):
         name = run if is_pattern(run) else find_run(runs_dir, run).name
         raise RequestError(
             f"{name} is not a sweep, and --sweep and --max-concurrent apply only to one. Name a "
             "sweep, or submit a new one with 'clusterddp submit --sweep …'. [CD1104]"
         )
-    terms = _terms(held, more)
+    terms = _terms(given, more)
     has_own_copies = sweep is not None and terms.refresh_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
         if dry_run or wait or max_concurrent:
             raise click.UsageError(
-                f"--dry-run, --wait and --max-concurrent are for one job; {run} means several."
+                f"--dry-run, --wait and --max-concurrent need one job, but {run} means several. "
+                "Remove them."
             )
-        return _resume_each(held, runs_dir, run, terms, as_json=as_json)
+        return _resume_each(given, runs_dir, run, terms, as_json=as_json)
     run_dir = sweep or find_run(runs_dir, run)
-    done = resume(run_dir, partial(changed, held), terms, dry_run=dry_run)
+    done = resume(run_dir, partial(changed, given), terms, dry_run=dry_run)
     if dry_run:
         fields: dict[str, object] = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
         if sweep:
@@ -165,8 +166,8 @@ def command(
     return _follow(done, run_dir, wait=wait, as_json=as_json)
 
 
-def _terms(held: Given, more: Sweep) -> Terms:
-    values = held.values
+def _terms(given: Given, more: Sweep) -> Terms:
+    values = given.values
     return Terms(
         allow_config_change=bool(values["allow_config_change"]),
         refresh_code=values["refresh_code"],
@@ -181,7 +182,7 @@ def _terms(held: Given, more: Sweep) -> Terms:
 
 
 def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
-    """Print what was submitted, and follow it where that is asked for; returns the exit code."""
+    """Print the submission and follow it if requested. Return the exit code."""
     spec, sent = done.spec, done.submission
     assert sent
     if isinstance(run, SweepDir):
@@ -195,8 +196,8 @@ def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
     return follow_submitted(spec, run, sent, words, wait=wait, as_json=as_json, lines=0)
 
 
-def _resume_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
-    """Submit those of several runs again that have not ended well; returns the exit code."""
+def _resume_each(given: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
+    """Resume the runs of a pattern that failed or were stopped. Return the exit code."""
     runs = select(root, pattern)
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
     if not again:
@@ -207,7 +208,7 @@ def _resume_each(held: Given, root: Path, pattern: str, terms: Terms, *, as_json
     code, fields = EXIT_DONE, []
     for run in again:
         try:
-            done = resume(run, partial(changed, held), terms)
+            done = resume(run, partial(changed, given), terms)
         except ClusterDDPError as error:
             click.echo(f"clusterddp: {coded(error)}", err=True)
             code = max(code, error.exit_code)

@@ -1,4 +1,4 @@
-"""`clusterddp rm`: removes whole runs."""
+"""`clusterddp rm`: removes runs."""
 
 import fnmatch
 import os
@@ -9,22 +9,22 @@ import click
 
 from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, agrees, echo_failures
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, confirmed, echo_failures
 from clusterddp.status.find import find_sweep, select_each
 from clusterddp.submission.clean import plan_removals, remove_run
 
 
 @click.command(name="rm", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@click.option("--dry-run", is_flag=True, help="Print what would be removed; touch nothing.")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed and change nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @RUNS_DIR_OPTION
 def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> int:
     """Delete the directory of each RUN: a run's name, job id or directory.
 
-    Records, logs, checkpoints, reports and the copy of your code are deleted for good. A sweep
-    means all its trials and their shared files; 'lr-*' means several runs. A run that is queued or
-    running is refused, and so is one whose checkpoint another run starts from. 'clusterddp clean'
+    Records, logs, checkpoints, reports and the copy of your code are deleted permanently. A sweep
+    means all its trials and their shared files; 'lr-*' means several runs. A run is not removed
+    while it is queued or running, or if another run starts from its checkpoint. 'clusterddp clean'
     only frees disk space.
 
     Exit codes: 0 removed, or the answer was no; 1 something could not be removed; 2 one does not
@@ -35,7 +35,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> i
     known = {each.path for each in runs}
     runs = [each for each in runs if each.path.is_dir()]
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep and sweep.path not in known)
-    # A run outside of the runs directory must be named by its path.
+    # A run outside the runs directory must be named by its path.
     here = runs_dir.resolve()
     far = [e for e in runs if e.path.parent.resolve() != here and not _is_typed(e.path, run)]
     failed += [
@@ -48,7 +48,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> i
         state = f" ({each.state})" if each.state else ""
         click.echo(f"{each.run.path.absolute()}{state}: {formatting.size(each.bytes)}")
     if removals and not dry_run:
-        if not (yes or agrees(f"Remove {formatting.count(len(removals), 'run')} for good?")):
+        if not (yes or confirmed(f"Permanently remove {formatting.count(len(removals), 'run')}?")):
             click.echo("nothing was removed", err=True)
             removals = []
         for each in removals:
@@ -61,7 +61,7 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> i
 
 
 def _is_typed(path: Path, texts: Sequence[str]) -> bool:
-    """Return whether a directory was typed as one, or its sweep's, or a pattern of such."""
+    """Return whether a path was typed as a path, by its sweep's path or by a pattern."""
     typed = [os.path.realpath(text) for text in texts if "/" in text]
     place, sweep = os.path.realpath(path), os.path.realpath(path).rpartition("-")[0]
     return any(fnmatch.fnmatchcase(place, each) or each == sweep for each in typed)

@@ -1,4 +1,4 @@
-"""`clusterddp runs`: the runs in a runs directory as a table, the latest last."""
+"""`clusterddp runs`: lists the runs in a runs directory, the latest last."""
 
 import shutil
 import sys
@@ -23,7 +23,7 @@ from clusterddp.status.sweeps import SweepStatus, sweep_status
 
 _HEADER = ("NAME", "STATE", "JOBID", "LAYOUT", "AGE", "STEP", "ETA", "TEST-ACC", "REASON")
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-"""Of a terminal (ECMA-48): the cursor to the first place; what stands behind it, below it, away."""
+"""Terminal codes (ECMA-48): move the cursor home; erase to the end of the line; erase below."""
 
 
 @click.command(name="runs", cls=SettingsCommand)
@@ -34,13 +34,13 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     type=click.IntRange(1),
     metavar="N",
     show_default="all",
-    help="Only the latest N runs.",
+    help="List only the latest N runs.",
 )
 @click.option(
     "--state",
     type=click.Choice([state.value for state in RunState]),
     multiple=True,
-    help="Only runs in this state; repeatable.",
+    help="List only runs in this state; repeatable.",
 )
 @click.option(
     "--watch",
@@ -75,7 +75,7 @@ def command(
     --watch redraws the list in a terminal; elsewhere it prints the list when it changes. Each
     update is one call of squeue.
 
-    Exit codes: 0 listed, 2 usage error, 130 a watch was ended by Ctrl-C.
+    Exit codes: 0 listed, 2 usage error, 130 --watch was ended by Ctrl-C.
     """
     if watch is not None and as_json:
         raise click.UsageError(
@@ -84,7 +84,7 @@ def command(
     if watch is not None:
         from clusterddp.cli import main
 
-        main.go_on()  # it may be watched for days
+        main.enable_gc()  # it may be watched for days
         _watch(runs_dir, run, last, state, watch)
     listed = _listed(runs_dir, run, last, state)
     if as_json:
@@ -103,7 +103,7 @@ def _listed(
     state: Sequence[str],
     known: dict[str, JobState] | None = None,
 ) -> list[RunStatus | SweepStatus]:
-    """Return the statuses of what is to be listed. known: see `statuses`."""
+    """Return the statuses to list. known: see `statuses_and_states`."""
     runs = find_runs(root)
     if names:
         found, wrong = select_each(root, names)
@@ -124,7 +124,7 @@ def _listed(
 def _watch(
     root: Path, names: Sequence[str], last: int | None, state: Sequence[str], seconds: float
 ) -> None:
-    """Print the list again and again, until an interruption, which is passed on."""
+    """Print the list repeatedly until KeyboardInterrupt."""
     known: dict[str, JobState] = {}
     before: list[tuple[str, str, str]] | None = None
     for _ in patience.looks(every=seconds):
@@ -136,7 +136,7 @@ def _watch(
             lines = [_cut(head, size.columns), *_lines(listed, size.columns)]
             if len(lines) > size.lines:  # the latest runs matter most
                 lines = [*lines[:2], *lines[2 - max(size.lines, 3) :]]
-            # Each line in place of the one that was there: a cleared screen would flicker.
+            # Overwrite line by line: clearing the screen would flicker.
             text = f"{_END_OF_LINE}\n".join(lines)
             click.echo(f"{_HOME}{text}{_END_OF_LINE}{_BELOW}", nl=False)
             sys.stdout.flush()
@@ -167,10 +167,7 @@ def _lines(listed: Sequence[RunStatus | SweepStatus], width: int | None) -> list
 
 
 def _cut(line: str, width: int | None) -> str:
-    """A line as wide as the terminal at most; as it is where there is none, for other programs.
-
-    The code at its end, for `clusterddp explain`, stays.
-    """
+    """Truncate a line to the terminal's width, if any, but keep the code at its end."""
     if width is None or len(line) <= width:
         return line
     code = CODE_AT_END.search(line)
@@ -182,9 +179,9 @@ def _statuses(
     runs: Sequence[RunDir], known: dict[str, JobState] | None
 ) -> list[RunStatus | SweepStatus]:
     """Return the statuses in order, one per sweep. Queries Slurm once."""
-    alone = [run for run in runs if not isinstance(run, SweepDir)]
+    single = [run for run in runs if not isinstance(run, SweepDir)]
     trials = {run: run.elements for run in runs if isinstance(run, SweepDir)}
-    of_runs, of_trials = statuses_and_states(alone, [*chain.from_iterable(trials.values())], known)
+    of_runs, of_trials = statuses_and_states(single, [*chain.from_iterable(trials.values())], known)
     status, state = iter(of_runs), iter(of_trials)
     return [
         sweep_status(run, [next(state) for _ in trials[run]])

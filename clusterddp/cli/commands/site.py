@@ -1,4 +1,4 @@
-"""`clusterddp site`: shows settings and their sources; lists and installs those of clusters."""
+"""`clusterddp site`: shows settings and sources; lists and installs files for public clusters."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.commands import submit
-from clusterddp.cli.options import Completed, held_by
+from clusterddp.cli.options import Completed, given_by
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.launchers import SHIPPED
 from clusterddp.request import options, sites
@@ -43,13 +43,13 @@ def command(
     """
     if context.invoked_subcommand:
         own = {"--site": site, "--cluster": cluster, "--all": show_all, "--json": as_json}
-        given = [name for name, value in own.items() if value]
-        if given:
+        typed = [name for name, value in own.items() if value]
+        if typed:
             word = context.invoked_subcommand
-            listed = given == ["--json"] and word == "list"
+            listed = typed == ["--json"] and word == "list"
             raise RequestError(
-                f"{', '.join(given)}: of 'clusterddp site' alone, not of its '{word}'."
-                + (" Type --json behind 'list'." if listed else ""),
+                f"'site {word}' does not accept {', '.join(typed)} before '{word}'. "
+                + ("Put --json after 'list'." if listed else "Remove it."),
                 code="CD0103",
             )
         return
@@ -59,9 +59,9 @@ def command(
     except click.UsageError as error:
         raise RequestError(error.format_message(), code="CD0101") from None
     assert isinstance(ctx.obj, Settings)
-    held = held_by(ctx)
+    given = given_by(ctx)
     rows = {
-        name: {"value": held.values[row.parameter], "source": held.source(row.parameter)}
+        name: {"value": given.values[row.parameter], "source": given.source(row.parameter)}
         for name, row in sorted(OPTIONS.items())
     }
     used = ctx.obj.path
@@ -76,7 +76,7 @@ def command(
         click.echo(json.dumps(shown, indent=2))
     else:
         _print_table(ctx.obj, rows, others, show_all=show_all)
-    _check(held)
+    _check(given)
 
 
 @command.command("list")
@@ -107,7 +107,7 @@ def list_sites(as_json: bool) -> None:
 
 @command.command("use")
 @click.argument("name", type=Completed("name", _names))
-@click.option("--force", is_flag=True, help="Put a file of yours that is there aside.")
+@click.option("--force", is_flag=True, help="Replace an existing file; it is renamed.")
 def use_site(name: str, force: bool) -> None:
     """Install the file for a public cluster as ~/.config/clusterddp/site.cfg.
 
@@ -118,26 +118,27 @@ def use_site(name: str, force: bool) -> None:
     path, before = sites.use(name, os.environ, force=force)
     click.echo(path)
     if before:
-        click.echo(f"clusterddp: the file that was there is now {before}", err=True)
+        click.echo(f"clusterddp: the previous file is now {before}", err=True)
     click.echo(
-        f"clusterddp: taken from the cluster's documentation, {sites.read_sites()[name].tried}. "
-        "Fill in lines such as '# account ='; then look at: clusterddp site",
+        f"clusterddp: from the cluster's documentation, {sites.read_sites()[name].tried}. "
+        "Fill in lines such as '# account =', then check: clusterddp site",
         err=True,
     )
     found = options.find_site(None, os.environ, Path.cwd())
     if found != path:
-        click.echo(f"clusterddp: from here {found} comes before it", err=True)
+        click.echo(f"clusterddp: in this directory, {found} takes precedence over it", err=True)
 
 
-def _check(held: Given) -> None:
-    """Refuse what a submission with these settings would refuse, naming where it came from."""
-    spec = job_spec(held, "site")
-    with held.naming_sources():
-        folder = template_folder(held)
+def _check(given: Given) -> None:
+    """Raise the errors of a submission with these settings, with the sources of the values."""
+    spec = job_spec(given, "site")
+    with given.naming_sources():
+        folder = template_folder(given)
         if spec.template in SHIPPED or (folder and (folder / spec.template).is_file()):
             return
         raise OptionError(
-            "--template", f": {spec.template!r} is not found; shipped are {', '.join(SHIPPED)}."
+            "--template",
+            f": {spec.template!r} does not exist. Shipped templates: {', '.join(SHIPPED)}.",
         )
 
 
@@ -153,7 +154,7 @@ def _print_table(
         click.echo(f"skipped: {', '.join(map(str, others))}")
     elif site.path is None:
         places = options.site_places(os.environ, Path.cwd())
-        click.echo(f"looked for: {', '.join(map(str, places))}")
+        click.echo(f"searched: {', '.join(map(str, places))}")
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
     if not show_all:

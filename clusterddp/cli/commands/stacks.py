@@ -1,4 +1,4 @@
-"""`clusterddp stacks`: shows where each rank of a running job is now."""
+"""`clusterddp stacks`: shows the current stack of each rank of a running job."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from clusterddp.status.status import statuses
     type=click.IntRange(min=0),
     multiple=True,
     metavar="R",
-    help="Only rank R, with its threads and worker processes; repeatable.",
+    help="Show only rank R, with its threads and worker processes; repeatable.",
 )
 @RUNS_DIR_OPTION
 @JSON_OPTION
@@ -38,15 +38,15 @@ def command(
     here: bool,
     workers: bool,
 ) -> int:
-    """Show where each rank of RUN is now: a run's name, job id or directory; default: the latest.
+    """Show the stacks of RUN's ranks: a run's name, job id or directory; default: the latest.
 
     Equal stacks are shown once: '61 of 64 in all_reduce', 'rank 17 on gpu03 in DataLoader'. A
     separate Slurm step reads them: no rank is stopped or changed. It uses a signal handler, which
     the built-in training and every Python of a COMMAND have (without --no-stacks); py-spy, which
     shows all threads, if it is on the ranks' PATH; or Python's own interface from 3.14 on.
 
-    Exit codes: 0 each rank's stack is shown; 1 a stack could not be read, or Slurm did not respond;
-    2 there is no such run, or it is not running.
+    Exit codes: 0 all stacks are shown; 1 a stack could not be read, or Slurm did not respond; 2 no
+    such run, or it is not running.
     """
     if here:
         for line in stacks.encode_lines(

@@ -1,4 +1,4 @@
-"""`clusterddp status`: how one run is doing, and what to type next."""
+"""`clusterddp status`: shows the state of a run and the command to type next."""
 
 import time
 from collections.abc import Iterable
@@ -84,7 +84,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 
 
 def describe(status: RunStatus) -> str:
-    """Format the status as lines of `label  value`, without unknown values."""
+    """Format the status as lines of `label  value`; unknown values are omitted."""
     launcher = f" ({status.launcher})" if status.launcher else ""
     job = status.array_task or status.job_id
     took = "took {}" if status.has_ended else "running for {}"
@@ -142,7 +142,7 @@ def _labelled(lines: Iterable[tuple[str, str]]) -> str:
 
 
 def _attempt(status: RunStatus) -> str:
-    """`3 (2 restarts: time limit, node lost or killed)`; empty for a run that started once."""
+    """Return `3 (2 restarts: time limit, node lost or killed)`; empty for the first attempt."""
     if not status.restarts and (status.attempt or 1) == 1:
         return ""
     number = str(status.attempt) if status.attempt is not None else str(status.restarts + 1)

@@ -26,14 +26,14 @@ def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> 
     until 'clusterddp resume RUN'. The job of a COMMAND gets SIGUSR1. A queued run is cancelled; an
     ended run is not changed. If one run fails to stop, the others are still asked.
 
-    Exit codes: 0 each is asked, or had ended (with --wait: and it did not fail), 1 one could not
-    be asked, or failed, 2 one is no run, 130 interrupted.
+    Exit codes: 0 all are asked, or had ended (with --wait: and none failed); 1 one could not be
+    asked, or failed; 2 one does not exist; 130 interrupted.
     """
-    until_left = _wait if wait else None
-    return act_on_each(runs_dir, run, stop, _words, as_json=as_json, wait=until_left)
+    waiting = _wait if wait else None
+    return act_on_each(runs_dir, run, stop, _describe, as_json=as_json, wait=waiting)
 
 
-def _words(result: Stop) -> str:
+def _describe(result: Stop) -> str:
     again = f"\n  resume with: {result.next_command}" if result.next_command else ""
     return f"{result.message}{again}"
 

@@ -10,7 +10,7 @@ from clusterddp.cli import main
 from clusterddp.cli.options import (
     WithCommand,
     config_option,
-    held_by,
+    given_by,
     help_all_option,
     options,
     site_options,
@@ -24,7 +24,7 @@ from clusterddp.submission.fields import generate_name, job_spec, remarks, templ
 
 
 class SubmitCommand(WithCommand):
-    """Refuses options of sbatch that have another name here, and names it."""
+    """A command that refuses options of sbatch and names their replacements."""
 
     common = (
         *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account"),
@@ -51,7 +51,7 @@ class SubmitCommand(WithCommand):
 
 @click.command(
     cls=SubmitCommand,
-    context_settings=main.OF_HELP,
+    context_settings=main.HELP_SETTINGS,
     options_metavar="[OPTIONS] [-- COMMAND…]",
     epilog="Precedence, highest first: flag, --config, CLUSTERDDP_<OPTION> variable, SBATCH_* "
     "variables, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run "
@@ -109,44 +109,44 @@ def command(
     clusterddp submit --sweep lr=0.1,0.3 -- python train.py --lr {lr}
     """
     for name in unused_variables(os.environ, REQUEST):
-        click.echo(f"clusterddp: {name} is set here, but has no part in this submission", err=True)
-    held = held_by(ctx)
+        click.echo(f"clusterddp: {name} is set, but this submission does not use it", err=True)
+    given = given_by(ctx)
     if run_name == "":
-        raise RequestError("--run-name is empty; leave it out to have one made up. [CD0102]")
+        raise RequestError("--run-name is empty. Omit it to generate a name. [CD0102]")
     if dry_run and wait:
-        raise click.UsageError("--dry-run starts nothing that --wait could follow.", ctx)
+        raise click.UsageError("--dry-run conflicts with --wait. Remove one of them.", ctx)
     if test_only and (dry_run or wait):
         other = "--dry-run" if dry_run else "--wait"
         raise click.UsageError(f"--test-only conflicts with {other}. Remove one of them.", ctx)
     # A request to save keeps it for its submission.
-    if dry_run and held.flags(["check_python"]) and not save_to:
+    if dry_run and given.flags(["check_python"]) and not save_to:
         raise click.UsageError(
             "--dry-run conflicts with --check-python, because it starts no interpreter. Remove "
             "one of them.",
             ctx,
         )
-    swept = sweep_of(held, max_concurrent or 0)
+    swept = sweep_of(given, max_concurrent or 0)
     if max_concurrent and not swept:
         raise OptionError(
             "--max-concurrent", " applies only to a sweep. Add --sweep NAME=VALUES. [CD1104]"
         )
-    spec = job_spec(held, run_name or generate_name("sweep" if swept else "run"), swept)
-    script = load(spec.launcher).prepare(spec, template_folder(held))
+    spec = job_spec(given, run_name or generate_name("sweep" if swept else "run"), swept)
+    script = load(spec.launcher).prepare(spec, template_folder(given))
     if save_to:
-        _save(held, spec, save_to)
+        _save(given, spec, save_to)
     if dry_run:
-        _warn(held, spec, script)
+        _warn(given, spec, script)
         if not run_name:
             click.echo(f"run name: {spec.run_name}", err=True)
         _print_script(spec, script, as_json=as_json)
         return EXIT_DONE
-    main.go_on()
+    main.enable_gc()
     if test_only:
-        return _test(held, spec, script, as_json=as_json)
-    return _submit(held, spec, script, wait=wait, as_json=as_json)
+        return _test(given, spec, script, as_json=as_json)
+    return _submit(given, spec, script, wait=wait, as_json=as_json)
 
 
-def _save(held: Given, spec: JobSpec, path: Path) -> None:
+def _save(given: Given, spec: JobSpec, path: Path) -> None:
     if spec.sweep:
         raise OptionError(
             "--save-config",
@@ -155,10 +155,10 @@ def _save(held: Given, spec: JobSpec, path: Path) -> None:
         )
     from clusterddp.cli.request_file import save
 
-    for name in save(held, spec, path):
+    for name in save(given, spec, path):
         click.echo(
-            f"clusterddp: {path} passes {name} by name, without its value, which is secret "
-            "by its name: set it where you submit",
+            f"clusterddp: {path} passes {name} without its value, because the name suggests a "
+            "secret. Set it in the submitting shell",
             err=True,
         )
 
@@ -172,11 +172,11 @@ def _print_script(spec: JobSpec, script: str, *, as_json: bool) -> None:
     click.echo(json.dumps(fields) if as_json else script, nl=as_json)
 
 
-def _test(held: Given, spec: JobSpec, script: str, *, as_json: bool) -> int:
+def _test(given: Given, spec: JobSpec, script: str, *, as_json: bool) -> int:
     """Print Slurm's forecast of the request."""
     from clusterddp.submission import submit
 
-    asked = {name: held.values[name] for name in ("check_python", "force")}
+    asked = {name: given.values[name] for name in ("check_python", "force")}
     words = submit.forecast(spec, script, **asked)
     fields = {"run": spec.run_name, "run_dir": spec.run_dir, "forecast": words}
     text = f"{spec.run_name} is valid, and was not submitted. Slurm says: {words}"
@@ -184,13 +184,13 @@ def _test(held: Given, spec: JobSpec, script: str, *, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bool) -> int:
-    """Submit the request, print how to follow it, and follow it where that is asked for."""
-    from clusterddp import formatting  # what follows has no part in a dry run
+def _submit(given: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bool) -> int:
+    """Submit the request, print how to follow it, and follow it if requested."""
+    from clusterddp import formatting  # a dry run needs none of these
     from clusterddp.cli.runs import follow_submitted
     from clusterddp.submission import submit
 
-    values = held.values
+    values = given.values
     try:
         run, submission = submit.submit(
             spec,
@@ -217,19 +217,19 @@ def _submit(held: Given, spec: JobSpec, script: str, *, wait: bool, as_json: boo
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
 
 
-def _warn(held: Given, spec: JobSpec, script: str) -> None:
-    """Say what a submission would say, and refuse for files that are not there."""
-    has_folder = "data_dir" in held.sources
+def _warn(given: Given, spec: JobSpec, script: str) -> None:
+    """Print the warnings of a submission, also for missing files. Raises RequestError."""
+    has_folder = "data_dir" in given.sources
     if spec.starts_own_files or has_folder:
-        from clusterddp.submission import inputs, submit  # which a plain dry run does without
+        from clusterddp.submission import inputs, submit  # a plain dry run does not need them
 
         for train in spec.trainings:
             inputs.find_user_functions(train, spec)
         for refused in submit.missing_files(
-            spec, script, has_folder=has_folder, force=held.values["force"]
+            spec, script, has_folder=has_folder, force=given.values["force"]
         ):
-            said = f"warning: a submission would refuse this: {coded(refused)}"
-            click.echo(f"clusterddp: {said}", err=True)
+            text = f"warning: a submission would refuse this: {coded(refused)}"
+            click.echo(f"clusterddp: {text}", err=True)
     for remark in remarks(spec):
         click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
     if spec.after:

@@ -1,4 +1,4 @@
-"""`clusterddp templates`: list, show and copy out the shipped sbatch templates."""
+"""`clusterddp templates`: lists, shows and copies the shipped sbatch templates."""
 
 import shlex
 from pathlib import Path
@@ -10,7 +10,7 @@ from clusterddp.launchers import SHIPPED, full_name
 
 
 class ShippedName(click.Choice):  # type: ignore[type-arg] # not generic before click 8.2
-    """Name of a shipped template, by its file or short: `torchrun`."""
+    """Name of a shipped template: its file name or the short form, `torchrun`."""
 
     def __init__(self) -> None:
         super().__init__(list(SHIPPED))
@@ -46,7 +46,7 @@ def list_templates() -> None:
 def show(name: str) -> None:
     """Print a shipped template.
 
-    Exit codes: 0 printed, 2 there is no such template.
+    Exit codes: 0 printed, 2 no such template.
     """
     click.echo(_read(name), nl=False)
 
@@ -57,7 +57,7 @@ def show(name: str) -> None:
 def copy(name: str, target: Path) -> None:
     """Copy a shipped template to TARGET, a directory or a new file, to change it.
 
-    Exit codes: 0 copied, 2 there is no such template, or TARGET exists or cannot be written.
+    Exit codes: 0 copied, 2 no such template, or TARGET exists or cannot be written.
     """
     path = target / name if target.is_dir() else target
     try:
@@ -68,8 +68,8 @@ def copy(name: str, target: Path) -> None:
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}. [CD0108]") from None
     click.echo(path)
-    given = str(path) if "/" in str(path) else f"./{path}"  # a bare name is that of a shipped one
-    click.echo(f"use it with --template {shlex.quote(given)}", err=True)
+    given = str(path) if "/" in str(path) else f"./{path}"  # a bare name means a shipped template
+    click.echo(f"use it with: --template {shlex.quote(given)}", err=True)
 
 
 def _read(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`clusterddp train`: what every task of a run executes; also by hand and under torchrun."""
+"""`clusterddp train`: trains as one rank, in a job, started manually or under torchrun."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli import main
-from clusterddp.cli.options import GroupedCommand, held_by, options
+from clusterddp.cli.options import GroupedCommand, given_by, options
 from clusterddp.formatting import setting
 from clusterddp.processes import change_environment
 from clusterddp.ranks import dist_env
@@ -16,8 +16,8 @@ from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.slurm.forms import ATTEMPT_VARIABLE
 from clusterddp.training import stop
 
-_BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "local_world_size"]
-"""Options of a rank that is started by hand."""
+_MANUAL = ["rank", "world_size", "master_addr", "master_port", "local_rank", "local_world_size"]
+"""Options of a manually started rank."""
 
 
 @click.command(cls=GroupedCommand)
@@ -27,28 +27,28 @@ _BY_HAND = ["rank", "world_size", "master_addr", "master_port", "local_rank", "l
     metavar="DIR",
     type=click.Path(path_type=Path),
     show_default="jobs/train-<time>",
-    help="Where metrics, checkpoints, the report and each rank's outcome go.",
+    help="Directory for metrics, checkpoints, the report and each rank's outcome.",
 )
-@click.option("--rank", type=int, help="This rank, where ranks are started by hand; from 0.")
-@click.option("--world-size", type=int, help="How many ranks are started by hand.")
+@click.option("--rank", type=int, help="This rank, from 0, if ranks are started manually.")
+@click.option("--world-size", type=int, help="Number of manually started ranks.")
 @click.option(
     "--master-addr",
     metavar="HOST",
     show_default="127.0.0.1",
-    help="The host of rank 0, where ranks are started by hand.",
+    help="Host of rank 0, if ranks are started manually.",
 )
-@click.option("--master-port", type=int, help="A free port of that host, the same for all ranks.")
+@click.option("--master-port", type=int, help="Free port of that host, the same for all ranks.")
 @click.option(
     "--local-world-size",
     type=int,
     show_default="all ranks",
-    help="Ranks on each host, where those that are started by hand are on several.",
+    help="Ranks per host, if ranks are started manually on several hosts.",
 )
 @click.option(
     "--local-rank",
     type=int,
     show_default="from --rank, host by host",
-    help="This rank among those of its host.",
+    help="Number of this rank on its host.",
 )
 @click.option("--own-log", is_flag=True, hidden=True)
 @click.option("--attempt", type=int, hidden=True, envvar=ATTEMPT_VARIABLE)
@@ -61,18 +61,18 @@ def command(
     \b
     srun clusterddp train                                      # ranks from Slurm's variables
     torchrun --nproc-per-node 2 --no-python clusterddp train   # ranks from torchrun's
-    clusterddp train --rank 0 --world-size 2 --master-port N   # by hand: --rank 1 in another shell
+    clusterddp train --rank 0 --world-size 2 --master-port N   # manually: --rank 1 in another shell
     clusterddp train                                           # a single process
 
-    A run directory that holds checkpoints is resumed from its newest.
+    If --run-dir has checkpoints, training resumes from the latest.
 
     Exit codes: 0 done, 1 this rank failed, 2 usage error, 75 stopped after a checkpoint, can
     resume, 130 interrupted, 128 + N ended by signal N. With --run-dir, a stopped task of Slurm or
     torchrun exits with 0, because another code would end the other tasks.
     """
     ctx = click.get_current_context()
-    config = TrainConfig.of(held_by(ctx))
-    env = dist_env.from_flags(**{name: ctx.params[name] for name in _BY_HAND})
+    config = TrainConfig.of(given_by(ctx))
+    env = dist_env.from_flags(**{name: ctx.params[name] for name in _MANUAL})
     if env:
         dist_env.check_address(env.master_addr)
         # The variables of a surrounding job do not describe this rank.
@@ -93,7 +93,7 @@ def command(
 
     if run_dir is None:
         code = child()
-        main.done()  # the process group is gone, and torch is slow to take apart
+        main.allow_fast_exit()  # the process group is closed, and the teardown of torch is slow
         return code
     run_dir = run_dir.absolute()
 

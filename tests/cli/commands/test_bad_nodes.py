@@ -43,7 +43,7 @@ def test_the_latest_blamed_stands_first(workplace: Workplace) -> None:
 
 def test_without_bad_nodes_it_says_so(workplace: Workplace) -> None:
     answer = workplace.invoke("bad-nodes")
-    assert (answer.code, answer.out, answer.err) == (0, "", "no bad nodes below jobs\n")
+    assert (answer.code, answer.out, answer.err) == (0, "", "no bad nodes in jobs\n")
     assert workplace.invoke("bad-nodes", "--json").out == "[]\n"
 
 
@@ -54,7 +54,7 @@ def test_nodes_are_cleared_by_name_by_list_and_all(workplace: Workplace) -> None
     assert workplace.invoke("bad-nodes", "clear", "h[02-03]").out == "cleared h02, h03\n"
     assert list(bad_nodes.read(workplace.root)) == ["h04"]
     assert workplace.invoke("bad-nodes", "clear", "--all").out == "cleared h04\n"
-    assert workplace.invoke("bad-nodes", "clear", "--all").out == "there was no bad node to clear\n"
+    assert workplace.invoke("bad-nodes", "clear", "--all").out == "no bad nodes to clear\n"
     assert bad_nodes.read(workplace.root) == {}
 
 
@@ -75,7 +75,7 @@ def test_of_a_list_those_that_are_there_are_cleared_and_the_others_named(
     marked_bad(workplace.root, "h02")
     answer = workplace.invoke("bad-nodes", "clear", "h[02-04]", "h03")
     assert (answer.code, answer.out) == (0, "cleared h02\n")
-    assert answer.err == "clusterddp: not on the list: h03, h04\n"
+    assert answer.err == "clusterddp: not marked bad: h03, h04\n"
     assert bad_nodes.read(workplace.root) == {}
 
 
@@ -94,7 +94,7 @@ def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["h09"], "h09 is not left out below jobs; on the list is h01."),
+        (["h09"], "h09 is not marked bad in jobs. Marked bad: h01."),
         ([], "name the nodes to clear, or give --all."),
         (["h01", "--all"], "name the nodes to clear, or give --all."),
     ],

@@ -94,7 +94,7 @@ def test_a_run_that_is_done_keeps_the_last_and_the_best_checkpoint_and_its_recor
     [event] = [e for e in read_events(run) if e["event"] == "cleaned"]
     assert event["checkpoints"] == [100, 200, 300, 400]
     assert event["code_files"] == 1
-    assert f"removed 7 things of 1 run, {event['bytes'] / 1000:.1f} kB" in got.out
+    assert f"removed 7 items of 1 run, {event['bytes'] / 1000:.1f} kB" in got.out
     [entry] = told
     assert (entry["name"], entry["bytes"], entry["removed"]) == ("one", event["bytes"], False)
     # The second name of step 200 stays, so its bytes do.
@@ -144,7 +144,7 @@ def test_a_run_that_could_go_on_is_left_alone_unless_named(
     before = tree(run.path)
     got = workplace.invoke("clean", "--yes")
     assert (got.code, tree(run.path)) == (0, before)
-    assert f"left alone: 1 {word}" in got.err
+    assert f"skipped: 1 {word}" in got.err
     assert workplace.invoke("clean", "one", "--yes").code == 0
     assert [name[-6:] for name in checkpoints(run)] == ["200.pt", "300.pt"]
     assert (run.code / "train.py").exists()
@@ -163,7 +163,7 @@ def test_the_only_copy_of_the_code_of_a_run_that_can_start_again_stays(
     own = dataclasses.replace(spec, train=dataclasses.replace(spec.train, model="mine:build"))
     run.spec.write_text(own.to_json())
     got = workplace.invoke("clean", "--yes")
-    assert "left alone: 1 cancelled, can start again" in got.err
+    assert "skipped: 1 cancelled, can start again" in got.err
     assert (run.code / "mine.py").exists()
 
 
@@ -183,7 +183,7 @@ def test_a_running_run_that_is_named_keeps_all_of_its_present_attempt(workplace:
     run = workplace.run("one", *HISTORY)
     attempt(run, 1, 100, 200)
     attempt(run, 2, 250, 300, start=200)
-    assert "left alone: 1 running" in workplace.invoke("clean", "--yes").err
+    assert "skipped: 1 running" in workplace.invoke("clean", "--yes").err
     assert workplace.invoke("clean", "one", "--yes").code == 0
     assert [name[-6:] for name in checkpoints(run)] == ["250.pt", "300.pt"]
 
@@ -194,12 +194,12 @@ def test_it_asks_once_and_takes_no_answer_for_a_no(
     for name in ("a", "b"):
         attempt(workplace.run(name, *DONE), 1, 100, 200)
     before = tree(workplace.root)
-    for answer, code, word in (("n\n", 0, "nothing was removed"), ("", 2, "nobody answered")):
+    for answer, code, word in (("n\n", 0, "nothing was removed"), ("", 2, "no answer")):
         (tmp_path / "answer").write_text(answer)
         with (tmp_path / "answer").open() as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
             got = workplace.invoke("clean")
-        assert (got.code, got.err.count("Remove 2 things of 2 runs")) == (code, 1)
+        assert (got.code, got.err.count("Remove 2 items of 2 runs")) == (code, 1)
         assert word in got.err
         assert tree(workplace.root) == before
     (tmp_path / "answer").write_text("y\n")
@@ -207,7 +207,7 @@ def test_it_asks_once_and_takes_no_answer_for_a_no(
         monkeypatch.setattr("sys.stdin", stdin)
         assert workplace.invoke("clean").code == 0
     assert len(checkpoints(RunDir(workplace.root / "a"))) == 1
-    assert "--json asks nothing" in workplace.invoke("clean", "--json").err
+    assert "--json cannot ask" in workplace.invoke("clean", "--json").err
 
 
 def test_only_runs_that_ended_long_enough_ago(workplace: Workplace) -> None:

@@ -289,8 +289,8 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
     assert sorted(path.name for path in workplace.root.iterdir()) == names
     waits = [RunDir(workplace.root / name).load_spec().resources.dependency for name in names]
     assert waits == ["afterok:9", "afterok:9,afterany:1"]
-    assert "'clusterddp compare --of=a' prints their table" in got.err
-    assert "'clusterddp cancel a-ddp-1 a-ddp-4' ends them" in got.err
+    assert "Print their table: clusterddp compare --of=a" in got.err
+    assert "End them: clusterddp cancel a-ddp-1 a-ddp-4" in got.err
 
 
 def interrupt(_run: RunDir) -> None:
@@ -329,13 +329,13 @@ def test_a_first_job_that_is_refused_is_an_error_and_leaves_nothing(
         (["--repeat=0"], "--repeat"),
         (["--strategies=dp"], "there is nothing to compare"),
         (["--fixed-global-batch", "--world-sizes=3"], "cannot be shared out among 3"),
-        (["--partition=gpu"], "--partition is asked of Slurm: add --launcher sbatch"),
+        (["--partition=gpu"], "--partition needs Slurm. Add --launcher sbatch"),
         (["--strategy=ddp"], "no such option"),
         (["--init-from=x"], "no such option"),
-        (["--of=a", "--lr=1"], "--of runs nothing, so --lr has no part in it"),
+        (["--of=a", "--lr=1"], "--of only prints results and does not use --lr"),
         (["--plot=a.gif"], "--plot"),
         (["--epochs=0"], "--epochs"),
-        (["--dry-run", "--json"], "--dry-run prints commands or scripts"),
+        (["--dry-run", "--json"], "--dry-run conflicts with --json"),
         (["--world-sizes=2,5000"], "5000 ranks are more than one workstation starts, 1024"),
         (["--launcher=sbatch", "--dependency=afterok:1?afterok:2"], "--dependency afterok:1?after"),
         (["--launcher=sbatch", "--tasks-per-node=2", "--world-sizes=3"], "cannot fill nodes of 2"),
@@ -390,11 +390,11 @@ def test_a_comparison_draws_a_picture_where_matplotlib_is(
     comparing: Answer, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got = comparing("--name=a", "--strategies=single")
-    assert "no picture is drawn without matplotlib: pip install 'clusterddp[plots]'" in got.err
+    assert "no plot without matplotlib: pip install 'clusterddp[plots]'" in got.err
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plots, "can_draw", lambda: True)
     got = comparing("--name=b", "--strategies=single,ddp")
-    assert "the picture is in jobs/b.png" in got.err
+    assert "the plot is in jobs/b.png" in got.err
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
     assert comparing("--of=b", "--plot=b.svg").code == 0
     drawn = (workplace.folder / "b.svg").read_text()
@@ -410,7 +410,7 @@ def test_a_picture_of_runs_without_figures_is_not_claimed(
     workplace.command("squeue", "echo '3|RUNNING|None|'")
     got = workplace.invoke("compare", "--of=a", "--plot=a.svg")
     assert got.code == 1
-    assert "no picture is drawn to a.svg: no run has figures" in got.err
+    assert "no plot is saved to a.svg: no run has results" in got.err
     assert not (workplace.folder / "a.svg").exists()
 
 

@@ -24,11 +24,11 @@ def test_synthesise_then_check(tmp_path: Path) -> None:
     )  # fmt: skip
     assert made.exit_code == 0, made.output
     assert made.stdout == (
-        f"synthetic is whole at {tmp_path}/synthetic/MNIST/raw\n"
+        f"synthetic is complete at {tmp_path}/synthetic/MNIST/raw\n"
         "  train images  1,200\n"
         "  test images   5\n"
         "  bytes         945,973\n"
-        "  checksums     verified, the set's own SHA256SUMS\n"
+        "  checksums     verified, the dataset's own SHA256SUMS\n"
     )
     assert made.stderr.startswith("clusterddp: rendering 1,200 and 5 digits")
     checked = run("check", "--data-dir", place, "--dataset", "synthetic")
@@ -57,7 +57,7 @@ def test_check_of_the_real_mnist_through_the_environment(
 
 def test_import(synthetic_dir: Path, tmp_path: Path) -> None:
     result = run("import", str(synthetic_dir), "--data-dir", str(tmp_path))
-    assert result.stdout.startswith(f"mnist is whole at {tmp_path}/MNIST/raw\n")
+    assert result.stdout.startswith(f"mnist is complete at {tmp_path}/MNIST/raw\n")
     assert "not the published MNIST" in result.stderr
 
 
@@ -102,7 +102,7 @@ def test_help_shows_the_default_folder_and_its_variable(name: str) -> None:
     shown = run(name, "--help").stdout
     assert "[env var: CLUSTERDDP_DATA_DIR; default: data]" in " ".join(shown.split())
     _, _, options = shown.partition("\nOptions:\n")  # below no heading of a training's
-    assert "--data-dir FOLDER" in options
+    assert "--data-dir DIR" in options
 
 
 def test_the_whole_command_exits_with_1_and_no_traceback(tmp_path: Path) -> None:

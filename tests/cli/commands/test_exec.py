@@ -250,8 +250,8 @@ def test_a_shell_of_salloc_is_told_that_it_is_a_world_of_one() -> None:
     salloc = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "h[1-2]"}
     done = run_exec("--", "sh", "-c", "echo $RANK of $WORLD_SIZE", environ=salloc)
     assert (done.returncode, done.stdout) == (0, "0 of 1\n")
-    assert "in Slurm's job 4711, but in no step of it" in done.stderr
-    assert "rank 0 of a world of one" in done.stderr
+    assert "in job 4711 but not in a Slurm step" in done.stderr
+    assert "COMMAND is rank 0 of 1" in done.stderr
     assert "srun clusterddp exec -- sh -c 'echo $RANK of $WORLD_SIZE'" in done.stderr
     by_hand = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for environ in ({}, {**salloc, **STEP}, {**salloc, **by_hand}):

@@ -58,7 +58,7 @@ def test_the_file_that_a_run_carries_says_that_it_has_no_pages(
     monkeypatch.setattr("clusterddp.explained.FOLDER", tmp_path)
     catalogue.cache_clear()
     try:
-        with pytest.raises(RequestError, match="carries has no pages"):
+        with pytest.raises(RequestError, match="clusterddp has no error pages"):
             explained("CD0401")
     finally:
         catalogue.cache_clear()

@@ -48,7 +48,7 @@ def test_line_ends_that_sbatch_refuses_are_named(workplace: Workplace) -> None:
     (workplace.folder / "job.sbatch").write_bytes(JOB.replace("\n", "\r\n").encode())
     got = workplace.invoke("import", "job.sbatch")
     assert got.code == 0 and "\r" not in got.out
-    assert "the file has DOS line ends, which sbatch refuses" in got.err
+    assert "the file has DOS line endings, which sbatch rejects" in got.err
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_line_ends_that_sbatch_refuses_are_named(workplace: Workplace) -> None:
     [
         (b"#!/bin/bash\nhostname\n", "job.sbatch starts no training"),
         (b"print(1)\n", "'job.sbatch' is neither an sbatch file"),
-        (b"#!/usr/bin/env python\n", "'job.sbatch' is Python: give the sbatch file"),
+        (b"#!/usr/bin/env python\n", "'job.sbatch' is a Python file. Give the sbatch file"),
         (b"#!/bin/bash\n\xff\xfe\n", "'job.sbatch' is not UTF-8 text"),
         (b"#!/bin/bash\nsrun python a\0b\n", "'job.sbatch' contains NUL bytes"),
         (b"", "'job.sbatch' is neither an sbatch file"),
@@ -79,7 +79,7 @@ def test_a_folder_and_a_script_of_our_own_are_refused(workplace: Workplace) -> N
     script = workplace.invoke("submit", "--dry-run", "--run-name", "one", "--", "true").out
     (workplace.folder / "own.sbatch").write_text(script)
     got = workplace.invoke("import", "own.sbatch")
-    assert got.code == 2 and "'own.sbatch' is a script of clusterddp's own" in got.err
+    assert got.code == 2 and "'own.sbatch' is already a script of clusterddp" in got.err
 
 
 def test_what_moves_a_terminals_cursor_is_escaped(workplace: Workplace) -> None:

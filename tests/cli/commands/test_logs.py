@@ -112,7 +112,7 @@ def test_a_rank_beyond_the_last_is_a_wrong_request(workplace: Workplace) -> None
     workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     got = workplace.invoke("logs", "-f", "--rank", "8")
     assert got.code == 2
-    assert "one has 8 ranks; name one of 0 to 7" in got.err
+    assert "one has 8 ranks. Use 0 to 7" in got.err
 
 
 def test_a_log_that_is_emptied_is_read_anew(tmp_path: Path) -> None:
@@ -455,7 +455,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run(workplace: Workplace) -> None
     try:
         follower.wait_for("hello")
         follower.process.send_signal(signal.SIGINT)
-        follower.wait_for("one goes on")
+        follower.wait_for("one continues")
         assert follower.process.wait(timeout=90) == 130
     finally:
         follower.end()

@@ -57,7 +57,7 @@ def test_it_asks_first(
     done = workplace.invoke("rm", "one")
     assert done.code == code
     assert left(workplace) == ([] if answer == "y\n" else ["one"])
-    assert "Remove 1 run for good? [y/N]" in done.err
+    assert "Permanently remove 1 run? [y/N]" in done.err
 
 
 def test_a_run_that_may_be_at_work_stays(workplace: Workplace) -> None:

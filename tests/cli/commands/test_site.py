@@ -1,4 +1,4 @@
-"""`site` says what is in force and where it came from."""
+"""`site` shows the settings in effect and their sources."""
 
 import json
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_the_files_that_another_one_hides_are_named(
         ("[defaults]\nnodes = two\n", {}, ["'two'", "site.cfg [defaults]"]),
         ("[defaults]\nsignal = USR3\n", {}, ["--signal", "USR3"]),
         ("[defaults]\ntemplate = gone\n", {},
-         ["--template: 'gone' is not found", "site.cfg [defaults]"]),
+         ["--template: 'gone' does not exist", "site.cfg [defaults]"]),
         ("[defaults]\ntemplate-dir = /gone\n", {}, ["--template-dir", "/gone"]),
         ("[defaults]\ngpus-per-node = 4\n", {"SBATCH_TIMELIMIT": "x"}, ["SBATCH_TIMELIMIT"]),
         ("", {"CLUSTERDDP_PARTITION": "a b"}, ["'a b'", "CLUSTERDDP_PARTITION"]),
@@ -151,8 +151,8 @@ def test_a_file_in_use_is_in_force_unless_one_is_nearer(elsewhere: Path) -> None
     }
     (elsewhere / "site.cfg").write_text("[defaults]\n")
     again = CliRunner().invoke(cli, ["site", "use", "frontier", "--force"])
-    assert f"the file that was there is now {place}.old" in again.stderr
-    assert f"{elsewhere / 'site.cfg'} comes before it" in again.stderr
+    assert f"the previous file is now {place}.old" in again.stderr
+    assert f"{elsewhere / 'site.cfg'} takes precedence over it" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_an_option_that_would_be_ignored_is_refused(
     error = CliRunner().invoke(cli, ["site", *options, *what]).exception
     assert isinstance(error, RequestError) and error.exit_code == 2
     assert options[0].partition("=")[0] in str(error) and f"'{what[0]}'" in str(error)
-    assert ("Type --json behind" in str(error)) == (options == ["--json"] and what == ["list"])
+    assert ("Put --json after" in str(error)) == (options == ["--json"] and what == ["list"])
     assert list(elsewhere.iterdir()) == []
 
 

@@ -530,7 +530,7 @@ def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path
     (elsewhere / "mine.j2").write_text("#!/bin/bash\necho mine\n")
     assert dry_run("--template", "mine.j2") == "#!/bin/bash\necho mine\n"
     copied = CliRunner().invoke(cli, ["templates", "copy", "torchrun"])
-    assert "use it with --template ./torchrun.sbatch.j2" in copied.output
+    assert "use it with: --template ./torchrun.sbatch.j2" in copied.output
     Path("torchrun.sbatch.j2").write_text("#!/bin/bash\necho edited\n")
     refused = refusal("--dry-run", "--template", "torchrun.sbatch.j2")
     assert "./torchrun.sbatch.j2 for the file or torchrun for the shipped" in refused

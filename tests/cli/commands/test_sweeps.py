@@ -419,7 +419,7 @@ def test_what_trials_share_is_removed_once_none_could_go_on(
         assert done.code == 0, done.err
         assert bundle.exists(), argv
         assert (sweep.code / "train.py").exists()
-    assert "s is left alone: trials that use its files can resume: s-2" in (
+    assert "s is skipped: trials that use its files can resume: s-2" in (
         workplace.invoke("clean", "--yes", "s").err
     )
     workplace.command("sbatch", "echo 30")
@@ -468,7 +468,7 @@ def test_what_trials_share_is_there_for_one_whose_directory_is_gone(
     assert (every.code, bundle.exists()) == (0, True), every.out
     assert "some of its trials have no directory and could be resumed" in every.err
     named = workplace.invoke("clean", "--yes", "s")
-    assert "s-3 is left alone: its directory is missing; its sweep's shared files" in named.err
+    assert "s-3 is skipped: its directory is missing; its sweep's shared files" in named.err
     assert not bundle.exists()
 
 
@@ -652,7 +652,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_trials_that_failed(
         (["resume", "s-3", "--", "/bin/true"], "the values of s-3 (n=3) cannot be changed"),
         (["resume", "nope", "--sweep", "n=1"], "there is no run 'nope'"),
         (["resume", "x-*"], "no run below jobs matches"),
-        (["logs", "-f", "s"], "-f follows one run, and s means 10"),
+        (["logs", "-f", "s"], "-f follows one run, but s matches 10"),
         (["status", "x" * 300], "there is no run 'xxx"),
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
         (["checkpoints", "s"], "s is a sweep, but this command needs one run"),

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from clusterddp.checkpoints.catalog import step_of
-from clusterddp.cli.options import held_by, options
+from clusterddp.cli.options import given_by, options
 from clusterddp.request.spec import OPTIONS
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run.attempt import begin
@@ -321,7 +321,7 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
 def options_command(settings: bool) -> click.Command:
     @click.pass_context
     def run(ctx: click.Context, **_params: Any) -> TrainConfig:
-        return TrainConfig.of(held_by(ctx))
+        return TrainConfig.of(given_by(ctx))
 
     other = click.option("--nodes", default=2)
     rows = [*TRAINING, OPTIONS["hang-timeout"]]
