@@ -647,7 +647,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_trials_that_failed(
         (["resume", "s", "--sweep", "m=1"], "varies n, but the new trials vary m"),
         (["resume", "s", "--refresh-code", "--sweep", "n=11"], "share one copy of the code"),
         (["resume", "s", "--refresh-code", "--max-concurrent=1"],
-         "are for one job; s means several"),
+         "need one job, but s means several"),
         (["resume", "s-3", "--sweep", "n=1"], "s-3 is not a sweep"),
         (["resume", "s-3", "--", "/bin/true"], "the values of s-3 (n=3) cannot be changed"),
         (["resume", "nope", "--sweep", "n=1"], "there is no run 'nope'"),
