@@ -239,10 +239,10 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
     ("words", "options", "message"),
     [
         (["true"], {"node": 2}, "there is no option 'node' (did you mean 'nodes'?)"),
-        (["true"], {"nodes": 0}, "nodes: 0 is not a positive whole number."),
+        (["true"], {"nodes": 0}, "nodes: 0 is not valid. Use a positive whole number."),
         (["true"], {"nodes": 2.5}, "nodes: 2.5 is float, not int."),
-        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is not a number."),
-        (["true"], {"env": 3}, "env: 3 is neither a string nor a list of strings."),
+        (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is not valid. Use a number."),
+        (["true"], {"env": 3}, "env: 3 is not valid. Use a string or a list of strings."),
         (["true"], {"lr": 0.1}, "lr: only for the built-in training, but a command is given"),
         (["true"], {"gpus_per_node": 2, "tasks_per_node": 3}, "conflicts with gpus_per_node 2: "),
         (["true"], {"run_name": "a/b"}, "run_name"),

@@ -519,7 +519,7 @@ class Controller:
         try:
             bad_nodes.mark_bad(attempt, self._job_id, failed, by, is_remark=is_remark)
         except OSError as error:
-            log.warning(f"cannot record the nodes that have failed: {error.strerror} [CD1302]")
+            log.warning(f"cannot record the nodes that have failed: {error.strerror}. [CD1302]")
 
     def _run_lines(self, attempt: Attempt) -> int:
         """Run the script's lines, which start the tasks. Return their exit code."""

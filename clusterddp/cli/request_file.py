@@ -99,6 +99,11 @@ def apply_config(given: Given, text: str) -> Given:
 
     A run's request already contains the variables and site.cfg of its submission.
     """
+    if not text.endswith(SUFFIX) and Path(text).is_file():
+        raise RequestError(
+            f"--config {text} is not a {SUFFIX} file. Use a run, or a file that --save-config "
+            "wrote. [CD0204]"
+        )
     if not text.endswith(SUFFIX):
         from clusterddp.status.find import find_run
 
@@ -151,7 +156,8 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     command = content.pop(_COMMAND, [])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         raise RequestError(
-            f'--config {path}: {_COMMAND} is a list of words: ["python", "train.py"]. [CD0204]'
+            f'--config {path}: {_COMMAND} is not a list of words. Use ["python", "train.py"]. '
+            "[CD0204]"
         )
     training = [row.name for row in TRAINING if row.name in content]
     if command and training:

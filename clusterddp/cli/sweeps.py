@@ -56,14 +56,10 @@ def sweep_of(given: Given, max_concurrent: int = 0) -> Sweep:
     items, path = given.values["sweep"], given.values["sweep_file"]
     num_samples, seed = given.values["num_samples"], given.values["sample_seed"]
     if seed is not None and num_samples is None:
-        raise errors.OptionError(
-            "--sample-seed", " applies only to random draws. Add --num-samples N."
-        )
+        raise errors.OptionError("--sample-seed", " needs --num-samples N.")
     if not items and path is None:
         if num_samples is not None:
-            raise errors.OptionError(
-                "--num-samples", " needs values to draw from. Add --sweep NAME=VALUES."
-            )
+            raise errors.OptionError("--num-samples", " needs --sweep NAME=VALUES.")
         return NO_SWEEP
     if num_samples is not None and seed is None:
         seed = int.from_bytes(os.urandom(4), "big")

@@ -68,13 +68,13 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
         environ[VISIBLE_GPUS] = ",".join(gpus)
     if spec.retries:
         log.warning(
-            f"--retries {spec.retries} has no effect here: a rehearsal is not requeued [CD0103]"
+            f"--retries {spec.retries} has no effect here: a rehearsal is not requeued. [CD0103]"
         )
     in_image = spec.wrapper or spec.container_image
     if not in_image and not shutil.which(spec.python):
         log.warning(
             f"--python {spec.python}: there is no such interpreter on this workstation; unless the "
-            "setup provides it, no task can start [CD0310]"
+            "setup provides it, no task can start. [CD0310]"
         )
     parent = os.getpid()
     stand_in = subprocess.Popen(
@@ -139,7 +139,7 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
     if not gpus:
         log.warning(
             f"{VISIBLE_GPUS}={os.environ.get(VISIBLE_GPUS, '')} hides all GPUs: the ranks compute "
-            "on CPUs [CD0804]"
+            "on CPUs. [CD0804]"
         )
     if not gpus or nodes * each <= len(gpus):
         return
@@ -151,7 +151,7 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
             f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Ask for fewer{instead}, or "
             f"have ranks share a GPU: {spec.sharing}. [CD1305]"
         )
-    log.warning(f"{counts}: the hosts share them [CD1305]")
+    log.warning(f"{counts}: the hosts share them. [CD1305]")
 
 
 def main() -> None:

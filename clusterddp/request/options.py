@@ -116,7 +116,7 @@ class Number:
     def check(self, option: str, value: float) -> None:
         """Raise OptionError unless the value is a number in the range; NaN is in none."""
         if not (isinstance(value, numbers.Real) and self.least <= value < self.below):
-            raise OptionError(option, f": {value!r} is not {self.noun}. [CD0102]")
+            raise OptionError(option, f": {value!r} is not valid. Use {self.noun}. [CD0102]")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,17 +136,14 @@ class Duration:
             shown = formatting.setting(value) if finite else repr(value)
             least, most = map(formatting.setting, (self.least, _MOST))
             use = f"Use {least} to {most}{', or 0' if self.zero else ''}."
-            raise OptionError(option, f" {shown}: out of range. {use} [CD0102]")
+            raise OptionError(option, f": {shown} is out of range. {use} [CD0102]")
 
     def parse(self, option: str, text: str) -> float:
         """Parse text to seconds; raises OptionError."""
         seconds = formatting.seconds(text)
-        if seconds is None and re.fullmatch(r"(?a)\d{1,9}(\.\d{1,9})?", text):
-            units = f"Use {text}s, {text}m or {text}h."
-            raise OptionError(option, f" {text}: no unit. {units} [CD0102]")
         if seconds is None:
-            units = f"Use 30s, 10m, 24h or 7d{', or 0' if self.zero else ''}."
-            raise OptionError(option, f": {text!r} is not a duration. {units} [CD0102]")
+            use = f"{'0, or ' if self.zero else ''}a number with s, m, h or d: 30s, 10m, 24h, 7d"
+            raise OptionError(option, f": {text!r} is not a valid duration. Use {use}. [CD0102]")
         self.check(option, seconds)
         return seconds
 
@@ -245,15 +242,17 @@ class Option:
                 texts = [os.fspath(i) if isinstance(i, os.PathLike) else i for i in items]
                 if all(isinstance(text, str) for text in texts):
                     return tuple(texts)
-            raise OptionError(self.flag, f": {value!r} is neither a string nor a list of strings.")
+            raise OptionError(
+                self.flag, f": {value!r} is not valid. Use a string or a list of strings."
+            )
         if self.type is bool:
             word = value.strip().lower() if isinstance(value, str) else value
             if isinstance(word, bool) or word in _WORDS:
                 return word if isinstance(word, bool) else _WORDS[word]
             if word and word == self.also:
                 return word
-            words = f"neither yes, no nor {self.also}" if self.also else "neither yes nor no"
-            raise OptionError(self.flag, f": {value!r} is {words}.")
+            words = f"yes, no or {self.also}" if self.also else "yes or no"
+            raise OptionError(self.flag, f": {value!r} is not valid. Use {words}.")
         if isinstance(self.form, Duration) and not isinstance(value, bool):
             if isinstance(value, str):
                 return self.form.parse(self.flag, value)
@@ -269,7 +268,7 @@ class Option:
             return self.type(value)
         except ValueError:
             noun = "whole number" if self.type is int else "number"
-            raise OptionError(self.flag, f": {value!r} is not a {noun}.") from None
+            raise OptionError(self.flag, f": {value!r} is not valid. Use a {noun}.") from None
 
     def read(self, typed: Any) -> Any:
         """Return the field's value for a typed value; raises OptionError if it has no words."""

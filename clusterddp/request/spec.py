@@ -119,7 +119,7 @@ class JobSpec(Record):
     )
     """Directories of the runs to wait for, each with the required end."""
     sbatch: tuple[tuple[str, str | None], ...] = option(
-        (), "Any other sbatch directive; repeatable.", names="KEY=VALUE", group=table.RESOURCES
+        (), "Any other sbatch directive; repeatable.", names="KEY[=VALUE]", group=table.RESOURCES
     )
     omit_directives: tuple[str, ...] = option(
         (),
@@ -165,7 +165,11 @@ class JobSpec(Record):
     container_image: str = option(
         "",
         "Container image: file, directory or registry name.",
-        Form(r"[^-\s].*", "image", "torch.sif, docker://pytorch/pytorch or localhost/torch:2.9"),
+        Form(
+            r"[^-\s].*",
+            "image",
+            "for example torch.sif, docker://pytorch/pytorch or localhost/torch:2.9",
+        ),
         names="IMAGE",
     )
     container_runtime: str = option(
@@ -183,7 +187,7 @@ class JobSpec(Record):
     container_workdir: str = option(
         "",
         "Working directory.",
-        Form(r"/.*", "absolute path", "/workspace"),
+        Form(r"/.*", "absolute path", "for example /workspace"),
         "DIR",
         shown="the code's directory",
     )
@@ -260,7 +264,11 @@ class JobSpec(Record):
     report_to: str = option(
         "",
         "Keep one tracker run over all attempts of COMMAND: wandb, mlflow or both.",
-        Form(r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*", "list of trackers", "wandb,mlflow"),
+        Form(
+            r"(?:wandb|mlflow)(?:,(?:wandb|mlflow))*",
+            "list of trackers",
+            "wandb, mlflow or wandb,mlflow",
+        ),
         "LIST",
         group=table.OUTPUT,
     )
@@ -280,7 +288,9 @@ class JobSpec(Record):
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
         if self.requeue not in (None, True, False, EXPEDITE):
-            raise OptionError("--requeue", f": {self.requeue!r} is neither yes, no nor {EXPEDITE}.")
+            raise OptionError(
+                "--requeue", f": {self.requeue!r} is not valid. Use yes, no or {EXPEDITE}."
+            )
         if bool(self.command) == bool(self.train):
             raise RequestError(
                 "a run needs exactly one program: set either train (the built-in training) or "

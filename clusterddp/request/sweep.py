@@ -178,13 +178,9 @@ def parse(
     names = (*(rows[0] if rows else ()), *values)
     if num_samples is not None:
         if rows:
-            raise OptionError(
-                "--num-samples", " draws from the values of --sweep, not from a file."
-            )
+            raise OptionError("--num-samples", " conflicts with --sweep-file. Remove one of them.")
         if not values:
-            raise OptionError(
-                "--num-samples", " needs values to draw from. Add --sweep NAME=VALUES."
-            )
+            raise OptionError("--num-samples", " needs --sweep NAME=VALUES.")
         import random  # not needed without draws
 
         trials = _draw_trials(values, num_samples, random.Random(seed))

@@ -20,6 +20,7 @@ from clusterddp.request.options import (
     NUMBER,
     POSITIVE,
     SHARE,
+    WHOLE,
     Choice,
     Given,
     Record,
@@ -96,17 +97,8 @@ AUGMENTATIONS = ("none", "affine")
 _COUNTED = "0*[1-9][0-9]{0,8}(?:epoch|step)s?"
 
 
-class _IntervalForm(Form):
-    """Form of an `Interval`."""
-
-    def check(self, option: str, value: str) -> None:
-        if re.fullmatch("[0-9]+", value):
-            raise OptionError(option, f" {value}: no unit. Use {self.examples}. [CD0102]")
-        super().check(option, value)
-
-
-INTERVAL = _IntervalForm(_COUNTED, "interval", "1epoch, 2epochs or 500steps")
-TIMED_INTERVAL = _IntervalForm(
+INTERVAL = Form(_COUNTED, "interval", "1epoch, 2epochs or 500steps")
+TIMED_INTERVAL = Form(
     f"{_COUNTED}|(?=.*[1-9]){formatting.DURATION}", "interval", "1epoch, 500steps, 30s, 10m or 1h"
 )
 
@@ -152,7 +144,7 @@ class TrainConfig(Record):
         "Scale --lr for N ranks by N, sqrt(N) or 1.",
         Choice(("linear", "sqrt", "none")),
     )
-    warmup_steps: int = decisive(100, "Learning rate warmup steps.", NUMBER)
+    warmup_steps: int = decisive(100, "Learning rate warmup steps.", WHOLE)
     optimizer: str = decisive("adam", "Optimizer.", Choice(OPTIMIZERS))
     momentum: float = decisive(0.9, "SGD momentum or Adam beta1.", NUMBER)
     beta2: float = decisive(0.999, "Adam beta2.", SHARE)
@@ -180,7 +172,7 @@ class TrainConfig(Record):
         Choice(("auto", "nccl", "gloo")),
     )
     device: str = option("auto", "Device; auto: a GPU if any.", Choice(("auto", "cuda", "cpu")))
-    threads: int = option(0, "CPU threads per rank; 0: its CPUs.", NUMBER)
+    threads: int = option(0, "CPU threads per rank; 0: its CPUs.", WHOLE)
     numa_binding: str = option(
         "none",
         "Bind each rank to the CPUs near its GPU, as torchrun does.",
@@ -203,7 +195,7 @@ class TrainConfig(Record):
         "Keep the data in memory, or use torch's DataLoader.",
         Choice(("memory", "loader")),
     )
-    num_workers: int = option(2, "DataLoader workers per rank (loader pipeline only).", NUMBER)
+    num_workers: int = option(2, "DataLoader workers per rank (loader pipeline only).", WHOLE)
     save_every: str = option(
         "1epoch",
         "Checkpoint interval: 1epoch, 500steps or 10m.",
@@ -215,9 +207,9 @@ class TrainConfig(Record):
     log_every: int = option(
         0,
         "Steps per log line; 0: automatic.",
-        NUMBER,
+        WHOLE,
     )
-    max_steps: int = option(0, "Stop after N steps; 0: no limit.", NUMBER)
+    max_steps: int = option(0, "Stop after N steps; 0: no limit.", WHOLE)
     init_from: str = option(
         "",
         "Run or checkpoint to start a new run from.",
@@ -228,7 +220,7 @@ class TrainConfig(Record):
     profile: str = option(
         "",
         "Profile a rank (0) with torch.profiler.",
-        Form("[0-9]+", "rank", "0"),
+        Form("[0-9]+", "rank", "a number from 0"),
         "[RANK]",
         bare="0",
         shown="none",

@@ -370,7 +370,7 @@ class TaskRecord:
         except OSError as error:
             log.warning(
                 f"rank {self._fields['rank']} on {self._fields['host']} cannot record its outcome "
-                f"in {self._folder}: {error.strerror} [CD0518]"
+                f"in {self._folder}: {error.strerror}. [CD0518]"
             )
 
 

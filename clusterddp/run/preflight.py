@@ -90,7 +90,7 @@ def conclude(
     try:
         write(path, {"format": _FORMAT, **vars(record), **measured})
     except OSError as error:
-        log.warning(f"cannot write {path}: {error.strerror} [CD0518]")
+        log.warning(f"cannot write {path}: {error.strerror}. [CD0518]")
         return False
     return True
 
@@ -106,7 +106,7 @@ def note(attempt: Attempt, remark: str) -> None:
         summary = f"{content.get('summary', '')}; {remark}".removeprefix("; ")
         files.write_record(attempt.preflight, {**content, "summary": summary})
     except OSError as error:
-        log.warning(f"cannot write {attempt.preflight}: {error.strerror} [CD0518]")
+        log.warning(f"cannot write {attempt.preflight}: {error.strerror}. [CD0518]")
 
 
 def log_record(record: PreflightRecord) -> None:

@@ -81,16 +81,16 @@ SECRET = r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|KEY)(?:$
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Form:
-    """Format of a text: a pattern, its name in messages, and valid examples."""
+    """Format of a text: a pattern, its name in messages, and what to use."""
 
     pattern: str
     noun: str
-    examples: str
+    use: str
 
     def check(self, option: str, value: str) -> None:
         """Raise RequestError unless the whole text matches and fits into a script."""
         if not re.fullmatch(self.pattern, text(option, value)):
-            problem = f": {value!r} is not a valid {self.noun}. Examples: {self.examples}. [CD0102]"
+            problem = f": {value!r} is not a valid {self.noun}. Use {self.use}. [CD0102]"
             raise OptionError(option, problem)
 
 
@@ -108,12 +108,12 @@ _EVENT = (
 LINE = Form(r".*", "line", "text without control characters")
 WORDS = Form(r".*", "line", "text without control characters")
 """Words as in a shell, in one line or several."""
-PATH = Form(r".+", "path", "data or /usr/bin/python3")
+PATH = Form(r".+", "path", "for example data or /usr/bin/python3")
 TIME_LIMIT = Form(
     r"(?ia)\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?"
     r"|UNLIMITED|INFINITE",
     "time limit",
-    "90 (minutes), 45:00, 02:30:00, 1-12 (days-hours), 1-02:30:00 or UNLIMITED",
+    "minutes (90), [D-]HH:MM:SS (02:30:00) or UNLIMITED",
 )
 MEMORY = Form(
     r"(?ia)\d+[KMGT]?", "amount of memory", "64G, 500M, 1T, 4000 (megabytes) or 0 (all of a node)"
@@ -121,12 +121,12 @@ MEMORY = Form(
 SIGNAL = Form(
     r"(?:(?:B:)?(?:USR1|USR2|TERM)@[0-9]{1,5})?",
     "signal before the time limit",
-    "B:USR1@120 (to the script, seconds before the end), USR1@60 (to the tasks), or none",
+    "B:USR1@120 (to the script, seconds before the end), USR1@60 (to the tasks) or none",
 )
 DEPENDENCY = Form(
     rf"{_AFTER}(?:,{_AFTER})*|{_AFTER}(?:\?{_AFTER})*",
     "dependency",
-    "afterok:1234, afterany:1234:1235, afterok:1234,afternotok:1235 or singleton",
+    "for example afterok:1234, afterany:1234:1235, afterok:1234,afternotok:1235 or singleton",
 )
 MAIL_EVENTS = Form(
     rf"(?i){_EVENT}(?:,{_EVENT})*",
@@ -134,17 +134,17 @@ MAIL_EVENTS = Form(
     "NONE, BEGIN, END, FAIL, REQUEUE, ALL, INVALID_DEPEND, STAGE_OUT, TIME_LIMIT, TIME_LIMIT_50, "
     "TIME_LIMIT_80, TIME_LIMIT_90, ARRAY_TASKS, or several with commas",
 )
-PARTITIONS = Form(_NAMES, "list of partitions", "gpu or gpu,long")
-ACCOUNT = Form(_NAME, "account", "physics")
-QOS = Form(_NAME, "quality of service", "normal")
+PARTITIONS = Form(_NAMES, "list of partitions", "for example gpu or gpu,long")
+ACCOUNT = Form(_NAME, "account", "a name: physics")
+QOS = Form(_NAME, "quality of service", "a name: normal")
 CONSTRAINT = Form(
-    r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]!@-]*", "constraint", "a100 or a100&nvlink"
+    r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:&|*()\[\]!@-]*", "constraint", "for example a100 or a100&nvlink"
 )
-RESERVATIONS = Form(_NAMES, "list of reservations", "maintenance")
-MAIL_USER = Form(r"[A-Za-z0-9_.+@-]+", "mail address", "me@example.org")
-DIRECTIVE = Form(r"[a-z][a-z0-9-]*", "name of a directive", "signal or mem")
-NETWORK_INTERFACE = Form(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+", "network interface", "ib0")
-MODULE = Form(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*", "environment module", "cuda/12.4")
+RESERVATIONS = Form(_NAMES, "list of reservations", "names: maintenance")
+MAIL_USER = Form(r"[A-Za-z0-9_.+@-]+", "mail address", "one address: me@example.org")
+DIRECTIVE = Form(r"[a-z][a-z0-9-]*", "name of a directive", "for example signal or mem")
+NETWORK_INTERFACE = Form(r"[=^]{0,2}[A-Za-z0-9_.:,@-]+", "network interface", "a name: ib0")
+MODULE = Form(r"[A-Za-z0-9_][A-Za-z0-9_.+/:@-]*", "environment module", "a name: cuda/12.4")
 
 
 def array_indices(indices: Iterable[int]) -> str:
@@ -207,7 +207,7 @@ def gpu_count(option: str, value: str) -> tuple[str, int]:
     """Return the type, or "", and the count of `[TYPE:]N`."""
     gpus = re.fullmatch(_GPUS, text(option, value))
     if not gpus:
-        raise OptionError(option, f": {value!r} is not a valid GPU count. Examples: 4, a100:4.")
+        raise OptionError(option, f": {value!r} is not a valid GPU count. Use 4 or a100:4.")
     if gpus["type"] == "gpu":
         count = gpus["count"]
         raise OptionError(option, f" {value}: 'gpu' is not a GPU type. Use {count}.")

@@ -200,7 +200,7 @@ def _record_cancellations(runs: Sequence[RunDir], known: Sequence[RunStatus]) ->
             try:
                 events.add(run.events, events.CancelRequested(job_id=status.job_id))
             except OSError as error:
-                log.warning(f"{run.path} cannot be written: {error.strerror} [CD0504]")
+                log.warning(f"{run.path} cannot be written: {error.strerror}. [CD0504]")
 
 
 def has_pending_job(run: RunDir) -> bool:

@@ -197,7 +197,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
     except OSError as error:
         log.warning(
             f"{run.path} cannot be written ({error.strerror}): 'status' may report this "
-            "run as failed [CD0504]"
+            "run as failed. [CD0504]"
         )
     job = status.array_task or submission.job_id
     name = formatting.job(job, submission.launcher)

@@ -397,7 +397,7 @@ def _record(run: RunDir, removed: Sequence[Item]) -> None:
         )
     except OSError as error:
         log.warning(
-            f"cannot write to {run.path} ({error.strerror}): the removal is not recorded [CD0518]"
+            f"cannot write to {run.path} ({error.strerror}): the removal is not recorded. [CD0518]"
         )
 
 

@@ -283,11 +283,17 @@ def refuse_launcher(spec: JobSpec) -> None:
     if nested.adds_local_rank:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
-        f"COMMAND starts {nested.name}, but the tasks are already ranks ({spec.layout}), so each "
+        f"COMMAND starts {nested.name}, but {already_ranks(spec)}, so each "
         f"would train a separate copy. With your other options, type: "
         f"{line}{'' if nested.instead else ' (your program and its arguments)'}."
         f"{note} To start {nested.name} in each task anyway, add --allow-launcher. [CD0307]"
     )
+
+
+def already_ranks(spec: JobSpec) -> str:
+    """Return a clause that says what starts the ranks, which a launcher would start again."""
+    by = "torchrun already starts the" if "torchrun" in spec.template else "the tasks are already"
+    return f"{by} ranks ({spec.layout})"
 
 
 def remarks(spec: JobSpec) -> tuple[str, ...]:
@@ -310,7 +316,7 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
     if spec.launcher == "local":
         if spec.preflight not in (None, NO_PREFLIGHT):
             found.append(f"--preflight {spec.preflight} has no effect with --launcher local")
-        return tuple(found)
+        return tuple(f"{each}." for each in found)
     if spec.preflight and spec.preflight not in program.preflights:
         found.append(
             f"--preflight {spec.preflight} is the same as quick for a COMMAND: its further checks "
@@ -330,7 +336,7 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
             f"--{wanted[0].replace('_', '-')} {_OF_GPUS[wanted[0]]} needs GPUs, but none are "
             "requested: add --gpus-per-node N unless the partition provides them anyway"
         )
-    return tuple(found)
+    return tuple(f"{each}." for each in found)
 
 
 def slurm_folder() -> str:

@@ -92,7 +92,7 @@ def find_user_functions(
     folder = code or Path.cwd()
     for option, reference in config.user_functions:
         if _in_another_python(spec) and user_functions.find(reference, folder) is None:
-            log.warning(f"{option} {reference} is not in {folder}: the tasks need it [CD0317]")
+            log.warning(f"{option} {reference} is not in {folder}: the tasks need it. [CD0317]")
         else:
             file = user_functions.locate(option, reference, folder)
             log.info(f"{option.strip('-')}: {reference} of {file}")

@@ -51,6 +51,8 @@ def check_command(
     if spec.container_image:
         check_container(spec)
         return
+    if len(spec.command) == 1 and not spec.wrapper:
+        _refuse_quoted(spec.command[0], folder or Path.cwd())
     is_open = spec.setup or spec.wrapper or spec.srun_args or spec.resources.dependency
     if not spec.command or is_open or spec.template not in SHIPPED:
         return
@@ -81,7 +83,18 @@ def check_command(
         missing.append(program)
     for name in missing:
         log.warning(
-            f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it [CD0317]"
+            f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it. [CD0317]"
+        )
+
+
+def _refuse_quoted(word: str, folder: Path) -> None:
+    """Raise RequestError for a whole command in quotes, unless it is the name of a file."""
+    # Path.exists raises OSError if a name is too long.
+    if len(word.split()) > 1 and not os.path.exists(folder / word):  # noqa: PTH110
+        typed = shlex.quote(word)
+        raise RequestError(
+            f"COMMAND: the quotes make {typed} one word, and there is no such program. Remove the "
+            f"quotes: -- {word}. For shell syntax, use: -- bash -c {typed} [CD0306]"
         )
 
 
@@ -153,7 +166,7 @@ def _warn_of_litgpt(spec: JobSpec) -> None:
         return
     log.warning(
         f"litgpt without {' '.join(missing)}: each of the {spec.world_size} tasks trains a "
-        "separate copy. Add these options to make the tasks its ranks [CD1226]"
+        "separate copy. Add these options to make the tasks its ranks. [CD1226]"
     )
 
 
@@ -221,7 +234,7 @@ def check_pythons(spec: JobSpec, *, imports: bool = False) -> None:
         return
     if "--python" not in given:
         log.warning(
-            "--check-python: not checked, because the tasks use their image's Python [CD0310]"
+            "--check-python: not checked, because the tasks use their image's Python. [CD0310]"
         )
         return
     from clusterddp.request import nested_launcher
@@ -241,7 +254,7 @@ def check_notified(spec: JobSpec) -> None:
         where = f"in {Path.cwd()}" if "/" in typed else "on the PATH"
         log.warning(
             f"--notify {typed}: no such program {where} on this machine. Without it on the nodes, "
-            "no notification is sent [CD1108]"
+            "no notification is sent. [CD1108]"
         )
 
 
@@ -252,7 +265,7 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
         brought = option == "--python" and (spec.modules or spec.setup)
         if not here and not brought:
             log.warning(
-                f"{option} {typed} is not on the PATH of this machine: the nodes need it [CD0317]"
+                f"{option} {typed} is not on the PATH of this machine: the nodes need it. [CD0317]"
             )
         return
     if here and (Path(python).is_dir() or not os.access(python, os.X_OK)):
@@ -263,7 +276,7 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
             option, f" {typed} cannot run: no such file. Name an interpreter. [CD0310]"
         )
     if not here:
-        log.warning(f"{option} {typed} is not on this machine: the nodes need it [CD0317]")
+        log.warning(f"{option} {typed} is not on this machine: the nodes need it. [CD0317]")
 
 
 def _try_without_environment(python: str) -> None:
@@ -320,7 +333,7 @@ def _try_imports(option: str, python: str, packages: str, spec: JobSpec) -> None
     last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
     if spec.modules or spec.setup:
         log.warning(
-            f"{asked} fails here: {last}. The job's modules and setup lines may fix it [CD0310]"
+            f"{asked} fails here: {last}. The job's modules and setup lines may fix it. [CD0310]"
         )
         return
     raise RequestError(
@@ -341,5 +354,5 @@ def check_container(spec: JobSpec) -> None:
     for what, path in sources:
         if not os.path.exists(path):  # noqa: PTH110 -- Path.exists raises if a name is too long
             log.warning(
-                f"{what} {shlex.quote(path)} is not on this machine: the nodes need it [CD0317]"
+                f"{what} {shlex.quote(path)} is not on this machine: the nodes need it. [CD0317]"
             )

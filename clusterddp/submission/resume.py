@@ -370,7 +370,7 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
             f"'squeue -j {status.job_id}' answers. [CD0509]"
         )
     if job.state is not State.UNKNOWN and not job.state.is_final:
-        raise RequestError(f"{run.name} is {status.detail} [CD0508]")
+        raise RequestError(f"{run.name} is {status.detail}. [CD0508]")
     log.info(f"{run.name}: {status.detail}; submitting it again")
 
 
@@ -460,7 +460,7 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
         differing = snapshot.changes_since_submission(run, Path.cwd())
         if differing is None:
             log.warning(
-                f"the code in {Path.cwd()} cannot be compared with the submitted code [CD0313]"
+                f"the code in {Path.cwd()} cannot be compared with the submitted code. [CD0313]"
             )
         if differing:
             raise RequestError(
@@ -599,7 +599,7 @@ def _log_code_changes(spec: JobSpec, run: RunDir) -> None:
     taken = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.code_record.stat().st_mtime))
     uses = f"{run.name} runs its copy of the code ({run.code}, of {taken})"
     if now is None:  # unreadable, or too large
-        log.warning(f"{uses}, and {tree} cannot be compared with it [CD0313]")
+        log.warning(f"{uses}, and {tree} cannot be compared with it. [CD0313]")
         return
     # Large files are linked, so the copy has their current content.
     linked = {*recorded.large, *now.large}

@@ -25,7 +25,7 @@ from clusterddp.slurm.client import sbatch_options
 from clusterddp.slurm.site import Question, array_limits
 from clusterddp.status import chain
 from clusterddp.submission import bundle, slurm_checks
-from clusterddp.submission.fields import remarks
+from clusterddp.submission.fields import already_ranks, remarks
 from clusterddp.submission.inputs import check_folder, check_inputs
 from clusterddp.submission.programs import check_command, check_notified, check_pythons
 
@@ -78,7 +78,8 @@ def forecast(spec: JobSpec, script: str, *, check_python: bool = False, force: b
     """
     if spec.launcher == "local":
         raise OptionError(
-            "--test-only", " conflicts with --launcher local, which does not ask Slurm."
+            "--test-only",
+            " conflicts with --launcher local, which has no Slurm to ask. Remove one of them.",
         )
     _check(spec, script, check_python=check_python, force=force, fetch=False)
     if spec.after:
@@ -105,7 +106,7 @@ def _check(
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} looks like a job id; it is ambiguous if another run has "
-            "that job [CD0502]"
+            "that job. [CD0502]"
         )
     if spec.launcher != "local":
         bad_nodes.reject_bad_nodelist(Path(spec.run_dir).parent, spec.resources)
@@ -301,8 +302,8 @@ def _warn_of_launcher(spec: JobSpec) -> None:
         found = nested_launcher.in_script(spec.command, Path.cwd())
         if found:
             warning(
-                f"{found.script}, line {found.line}, may start {found.name} in every task, but the "
-                f"tasks are already ranks ({spec.layout}): each would train a separate copy. "
+                f"{found.script}, line {found.line}, may start {found.name} in every task, but "
+                f"{already_ranks(spec)}: each would train a separate copy. "
                 f"Remove {found.name} there; if it is intended, add --allow-launcher. [CD0307]"
             )
 
@@ -353,7 +354,7 @@ def _take_work_tree(
         why = re.split(r"[;.] ", str(error))[0]
         warning(
             f"only {folder} is copied, not its whole git work tree {top}: {why}. Relative paths "
-            "that leave the directory break in the copy [CD0320]"
+            "that leave the directory break in the copy. [CD0320]"
         )
         return None
     Path(run.code, workdir).mkdir(parents=True, exist_ok=True)  # not copied if it has only links

@@ -57,7 +57,7 @@ class MetricsFile:
             if not self._failed:
                 log.warning(
                     f"cannot write {self._path}: {error.strerror}. Training continues; until the "
-                    "file can be written, its metrics are only in this log [CD0518]"
+                    "file can be written, its metrics are only in this log. [CD0518]"
                 )
             self._failed = True
 
@@ -298,7 +298,7 @@ class Board:
                     writer.file_writer.close()
             log.warning(
                 f"cannot write TensorBoard's files to {self._folder}: {error.strerror}. Training "
-                "continues without them [CD0820]"
+                "continues without them. [CD0820]"
             )
 
 

@@ -323,7 +323,7 @@ class Stragglers:
             log.warning(
                 f"straggler: {spell.record.name} has computed at {spell.relative_speed:.0%} of the "
                 f"other ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} "
-                "steps. The others wait for it [CD0818]"
+                "steps. The others wait for it. [CD0818]"
             )
         self._renew(spell, until=None)
 

@@ -62,7 +62,7 @@ class Profiler:
             act()
         except RuntimeError as error:
             self._profile = None
-            log.warning(f"torch.profiler failed: {error}; training continues without it [CD0820]")
+            log.warning(f"torch.profiler failed: {error}; training continues without it. [CD0820]")
 
     def _keep(self, recorded: profile) -> None:
         """Write the trace and log the slowest operations."""
@@ -73,7 +73,9 @@ class Profiler:
             self._write(recorded)
         except (OSError, RuntimeError) as error:
             why = getattr(error, "strerror", None) or error
-            log.warning(f"cannot write {self._path}: {why}; training continues without it [CD0820]")
+            log.warning(
+                f"cannot write {self._path}: {why}; training continues without it. [CD0820]"
+            )
         else:
             log.info(
                 f"profile of {count} {'step' if count == 1 else 'steps'}: {self._path} "
@@ -90,7 +92,7 @@ class Profiler:
         if self._on_gpu and not any(each.self_device_time_total for each in operations):
             log.warning(
                 "no kernel was recorded: this host may allow GPU counters only to "
-                "administrators (NVreg_RestrictProfilingToAdminUsers) [CD0820]"
+                "administrators (NVreg_RestrictProfilingToAdminUsers). [CD0820]"
             )
 
     def _write(self, recorded: profile) -> None:

@@ -447,7 +447,7 @@ def note_end(
     except OSError as error:
         if not reason:
             raise
-        log.warning(f"cannot write {attempt.end}: {error.strerror} [CD0518]")
+        log.warning(f"cannot write {attempt.end}: {error.strerror}. [CD0518]")
 
 
 def record_request(run: RunDir, world_size: int, hosts: Sequence[str], **what: Any) -> None:

@@ -42,6 +42,21 @@ def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path
     assert refused.stderr.endswith(f" [{code}]\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [(["jobs"], "no such command 'jobs'. Did you mean 'runs'?"),
+     (["resubmit"], "no such command 'resubmit'. Did you mean 'resume'?"),
+     (["submit", "--node=2"], "no such option '--node'. Did you mean '--nodes'?"),
+     (["status", "--lines=3"], "no such option '--lines'. Did you mean 'clusterddp logs --lines'?"),
+     (["submit", "--nodes=x"], "--nodes: 'x' is not valid. Use a whole number."),
+     (["submit", "--launcher=x"], "--launcher: 'x' is not one of sbatch, submitit, local."),
+     (["runs", "-n0"], "--last: 0 is not valid. Use 1 or more."),
+     (["completion", "tcsh"], "SHELL: 'tcsh' is not one of bash, zsh, fish.")],
+)  # fmt: skip
+def test_clicks_refusals_have_the_form_of_ours(argv: list[str], words: str, tmp_path: Path) -> None:
+    assert words in command(*argv, cwd=tmp_path).stderr
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.parametrize(
     "argv", [["submit", "--dry-run", "--", "true"], ["check", "a.py"], ["status", "a"]]

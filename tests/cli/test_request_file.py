@@ -162,9 +162,9 @@ def test_a_secret_is_saved_by_name_and_said() -> None:
         ("nodes = true\n", "--nodes: True is bool, not int"),
         ("nodes = [1]\n", "--nodes: [1] is list, not int"),
         ("mem = 1979-05-27\n", "--mem: datetime.date(1979, 5, 27) is date, not str"),
-        ("env = [1]\n", "--env: [1] is neither a string nor a list of strings"),
+        ("env = [1]\n", "--env: [1] is not valid. Use a string or a list of strings"),
         ("[train]\nlr = 1\n", "no option 'train'"),
-        ('command = "python x.py"\n', "command is a list of words"),
+        ('command = "python x.py"\n', "command is not a list of words"),
         ("nodes =\n", "is not TOML"),
         ("partition = 'a b'\n", "(from it.toml)"),
         ("epochs = 2\ncommand = ['true']\n", "epochs"),
@@ -176,7 +176,12 @@ def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(content: str, words:
 
 
 def test_what_is_not_there_or_is_there_already_is_refused() -> None:
-    for name, words in (("no.toml", "No such file"), ("no", "there is no run 'no'")):
+    Path("train.py").touch()
+    for name, words in (
+        ("no.toml", "No such file"),
+        ("no", "there is no run 'no'"),
+        ("train.py", "is not a .toml file"),
+    ):
         assert words in refused("submit", "--dry-run", "--config", name)
     Path("it.toml").write_text("kept")
     assert "already exists" in refused("submit", "--dry-run", "--save-config", "it.toml")

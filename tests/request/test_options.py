@@ -68,7 +68,7 @@ def test_a_row_gives_flags_variable_type_default_and_help() -> None:
 
 def test_a_row_checks_its_field_and_the_error_carries_the_option() -> None:
     for values, words in (
-        ({"licences": 0}, "--licences: 0 is not a positive whole number."),
+        ({"licences": 0}, "--licences: 0 is not valid. Use a positive whole number."),
         ({"server": "away"}, "--server: 'away' is not one of near, far."),
     ):
         with pytest.raises(OptionError, match=re.escape(words)) as caught:

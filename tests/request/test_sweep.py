@@ -89,7 +89,7 @@ def test_draws_are_the_same_for_a_seed_and_lie_within_their_bounds() -> None:
         (["lr=lin:a..b"], 3, "Use two numbers"),
         (["lr=lin:0..inf"], 3, "Use two numbers"),
         (["lr=lin:0..1"], 0, "out of range"),
-        ([], 3, "needs values to draw from"),
+        ([], 3, "--num-samples needs --sweep NAME=VALUES."),
     ],
 )
 def test_draws_that_cannot_be_made_are_refused(items: list[str], count: int, words: str) -> None:
@@ -146,7 +146,8 @@ def test_a_place_of_a_value_that_no_sweep_has_is_remarked() -> None:
     alone = remarks(JobSpec("s", "/jobs/s", Resources(), command=words))
     assert [remark.split()[0] for remark in alone] == ["{lr}", "--x={seed}"]
     [of_other] = remarks(command(*words, sweep=parse(["lr=1,2"])))
-    assert of_other == "--x={seed} in the COMMAND is not replaced, because --sweep has no such name"
+    words = "--x={seed} in the COMMAND is not replaced, because --sweep has no such name."
+    assert of_other == words
 
 
 def test_a_trial_is_the_request_of_a_run_of_its_own() -> None:
@@ -172,9 +173,9 @@ def test_a_trial_is_the_request_of_a_run_of_its_own() -> None:
         (["time=1:00,2:00"], "time: all trials are tasks of one job array"),
         (["recipe=a"], "recipe: a recipe sets several"),
         (["learning=1"], "no such option"),
-        (["lr=0.1,high"], "'high' is not a number"),
-        (["epochs=1.5"], "'1.5' is not a whole number"),
-        (["compile=maybe"], "neither yes nor no"),
+        (["lr=0.1,high"], "'high' is not valid. Use a number"),
+        (["epochs=1.5"], "'1.5' is not valid. Use a whole number"),
+        (["compile=maybe"], "'maybe' is not valid. Use yes or no"),
         (["lr=1,-1"], "the trial lr=-1"),
         (["precision=tf32"], "the trial precision=tf32"),
         (["lr=0.3,0.1,1e-1"], ": lr=0.1 and lr=1e-1 are the same trial"),

@@ -69,6 +69,14 @@ def test_a_command_whose_file_is_not_there_is_refused_and_nothing_is_queued(
     assert "the tasks need it" not in got.err
 
 
+def test_a_command_in_quotes_is_refused_as_one_word(tree: Path, workplace: Workplace) -> None:
+    got = workplace.invoke("submit", "--run-name", "one", "--", "python train.py")
+    assert (got.code, "Remove the quotes: -- python train.py." in got.err) == (2, True)
+    (tree / "my tool").write_text("#!/bin/sh\n")
+    (tree / "my tool").chmod(0o755)
+    assert workplace.invoke("submit", "--run-name", "two", "--", "./my tool").code == 0
+
+
 def test_a_program_that_is_not_on_the_path_is_refused_unless_a_person_insists(
     tree: Path, workplace: Workplace
 ) -> None:

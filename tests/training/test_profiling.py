@@ -92,7 +92,7 @@ def test_a_profiler_that_fails_costs_the_trace_alone(
     with monkeypatch.context() as patch:
         patch.setattr(torch.profiler.profile, part, fail)
         said = profiled(tmp_path / "profile", 20)
-    said_once = "torch.profiler failed: no counters; training continues without it [CD0820]"
+    said_once = "torch.profiler failed: no counters; training continues without it. [CD0820]"
     assert said == [f"warning: {said_once}"]
     assert not (tmp_path / "profile").exists()
 

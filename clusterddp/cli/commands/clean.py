@@ -67,7 +67,7 @@ def command(
     130 interrupted.
     """
     if as_json and not (dry_run or yes):
-        raise click.UsageError("--json cannot ask. Add --yes or --dry-run.")
+        raise click.UsageError("--json needs --yes or --dry-run, because it cannot ask.")
     now = time.time()
     runs, failed = select_each(runs_dir, run) if run else (find_runs(runs_dir), [])
     sweeps = map(partial(find_sweep, runs_dir), run) if run else find_sweeps(runs_dir)

@@ -36,11 +36,11 @@ _FIXED: dict[str, object] = {
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
 _ALLOWED_WITH_OF = {"of", "runs_dir", "plot", "as_json"}
 _STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
-_COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "1,2,4")
+_COUNTS = forms.Form(r"0*[1-9][0-9]*(,0*[1-9][0-9]*)*", "list of counts", "for example 1,2,4")
 _NAME = forms.Form(
     r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}",  # the names of its runs are longer
-    "name of a comparison (up to 80 letters, digits, '.', '_' and '-', a letter or digit first)",
-    "convnet-2",
+    "name of a comparison",
+    "up to 80 letters, digits, '.', '_' and '-', starting with a letter or digit",
 )
 
 
@@ -154,9 +154,7 @@ def command(
     if of:
         flags = given.flags(name for name in given.values if name not in _ALLOWED_WITH_OF)
         if flags:
-            raise click.UsageError(
-                f"--of only prints results and does not use {flags}. Remove it.", ctx
-            )
+            raise click.UsageError(f"--of conflicts with {flags}: it only prints results.", ctx)
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
     config, base, rows = _rows(given, name, where)
@@ -195,7 +193,7 @@ def _rows(given: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | N
     if where == "debug":
         flags = given.flags(row.parameter for row in REQUEST if row.name != "runs-dir")
         if flags:
-            raise click.UsageError(f"{flags} needs Slurm. Add --launcher sbatch.")
+            raise click.UsageError(f"{flags} needs --launcher sbatch.")
         base, config = None, TrainConfig.of(given)
     else:
         base = job_spec(given, name)
@@ -238,13 +236,13 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
             click.echo(f"  {note}")
     if plot:
         if not any(line.baseline for line in lines):
-            log.warning(f"no plot is saved to {plot}: no run has results [CD0111]")
+            log.warning(f"no plot is saved to {plot}: no run has results. [CD0111]")
             return EXIT_FAILED
         figure = results.scaling(lines, formatting.line(name))
         try:
             plots.save_scaling(figure, Path(plot), remarks[:2])
         except OSError as error:
-            log.warning(f"cannot write the plot to {plot}: {error.strerror} [CD0108]")
+            log.warning(f"cannot write the plot to {plot}: {error.strerror}. [CD0108]")
             return EXIT_FAILED
         log.info(f"the plot is in {plot}")
     return EXIT_DONE

@@ -83,7 +83,7 @@ def command(
         )
     if not container and "python" in given.typed:
         raise RequestError(
-            "--python names an interpreter in an image. Add --container-image. [CD1004]"
+            "--python needs --container-image IMAGE: it names an interpreter there. [CD1004]"
         )
     path = _path(values["runs_dir"], run_dir, run_name)
     spec = workstation.request(path, config, procs, **container)
@@ -107,9 +107,7 @@ def command(
 def _path(runs_dir: Path, run_dir: str | None, run_name: str | None) -> str:
     """Return the run's directory. Raises RequestError for conflicting or invalid options."""
     if run_dir is not None and run_name is not None:
-        raise RequestError(
-            "--run-dir conflicts with --run-name: both name the directory. Give one. [CD0103]"
-        )
+        raise RequestError("--run-dir conflicts with --run-name. Remove one of them. [CD0103]")
     if run_dir == "":
         raise RequestError("--run-dir is empty. Omit it to create a new directory. [CD0102]")
     name = time.strftime("debug-%Y%m%d-%H%M%S") if run_name is None else run_name

@@ -78,9 +78,7 @@ def command(
     Exit codes: 0 listed, 2 usage error, 130 --watch was ended by Ctrl-C.
     """
     if watch is not None and as_json:
-        raise click.UsageError(
-            "--watch cannot be combined with --json. Call 'runs --json' repeatedly."
-        )
+        raise click.UsageError("--watch conflicts with --json. Call 'runs --json' repeatedly.")
     if watch is not None:
         from clusterddp.cli import main
 

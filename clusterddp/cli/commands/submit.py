@@ -127,9 +127,7 @@ def command(
         )
     swept = sweep_of(given, max_concurrent or 0)
     if max_concurrent and not swept:
-        raise OptionError(
-            "--max-concurrent", " applies only to a sweep. Add --sweep NAME=VALUES. [CD1104]"
-        )
+        raise OptionError("--max-concurrent", " needs --sweep NAME=VALUES. [CD1104]")
     spec = job_spec(given, run_name or generate_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(given))
     if save_to:
@@ -150,7 +148,7 @@ def _save(given: Given, spec: JobSpec, path: Path) -> None:
     if spec.sweep:
         raise OptionError(
             "--save-config",
-            f" {path}: a file contains the request of a single run, not of a sweep. Save it "
+            f" {path} conflicts with --sweep: a file contains the request of a single run. Save it "
             f"without --sweep, and submit with --config {path} --sweep NAME=VALUES.",
         )
     from clusterddp.cli.request_file import save

@@ -253,7 +253,7 @@ def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
     assert calls.count("scontrol") == 1
     assert calls.count("sacct") == 0
     refused = workplace.invoke("runs", "--watch", "--json")
-    assert (refused.code, "--watch cannot be combined with --json" in refused.err) == (2, True)
+    assert (refused.code, "--watch conflicts with --json" in refused.err) == (2, True)
     assert workplace.invoke("runs", "--watch", "0.1s").code == 2
 
 
