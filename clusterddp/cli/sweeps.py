@@ -76,7 +76,7 @@ def sweep_fields(sweep: Sweep) -> dict[str, object]:
 
 
 def table_of(spec: JobSpec, indices: Sequence[int] | None = None) -> str:
-    """Return the trials, or only these indices, as a table of names and values."""
+    """Format a table of the trials, or only of these indices, with their values."""
     from clusterddp import formatting
 
     sweep = spec.sweep

@@ -313,7 +313,7 @@ def _heading(metric: str) -> str:
 
 
 def _metrics(run: RunDir, report: Report | None) -> dict[str, float]:
-    """Return the latest value of each metric; those of report.json take precedence."""
+    """Return the latest value of each metric; report.json takes precedence."""
     metrics: dict[str, float] = {}
     for line in read_lines(run.metrics):
         prefix = "" if line["kind"] == "eval" else _TRAINING

@@ -161,7 +161,7 @@ def parse(
 
     items: `lr=0.1,0.3`, `seed=0..4`, or, with `num_samples`, `lr=log:1e-4..1e-1` or `lin:`.
     rows: trials from a file, each combined with all values of `items`.
-    num_samples: number of random draws. seed: of the draws. Raises OptionError.
+    num_samples: number of random draws. seed: seed for the draws. Raises OptionError.
     """
     values: dict[str, str] = {}
     for item in items:
@@ -201,7 +201,7 @@ def parse(
 def read_trials(path: Path) -> list[dict[str, str]]:
     """Read trials from a CSV file with a header, or a JSON-lines file of objects.
 
-    Values stay as they are written. Raises OptionError with the line number.
+    Values keep their spelling. Raises OptionError with the line number.
     """
 
     def wrong(line: int, problem: str) -> OptionError:
@@ -347,7 +347,7 @@ def _checked_row(
 
 
 def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
-    """Parse a JSON object of plain values; numbers stay as they are written."""
+    """Parse a JSON object of plain values; numbers keep their spelling."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]

@@ -29,8 +29,8 @@ _PRECEDENCE = (
 class SweepStatus:
     """Status of a sweep and the states of its trials, by index.
 
-    In --json, `trials` is a list of objects with `run`, `state`, `why` and `params`, the values by
-    name; `counts` is the number of trials in each state; and `sweep` repeats the name.
+    In --json, `trials` is a list of objects with `run`, `state`, `reason` and `params` (the
+    values by name); `counts` is the number of trials in each state; `sweep` repeats the name.
     """
 
     name: str
@@ -70,7 +70,7 @@ class SweepStatus:
             {
                 "run": f"{self.name}-{index}",
                 "state": state,
-                "why": self.reasons.get(index, ""),
+                "reason": self.reasons.get(index, ""),
                 "params": dict(zip(self.names, values, strict=True)),
             }
             for index, (state, values) in enumerate(zip(self.states, self.trials, strict=True))
@@ -143,7 +143,7 @@ def sweep_status(
 ) -> SweepStatus:
     """Return the status of a sweep; query Slurm if the records do not determine every state.
 
-    states, reasons: of the trials, if already known. Raises RequestError if the
+    states, reasons: known ones of the trials. Raises RequestError if the
     request cannot be read.
     """
     spec, submitted = sweep.load_spec(), History.read(sweep).every(events.Submitted)

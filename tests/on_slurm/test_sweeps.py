@@ -107,7 +107,7 @@ def all_say(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, str]:
     lines = typed(cluster, folder, "runs", name, check=True).stdout.splitlines()[1:]
     of_jobs = dict(line.split()[:2] for line in lines)
     report = json.loads(typed(cluster, folder, "report", name, "--json", check=True).stdout)
-    of_report = {run["run"]: run["state"] for row in report["rows"] for run in row["runs"]}
+    of_report = {run["run"]: run["state"] for row in report["rows"] for run in row["trials"]}
     [array] = sweep["job_ids"]
     asked = ["squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%K %T"]
     words = {"PENDING": "queued", "RUNNING": "running", "CANCELLED": "cancelled"}

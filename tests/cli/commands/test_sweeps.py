@@ -388,7 +388,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_trials(
     assert verdict["notified_by"] == "dependent job"
     why = "exit code 1 [CD1219]"
     assert verdict["trials"][3] == {
-        "run": "s-3", "state": "failed", "why": why, "params": {"n": "3"},
+        "run": "s-3", "state": "failed", "reason": why, "params": {"n": "3"},
     }  # fmt: skip
     workplace.command("sbatch", "cat >/dev/null; echo 40")
     assert workplace.invoke("resume", "s").code == 0
@@ -638,7 +638,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_trials_that_failed(
     ]  # fmt: skip
     assert shown[-3].split()[3:] == [] and "exit code 1" in shown[-1]
     trials = json.loads(workplace.invoke("status", "s", "--json").out)["trials"]
-    assert [bool(trial["why"]) for trial in trials] == [False, True, True]
+    assert [bool(trial["reason"]) for trial in trials] == [False, True, True]
 
 
 @pytest.mark.parametrize(
