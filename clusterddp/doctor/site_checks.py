@@ -94,7 +94,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         config, records, known = config_asked.result(), records_asked.result(), known_asked.result()
     except SlurmError as error:
         advice = "try again later, or ask the administrators; 'scontrol ping' tests slurmctld"
-        return Diagnosis((Check("slurm", BAD, formatting.line(str(error)), advice),), {})
+        return Diagnosis((Check("slurm", BAD, str(error).splitlines()[-1], advice),), {})
     own = [spec.resources.account] if spec.resources.account else accounts.result()
     groups = site.groups()
     closed = {name: site.why_closed(records.get(name, {}), groups, own) for name in known}

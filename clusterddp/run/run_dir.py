@@ -144,10 +144,14 @@ class RunDir:
 
     @property
     def cli_name(self) -> str:
-        """Name or path of the run for commands typed in the current folder."""
+        """Name or path of the run for a command in the current folder, relative if it is below."""
         usual = Path(os.environ.get("CLUSTERDDP_RUNS_DIR") or "jobs")
-        path = self.path.absolute()
-        return self.name if path.parent == usual.absolute() else shlex.quote(str(path))
+        path, here = self.path.absolute(), Path.cwd()
+        if path.parent == usual.absolute():
+            return self.name
+        if path.parent != here and path.is_relative_to(here):
+            path = path.relative_to(here)
+        return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
     @property
     def array_index(self) -> str:

@@ -61,6 +61,11 @@ def find_run(root: Path, text: str | None) -> RunDir:
             f"there is no run {text!r} below {root}, but there are several elsewhere: {paths}. "
             "Give the directory of one of them. [CD0502]"
         )
+    if not runs and not _is_run(text):
+        raise RequestError(
+            f"there is no run {text!r}: {root} contains no runs. Give the directory of your runs "
+            "with --runs-dir. [CD0501]"
+        )
     hint = _hint(runs, text)
     if text and _is_run(text):
         hint = f" For the run in the directory of that name, type {'./' + text!r}."
@@ -188,6 +193,4 @@ def _hint(runs: Sequence[RunDir], text: str) -> str:
     near = difflib.get_close_matches(text, names, n=3) or [n for n in names if text in n][-3:]
     if near:
         return f" Did you mean {', '.join(near)}?"
-    if names:
-        return f" The latest are {', '.join(names[-3:])}; 'clusterddp runs' lists them all."
-    return " There are no runs there. Give the directory of your runs with --runs-dir."
+    return f" The latest are {', '.join(names[-3:])}; 'clusterddp runs' lists them all."

@@ -84,7 +84,7 @@ def test_what_is_not_there_is_said_as_ever(workplace: Workplace, another: Path) 
     for text in ("nothing", "99", ".."):
         shown = workplace.invoke("status", text)
         assert shown.code == 2
-        assert f"there is no run '{text}' below jobs." in shown.err
+        assert f"there is no run '{text}': jobs contains no runs." in shown.err
 
 
 def test_a_run_elsewhere_is_removed_by_its_directory_alone(

@@ -362,7 +362,8 @@ def test_a_hostile_folder_is_quoted_in_the_next_command(
     assert words == ["sbatch", str(run.script)]
     write_events(run, submitted(), begun(1), left(1, "stopped", "stopped"))
     words = shlex.split(run_status(run, {}).next_command)
-    assert words == ["clusterddp", "resume", str(run.path)]
+    assert words == ["clusterddp", "resume", "it's $(touch pwned); x/run"]
+    assert RunDir(tmp_path / "--all" / "run").cli_name == "./--all/run"
 
 
 def test_a_run_that_waits_after_preemption_takes_no_time(run: RunDir) -> None:

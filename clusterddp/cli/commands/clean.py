@@ -73,7 +73,7 @@ def command(
     sweeps = map(partial(find_sweep, runs_dir), run) if run else find_sweeps(runs_dir)
     runs += dict.fromkeys(sweep for sweep in sweeps if sweep)  # their shared files
     cleanings = plan(runs, named=bool(run), older_than=older_than, now=now)
-    if not as_json:
+    if not as_json and (cleanings or not failed):
         _show(cleanings, named=bool(run))
     full = [cleaning for cleaning in cleanings if cleaning.items]
     if full and not dry_run:

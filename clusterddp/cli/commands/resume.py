@@ -122,17 +122,21 @@ def command(
     given. They replace the recorded ones; an empty value drops one (--dependency ''). Variables
     and site.cfg are ignored. The count for --max-requeues starts again.
 
-    For a sweep, the trials that failed, were stopped, were cancelled or are missing are resumed.
-    --sweep or --sweep-file adds trials instead, and resumes none.
+    For a sweep, the trials in state failed, stopped, cancelled or created are resumed, and those
+    that Slurm lost: unknown, without a recorded end. --sweep or --sweep-file adds trials instead,
+    and resumes none.
 
     The run of a COMMAND accepts another COMMAND, variables, modules, setup lines and directives.
-    --env and --sbatch change only the names given; '' drops the others. --module and --setup
-    replace the whole list.
+    --env NAME=VALUE adds or replaces one variable; --env '' first removes all recorded ones.
+    --sbatch does the same with directives. --module and --setup replace the whole list.
 
     The run uses its copy of your code, and logs how the directory differs. --refresh-code copies
     the directory again, with what the COMMAND wrote in the old copy; a sweep gets one job and one
-    copy per trial. If an option that decides the weights has changed, or code without a copy, the
-    difference is printed and the run is refused, unless --allow-config-change is given.
+    copy per trial.
+
+    A change of an option that affects the weights (batch size, model), or of code without a copy,
+    is printed and refused. --allow-config-change accepts it: the run continues from its checkpoint
+    with the new values. It also renders an edited script again, without your edits.
 
     If none of the saved checkpoints can be used, the run starts at step 0 only with --from-scratch.
     """

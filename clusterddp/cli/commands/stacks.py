@@ -38,7 +38,9 @@ def command(
     here: bool,
     workers: bool,
 ) -> int:
-    """Show the stacks of RUN's ranks: a run's name, job id or directory; default: the latest.
+    """Print the current Python stack of each rank of a running job.
+
+    RUN is a run's name, job id or directory; default: the latest run.
 
     Equal stacks are shown once: '61 of 64 in all_reduce', 'rank 17 on gpu03 in DataLoader'. A
     separate Slurm step reads them: no rank is stopped or changed. It uses a signal handler, which

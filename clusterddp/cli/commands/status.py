@@ -24,9 +24,10 @@ _MOST_REASONS = 5
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
-    """Show the state of RUN: a run's name, job id or directory; default: the latest run.
+    """Show the state and progress of a run, the reason for a failure, and the next command.
 
-    For a sweep or a pattern ('lr-*') it shows one line per run.
+    RUN is a run's name, job id or directory; default: the latest run. For a sweep or a pattern
+    ('lr-*') it shows one line per run.
 
     States: created (nothing submitted), queued, running, done, failed, cancelled, stopped (needs a
     manual resume from its last checkpoint), unknown (no end is recorded, and Slurm does not respond

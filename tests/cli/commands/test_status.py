@@ -279,9 +279,8 @@ def test_another_runs_dir_stands_in_the_next_command(workplace: Workplace) -> No
     workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     workplace.root.rename(workplace.folder / "my runs")
     got = workplace.invoke("status", "--runs-dir", "my runs")
-    path = workplace.folder / "my runs/one"
-    assert f"next        clusterddp logs '{path}'" in got.out
-    assert workplace.invoke("status", str(path)).code == 0
+    assert "next        clusterddp logs 'my runs/one'" in got.out
+    assert workplace.invoke("status", "my runs/one").code == 0
     workplace.monkeypatch.setenv("CLUSTERDDP_RUNS_DIR", "my runs")
     assert "next        clusterddp logs one\n" in workplace.invoke("status").out
 
