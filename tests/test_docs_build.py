@@ -9,8 +9,10 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import docs_build
+from clusterddp.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,6 +56,13 @@ def test_every_option_has_words_and_shows_its_default() -> None:
             value = isinstance(option, click.Option) and not option.hidden and option.default
             if isinstance(value, str | int | float) and not isinstance(value, bool):
                 assert option.show_default, (name, option.opts)
+
+
+@pytest.mark.parametrize("name", ["clusterddp", *(name for name, _ in docs_build.commands())])
+def test_no_line_of_help_is_wider_than_80_columns(name: str) -> None:
+    for flag in ("--help", "--help-all") if name == "clusterddp submit" else ("--help",):
+        shown = CliRunner().invoke(cli, [*name.split()[1:], flag], env={"COLUMNS": "80"}).output
+        assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_every_field_has_words() -> None:

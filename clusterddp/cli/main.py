@@ -156,8 +156,8 @@ def cli() -> None:
 
     \b
     clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py
-    clusterddp submit --nodes 2 --gpus-per-node 4              # trains MNIST on 8 ranks
-    clusterddp submit --nodes 2 --gpus-per-node 4 --dry-run    # prints the sbatch script
+    clusterddp submit --nodes 2 --gpus-per-node 4            # MNIST on 8 ranks
+    clusterddp submit --nodes 2 --gpus-per-node 4 --dry-run  # prints the script
     """
 
 

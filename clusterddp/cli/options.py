@@ -21,6 +21,7 @@ from clusterddp.request.options import (
     DEFAULT,
     EXPEDITE,
     FLAG,
+    GENERAL,
     GROUPS,
     Choice,
     Duration,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 FROM = "request_from"
-_GENERAL = "General"
 _HELP_ALL = "help-all"
 
 
@@ -77,6 +77,15 @@ def given_by(ctx: click.Context) -> Given:
     return request_file.apply_config(given, ctx.params[FROM])
 
 
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+WAIT_OPTION = click.option("--wait", is_flag=True, help="Follow the run; exit with its code.")
+
+
+def dry_run_option(prints: str) -> Callable[[F], F]:
+    """Return --dry-run. prints: what it prints, and what it does not do."""
+    return click.option("--dry-run", is_flag=True, help=f"Print {prints}.")
+
+
 def config_option(function: F) -> F:
     """Add --config, for `given_by`."""
     return click.option(
@@ -113,11 +122,11 @@ class GroupedCommand(click.Command):
             named = {name: named[name] for name in self.common} | dict([*named.items()][-1:])
             titles = dict.fromkeys(named, "Common options")
         sections: dict[str, list[tuple[str, str]]] = {
-            title: [] for title in ("Common options", *self.titles.values(), *GROUPS, _GENERAL)
+            title: [] for title in ("Common options", *self.titles.values(), *GROUPS)
         }
         for name, parameter in named.items():
             if record := _columns(parameter, ctx):
-                sections[titles.get(name, _GENERAL)].append(record)
+                sections[titles.get(name, GENERAL)].append(record)
         filled = {title: records for title, records in sections.items() if records}
         for title, records in filled.items():
             with formatter.section(title if len(filled) > 1 or self.common else "Options"):

@@ -39,7 +39,6 @@ def _names(ctx: click.Context, _incomplete: str) -> Iterable[str]:
 
 RUN = Completed("run", _names)
 """Click type of a run's name, job id or directory."""
-JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 RUNS_DIR_OPTION = click.option(
     "--runs-dir",
     metavar="DIR",

@@ -45,6 +45,12 @@ def sweep_options(function: F) -> F:
             "metavar": "SEED",
             "help": "Seed of the draws. [default: random, recorded]",
         },
+        "--max-concurrent": {
+            "type": click.IntRange(1),
+            "metavar": "N",
+            "show_default": "all, or as before",
+            "help": "Maximum number of trials that run at once.",
+        },
     }
     for name, keywords in reversed(rows.items()):
         function = click.option(name, **keywords)(function)

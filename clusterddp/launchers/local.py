@@ -293,7 +293,10 @@ def job_environment(
 
 
 class _Job:
-    """Batch script and tasks of its steps. A TERM to this process cancels them."""
+    """Local stand-in for a Slurm job: a batch script and its steps' tasks.
+
+    SIGTERM and SIGINT to this process cancel it.
+    """
 
     def __init__(self, run: RunDir, limit: Limit) -> None:
         self._run, self._limit = run, limit

@@ -141,10 +141,9 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
 
     Every rank computes the same port independently from SLURM_JOB_ID, SLURM_STEP_ID and
     SLURM_RESTART_COUNT. All ports are in 12000 to 31999: above the well-known ones and below Linux'
-    ephemeral range, 32768 to 60999 (ip_local_port_range). Slurm's job ids are consecutive, so jobs
-    sharing a node get ports 97 apart, steps 11 apart, and a requeued job avoids its predecessor's
-    listener. 97 and 4001 are coprime to 20000: only ids 20000 apart collide, and the candidates
-    cover every port.
+    ephemeral range, 32768 to 60999 (ip_local_port_range). Consecutive jobs get ports 97 apart,
+    consecutive steps 11 apart, and a requeued job avoids its predecessor's listener. 97 and 4001
+    are coprime to 20000: only ids 20000 apart collide, and the candidates cover every port.
     """
     offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
     return LOWEST_PORT + offset % _PORTS

@@ -40,7 +40,8 @@ FAULT_TOLERANCE = "Fault tolerance"
 CODE = "Code"
 OUTPUT = "Output"
 BUILT_IN = "Built-in training"
-GROUPS = (RESOURCES, LAUNCH, FAULT_TOLERANCE, CODE, OUTPUT, BUILT_IN)
+GENERAL = "General"
+GROUPS = (RESOURCES, LAUNCH, FAULT_TOLERANCE, CODE, OUTPUT, BUILT_IN, GENERAL)
 """Sections of --help-all, in order."""
 
 SYSTEM_FILE = Path("/etc/clusterddp/site.cfg")

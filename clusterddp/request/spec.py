@@ -201,12 +201,14 @@ class JobSpec(Record):
         group=table.FAULT_TOLERANCE,
     )
     max_requeues: int = option(
-        20, "Maximum attempts after the first.", WHOLE, group=table.FAULT_TOLERANCE
+        20, "Requeue at most N times, for any reason.", WHOLE, group=table.FAULT_TOLERANCE
     )
-    retries: int = option(0, "Maximum attempts after a crash.", WHOLE, group=table.FAULT_TOLERANCE)
+    retries: int = option(
+        0, "Retry a crashed run at most N times.", WHOLE, group=table.FAULT_TOLERANCE
+    )
     max_restarts: int = option(
         0,
-        "Restarts of all ranks within a job after one fails; needs --template torchrun.",
+        "Restart all ranks within a job at most N times; needs --template torchrun.",
         WHOLE,
         group=table.FAULT_TOLERANCE,
     )
@@ -781,7 +783,7 @@ class _Terms:
         names="NAME[=VALUE]",
     )
     snapshot_limit: float = option(50.0, "Maximum size of the copy.", names="MB", group=table.CODE)
-    runs_dir: str = option("jobs", "Directory for runs.", names="DIR", group=table.OUTPUT)
+    runs_dir: str = option("jobs", "Directory for runs.", names="DIR", group=table.GENERAL)
 
 
 _RECORDS = ((Resources, table.RESOURCES), (JobSpec, table.LAUNCH), (_Terms, table.LAUNCH))

@@ -168,7 +168,7 @@ class TrainConfig(Record):
     )
     backend: str = option(
         "auto",
-        "Backend; auto: nccl or gloo.",
+        "Communication backend; auto: nccl on GPUs, else gloo.",
         Choice(("auto", "nccl", "gloo")),
     )
     device: str = option("auto", "Device; auto: a GPU if any.", Choice(("auto", "cuda", "cpu")))

@@ -480,7 +480,10 @@ def read_attempt_log(log: Path, number: int) -> str:
 
 
 def attempt_offset(log: Path, number: int) -> int:
-    """Return the offset of an attempt's part of a log; the log's end for attempts to come."""
+    """Return the byte offset at which an attempt or, without it, the next one begins in a log.
+
+    0 if there is none; sys.maxsize, for attempts to come, gives the log's end.
+    """
     text = log.read_bytes() if log.is_file() else b""
     for divider in re.finditer(_DIVIDER.pattern.encode(), text, re.MULTILINE):
         if int(divider[1]) >= number:

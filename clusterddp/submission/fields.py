@@ -234,6 +234,11 @@ def template_folder(given: Given) -> Path | None:
         raise OptionError("--template", f": there is no file {template!r}.")
     if "/" in template or (path.is_file() and path.name not in SHIPPED):
         return path.parent
+    return existing_templates(folder)
+
+
+def existing_templates(folder: str | None) -> Path | None:
+    """Return the path of --template-dir. Raises OptionError if it does not exist."""
     if folder is not None and not Path(folder).is_dir():
         raise OptionError("--template-dir", f": there is no directory {str(folder)!r}.")
     return None if folder is None else Path(folder)

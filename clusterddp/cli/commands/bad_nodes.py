@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting
-from clusterddp.cli.options import SettingsCommand, source
-from clusterddp.cli.runs import JSON_OPTION, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand, source
+from clusterddp.cli.runs import RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import bad_nodes
 from clusterddp.run.bad_nodes import BadNode

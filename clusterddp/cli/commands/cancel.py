@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, act_on_each
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, act_on_each
 from clusterddp.errors import RequestError
 from clusterddp.status.status import RunStatus
 from clusterddp.status.stop import cancel

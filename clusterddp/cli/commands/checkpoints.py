@@ -9,8 +9,8 @@ import click
 from clusterddp import formatting, log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Entry
-from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import CheckpointError, coded
 from clusterddp.run import events
 from clusterddp.run.history import History

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from clusterddp import errors, formatting
-from clusterddp.cli.options import DurationType, SettingsCommand
+from clusterddp.cli.options import JSON_OPTION, DurationType, SettingsCommand, dry_run_option
 from clusterddp.cli.runs import (
-    JSON_OPTION,
     RUN,
     RUNS_DIR_OPTION,
     confirmed,
@@ -36,7 +35,7 @@ _HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
     show_default="any age",
     help="Only runs that ended at least this long ago: 12h, 30d.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be removed and change nothing.")
+@dry_run_option("what would be removed and change nothing")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @RUNS_DIR_OPTION
 @JSON_OPTION

@@ -12,7 +12,14 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting, log
-from clusterddp.cli.options import SettingsCommand, given_by, options, site_options
+from clusterddp.cli.options import (
+    JSON_OPTION,
+    SettingsCommand,
+    dry_run_option,
+    given_by,
+    options,
+    site_options,
+)
 from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan, results
 from clusterddp.comparison.results import Row, Trial
@@ -110,14 +117,14 @@ class CompareCommand(SettingsCommand):
 )
 @options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
 @site_options
-@click.option("--dry-run", is_flag=True, help="Print what would be started and change nothing.")
+@dry_run_option("what would be started and change nothing")
 @click.option(
     "--plot",
     metavar="FILE",
     show_default="RUNS_DIR/NAME.png if matplotlib is installed",
     help="Plot images/s and efficiency over the number of devices: .png, .svg or .pdf.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON, for scripts.")
+@JSON_OPTION
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -134,9 +141,9 @@ def command(
     """Compare one device, DataParallel and DistributedDataParallel.
 
     \b
-    clusterddp compare --max-steps 200                         # on this workstation
+    clusterddp compare --max-steps 200                # on this workstation
     clusterddp compare --launcher sbatch --gpus-per-node 4 --world-sizes 1,2,4,8
-    clusterddp compare --of compare-20261121-120000            # prints its table again
+    clusterddp compare --of compare-20261121-120000   # prints its table again
 
     In Slurm, nodes have --gpus-per-node GPUs or --tasks-per-node ranks, and the jobs run one after
     the other. On CPUs the ranks of a host share all its CPUs, and a single rank uses all of them:

@@ -61,8 +61,8 @@ def command(
     """Train on this machine, without Slurm.
 
     \b
-    clusterddp debug                 # in this process: breakpoints in the model work
-    clusterddp debug --procs 2       # two ranks; rank 0 prints here, each has a log
+    clusterddp debug             # in this process: breakpoints in the model work
+    clusterddp debug --procs 2   # two ranks; rank 0 prints here, each has a log
 
     With --container-image, each rank runs in a container, as in a job.
 

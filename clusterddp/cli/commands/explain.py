@@ -7,7 +7,8 @@ import textwrap
 
 import click
 
-from clusterddp.cli.runs import JSON_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION
+from clusterddp.cli.runs import echo_json
 from clusterddp.errors import EXIT_DONE, RequestError
 from clusterddp.explained import Page, catalogue, code_of, find, is_code
 

@@ -9,8 +9,8 @@ import click
 
 from clusterddp import formatting, log
 from clusterddp.cli import main
-from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.files import write_atomically
 from clusterddp.reporting.gather import RunReport, gather

@@ -7,7 +7,15 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting
-from clusterddp.cli.options import SettingsCommand, WithCommand, given_by, options
+from clusterddp.cli.options import (
+    JSON_OPTION,
+    WAIT_OPTION,
+    SettingsCommand,
+    WithCommand,
+    dry_run_option,
+    given_by,
+    options,
+)
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow_submitted
 from clusterddp.cli.sweeps import echo_dry_run, follow_sweep, sweep_of, sweep_options
 from clusterddp.errors import EXIT_DONE, ClusterDDPError, RequestError, coded
@@ -19,19 +27,20 @@ from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
 from clusterddp.status.sweeps import has_failed
-from clusterddp.submission.fields import CONTAINER, changed
+from clusterddp.submission.fields import CONTAINER, changed, existing_templates
 from clusterddp.submission.resume import Resumption, Terms, resume
 
 # A run keeps these options. Directives are edited in its script, and its own checkpoints take
 # precedence over those of another run.
-_FIXED = {"omit-directive", "runs-dir", "init-from"}
+_FIXED = {"omit-directive", "init-from"}
 _OF_COMMAND = {"env", "module", "setup"}
+_OF_FILES = {"template_dir", "snapshot_limit"}
 _TRAINING_OPTIONS = [row for row in TRAINING if row.name not in _FIXED]
 _REQUEST_OPTIONS = [
     row
     for row in REQUEST
     if (row.group in (RESOURCES, FAULT_TOLERANCE, OUTPUT) and row.name not in _FIXED)
-    or row.parameter in ("python", "controller_python", *CONTAINER, *_OF_COMMAND)
+    or row.parameter in ("python", "controller_python", *CONTAINER, *_OF_COMMAND, *_OF_FILES)
 ]
 
 
@@ -61,19 +70,6 @@ class ResumeCommand(WithCommand):
 @options([*_REQUEST_OPTIONS, *_TRAINING_OPTIONS], settings=False, defaults=False)
 @sweep_options
 @click.option(
-    "--max-concurrent",
-    type=click.IntRange(1),
-    metavar="N",
-    show_default="as before",
-    help="Maximum number of newly submitted trials that run at once.",
-)
-@click.option(
-    "--template-dir",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Directory of your templates, if the run was submitted with one.",
-)
-@click.option(
     "--refresh-code",
     is_flag=True,
     help="Replace the run's copy of the code by the current directory.",
@@ -82,13 +78,6 @@ class ResumeCommand(WithCommand):
     "--upgrade-clusterddp",
     is_flag=True,
     help="Use the clusterddp installed here (any option does so).",
-)
-@click.option(
-    "--snapshot-limit",
-    metavar="MB",
-    type=float,
-    show_default="50, or twice the former copy",
-    help="Maximum size of a new copy of the code, in MB.",
 )
 @click.option(
     "--from-scratch",
@@ -100,10 +89,10 @@ class ResumeCommand(WithCommand):
     is_flag=True,
     help="Start a COMMAND again although it ended with exit code 0.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be submitted and change nothing.")
-@click.option("--wait", is_flag=True, help="Follow the run to its end and exit as it did.")
+@dry_run_option("the sbatch script and submit nothing")
+@WAIT_OPTION
 @RUNS_DIR_OPTION
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@JSON_OPTION
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -179,7 +168,7 @@ def _terms(given: Given, more: Sweep) -> Terms:
         from_scratch=values["from_scratch"],
         even_if_done=values["even_if_done"],
         force=bool(values["force"]),
-        template_folder=values["template_dir"],
+        template_folder=existing_templates(values["template_dir"]),
         snapshot_limit_mb=values["snapshot_limit"],
         more=more,
     )

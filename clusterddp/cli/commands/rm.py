@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import errors, formatting
-from clusterddp.cli.options import SettingsCommand
+from clusterddp.cli.options import SettingsCommand, dry_run_option
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, confirmed, echo_failures
 from clusterddp.status.find import find_sweep, select_each
 from clusterddp.submission.clean import plan_removals, remove_run
@@ -16,7 +16,7 @@ from clusterddp.submission.clean import plan_removals, remove_run
 
 @click.command(name="rm", cls=SettingsCommand)
 @click.argument("run", type=RUN, nargs=-1, required=True, metavar="RUN...")
-@click.option("--dry-run", is_flag=True, help="Print what would be removed and change nothing.")
+@dry_run_option("what would be removed and change nothing")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @RUNS_DIR_OPTION
 def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> int:

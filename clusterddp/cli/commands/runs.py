@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting, patience
-from clusterddp.cli.options import DurationType, SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION, DurationType, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import CODE_AT_END
 from clusterddp.request.options import Duration
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED
 from clusterddp.ranks.variables import host_name
 from clusterddp.run.run_dir import RunDir

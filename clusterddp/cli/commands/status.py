@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting
-from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.run.run_dir import SweepDir, describe_output_folder
 from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_sweep, select
 from clusterddp.status.state import RunState

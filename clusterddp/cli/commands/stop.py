@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from clusterddp import log
-from clusterddp.cli.options import SettingsCommand
-from clusterddp.cli.runs import JSON_OPTION, RUN, RUNS_DIR_OPTION, act_on_each
+from clusterddp.cli.options import JSON_OPTION, SettingsCommand
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, act_on_each
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RunState

@@ -8,8 +8,11 @@ import click
 
 from clusterddp.cli import main
 from clusterddp.cli.options import (
+    JSON_OPTION,
+    WAIT_OPTION,
     WithCommand,
     config_option,
+    dry_run_option,
     given_by,
     help_all_option,
     options,
@@ -69,22 +72,15 @@ class SubmitCommand(WithCommand):
     help="Write the request (no secrets) for --config.",
 )
 @sweep_options
-@click.option(
-    "--max-concurrent",
-    type=click.IntRange(1),
-    metavar="N",
-    show_default="all",
-    help="Maximum number of trials that run at once.",
-)
 @site_options
-@click.option("--dry-run", is_flag=True, help="Print the sbatch script and change nothing.")
+@dry_run_option("the sbatch script and submit nothing")
 @click.option(
     "--test-only",
     is_flag=True,
     help="Check the request, print when Slurm would start it; submit nothing.",
 )
-@click.option("--wait", is_flag=True, help="Follow the run; exit with its code.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@WAIT_OPTION
+@JSON_OPTION
 @help_all_option
 @click.pass_context
 def command(

@@ -59,10 +59,10 @@ def command(
     """Train as one rank, given by the environment or by --rank.
 
     \b
-    srun clusterddp train                                      # ranks from Slurm's variables
-    torchrun --nproc-per-node 2 --no-python clusterddp train   # ranks from torchrun's
-    clusterddp train --rank 0 --world-size 2 --master-port N   # manually: --rank 1 in another shell
-    clusterddp train                                           # a single process
+    srun clusterddp train                                     # ranks from Slurm
+    torchrun --nproc-per-node 2 --no-python clusterddp train  # from torchrun
+    clusterddp train --rank 0 --world-size 2 --master-port N  # one of two ranks
+    clusterddp train                                          # a single process
 
     If --run-dir has checkpoints, training resumes from the latest.
 
