@@ -1,8 +1,8 @@
 """Pages made from the code, and the site of docs/.
 
 python -m docs_build reference     writes docs/reference and docs/errors.md; a test holds both
-python -m docs_build site FOLDER   builds the site into FOLDER, strictly (needs the extra `docs`)
-python -m docs_build man FOLDER    writes the man pages, which each wheel carries (hatch_build.py)
+python -m docs_build site DIR       builds the site into DIR, strictly (needs the extra `docs`)
+python -m docs_build man DIR        writes the man pages, which each wheel carries (hatch_build.py)
 """
 
 import ast
@@ -63,7 +63,7 @@ def write_reference() -> None:
 @main.command(name="site")
 @click.argument("folder", type=click.Path(path_type=Path))
 def build_site(folder: Path) -> None:
-    """Build the site into FOLDER; a warning, as of a link or an anchor that is not there, fails."""
+    """Build the site into DIR; a warning, as of a link or an anchor that is not there, fails."""
     with tempfile.TemporaryDirectory() as place:
         assemble(Path(place))
         # Not with --quiet: MkDocs counts the warnings that it logs.
@@ -77,7 +77,7 @@ def build_site(folder: Path) -> None:
 @main.command(name="man")
 @click.argument("folder", type=click.Path(path_type=Path))
 def write_man(folder: Path) -> None:
-    """Write the man pages into FOLDER."""
+    """Write the man pages into DIR."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in man_pages().items():
         (folder / name).write_text(text)

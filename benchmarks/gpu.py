@@ -6,7 +6,7 @@
 One GPU is enough. What it cannot show is scaling: links between GPUs, their isolation by Slurm,
 DataParallel. Each clock starts after the capture of the step and the first kernels, but where the
 row names them. The images are synthetic; the accuracies need the real MNIST, which
-CLUSTERDDP_TEST_MNIST names, or the folder `data` holds.
+CLUSTERDDP_TEST_MNIST names, or the directory `data` holds.
 """
 
 import functools
@@ -161,7 +161,8 @@ def _mnist_99(place: Place) -> list[Row]:
     """Seconds of training to 99 %, with the capture, and from the start of the process."""
     if not place.mnist:
         note(
-            "gpu: 99 % of MNIST not measured: CLUSTERDDP_TEST_MNIST names no folder with MNIST/raw"
+            "gpu: 99 % of MNIST not measured: CLUSTERDDP_TEST_MNIST does not name a directory with "
+            "MNIST/raw"
         )
         return []
     found = _recipe(place, "fast", place.seeds)

@@ -1,4 +1,4 @@
-"""Holds how well the package can be lived in: `python -m benchmarks.house [FOLDER|COMMIT]`.
+"""Holds how well the package can be lived in: `python -m benchmarks.house [DIR|COMMIT]`.
 
 Prints each figure with its limit and what it is to come to, and ends with 1 where one is above its
 limit, or where nothing was measured. A limit changes in the commit that needs it, with the reason.
@@ -48,9 +48,9 @@ HELD = (
 
 
 def main() -> None:
-    """Print the figures of a folder that holds a checkout, or of a commit of this repository."""
+    """Print the figures of a directory that holds a checkout, or of a commit of this repository."""
     parser = argparse.ArgumentParser(description="Hold how well the package can be lived in.")
-    parser.add_argument("checkout", nargs="?", default=".", help="a folder or a commit")
+    parser.add_argument("checkout", nargs="?", default=".", help="a directory or a commit")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--more", action="store_true", help="print what is not held, too")
     parser.add_argument("--no-walks", action="store_true", help="count the source alone")

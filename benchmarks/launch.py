@@ -47,7 +47,7 @@ class Life:
 
 Commands = list[tuple[list[str], dict[str, str]]]
 Start = Callable[[Path, int], Commands]
-"""What to start, given an empty folder and a free port: command lines and their variables."""
+"""What to start, given an empty directory and a free port: command lines and their variables."""
 
 
 def measure() -> list[Row]:

@@ -4,7 +4,7 @@
     why_not(["torchx"])            -> after a None: the reason, one line, for "not measured: ..."
     versions(["torchx", "torch"])  -> {"torchx": "0.7.0", "torch": "2.9.0"}, of the environment
 
-`python` takes names as pip does. It downloads, once, into a folder below the user's cache
+`python` takes names as pip does. It downloads, once, into a directory below the user's cache
 ($CLUSTERDDP_BENCH_PEERS, else $XDG_CACHE_HOME/clusterddp/peers, else ~/.cache/clusterddp/peers).
 Each set of names has an environment of its own, so the requirements of two peers cannot clash. It
 also sees what the present interpreter has installed, behind its own packages: torch is neither
@@ -124,7 +124,7 @@ def _interpreter(folder: Path) -> Path:
 
 
 def _present() -> list[str]:
-    """The folders in which the present interpreter finds packages, with those that a .pth adds."""
+    """The directories in which this interpreter finds packages, with those that a .pth adds."""
     own = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
     return [path for path in sys.path if path in own or Path(path).name == "site-packages"]
 

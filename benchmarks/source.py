@@ -39,7 +39,7 @@ _OTHER_COMMANDS = (f"{NAME}/scripts/", f"{NAME}/launchers/srun.py")
 
 @contextmanager
 def checkout(name: str) -> Iterator[Path]:
-    """Yield the folder `name`, or a temporary one that holds that commit of this repository."""
+    """Yield the directory `name`, or a temporary one that holds that commit of this repository."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(name).absolute()
         if not root.is_dir():

@@ -116,7 +116,7 @@ def read_tail(path: Path, most: int, *, since: int = 0) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: temporary file, fsync, rename, fsync of the folder.
+    """Write a file atomically and durably: temporary file, fsync, rename, fsync of the directory.
 
     Mode 0600. Raises OSError, and then leaves an existing file unchanged.
     """
@@ -160,7 +160,7 @@ def create_record(path: Path, record: object) -> bool:
 def age(path: Path, folder: Path) -> float:
     """Return the seconds since a file's last change, by the file system's clock; inf if missing.
 
-    folder: a writable folder on the same file system. Raises OSError.
+    folder: a writable directory on the same file system. Raises OSError.
     """
     try:
         changed = path.stat().st_mtime

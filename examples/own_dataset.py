@@ -17,7 +17,7 @@ SIDE = 20
 def stripes(data_dir: str, train: bool) -> tuple[Tensor, Tensor]:
     """Images (N, 1, 20, 20), float32, and labels (N,), int64.
 
-    data_dir: what --data-dir says; these images come from no folder.
+    data_dir: what --data-dir says; these images come from no directory.
     """
     count = 2_000 if train else 500
     # Its own generator: all ranks have to get the same images, and the test set other ones.

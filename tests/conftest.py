@@ -101,13 +101,13 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
-    """The data folder with the real MNIST that CLUSTERDDP_TEST_MNIST names; skips without it.
+    """The data directory with the real MNIST that CLUSTERDDP_TEST_MNIST names; skips without it.
 
     Nothing beside the clone is looked for: the tests do the same on every machine.
     """
     named = os.environ.get(_MNIST)
     if not named:
-        pytest.skip(f"needs the real MNIST; name a folder that holds MNIST/raw in {_MNIST}")
+        pytest.skip(f"needs the real MNIST; name a directory that holds MNIST/raw in {_MNIST}")
     path = Path(named).absolute()
     if not (path / "MNIST" / "raw" / "train-images-idx3-ubyte").is_file():
         pytest.fail(f"{_MNIST} is {named}, which holds no MNIST/raw/train-images-idx3-ubyte")
@@ -116,7 +116,7 @@ def mnist_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with 2,000 and 500 synthetic digits; not to be written to."""
+    """A data directory with 2,000 and 500 synthetic digits; not to be written to."""
     path = tmp_path_factory.mktemp("data")
     generate(str(path), train_images=2_000, test_images=500)
     return path
@@ -126,7 +126,7 @@ def synthetic_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu_digits(request: pytest.FixtureRequest) -> tuple[str, str]:
     """`--dataset` and `--data-dir` of tests on a GPU: MNIST where it is at hand, else synthetic.
 
-    At hand is what CLUSTERDDP_TEST_MNIST names, or the folder `data` of the clone or beside it.
+    At hand is what CLUSTERDDP_TEST_MNIST names, or the directory `data` of the clone or beside it.
     """
     beside = (HERE.parent / "data", HERE.parents[1] / "shared" / "data")
     if found := gpu.digits(os.environ.get(_MNIST), beside):
@@ -187,7 +187,7 @@ def port() -> int:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A data folder of our own with 30 and 10 synthetic digits."""
+    """A data directory of our own with 30 and 10 synthetic digits."""
     generate(str(tmp_path / "data"), train_images=30, test_images=10)
     return tmp_path / "data"
 

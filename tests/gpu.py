@@ -144,7 +144,7 @@ def _note(report: pytest.TestReport) -> str:
 
 
 def digits(named: str | None, folders: Iterable[Path]) -> Path | None:
-    """Find the folder with the real MNIST: the one that is named, else the first that has it."""
+    """Find the directory with the real MNIST: the one that is named, else the first that has it."""
     wanted = [Path(named)] if named else list(folders)
     return next((each.absolute() for each in wanted if (each / "MNIST" / "raw").is_dir()), None)
 

@@ -27,7 +27,7 @@ FLAGS = ["--run-name=one", "--nodes=2", "--gpus-per-node=4", "--dataset=syntheti
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synthetic_dir: Path) -> Path:
-    """A folder to submit from: a sbatch that keeps what it is sent, and a dataset in data/."""
+    """A directory to submit from: a sbatch that keeps what it is sent, and a dataset in data/."""
     (tmp_path / "bin").mkdir()
     program(
         tmp_path,

@@ -126,7 +126,7 @@ def test_every_block_has_a_language_that_is_held() -> None:
 
 @pytest.fixture
 def desk(workplace: Workplace) -> Workplace:
-    """A folder with all that the pages' commands name, and a Slurm whose queue is empty."""
+    """A directory with all that the pages' commands name, and a Slurm whose queue is empty."""
     shutil.copytree(ROOT / "examples", workplace.folder, dirs_exist_ok=True)
     for name in re.findall(r"\b[\w-]+\.(?:py|sif|sbatch|tgz)\b", "\n".join(b.text for b in ALL)):
         (workplace.folder / name).touch()

@@ -315,7 +315,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     DAMAGE["flipped"][0](folder / "checkpoints/step-00000004.pt")
     again = Training(folder)
     assert again.loop.steps == 3
-    assert any("passing over step-00000004.pt" in line for line in logged)
+    assert any("skipping step-00000004.pt" in line for line in logged)
     assert same(again.run(), expected)
 
 
@@ -656,7 +656,7 @@ def test_in_a_run_it_writes_into_the_runs_attempt(
 def test_the_runs_clusterddp_comes_behind_a_persons_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
 ) -> None:
-    """An empty part is the current folder."""
+    """An empty part is the current directory."""
     own = str(tmp_path / "clusterddp-0.2-b.pyz")
     monkeypatch.setattr(attempts_of_runs, "bundle_file", lambda: own)
     environ = {} if before is None else {"PYTHONPATH": before}

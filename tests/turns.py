@@ -29,7 +29,7 @@ _PATIENCE_SECONDS = 120.0
 
 
 def train(rank: int, store: str, folder: str) -> None:
-    """Train three steps as one rank; with a Loop where a folder is given."""
+    """Train three steps as one rank; with a Loop where a directory is given."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     ddp = DistributedDataParallel(nn.Linear(4, 4))

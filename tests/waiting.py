@@ -37,7 +37,7 @@ def has_gone(pid: int) -> bool:
 
 
 def processes_in(folder: Path) -> list[str]:
-    """The processes whose working folder it is."""
+    """The processes whose working directory it is."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

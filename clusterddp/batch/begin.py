@@ -142,7 +142,7 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
     except OSError as error:
         raise StartRefused(
             f"cannot create an attempt in {run.attempts}: {error.strerror}. Free some disk space, "
-            "or restore write permission for the folder. [CD0504]"
+            "or restore write permission for the directory. [CD0504]"
         ) from None
 
 

@@ -601,7 +601,7 @@ class Controller:
             return nothing
         try:
             top = self._run.top_of_code(Path(folder))
-        except IndexError:  # submitted with plain sbatch from a folder that is not deep enough
+        except IndexError:  # submitted with plain sbatch from a directory that is not deep enough
             return nothing
         return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
 

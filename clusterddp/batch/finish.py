@@ -95,7 +95,7 @@ def resume_in_job(
 
 
 def go_to_submission_folder() -> None:
-    """Enter the folder of the submission, the base of printed paths and of the next job.
+    """Enter the directory of the submission, the base of printed paths and of the next job.
 
     The script may run in the copy of the user's code.
     """

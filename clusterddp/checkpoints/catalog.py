@@ -71,7 +71,7 @@ class Entry:
     modified: float
     """Time of writing, in seconds since the epoch."""
     problem: str
-    """Cause for which the run cannot resume from it; empty when it was just verified."""
+    """Reason why the run cannot resume from it; empty if it is valid."""
     is_best: bool
     is_next: bool
     """True for the checkpoint from which the run resumes."""
@@ -85,11 +85,11 @@ class Candidate:
     path: Path
     attempt: Attempt
     superseded: str
-    """Cause for which it does not count; empty where it does."""
+    """Reason why it is ignored; empty if it counts."""
 
 
 def find(named: str) -> Path:
-    """Return the checkpoint that `--init-from RUN|FOLDER|FILE` names, or raise CheckpointError."""
+    """Return the checkpoint that `--init-from RUN|DIR|FILE` names, or raise CheckpointError."""
     path = Path(named).expanduser()
     if not path.is_dir():
         path = path.resolve() if path.exists() else path  # a link that the user names is meant
@@ -98,7 +98,7 @@ def find(named: str) -> Path:
     run = RunDir(path.parent if path.name == "checkpoints" else path)
     if run.attempts.is_dir():
         checkpoint = newest(run)
-    else:  # one attempt, or a folder of files copied from elsewhere
+    else:  # one attempt, or a directory of files copied from elsewhere
         checkpoint = newest_in(run.checkpoints if run.checkpoints.is_dir() else path)
     if checkpoint is None:
         raise CheckpointError(
@@ -111,8 +111,8 @@ def find(named: str) -> Path:
 def source(run: RunDir) -> Path | None:
     """Return the checkpoint that a run resumes from, or None before its first; see `newest`.
 
-    Raises CheckpointError where it has saved some and can resume from none of them: a run begins
-    at step 0 again only on request.
+    Raises CheckpointError if the run has saved some and can resume from none of them: a run starts
+    again from step 0 only on request.
     """
     checkpoint = newest(run)
     if checkpoint:
@@ -126,8 +126,8 @@ def source(run: RunDir) -> Path | None:
     step = saved_step(run)
     if step:
         raise CheckpointError(
-            f"the checkpoints of {run.name} are gone: it had saved step {step}, and there is none "
-            f"below {run.attempts} any more. Put them back there. {anew}"
+            f"the checkpoints of {run.name} are gone: it had saved step {step}, but {run.attempts} "
+            f"has none now. Put them back there. {anew}"
         )
     return None
 
@@ -159,15 +159,15 @@ def newest(run: RunDir) -> Path | None:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """Return the latest valid checkpoint in one folder; see `newest`."""
+    """Return the latest valid checkpoint in one directory; see `newest`."""
     return _first_valid(lambda: iter(files(folder)))
 
 
 def listing(run: RunDir) -> list[Entry]:
     """List and verify every checkpoint of a run, the highest step first.
 
-    A checkpoint in the folders of several attempts is listed once. Raises CheckpointError when a
-    folder cannot be read.
+    A checkpoint in the directories of several attempts is listed once. Raises CheckpointError if a
+    directory cannot be read.
     """
     entries: dict[tuple[int, str, str], Entry] = {}
     next_is_seen = False
@@ -224,20 +224,20 @@ class _Folder:
 
     attempt: Attempt
     last_step: float
-    """Last step that counts; infinite where all count."""
+    """Last step that counts; infinite if all count."""
     why: str
-    """Cause for which those after it do not."""
+    """Reason why later steps are ignored."""
 
 
 def _folders(run: RunDir, before: Attempt | None) -> Iterator[_Folder]:
-    """Yield the folders of a run, the latest attempt first."""
+    """Yield the directories of a run, the latest attempt first."""
     last_step, why = math.inf, ""
     given_up = given_up_attempt(run)
     for attempt in reversed(attempts(run)):
         if before and attempt.number >= before.number:
             continue
         if attempt.number <= given_up:
-            last_step, why = -1, "given up: 'resume --from-scratch' begins at step 0 again"
+            last_step, why = -1, "given up: 'resume --from-scratch' started again from step 0"
         yield _Folder(attempt, last_step, why)
         record = attempt.read_record()
         if record and record.step is not None and record.step < last_step:
@@ -263,7 +263,7 @@ def _first_valid(candidates: Callable[[], Iterator[Path]]) -> Path | None:
                 if not os.path.lexists(path):
                     break
                 if path not in warned:
-                    log.info(f"passing over {path.name}: {error}")
+                    log.info(f"skipping {path.name}: {error}")
                 warned.add(path)
         else:
             return None
@@ -277,15 +277,15 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.ENOTSUP
 def adopt(
     attempt: Attempt, source: Path | None, keep_last: int, *, best: Best | None = None
 ) -> Path | None:
-    """Make the checkpoints folder of a new attempt, whole or not at all.
+    """Create the checkpoints directory of a new attempt atomically.
 
-    It gets the checkpoints of the run that are still needed: `source`, the last keep_last with it,
-    and the best up to there. They are hard links, which neither side can delete for the other, or
-    copies where the file system has no links. A source in another run stays there.
+    It gets the checkpoints of the run that are still needed: `source`, the last keep_last up to it,
+    and the best up to it. They are hard links, so that either side can delete its own, or copies
+    if the file system has no links. A source in another run stays there.
 
     best: the one recorded in `source`; by default the best.json files of the run are read.
 
-    Returns the path of the source for the attempt. Raises OSError, and CheckpointError when the
+    Returns the path of the source for the attempt. Raises OSError, and CheckpointError if the
     source is damaged or deleted.
     """
     of_run = source and source.resolve().is_relative_to(attempt.run.attempts.resolve())
@@ -305,7 +305,7 @@ def adopt(
 def _carry_over(
     attempt: Attempt, source: Path, keep_last: int, best: Best | None, draft: Path
 ) -> None:
-    """Link the needed checkpoints into `draft`; those that are not valid there are removed."""
+    """Link the needed checkpoints into `draft`, and remove invalid ones from it."""
     last = step_of(source)
     try:
         _link(source, draft)
@@ -334,14 +334,14 @@ def _carry_over(
             linked.add(step)
         except (FileNotFoundError, UnusableError) as error:
             if os.path.lexists(each.path):
-                log.info(f"passing over {each.path.name}: {error}")
+                log.info(f"skipping {each.path.name}: {error}")
             remove(fresh)
     if best and best.step in linked:
         write_best(draft, best)
 
 
 def _link(path: Path, folder: Path) -> None:
-    """Give a checkpoint and its checksum a further name, or a copy, in another folder."""
+    """Link a checkpoint and its checksum into another directory, or copy them."""
     # The target of a symbolic link is linked, not the link itself.
     for file in (*_shard_files(path), checksum_of(path), path):
         target = folder / file.relative_to(path.parent)
@@ -377,9 +377,9 @@ def shards_of(path: Path) -> Path:
 
 
 def files(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, valid or not, the highest step first.
+    """List the checkpoints in a directory, valid or not, the highest step first.
 
-    Empty without a folder. Raises CheckpointError when it cannot be read.
+    Empty if there is no directory. Raises CheckpointError if it cannot be read.
     """
     try:
         paths = [path for path in folder.iterdir() if step_of(path) >= 0]
@@ -387,7 +387,7 @@ def files(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"the folder {folder} cannot be read: {error.strerror}. [CD0505]"
+            f"cannot read the directory {folder}: {error.strerror}. [CD0505]"
         ) from None
     return sorted(paths, key=step_of, reverse=True)
 
@@ -397,9 +397,9 @@ def read(path: Path, *, shards: bool = True) -> bytes:
 
     shards: verify the files of a sharded one too, each once as long as it does not change.
 
-    Raises UnusableError when it is missing, torn, unverified, of another format, or no regular
-    file of its folder: the run does not keep the target of a symbolic link, and reading a FIFO
-    would wait for its writer.
+    Raises UnusableError if it is missing, incomplete, unverified, of another format, or not a
+    regular file: the run does not keep the target of a symbolic link, and reading a FIFO would
+    wait for its writer.
     """
     data = _bytes_of(path)
     sums = _sums_of(path)
@@ -412,7 +412,7 @@ def read(path: Path, *, shards: bool = True) -> bytes:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """Return a checkpoint's bytes; raises UnusableError where there are none of a regular file."""
+    """Return a checkpoint's bytes; raise UnusableError if it is not a readable regular file."""
     if path.is_symlink():
         reason = "a link" if path.exists() else "a dangling link"
         raise UnusableError(
@@ -432,7 +432,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _sums_of(path: Path) -> list[str]:
-    """Return the lines of a checkpoint's checksum; raises UnusableError where there are none."""
+    """Return the lines of a checkpoint's checksum; raise UnusableError if there are none."""
     checksum = checksum_of(path)
     try:
         return read_file(checksum).decode(errors="replace").splitlines()
@@ -450,7 +450,7 @@ def _sums_of(path: Path) -> list[str]:
 def _check_content(path: Path, data: bytes, fits: bool) -> None:
     """Raise UnusableError for another program's file, damaged bytes, or another format.
 
-    fits: whether their SHA-256 is the recorded one.
+    fits: whether their SHA-256 matches the recorded one.
     """
     if not data.startswith(_HEAD) or (fits and _MARK not in data):
         raise UnusableError(
@@ -460,27 +460,26 @@ def _check_content(path: Path, data: bytes, fits: bool) -> None:
         cut = "" if data[-_TAIL_BYTES:].startswith(_TAIL) else "it is cut off and "
         raise UnusableError(
             "cut off" if cut else "SHA-256 differs",
-            f"the checkpoint {path} is damaged: {cut}its SHA-256 is not the recorded one. "
+            f"the checkpoint {path} is damaged: {cut}its SHA-256 does not match the recorded one. "
             "Resume from an older checkpoint of the run.",
         )
     written = _format(data)
     if written is None:
         raise UnusableError(
             "unreadable",
-            f"the checkpoint {path} is damaged, and was when its SHA-256 was taken: it names no "
+            f"the checkpoint {path} was already damaged when its SHA-256 was taken: it has no "
             "format. Resume from an older checkpoint of the run.",
         )
     if written != FORMAT:
         raise UnusableError(
             f"format {written}",
-            f"the checkpoint {path} has format {written}, and this clusterddp {__version__} reads "
+            f"the checkpoint {path} has format {written}, but clusterddp {__version__} reads "
             f"format {FORMAT}. Resume with the clusterddp that wrote it. [CD0704]",
         )
 
 
 _verified: dict[tuple[int, ...], str] = {}
-"""SHA-256 of the shards that this process has read, by what changes with them; a link is its file.
-"""
+"""SHA-256 of the shards that this process has read, by a signature that changes with the file."""
 
 
 def _verify_shard(path: Path, digest: str, name: str = "") -> None:
@@ -489,7 +488,7 @@ def _verify_shard(path: Path, digest: str, name: str = "") -> None:
     problem = "SHA-256 differs"
     try:
         if file.parent != shards_of(path) or file.is_symlink():
-            raise FileNotFoundError  # hostile, or damaged: nothing else is looked at
+            raise FileNotFoundError  # hostile or damaged: never read outside of the directory
         with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             status = os.fstat(f.fileno())
             signature = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
@@ -516,14 +515,14 @@ def _sha256(file: IO[bytes]) -> str:
 
 
 def _shard_files(path: Path) -> list[Path]:
-    """List the files of a sharded checkpoint; none of any other."""
+    """List the files of a sharded checkpoint; empty for any other."""
     with suppress(OSError):
         return sorted(shards_of(path).iterdir())
     return []
 
 
 def _format(data: bytes) -> object:
-    """Return the format that a checkpoint names, or None; its pickle is scanned, never run."""
+    """Return a checkpoint's format, or None; its pickle is scanned, never executed."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             [record] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -536,19 +535,19 @@ def _format(data: bytes) -> object:
 
 
 def read_best(folder: Path) -> Best | None:
-    """Return the best checkpoint that best.json in a folder names, or None."""
+    """Return the best checkpoint according to a directory's best.json, or None."""
     return read_record(Best, folder / BEST)
 
 
 def write_best(folder: Path, best: Best) -> None:
-    """Write best.json into a folder. Raises OSError."""
+    """Write best.json into a directory. Raises OSError."""
     write_record(folder / BEST, {"step": best.step, "accuracy": best.accuracy})
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files and checksums without a checkpoint, which a killed writer leaves.
+    """Delete temporary files and orphaned checksums of a killed writer.
 
-    Only the folder's one writer may call it. Raises OSError.
+    Only the directory's writer may call it. Raises OSError.
     """
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         hidden = path.name.startswith((".step-", f".{BEST}."))

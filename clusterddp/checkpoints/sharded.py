@@ -85,9 +85,9 @@ def save(path: Path, objects: Objects) -> tuple[dict[str, str], str]:
 
 
 def check(path: Path, objects: Objects) -> None:
-    """Hold the shapes of a module's parameters against those saved; torch 2.4 does not.
+    """Compare the shapes of a module's parameters with the saved ones; torch 2.4 does not.
 
-    Collective over the default group. Raises ValueError where they differ.
+    Collective over the default group. Raises ValueError if they differ.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -97,14 +97,14 @@ def check(path: Path, objects: Objects) -> None:
         for key, value in state.items():
             there = getattr(stored.get(f"{name}.{key}"), "size", None)
             if there is not None and isinstance(value, Tensor) and value.size() != there:
-                sizes = f"{tuple(there)} there, {tuple(value.size())} here"
+                sizes = f"saved {tuple(there)}, now {tuple(value.size())}"
                 raise ValueError(f"size mismatch for {name}.{key}: {sizes}")
 
 
 def restore(path: Path, objects: Objects) -> None:
-    """Restore what `save` has saved, at any number of ranks. Collective over the default group.
+    """Restore the result of `save`, at any number of ranks. Collective over the default group.
 
-    Raises ValueError where it does not fit.
+    Raises ValueError if it does not fit.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import (
@@ -140,14 +140,14 @@ def _states(objects: Objects) -> dict[str, Any]:
 
 
 def owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
-    """Find the module whose parameters an optimizer has. Raises TypeError where none has all."""
+    """Return the module that has all parameters of an optimizer. Raises TypeError if none has."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for each in objects.values():
         if isinstance(each, nn.Module) and ids <= {id(known) for known in each.parameters()}:
             return each
     raise TypeError(
-        f"the {type(optimizer).__name__} has parameters of no one module that Loop was given: give "
-        "it both, Loop(model=…, optimizer=…)"
+        f"the {type(optimizer).__name__} does not belong to a module passed to Loop. Pass both: "
+        "Loop(model=…, optimizer=…)"
     )
 
 
@@ -161,7 +161,7 @@ def _digests(folder: Path, rank: int) -> dict[str, str]:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return what a rank's own error says, below torch's account of all ranks."""
+    """Return a rank's own error from torch's report of all ranks."""
     failures = getattr(error, "failures", None) or {0: (error,)}
     cause = next(iter(failures.values()))[0]
     return (str(cause).splitlines() or [type(cause).__name__])[0]

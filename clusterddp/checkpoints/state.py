@@ -1,8 +1,8 @@
-"""Content of a checkpoint: the place in a training, the states of what it trains, random states.
+"""Content of a checkpoint: position, state dicts and random states.
 
-A checkpoint is a plain torch.save of plain values: `torch.load(FILE, weights_only=True)["model"]`
-is the bare module's state dict, and needs nothing of clusterddp. `catalog` reads the files, and
-`writer` writes them.
+A checkpoint is written by torch.save from plain values: without clusterddp,
+`torch.load(FILE, weights_only=True)["model"]` returns the bare module's state dict. `catalog` reads
+the files, and `writer` writes them.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from clusterddp.errors import CheckpointError
 from clusterddp.version import __version__
 
 Content = Mapping[str, Any]
-"""Content of a checkpoint: what `collect` says, plain values and tensors."""
+"""Content of a checkpoint, as `collect` returns it: plain values and tensors."""
 # Bytes broadcast at once: a network stack may hold them twice.
 _PIECE_BYTES = 64 << 20
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError)
@@ -46,11 +46,11 @@ class Position:
     step: int = 0
     """Optimizer steps since the start of the run."""
     epoch: int = 0
-    """The epoch that is being trained, from 0."""
+    """Current epoch, from 0."""
     step_in_epoch: int = 0
-    """Batches of this epoch that each rank has trained."""
+    """Batches that each rank has trained in this epoch."""
     samples: int = 0
-    """Images of this epoch that all ranks together have seen."""
+    """Images that all ranks together have seen in this epoch."""
     seconds: float = 0.0
     """Time in training steps since the start of the run, without evaluation and saving."""
     images: int = 0
@@ -101,7 +101,7 @@ def collect(
 def load(path: Path, *, shards: bool = True) -> Content:
     """Load the content of a checkpoint, its tensors on the CPU.
 
-    Raises CheckpointError when it is missing, torn, has no checksum, or is of another format.
+    Raises CheckpointError if it is missing or damaged, has no checksum, or has another format.
     """
     return _parsed(path, catalog.read(path, shards=shards))
 
@@ -128,7 +128,7 @@ def load_together(path: Path) -> Content:
 
 
 def _broadcast(data: bytes, size: int) -> bytes:
-    """Give rank 0's bytes to all; what they travel in is freed before they are parsed."""
+    """Broadcast rank 0's bytes; the buffers are freed before they are parsed."""
     whole = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
     for piece in torch.split(whole, _PIECE_BYTES):
         sent = piece.to(agreement.device())
@@ -183,11 +183,11 @@ def to_bytes(content: object) -> bytes:
 def copied(value: Any, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
     """Copy a value with every tensor in it to the CPU, with the same strides.
 
-    copy: in place of that, what becomes of a tensor. Raises TypeError for a DTensor.
+    copy: replaces the copy of a tensor. Raises TypeError for a DTensor.
     """
     if isinstance(value, Tensor):
         if hasattr(value, "device_mesh"):
-            raise TypeError("a DTensor, of which each rank holds a part: give its full_tensor()")
+            raise TypeError("a DTensor is spread over the ranks: pass its full_tensor()")
         return copy(value) if copy else value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         items = {name: copied(item, copy) for name, item in value.items()}
@@ -201,7 +201,7 @@ def copied(value: Any, copy: Callable[[Tensor], Tensor] | None = None) -> Any:
 
 
 def why_unreadable(state: object) -> str:
-    """Return the name of what torch.load refuses of a state with weights_only; empty for none."""
+    """Return the type that torch.load refuses in a state with weights_only; empty if none."""
     try:
         hollow = copied(state, lambda tensor: torch.empty(0, dtype=tensor.dtype))
         torch.load(io.BytesIO(to_bytes(hollow)), weights_only=True)

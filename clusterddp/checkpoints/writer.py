@@ -1,7 +1,7 @@
 """Writes rank 0's checkpoints from a background thread, durable and verified.
 
-A file appears under its name only when the bytes read back from the disk have the checksum of the
-bytes written; older checkpoints are deleted only after that.
+A file gets its name only after the bytes read back from the disk match the bytes written; older
+checkpoints are deleted only after that.
 """
 
 import hashlib
@@ -33,19 +33,19 @@ class Costs(SavingReport):
     """Time and bytes that saving has taken so far."""
 
     longest_seconds: float = 0.0
-    """Longest time of one save, from the copy to verified."""
+    """Longest duration of one save, from the copy to the verified file."""
 
 
 class Saver:
-    """Writes one checkpoint after the other into an attempt's folder, from a background thread."""
+    """Writes checkpoints one at a time into an attempt's directory, from a background thread."""
 
     def __init__(self, attempt: Attempt, keep_last: int) -> None:
-        """attempt: its folder exists already (see `catalog.adopt`).
+        """attempt: its directory exists already (see `catalog.adopt`).
 
-        Nothing gets its name there once a later attempt has begun; the folders of earlier ones are
-        emptied once this one has saved.
+        Nothing is published there after a later attempt has begun. The directories of earlier
+        attempts are emptied after the first save of this one.
 
-        keep_last: checkpoints to keep, besides the best.
+        keep_last: checkpoints to keep in addition to the best.
         """
         self._attempt, self._folder, self._keep_last = attempt, attempt.checkpoints, keep_last
         known = attempts(attempt.run)
@@ -57,9 +57,9 @@ class Saver:
         self._valid: dict[str, tuple[int, ...]] = {}  # signatures of verified checkpoints
         self.costs = Costs()
         self.last_step: int | None = None
-        """Step of the newest valid checkpoint in the folder."""
+        """Step of the newest valid checkpoint in the directory."""
         self.trouble = ""
-        """Cause for which the last checkpoint could not be written; empty where it was."""
+        """Reason why the last checkpoint was not written; empty if it was."""
         try:  # an attempt that starts again after a kill
             catalog.remove_leftovers(self._folder)
         except OSError as error:
@@ -75,12 +75,12 @@ class Saver:
         copy_seconds: float = 0.0,
         shards: Mapping[str, str] | None = None,
     ) -> None:
-        """Begin to write the result of `state.collect`, once an earlier one is written.
+        """Start to write the result of `state.collect`, after an earlier write has ended.
 
         content: has at least `step` and `best`. copy_seconds: time that collecting it took.
-        shards: the SHA-256 of the files of a sharded checkpoint (`sharded.save`), which are there.
+        shards: SHA-256 of the existing files of a sharded checkpoint (`sharded.save`).
 
-        A full or lost disk is logged and counted; raises any other error of the earlier one.
+        A full or lost disk is logged and counted; raises any other error of the earlier write.
         """
         self._join()
         self.costs.copy_seconds += copy_seconds
@@ -91,13 +91,13 @@ class Saver:
         self._thread.start()
 
     def failed(self, path: Path, cause: str) -> None:
-        """Log and count a checkpoint that cannot be begun: its shards were not written."""
+        """Log and count a checkpoint whose shards were not written."""
         self._join()
         self._done = False
         self._count_failure(path, cause)
 
     def wait(self) -> bool:
-        """Wait for all checkpoints; returns whether the last is on disk and verified."""
+        """Wait for all checkpoints; return whether the last is on disk and verified."""
         self._join()
         return self._done
 
@@ -114,13 +114,13 @@ class Saver:
     def _run(
         self, content: Mapping[str, Any], copy_seconds: float, shards: Mapping[str, str]
     ) -> None:
-        """Write one checkpoint: runs in the thread."""
+        """Write one checkpoint, in the thread."""
         began = time.perf_counter()
         path = self._folder / name_of(content["step"])
         try:
             written = 0
-            # After a resume this may be the checkpoint from which the attempt started: the same
-            # state, which replacing would put at risk.
+            # After a resume this may be the checkpoint from which the attempt started: do not risk
+            # the valid file for the same state.
             if not self._is_valid(path):
                 data = to_bytes(content)
                 written = len(data)
@@ -146,7 +146,7 @@ class Saver:
         self.trouble = f"the checkpoint {path} was not written: {cause}"
         last = "there is no checkpoint here yet"
         if self.last_step is not None:
-            last = f"the last valid one is that of step {self.last_step}"
+            last = f"the last valid one is from step {self.last_step}"
         log.warning(
             f"{self.trouble}. Training continues from memory and the next save tries again; "
             f"{last}. [CD0706]"
@@ -166,16 +166,16 @@ class Saver:
                 file.flush()
                 os.fsync(file.fileno())
             if stored_sha256(fresh) != digest:
-                raise OSError("what the disk gave back is not what was written")
-            # The checksum first: so the checkpoint is valid from the moment its name exists.
+                raise OSError("the bytes read back differ from those written")
+            # The checksum first, so that the checkpoint is valid as soon as its name exists.
             sums = {path.name: digest, **shards}
             lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
             write_atomically(checksum_of(path), lines.encode())
             if self._attempt.is_superseded:
                 self._warn_once(
                     "superseded",
-                    f"the checkpoint {path} was not published: a later attempt of the run "
-                    "has begun, and trains on.",
+                    f"the checkpoint {path} was not published: a later attempt of the run is "
+                    "training.",
                 )
                 return False
             fresh.replace(path)
@@ -194,7 +194,7 @@ class Saver:
         needed = {marked.step} if marked else set()
         try:
             if best and best != marked and (self._folder / name_of(best.step)).exists():
-                needed.add(best.step)  # both, in case the new mark cannot be written
+                needed.add(best.step)  # both, in case the new best.json cannot be written
                 catalog.write_best(self._folder, best)
                 needed = {best.step}
         except OSError as error:
@@ -210,7 +210,7 @@ class Saver:
                 self._remove(folder / catalog.BEST)
             self._older = []
         except (OSError, CheckpointError) as error:
-            self._warn_once("tidy", f"old checkpoints are kept: {error}")
+            self._warn_once("tidy", f"cannot delete old checkpoints: {error}")
 
     def _unneeded(self, needed: set[int]) -> list[Path]:
         """Checkpoints to delete: all but the newest `keep_last` valid ones and the best.
@@ -226,7 +226,7 @@ class Saver:
         return unneeded
 
     def _is_valid(self, path: Path) -> bool:
-        """Verify a checkpoint, reading it again only where it has changed."""
+        """Verify a checkpoint; read it again only if it has changed."""
         try:
             signature = _signature(path)
             if self._valid.get(path.name) != signature:
@@ -240,7 +240,7 @@ class Saver:
         try:
             catalog.remove(path)
         except OSError as error:
-            self._warn_once("remove", f"the old checkpoint {path} stays: {error.strerror}")
+            self._warn_once("remove", f"cannot delete the checkpoint {path}: {error.strerror}")
 
     def _warn_once(self, kind: str, line: str) -> None:
         if kind not in self._warned:

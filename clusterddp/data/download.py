@@ -1,4 +1,4 @@
-"""Fetches MNIST from its mirrors, or imports it from a folder or archive."""
+"""Fetches MNIST from its mirrors, or imports it from a directory or archive."""
 
 import gzip
 import http.client
@@ -21,9 +21,9 @@ from clusterddp.data import mnist
 from clusterddp.data.mnist import DatasetInfo
 from clusterddp.errors import DataError
 
-# For a mirror that does not answer: torchvision itself would wait for two minutes a try.
+# For a mirror that does not answer: torchvision itself would wait two minutes per attempt.
 _NETWORK_TIMEOUT_SECONDS = 30
-# More than a file of any set of MNIST's form; a small archive could unpack to any size.
+# More than any file in MNIST's format; a small archive could unpack to any size.
 _LARGEST_FILE_BYTES = 1 << 30
 _UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
 
@@ -36,7 +36,7 @@ def fetch(data_dir: str) -> DatasetInfo:
     """
     root = mnist.folder("mnist", data_dir)
     if not mnist.missing_files(root):
-        log.info(f"{root / mnist.RAW} holds the set already; checking it")
+        log.info(f"{root / mnist.RAW} already contains the set; checking it")
         return mnist.check("mnist", data_dir, checksums=True)
     others = mnist.ways("mnist", data_dir, may_fetch=False)
     with mnist.draft_beside(root) as draft:
@@ -48,7 +48,7 @@ def fetch(data_dir: str) -> DatasetInfo:
             mnist.check_at("mnist", draft, checksums=True)
         except DataError as fault:
             raise DataError(
-                f"what the mirrors sent is not MNIST: {fault} Try again, or:\n{others} [CD0603]"
+                f"the downloaded files are not MNIST: {fault} Try again, or:\n{others} [CD0603]"
             ) from None
         mnist.write_sums(draft / mnist.RAW, "MNIST as published")
         mnist.put_into_place(draft, root)
@@ -56,7 +56,7 @@ def fetch(data_dir: str) -> DatasetInfo:
 
 
 def _download(draft: Path, others: str) -> None:
-    """Have torchvision download MNIST; others: the other ways to get it."""
+    """Download MNIST with torchvision; others: the other ways to get it."""
     try:
         from torchvision import datasets
     except ImportError as error:
@@ -67,15 +67,15 @@ def _download(draft: Path, others: str) -> None:
     patience = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_NETWORK_TIMEOUT_SECONDS)
     try:
-        # torchvision draws progress bars wherever stderr leads.
+        # torchvision draws progress bars even if stderr is not a terminal.
         drawn = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         with nullcontext() if drawn else redirect_stderr(io.StringIO()):
             datasets.MNIST(root=str(draft), download=True)
     except (RuntimeError, OSError, http.client.HTTPException) as error:
         reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
         raise DataError(
-            f"MNIST could not be fetched:\n{reason or repr(error)}\nCompute nodes often have no "
-            f"way to the internet: fetch on a machine with internet, or:\n{others} [CD0603]"
+            f"MNIST could not be downloaded:\n{reason or repr(error)}\nCompute nodes often have no "
+            f"internet access: fetch it on another machine, or:\n{others} [CD0603]"
         ) from None
     finally:
         socket.setdefaulttimeout(patience)
@@ -121,12 +121,12 @@ class _Offer:
 @contextmanager
 def _offered(source: Path) -> Iterator[list[_Offer]]:
     """List the files of the source with known names; archive members are only ever streamed."""
-    if os.path.isdir(source):  # noqa: PTH112 -- answers where Path's raises: no permission
+    if os.path.isdir(source):  # noqa: PTH112 -- Path's raises without permission
         offers = []
         for place, folders, names in os.walk(source, onerror=_refuse):
             folders[:] = sorted(name for name in folders if not name.startswith(mnist.DRAFT_PREFIX))
             for path in (Path(place, name) for name in sorted(names)):
-                # os.path's isfile answers where Path's raises; it keeps a pipe from blocking us.
+                # os.path.isfile does not raise, unlike Path's; without it a pipe would block.
                 if mnist.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
                     offers.append(_Offer(path, _opener(path)))
         yield offers
@@ -169,7 +169,7 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     if len(complete) > 1:
         places = ", ".join(sorted(str(place) for place in complete))
         raise DataError(
-            f"it holds several sets, in {places}. Give the folder of one of them. [CD0604]"
+            f"it contains several sets, in {places}. Name the directory of one of them. [CD0604]"
         )
     if complete:
         return next(iter(complete.values()))
@@ -184,7 +184,7 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
     for name, same in spread.items():
         if len(same) > 1:
             places = ", ".join(sorted(str(offer.path) for offer in same))
-            raise DataError(f"{name} is in it more than once: {places}. Keep one of them. [CD0604]")
+            raise DataError(f"it contains {name} more than once: {places}. Keep one. [CD0604]")
     return {name: same[0] for name, same in spread.items()}
 
 
@@ -208,7 +208,7 @@ def _copy(offer: _Offer, target: Path) -> None:
                 file.write(block)
                 if file.tell() > _LARGEST_FILE_BYTES:
                     raise DataError(
-                        f"{offer.path} unpacks to over 1 GiB; it is no such set. [CD0604]"
+                        f"{offer.path} unpacks to over 1 GiB, more than any set has. [CD0604]"
                     )
 
 

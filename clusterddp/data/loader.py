@@ -26,10 +26,10 @@ _STRETCH = 8192
 
 
 class Images:
-    """A set of images as two tensors (MNIST has 47 MB of bytes); a batch is a slice of them.
+    """Images and labels in two tensors (MNIST's are 47 MB); a batch is a slice of them.
 
-    Batches stay bytes until `as_images` makes images of them, within the step: reading 64 images
-    one by one takes as long as training on them.
+    Batches remain bytes until `as_images` converts them within the step: reading 64 images one by
+    one takes as long as training on them.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Images:
         except torch.cuda.OutOfMemoryError as error:
             raise DataError(
                 f"{len(pixels):,} images of {pixels.nbytes / 2**30:.1f} GiB do not fit into the "
-                f"memory of {device}: {str(error).splitlines()[0]} Have them read batch by batch: "
+                f"memory of {device}: {str(error).splitlines()[0]} Read them batch by batch with "
                 "--data-pipeline loader. [CD0811]"
             ) from None
 
@@ -67,24 +67,24 @@ class Images:
                 yield pixels[some], labels[some]
 
     def expect(self, classes: int) -> None:
-        """Raise DataError when a label is none of so many classes."""
+        """Raise DataError if a label is not one of this many classes."""
         check_labels(self._labels, classes)
 
 
 def check_labels(labels: Tensor, classes: int | None) -> None:
-    """Raise DataError when one of them is negative, or none of so many classes."""
+    """Raise DataError if a label is negative or not one of this many classes."""
     lowest, highest = (int(each) for each in labels.aminmax())
     if lowest < 0:
-        raise DataError(f"label {lowest} is negative; classes are numbered from 0. [CD0606]")
+        raise DataError(f"the label {lowest} is negative; classes start at 0. [CD0606]")
     if classes is not None and highest >= classes:
         raise DataError(
-            f"label {highest} is none of the {classes} classes that the model scores, which are "
-            f"numbered from 0 to {classes - 1}. [CD0606]"
+            f"the label {highest} is not one of the model's {classes} classes, 0 to "
+            f"{classes - 1}. [CD0606]"
         )
 
 
 def as_images(batch: Tensor) -> Tensor:
-    """Return a batch as normalised images (N, 1, H, W), made of bytes (N, H, W) or as given.
+    """Return normalised images (N, 1, H, W) from bytes (N, H, W); other batches unchanged.
 
     The values are identical to torchvision's ToTensor and Normalize, computed in the same steps.
     Images with one channel get the strides of channels_last: the bytes are the same, but
@@ -121,7 +121,7 @@ def training_order(
 
 
 def evaluation_order(count: int, rank: int, world_size: int) -> Tensor:
-    """Return the rank's share of `count` images: over all ranks each exactly once, unpadded."""
+    """Return the rank's share of `count` images: each is on exactly one rank, without padding."""
     return torch.arange(count)[rank::world_size]
 
 
@@ -167,7 +167,7 @@ class Loaded:
             generator=torch.Generator().manual_seed(salt),
         )
         for images, labels in loader:
-            check_labels(labels, self._classes)  # on a GPU a wrong one breaks all that follows
+            check_labels(labels, self._classes)  # on a GPU a wrong one breaks the CUDA context
             pixels = images.float() if images.is_floating_point() else images
             yield (
                 pixels.to(self._device, non_blocking=True),
@@ -175,7 +175,7 @@ class Loaded:
             )
 
     def expect(self, classes: int) -> None:
-        """Refuse labels beyond so many classes, batch by batch."""
+        """Check the labels of each batch against this number of classes."""
         self._classes = classes
 
 
@@ -186,9 +186,9 @@ class _Salted(Dataset[tuple[Tensor, Tensor]]):
         self._dataset, self._salt = dataset, salt
 
     def __getitems__(self, indices: list[int]) -> list[object]:
-        """Return a batch, as DataLoader asks for one where a dataset can."""
+        """Return a batch; DataLoader calls this if a dataset has it."""
         digest = hashlib.sha256(f"{self._salt} {indices}".encode()).digest()
-        # Once a batch: once an item would make reading small images take a third longer.
+        # Once per batch: once per item would slow the reading of small images by a third.
         with generators_kept(torch.device("cpu")):
             _seed_host(int.from_bytes(digest[:8], "big"))
             at_once = getattr(self._dataset, "__getitems__", None)
@@ -196,28 +196,28 @@ class _Salted(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _leave_signals_to_the_rank(_: int) -> None:
-    """Ignore requests to stop, in a worker whose death would fail a rank that is about to save."""
+    """Ignore requests to stop: the death of a worker would fail a rank that is about to save."""
     ignore_requests()
 
 
 def seed_generators(number: int) -> None:
-    """Seed all random generators of this rank, the devices' too."""
+    """Seed all random generators of this rank, including the devices'."""
     torch.manual_seed(number)
     _seed_host(number)
 
 
 def _seed_host(number: int) -> None:
-    """Seed all generators but the devices': takes microseconds, and works in any process."""
+    """Seed all generators except the devices', in microseconds and in any process."""
     torch.default_generator.manual_seed(number)
     random.seed(number)
-    with suppress(TypeError):  # only the generator that numpy starts with can be seeded
+    with suppress(TypeError):  # only numpy's default generator can be seeded
         np.random.seed(number % 2**32)
 
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Restore all random generators of this rank on leaving the context."""
-    # Not as in a checkpoint, which takes longer: this runs around every batch.
+    # Cheaper than the states in a checkpoint, because this runs for every batch.
     cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

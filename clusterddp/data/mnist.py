@@ -97,16 +97,16 @@ def _count_in(path: Path) -> int:
     with path.open("rb") as file:
         header = file.read(length)
     if header.startswith(_GZIP_MAGIC):
-        raise DataError(f"{path.name} is still compressed: it starts as a gzip file does.")
+        raise DataError(f"{path.name} is still compressed: it has the header of a gzip file.")
     if len(header) < length:
         raise DataError(
-            f"{path.name} is truncated: {size} bytes, and its header alone has {length}."
+            f"{path.name} is truncated: {size} bytes, but the header alone has {length}."
         )
     first, count, *shape = struct.unpack(f">{length // 4}I", header)
     if first != magic:
         raise DataError(
-            f"{path.name} starts with {first:#010x}, but an IDX file of "
-            f"{kind} with {magic:#010x}; it is some other file."
+            f"{path.name} starts with {first:#010x}; an IDX file of {kind} starts with "
+            f"{magic:#010x}."
         )
     if kind == "images" and shape != [SIDE, SIDE]:
         raise DataError(
@@ -119,7 +119,7 @@ def _count_in(path: Path) -> int:
     if size != expected:
         raise DataError(
             f"{path.name} is {'truncated' if size < expected else 'too long'}: {size:,} bytes, "
-            f"but its header, which says {count:,} {kind}, makes it {expected:,}."
+            f"but {expected:,} are expected for the {count:,} {kind} in its header."
         )
     return int(count)
 
@@ -187,7 +187,7 @@ PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A whole dataset."""
+    """A complete dataset."""
 
     name: str
     root: Path
@@ -216,11 +216,11 @@ def folder(dataset: str, data_dir: str) -> Path:
 def ensure(
     dataset: str, data_dir: str, sources: Mapping[str, Callable[[str], object]]
 ) -> DatasetInfo:
-    """Check the dataset, and get it first where it is missing and has a source.
+    """Check the dataset; if it is missing and has a source, get it first.
 
-    sources: by a dataset's name, a function that puts it into data_dir, checked and whole; in
-        several processes at once, the first in place stays. A damaged set is never replaced.
-    Raises DataError where no whole set results.
+    sources: for a dataset's name, a function that installs it in data_dir, checked and complete;
+        if several processes call it, the first one's stays. A damaged set is never replaced.
+    Raises DataError if there is no complete set afterwards.
     """
     root = folder(dataset, data_dir)
     absent = len(missing_files(root)) == len(FILES) and not under_other_names(root)
@@ -243,12 +243,12 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
         raise DataError(_absence(dataset, data_dir, packed), code="CD0601")
     try:
         if missing:
-            raise DataError(f"{', '.join(missing)} missing, though the rest is there. [CD0601]")
+            raise DataError(f"{', '.join(missing)} missing; the other files exist. [CD0601]")
         return check_at(dataset, root, checksums=checksums)
     except DataError as fault:
         raise DataError(
             f"the {dataset} dataset at {root / RAW} is damaged: {fault}\n"
-            f"Move that folder away, then get the set again:\n{ways(dataset, data_dir)}",
+            f"Move that directory away, then get the set again:\n{ways(dataset, data_dir)}",
             code=fault.code,
         ) from None
     except OSError as error:
@@ -256,7 +256,7 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
 
 
 def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
-    """Check a root whose four files are there, as `check` does; messages name the file only.
+    """Check a root that has all four files, like `check`; messages only name the file.
 
     Raises DataError for a damaged file and OSError for an unreadable one.
     """
@@ -275,7 +275,7 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
                 source = f"{SUMS} records" if name in recorded else "MNIST was published with"
                 raise DataError(
                     f"{name} has the SHA-256 digest {actual}, but {source} {expected[name]}; "
-                    "its content was changed or is another dataset's."
+                    "it was changed, or belongs to another dataset."
                 )
         published = expected == PUBLISHED
     return DatasetInfo(dataset, root, *counts, checksums_verified=checksums, published=published)
@@ -284,7 +284,7 @@ def check_at(dataset: str, root: Path, *, checksums: bool) -> DatasetInfo:
 def fingerprint(dataset: str, data_dir: str) -> str:
     """Return one SHA-256 over the set's four files, by which a run detects a changed set.
 
-    Raises DataError when a file cannot be read.
+    Raises DataError if a file cannot be read.
     """
     raw = folder(dataset, data_dir) / RAW
     try:
@@ -295,17 +295,17 @@ def fingerprint(dataset: str, data_dir: str) -> str:
 
 
 def rendered_by(dataset: str, data_dir: str) -> str:
-    """Name the generator of the synthetic set in place, for a message about other digits."""
+    """Name the generator of the existing synthetic set, for a message about different digits."""
     if dataset != "synthetic":
         return ""
     origin = read_comment(folder(dataset, data_dir) / RAW) or "a set of unknown origin"
-    return f" The folder holds {origin}."
+    return f" The directory holds {origin}."
 
 
 def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
-    """Return torchvision's MNIST over the set in place: normalised (1, 28, 28) tensors, labels.
+    """Return torchvision's MNIST for the existing set: normalised (1, 28, 28) tensors, labels.
 
-    Raises DataError as `check` does, and where torchvision is missing.
+    Raises DataError like `check`, and if torchvision is missing.
     """
     root = check(dataset, data_dir, checksums=False).root
     legacy = root / "MNIST" / "processed"
@@ -313,7 +313,7 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
         # torchvision.datasets.MNIST prefers what torchvision before 0.9 cached there.
         raise DataError(
             f"{legacy} holds a cache of an old torchvision, which would be read in place of the "
-            f"checked files in {root / RAW}. Move that folder away. [CD0608]"
+            f"checked files in {root / RAW}. Move that directory away. [CD0608]"
         )
     try:
         from torchvision import datasets, transforms
@@ -327,12 +327,12 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
 
 
 def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
-    """List the ways to get the dataset, or one in its stead, a line each."""
+    """List the ways to get the dataset or a replacement, one per line."""
     place = f"--data-dir {shlex.quote(data_dir)}"
     fetch = (f"clusterddp data fetch {place}", "downloads it")
-    import_ = (f"clusterddp data import FILE {place}", "takes it from a folder or tar archive")
+    import_ = (f"clusterddp data import FILE {place}", "takes it from a directory or tar archive")
     render = (f"clusterddp data generate {place}", "renders digits for --dataset synthetic")
-    elsewhere = ("--data-dir FOLDER", "if it is elsewhere already")
+    elsewhere = ("--data-dir DIR", "if you already have it elsewhere")
     rows = [render, elsewhere]
     if dataset == "mnist":
         rows = [*([fetch] if may_fetch else []), import_, elsewhere, render]
@@ -341,7 +341,7 @@ def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
 
 
 def missing_files(root: Path) -> list[str]:
-    """Names of the missing ones of the four files; raises DataError for an unreadable folder."""
+    """Return which of the four files are missing; raise DataError for an unreadable directory."""
     missing = []
     for name in FILES:
         try:
@@ -354,7 +354,7 @@ def missing_files(root: Path) -> list[str]:
 
 
 def under_other_names(root: Path) -> Path | None:
-    """Find a folder near by that holds all four files in a form that `data import` takes."""
+    """Find a nearby directory with all four files in a form that `data import` takes."""
     for place in (root / RAW, root / "MNIST", root):
         try:
             names = {standard_name(path.name) for path in place.iterdir()}
@@ -384,15 +384,15 @@ def unreadable(raw: Path, error: OSError) -> DataError:
     """Build the error for a dataset whose files cannot be read."""
     return DataError(
         f"the dataset at {raw} cannot be read: {error.filename or raw}: {error.strerror}. "
-        "Ask its owner for read permission, or choose another folder with --data-dir. [CD0607]"
+        "Ask its owner for read permission, or choose another directory with --data-dir. [CD0607]"
     )
 
 
 @contextmanager
 def draft_beside(root: Path) -> Iterator[Path]:
-    """Make a temporary root with an empty MNIST/raw, on the file system of the set's place.
+    """Create a temporary root with an empty MNIST/raw, on the file system of the final place.
 
-    Raises DataError where the folder cannot be made or written.
+    Raises DataError if the directory cannot be created or written.
     """
     home = root / "MNIST"
     made_root = not root.exists()
@@ -411,41 +411,41 @@ def draft_beside(root: Path) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
         for place in (home, *([root] if made_root else [])):
             with suppress(OSError):
-                place.rmdir()  # only what was left empty, after a failure
+                place.rmdir()  # only if empty, after a failure
 
 
 def _make_draft(home: Path) -> Path:
     for _ in range(100):
         home.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # another process failed and took it away, being empty
+        with suppress(FileNotFoundError):  # another process failed and removed it while empty
             return Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=home))
     raise OSError(f"{home} is removed each time it is created")
 
 
 def put_into_place(draft: Path, root: Path) -> None:
-    """Move a whole set from its draft into place; a set that is there already stays.
+    """Move a complete set from its draft into place; an existing set stays.
 
-    Raises DataError when the files in place differ from the draft's: nothing is overwritten.
+    Raises DataError if the existing files differ from the draft's: nothing is overwritten.
     """
     source, target = draft / RAW, root / RAW
     for path in source.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
     try:
-        os.rename(source, target)  # noqa: PTH104 -- fails, as wanted, on a non-empty target
+        os.rename(source, target)  # noqa: PTH104 -- must fail for a non-empty target
         return
     except OSError:
         if not target.is_dir():
             raise
-    # The folder is there: another process was faster, or it holds archives or a part of the set.
+    # It exists: another process was faster, or it holds archives or a part of the set.
     recorded = read_sums(target)
     for name in FILES:
         new = digest(source / name)
         old = digest(target / name) if (target / name).exists() else new
         if old != new or recorded.get(name, new) != new:
             raise DataError(
-                f"{target} holds another dataset already, or a damaged one: {name} there differs. "
-                "Nothing was changed. Move that folder away, or choose another --data-dir. [CD0608]"
+                f"{target} already contains another or a damaged dataset: its {name} differs. "
+                "Nothing was changed. Move it away, or choose another --data-dir. [CD0608]"
             )
     for name in (*FILES, SUMS):
         if not (target / name).exists():
@@ -454,25 +454,25 @@ def put_into_place(draft: Path, root: Path) -> None:
 
 @dataclass(frozen=True)
 class Offer:
-    """Place of a dataset in the memory of another process of this node."""
+    """Location of a dataset in the memory of another process of this node."""
 
     pid: int
     handle: int
     """Descriptor of the memory in that process."""
     file: tuple[int, ...]
-    """Device and inode, by which the memory is recognised."""
+    """Device and inode, which identify the memory."""
     sizes: tuple[int, ...]
 
 
 @dataclass
 class Held:
-    """The four files in memory, one after the other."""
+    """The four files in memory, concatenated."""
 
     memory: "mmap.mmap | bytearray"
     sizes: tuple[int, ...]
     """Bytes of each file, in the order of FILES."""
     handle: int | None = None
-    """Descriptor of the memory, where others can map it."""
+    """Descriptor of the memory; None if others cannot map it."""
 
     def tensors(self, *, train: bool) -> tuple["Tensor", "Tensor"]:
         """Return pixels (N, 28, 28) of 0 to 255, uint8, in this memory; labels (N,), int64."""
@@ -490,14 +490,14 @@ class Held:
         return pixels.view(-1, SIDE, SIDE), labels.long()
 
     def digest(self) -> str:
-        """Return what `fingerprint` does of the files."""
+        """Return the same digest as `fingerprint`."""
         content, ends = memoryview(self.memory), itertools.accumulate(self.sizes)
         files = (content[end - size : end] for size, end in zip(self.sizes, ends, strict=True))
         digests = "".join(hashlib.sha256(file).hexdigest() for file in files)
         return hashlib.sha256(digests.encode()).hexdigest()
 
     def offer(self) -> Offer | None:
-        """Return what another rank of this node needs to map it; None where it cannot."""
+        """Return what another rank of this node needs to map it; None if it cannot."""
         if self.handle is None:
             return None
         status = os.fstat(self.handle)
@@ -525,7 +525,7 @@ class Reading:
     def held(self) -> Held:
         """Wait for the dataset; if reading it failed, try again, since it may exist now.
 
-        Raises DataError as `read` does.
+        Raises DataError like `read`.
         """
         self._thread.join()
         if self._held is None:
@@ -533,7 +533,7 @@ class Reading:
         return self._held
 
     def fingerprint(self) -> str:
-        """Return the `fingerprint` of the bytes that are trained on. Raises DataError."""
+        """Return the `fingerprint` of the bytes in use. Raises DataError."""
         held = self.held()
         self._sha256 = self._sha256 or held.digest()
         return self._sha256
@@ -548,7 +548,7 @@ class Reading:
 
 
 def read(dataset: str, data_dir: str) -> Held:
-    """Read the set in place. Raises DataError when it is missing, damaged or unreadable."""
+    """Read the set. Raises DataError if it is missing, damaged or unreadable."""
     raw = check(dataset, data_dir, checksums=False).root / RAW
     try:
         return _read_to_share(raw) or _read(raw)
@@ -557,24 +557,24 @@ def read(dataset: str, data_dir: str) -> Held:
 
 
 def take(offer: Offer | None) -> Held:
-    """Map what another rank of this node offers; raises OSError or ValueError where it cannot."""
+    """Map another rank's offer; raise OSError or ValueError if that is impossible."""
     if offer is None:
-        raise ValueError("it could not be put into memory that ranks can share")
-    # Another process's descriptor can be anything, even a pipe without a writer.
+        raise ValueError("the first rank could not put it into shared memory")
+    # Another process's descriptor can be anything, for example a pipe without a writer.
     handle = os.open(f"/proc/{offer.pid}/fd/{offer.handle}", os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
-        # In a PID namespace of this task's own the number names another process.
+        # In this task's own PID namespace the number names another process.
         is_it = (status.st_dev, status.st_ino) == offer.file
         if not is_it or status.st_size != sum(offer.sizes):
-            raise ValueError("its process id is another process's here")
+            raise ValueError("its process id belongs to another process here")
         return Held(_mapped(handle, status.st_size), offer.sizes)
     finally:
         os.close(handle)
 
 
 def _read_to_share(raw: Path) -> Held | None:
-    """Into memory that others can map; None where the system has none, or not enough."""
+    """Read the files into memory that others can map; None if the system lacks it."""
     try:
         handle = os.memfd_create("clusterddp-data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (AttributeError, OSError):
@@ -584,7 +584,7 @@ def _read_to_share(raw: Path) -> Held | None:
         everything = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, everything | fcntl.F_SEAL_SEAL)
         return Held(_mapped(handle, sum(sizes)), sizes, handle)
-    except OSError:  # the files' own errors come again in `_read`
+    except OSError:  # an error of the files is raised again in `_read`
         os.close(handle)
         return None
 
@@ -597,7 +597,7 @@ def _append(handle: int, path: Path) -> int:
         while place < size:
             sent = os.sendfile(handle, file.fileno(), place, size - place)
             if not sent:
-                raise OSError("the file has become shorter")
+                raise OSError("the file has shrunk")
             place += sent
     return size
 

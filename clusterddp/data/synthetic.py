@@ -1,8 +1,8 @@
-"""Renders digits of one small bitmap font into a set of MNIST's form, for sites without MNIST.
+"""Renders digits of a small bitmap font as a set in MNIST's format, for sites without MNIST.
 
-Each digit varies in size, slant, place, ink and noise. All of it is integer arithmetic on a frozen
-random stream: a seed gives the same bytes with every numpy on every machine. The digits are far
-easier to read than handwriting.
+Each digit varies in size, slant, place, ink and noise. It uses integer arithmetic on a frozen
+random stream: a seed gives the same bytes with every version of numpy on every machine. The digits
+are far easier to recognise than handwriting.
 """
 
 from pathlib import Path
@@ -51,10 +51,9 @@ def generate(
         present = mnist.read_comment(root / mnist.RAW)
         if present != recipe:
             raise DataError(
-                f"{root / mnist.RAW} holds another set already "
-                f"({present or 'of unknown origin'}), asked for was: {recipe}. Nothing was "
-                "changed; runs that were trained on it need it. Move that folder away, or choose "
-                "another --data-dir. [CD0608]"
+                f"{root / mnist.RAW} already contains another set ({present or 'of unknown origin'}"
+                f"), expected {recipe}. Nothing was changed, because runs may need it. Move that "
+                "directory away, or choose another --data-dir. [CD0608]"
             )
         return info
     with mnist.draft_beside(root) as draft:
@@ -70,7 +69,7 @@ def generate(
 def _write_split(images: Path, labels: Path, count: int, seed: list[int]) -> None:
     import numpy as np
 
-    random = np.random.RandomState(seed)  # its stream is frozen for good: NumPy's NEP 19
+    random = np.random.RandomState(seed)  # a frozen stream: NumPy's NEP 19
     rows = [line.split() for line in _FONT.strip().split("\n")]
     bits = np.array([[[pixel == "#" for pixel in part] for part in row] for row in rows])
     # (digit, row, column), with an empty border, onto which whatever is looked up outside falls.

@@ -34,9 +34,9 @@ class OwnSets:
     def load(self) -> None:
         """Call the function once for each set, and check what it returns.
 
-        Each call begins with the same random numbers: so a random split is the same on all ranks
-        and in both calls. Raises DataError for sets that cannot be trained on, and TrainingError
-        where the function fails.
+        Each call starts from the same random state, so that a random split is the same on all ranks
+        and in both calls. Raises DataError for unusable sets, and TrainingError if the function
+        fails.
         """
         reference = self._config.dataset
         for train in (True, False):
@@ -51,8 +51,8 @@ class OwnSets:
     def fingerprint(self) -> str:
         """Return one SHA-256 over both sets: the content of tensors, the length of a dataset.
 
-        By it ranks detect that they have different sets, and a run that its set has changed.
-        Raises as `load` does.
+        It shows whether ranks have different sets, and whether a run's set has changed. Raises
+        like `load`.
         """
         self.load()
         if not self._sha256:
@@ -66,7 +66,7 @@ class OwnSets:
         return self._sha256
 
     def on(self, device: torch.device) -> tuple[Images | Loaded, Images | Loaded]:
-        """Return the training and the test set on this device. Raises as `load` does."""
+        """Return the training and the test set on this device. Raises like `load`."""
         self.load()
         train, test = (self._readable(self._given[train], device) for train in (True, False))
         self._given = {}  # frees the host's memory: a GPU has copies of the tensors
@@ -90,19 +90,17 @@ class OwnSets:
             return images, labels
         of_items = all(hasattr(type(given), name) for name in ("__len__", "__getitem__"))
         if not of_items or isinstance(given, dict | str | tuple):
-            raise DataError(
-                f"{what}: it has to return {_EXPECTED}, and returned {_seen(given)}. [CD0605]"
-            )
+            raise DataError(f"{what}: expected {_EXPECTED}, found {_seen(given)}. [CD0605]")
         with user_functions.running(self._config.dataset):
             count = len(given)
             first: Any = given[0] if count else None
         if not count:
-            raise DataError(f"{what}: it returned a dataset without any image. [CD0605]")
+            raise DataError(f"{what}: the dataset is empty. [CD0605]")
         of_two = isinstance(first, tuple | list) and len(first) == 2
         if not (of_two and isinstance(first[0], Tensor) and _is_label(first[1])):
             raise DataError(
-                f"{what}: items have to be pairs of an image tensor and an integer label of at "
-                f"least 0, and the first is {_seen(first)}. [CD0605]"
+                f"{what}: expected items that are pairs of an image tensor and an integer label "
+                f"of 0 or more, found {_seen(first)} first. [CD0605]"
             )
         self._check_image(what, first[0])
         return given
@@ -110,15 +108,15 @@ class OwnSets:
     def _check_image(self, what: str, image: Tensor) -> None:
         shape = tuple(image.shape)
         if image.dtype is torch.uint8:
-            fits, expected = image.dim() == 2, "bytes are of grey images, (height, width) each"
+            fits, expected = image.dim() == 2, "grey images of bytes, (height, width) each"
         else:
-            fits, expected = image.is_floating_point(), "images are floats, or bytes"
+            fits, expected = image.is_floating_point(), "images of floats or bytes"
         if fits and self._config.augment != "none" and image.dtype is not torch.uint8:
             fits = image.dim() == 3
-            expected = f"--augment {self._config.augment} takes (channels, height, width)"
+            expected = f"(channels, height, width) for --augment {self._config.augment}"
         if not fits or not image.numel():
             raise DataError(
-                f"{what}: {expected}, and the first is {image.dtype} of shape {shape}. [CD0605]"
+                f"{what}: expected {expected}, found {image.dtype} of shape {shape}. [CD0605]"
             )
 
 
@@ -126,15 +124,15 @@ def _pair(what: str, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     shapes = f"images {tuple(images.shape)} and labels {tuple(labels.shape)}"
     if images.dim() < 2 or labels.dim() != 1 or len(images) != len(labels):
         raise DataError(
-            f"{what}: images have to be (N, …) and labels (N,), a label for each image, and are "
+            f"{what}: expected images (N, …) and labels (N,), one label per image, found "
             f"{shapes}. [CD0605]"
         )
     if not len(labels):
-        raise DataError(f"{what}: it returned {shapes}, so no image at all. [CD0605]")
+        raise DataError(f"{what}: it returned no image: {shapes}. [CD0605]")
     if not _is_integer(labels) or int(labels.min()) < 0:
-        fault = f"begin at {int(labels.min())}" if _is_integer(labels) else f"are {labels.dtype}"
+        fault = f"a label {int(labels.min())}" if _is_integer(labels) else str(labels.dtype)
         raise DataError(
-            f"{what}: labels have to be integers of at least 0, the numbers of the classes, and "
+            f"{what}: expected integer labels of 0 or more, the numbers of the classes, found "
             f"{fault}. [CD0605]"
         )
     if images.is_floating_point():

@@ -45,7 +45,7 @@ def load(name: str) -> Launcher:
 def full_name(template: str, folder: Path | None = None) -> str:
     """Return the file name of a template: `torchrun` gives `torchrun.sbatch.j2`.
 
-    A template in the user's folder has precedence. Any other name is returned unchanged.
+    A template in the user's directory has precedence. Any other name is returned unchanged.
     """
     names = (template + ending for ending in ("", ".sbatch.j2", ".j2") if template)
     if name := next((name for name in names if folder and (folder / name).is_file()), None):

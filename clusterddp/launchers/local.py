@@ -120,8 +120,8 @@ def own_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
     gpus = named_gpus(shown)
     if len(set(gpus)) < len(gpus):
         raise RequestError(
-            f"{VISIBLE_GPUS}={shown} names a GPU twice, and CUDA then shows none at all. Name each "
-            "once, or unset it. [CD0804]"
+            f"{VISIBLE_GPUS}={shown} names a GPU twice, so CUDA shows none. Name each once, or "
+            "unset it. [CD0804]"
         )
     return gpus
 
@@ -143,7 +143,7 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
         )
     if not gpus or nodes * each <= len(gpus):
         return
-    counts = f"the {nodes * each} GPUs of the rehearsal's hosts against {len(gpus)} here"
+    counts = f"the rehearsal needs {nodes * each} GPUs, this machine has {len(gpus)}"
     if VISIBLE_GPUS in os.environ:
         counts += f" ({VISIBLE_GPUS}={os.environ[VISIBLE_GPUS]})"
     if not spec.shares_gpus:
@@ -159,7 +159,7 @@ def main() -> None:
     run = RunDir(Path(sys.argv[1]))
     script = run.script.read_text("utf-8")
     limit = Limit.of(script)
-    job = _Job(run, limit)  # before the folder, which would remain after a signal
+    job = _Job(run, limit)  # before the directory, which would remain after a signal
     _remove_abandoned_folders()
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder, _kept(Path(folder)):
         environ = {
@@ -180,9 +180,9 @@ def _element(run: RunDir, script: str) -> dict[str, str]:
 
 @contextmanager
 def _kept(folder: Path) -> Iterator[None]:
-    """Lock a mark in the folder, which shows that its process is alive, even in a container.
+    """Lock a mark in the directory, which shows that its process is alive, even in a container.
 
-    The mark gets its name once it is locked, so the folder never looks abandoned.
+    The mark gets its name once it is locked, so the directory never looks abandoned.
     """
     with (folder / "locking").open("w") as mark:
         with suppress(OSError):  # a file system without locks
@@ -192,7 +192,7 @@ def _kept(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned_folders() -> None:
-    """Remove the folders of this user's rehearsals whose process was killed."""
+    """Remove the directories of this user's rehearsals whose process was killed."""
     for mark in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_ALIVE}"):
         # An OSError: its process lives and holds the lock, or another rehearsal removes it.
         with suppress(OSError):
@@ -308,7 +308,7 @@ class _Job:
             signal.signal(number, self._cancel)
 
     def run(self, argv: list[str], environ: Mapping[str, str], steps: Path) -> int:
-        """Run the script to its exit code. Each step records its tasks in the folder `steps`."""
+        """Run the script to its exit code. Each step records its tasks in the directory `steps`."""
         self._steps = steps
         parent = os.getpid()
         with _script_output() as output:

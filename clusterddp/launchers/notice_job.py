@@ -12,7 +12,7 @@ from clusterddp.status import notify
 
 _MINUTES = 10
 _PASSED_ON = ("partition", "account", "qos", "reservation")
-"""Options of the request that decide whether, and where, a job of this person's may run."""
+"""Options of the request that decide whether and where a job of this user may run."""
 
 
 def render(spec: JobSpec) -> str:
@@ -40,7 +40,7 @@ def render(spec: JobSpec) -> str:
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in lines),
-            f"# Tells a program that {spec.run_name} has ended, unless its script did.",
+            f"# Runs the notification program of {spec.run_name}, unless its script has.",
             f"run_dir={run_dir}",
             'exec >>"$run_dir/logs/notify.log" 2>&1',
             'own=("$run_dir/clusterddp.pyz"); [ -e "${own[0]}" ] || own=(-m clusterddp)',

@@ -1,6 +1,6 @@
 """Launch with sbatch, the default: render a `JobSpec` into its script and submit it.
 
-The user's template folder is searched before the shipped templates. These are always available as
+The user's template directory is searched before the shipped templates, which are available as
 `shipped/NAME`, so that a user's template can extend them and replace one block. Rendering is pure:
 the same spec gives the same bytes.
 """
@@ -57,7 +57,7 @@ def render(
         names = {path.name for folder in folders for path in folder.glob("*.j2")}
         known = ", ".join(sorted(name for name in names if not name.startswith("_")))
         raise RequestError(
-            f"template {error.name!r} is not found; there are: {known}. [CD0301]"
+            f"template {error.name!r} not found. Available: {known}. [CD0301]"
         ) from None
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
@@ -115,7 +115,7 @@ def excluded(script: str) -> list[str]:
 
 
 def shipped_folder() -> Path:
-    """Return the folder of shipped templates: in the package of a wheel, next to it in a checkout.
+    """Return the directory of shipped templates: in a wheel's package, or next to it in a checkout.
 
     Raises RequestError in a run's own file, which has none.
     """
@@ -441,7 +441,7 @@ class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
     """Cache of compiled templates in `__pycache__`, like Python's of modules.
 
     Compiling takes longer than rendering. Nothing is written if PYTHONDONTWRITEBYTECODE is set or
-    the folder is read-only; nothing is read that another user could have written.
+    the directory is read-only; nothing is read that another user could have written.
     """
 
     def load_bytecode(self, bucket: Bucket) -> None:
@@ -499,7 +499,7 @@ def _check_blocks(environment: jinja2.Environment, name: str) -> None:
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise RequestError(
                     f"template {path}, line {block.lineno}: there is no block {block.name!r} to "
-                    f"replace; there are {', '.join(known)}.{hint} [CD0302]"
+                    f"replace. Available: {', '.join(known)}.{hint} [CD0302]"
                 )
         known += [block.name for block in tree.find_all(nodes.Block) if block.name not in known]
 
@@ -525,14 +525,13 @@ def _check(spec: JobSpec, script: str) -> None:
         )
     if "\r" in script or "\0" in script:
         raise RequestError(
-            f"template {spec.template} has CRLF line ends or NULs, which sbatch refuses; "
-            "save it with plain line ends. [CD0303]"
+            f"template {spec.template} has CRLF line endings or NULs, which sbatch rejects. "
+            "Save it with LF line endings. [CD0303]"
         )
     if spec.max_restarts and "--max-restarts=" not in script:
         raise RequestError(
-            f"--max-restarts {spec.max_restarts}: template {spec.template} starts the ranks "
-            "without an agent that could start them again. Use --template "
-            "torchrun.sbatch.j2. [CD0303]"
+            f"--max-restarts {spec.max_restarts} needs torchrun's agents, which template "
+            f"{spec.template} does not start. Use --template torchrun. [CD0303]"
         )
     if spec.resources.spare_nodes and forms.NODES_VARIABLE not in script:
         raise RequestError(
@@ -549,7 +548,7 @@ def _check(spec: JobSpec, script: str) -> None:
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith("#SBATCH") and body:
             raise RequestError(
-                f"template {spec.template}: rendered line {number}, {line!r}, stands after the "
+                f"template {spec.template}: rendered line {number}, {line!r}, comes after the "
                 "first command, where Slurm ignores directives. Move it up. [CD0303]"
             )
         body = body or bool(line.strip() and not line.startswith("#"))

@@ -24,7 +24,7 @@ from clusterddp.slurm.forms import expand_nodelist
 KILL_WAIT_SECONDS = 30
 """Time between TERM and KILL: Slurm's default KillWait."""
 CANCELLED = "cancelled"
-"""File in the folder of the steps: no further step may start."""
+"""File in the directory of the steps: no further step may start."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(argv[:cut])
     options.command = [*options.command, *argv[cut + 1 :]]
     if unknown:
-        _say(f"srun (rehearsal): passing over {' '.join(unknown)}")
+        _say(f"srun (rehearsal): ignoring {' '.join(unknown)}")
     if not options.command:
         parser.error("No command given to execute.")
     options.nodes = options.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
@@ -194,7 +194,7 @@ def signal_session(leader: int, number: int) -> None:
 
 
 def _next_step(steps: Path) -> int:
-    """Take the next step number, from 0, by creating a file in the folder."""
+    """Take the next step number, from 0, by creating a file in the directory."""
     return next(n for n in itertools.count() if files.create(steps / f"{n}.taken"))
 
 

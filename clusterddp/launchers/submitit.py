@@ -1,4 +1,4 @@
-"""Launch with submitit: its executor, folder and logs, in the run's directory.
+"""Launch with submitit: its executor, directory and logs, in the run's directory.
 
 submitit writes the script. Everything around its srun line (records, environment, setup, port,
 teardown, result) comes from our template, as submitit's `setup` lines. Each task runs the same

@@ -44,8 +44,7 @@ def check(name: str, model: object) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TrainingError(
-            f"--model {name}: it has to return a torch.nn.Module, and returned "
-            f"{type(model).__name__}. [CD0309]"
+            f"--model {name}: expected a torch.nn.Module, found {type(model).__name__}. [CD0309]"
         )
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         raise TrainingError(

@@ -115,12 +115,12 @@ class Attempt:
     def remove_leftovers(self) -> None:
         """Remove what killed processes of the attempt left; errors are ignored.
 
-        Hidden files in its folders are unfinished writes. Call it only for an attempt that has
+        Hidden files in its directories are unfinished writes. Call it only for an attempt that has
         ended or is superseded: a save of a lost node's orphan may fail because of it.
         """
         for folder in (self.path, self.outcomes, self.checkpoints, self.path / "profile"):
             if folder.is_symlink():
-                continue  # to a user's folder, which may have its own hidden files
+                continue  # to a user's directory, which may have its own hidden files
             with contextlib.suppress(OSError):
                 for entry in list(os.scandir(folder)):
                     if not entry.name.startswith(".") or entry.name.startswith(".nfs"):
@@ -208,7 +208,7 @@ class Attempt:
 
         planned: step at which the training will be done. Raises OSError.
 
-        A rename makes a network file system look up this folder again, and with it `stop`.
+        A rename makes a network file system look up this directory again, and with it `stop`.
         """
         fresh = self.alive.with_name(f".{self.alive.name}.{os.getpid()}")
         content = dataclasses.asdict(Liveness(step, saved, spent, planned))
@@ -286,7 +286,7 @@ def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
 
     refusal = (
         f": rank 0 was active for all of {setting(seconds)}. Two jobs cannot write to one run: "
-        "cancel one of them, or give this one its own --run-name (a Loop: its own folder)."
+        "cancel one of them, or give this one its own --run-name (a Loop: its own directory)."
     )
     wait_until_idle(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
 
@@ -409,7 +409,7 @@ def expose_loop(environ: MutableMapping[str, str], attempt: Attempt) -> None:
     own = bundle_file()
     if own:
         value = environ.get("PYTHONPATH")
-        parts = value.split(os.pathsep) if value else []  # an empty part: the current folder
+        parts = value.split(os.pathsep) if value else []  # an empty part: the current directory
         environ["PYTHONPATH"] = os.pathsep.join([*filter(_is_by_user, parts), own])
 
 
@@ -494,7 +494,7 @@ def attempt_offset(log: Path, number: int) -> int:
 def print_to_job_log(line: str, *, err: bool = False) -> None:
     """Print a line to the job log, from a process of the batch script.
 
-    If the disk is full, this and later lines go to slurm-JOBID.out in the folder of the submission,
+    If the disk is full, this and later lines go to slurm-JOBID.out in the submission's directory,
     where users of Slurm look first. A line that cannot be written there either is lost.
     """
     stream = sys.stderr if err else sys.stdout
@@ -510,7 +510,7 @@ def print_to_job_log(line: str, *, err: bool = False) -> None:
 
 
 def _redirect_to_submission_folder(refused: int, error: OSError) -> None:
-    """Redirect the refused descriptor, and others of the same file, to a file in that folder."""
+    """Redirect the refused descriptor, and others of the same file, to a file in that directory."""
     job_id = os.environ.get("SLURM_JOB_ID")
     path = Path(os.environ.get("SLURM_SUBMIT_DIR") or ".", f"slurm-{job_id}.out")
     same = [number for number in (1, 2) if os.path.sameopenfile(number, refused)]

@@ -365,7 +365,9 @@ class TaskRecord:
             if self._attempt:
                 self._attempt.write_final_record(self._path, self._fields)
             else:
-                self._run.make(self._folder)  # an attempt's folder exists, or the attempt is gone
+                self._run.make(
+                    self._folder
+                )  # an attempt's directory exists, or the attempt is gone
                 files.write_record(self._path, self._fields)
         except OSError as error:
             log.warning(

@@ -10,7 +10,7 @@ A run is one directory in the runs directory. Its content:
                          bytecode in __pycache__ (`submission.bundle`)
     code/ code.json      copy of the user's code, if a command or the user's own model or dataset
                          was submitted, and its digests
-    workdir              link to the folder of the copy in which the tasks start, if that is not
+    workdir              link to the directory of the copy in which the tasks start, if that is not
                          its top: a git work tree is copied from its top
     logs/job.log         output of the batch script and Slurm
     logs/rank-R.log      output of rank R (logs/node-N.log: of a torchrun agent)
@@ -73,7 +73,7 @@ class _Folder(Protocol):
 
 @dataclass(frozen=True)
 class PathIn:
-    """Descriptor: a path relative to the owner's folder."""
+    """Descriptor: a path relative to the owner's directory."""
 
     name: str
 
@@ -102,7 +102,7 @@ class RunDir:
     code_record = PathIn("code.json")
     """Digests of the user's code at submission."""
     workdir = PathIn("workdir")
-    """Link to the folder of the copy in which the tasks start, if that is not its top."""
+    """Link to the directory of the copy in which the tasks start, if that is not its top."""
     metrics = PathIn("metrics.jsonl")
     checkpoints = PathIn("checkpoints")
     report = PathIn("report.json")
@@ -134,11 +134,11 @@ class RunDir:
 
     @property
     def code_folder(self) -> Path:
-        """Return the folder of the copy of the code in which the tasks start."""
+        """Return the directory of the copy of the code in which the tasks start."""
         return self.code / self.workdir_name
 
     def top_of_code(self, folder: Path) -> Path:
-        """Return the top of the code copied by a submission in this folder: it, or one above it."""
+        """Return the top of the code that a submission here copies: this directory or one above."""
         depth = len(Path(self.workdir_name).parts)
         return folder.absolute().parents[depth - 1] if depth else folder.absolute()
 
@@ -212,7 +212,7 @@ class RunDir:
             remove_created(draft.path if draft else None, missing)
             raise RequestError(
                 f"--runs-dir: cannot write the run directory {path}: {error.strerror}. "
-                "Choose a writable folder with enough disk space. [CD0504]"
+                "Choose a writable directory with enough disk space. [CD0504]"
             ) from None
         try:
             yield cls(path)
@@ -222,7 +222,7 @@ class RunDir:
         remember_runs_dir(path.parent)
 
     def make(self, *folders: Path) -> None:
-        """Create the directory, private to its owner, and folders in it, unless they exist.
+        """Create the directory, private to its owner, and directories in it, unless they exist.
 
         Raises OSError.
         """
@@ -295,7 +295,7 @@ def directories(kind: type[_Kind], runs_dir: Path) -> list[_Kind]:
         return sorted(readable, key=lambda run: (run.spec.stat().st_mtime, _natural_key(run.name)))
     except OSError as error:
         raise RequestError(
-            f"--runs-dir: {runs_dir} cannot be read: {error.strerror}. Name a folder of runs "
+            f"--runs-dir: {runs_dir} cannot be read: {error.strerror}. Name a directory of runs "
             "that you can read. [CD0505]"
         ) from None
 
@@ -349,9 +349,9 @@ def newest_checkpoint(folder: Path) -> tuple[int, float] | None:
 
 
 def describe_output_folder(folder: str) -> str:
-    """Say whether the tasks' relative output stays in the folder in which they start.
+    """Say whether the tasks' relative output stays in the directory in which they start.
 
-    In a copy of the code, folders that git ignores are links to the user's own.
+    In a copy of the code, directories that git ignores are links to the user's own.
     """
     try:
         with os.scandir(folder) as entries:
@@ -363,7 +363,7 @@ def describe_output_folder(folder: str) -> str:
     except OSError:
         links = []
     own = (
-        f", except in {', '.join(links[:5])}{' …' * (len(links) > 5)} (links to your folders)"
+        f", except in {', '.join(links[:5])}{' …' * (len(links) > 5)} (links to your directories)"
         if links
         else ""
     )
@@ -371,13 +371,13 @@ def describe_output_folder(folder: str) -> str:
 
 
 def run_folders(run: RunDir) -> list[Path]:
-    """List the run folders in a user's code tree: the runs directory and its runs and sweeps."""
+    """List the run directories in a user's code tree: the runs directory, its runs and sweeps."""
     root = run.path.parent
     return [root, *(each.path for each in (*find_runs(root), *directories(SweepDir, root)))]
 
 
 def remove_created(made: Path | None, parents: list[Path]) -> None:
-    """Remove a run's directory, and the folders above it that were created for it."""
+    """Remove a run's directory, and the directories above it that were created for it."""
     import shutil
 
     if made:

@@ -367,7 +367,7 @@ def ask(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that shows, tests or changes jobs.
 
-    environ: os.environ by default. seconds: QUERY_SECONDS by default. folder: the current one by
+    environ: os.environ by default. seconds: QUERY_SECONDS by default. directory: the current one by
     default. Raises SlurmError if the command is missing or does not answer.
     """
     import subprocess

@@ -57,7 +57,7 @@ def warn_of_imports(spec: JobSpec, tree: Path, folder: Path) -> None:
 def find_outside_paths(command: Sequence[str], folder: Path, tree: Path) -> list[str]:
     """List the relative paths in a COMMAND and its script that leave a tree.
 
-    They resolve differently in a copy of the tree. folder: its working directory, in the tree.
+    They resolve differently in a copy of the tree. directory: its working directory, in the tree.
     """
     depth = len(folder.relative_to(tree).parts)
     found = []

@@ -21,7 +21,7 @@ from tests.request.test_spec import spec
 __all__ = ["workplace"]
 
 
-# The start of a job in a process of its own, of the run in the folder `one`.
+# The start of a job in a process of its own, of the run in the directory `one`.
 BEGIN = """
 import sys
 from pathlib import Path

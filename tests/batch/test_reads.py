@@ -11,7 +11,7 @@ from tests.cli.made_runs import Workplace, submitted, workplace
 
 __all__ = ["workplace"]
 
-# Begins an attempt of the run in a folder, has a rank of it fail, and ends it; prints the files
+# Begins an attempt of the run in a directory, has a rank of it fail, and ends it; prints the files
 # that were opened for reading, at the beginning and at the end.
 PROGRAM = """
 import json, os, sys

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Environments lie in the test's own folder, and no answer of another test is remembered."""
+    """Environments lie in the test's own directory, and no answer of another test is remembered."""
     monkeypatch.setenv("CLUSTERDDP_BENCH_PEERS", str(tmp_path / "peers"))
     peers._made.cache_clear()
 

@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir)
     Attempt(run, 1).path.mkdir(parents=True)
     Attempt(run, 1).checkpoints.write_text("a file")
     for look in (lambda: newest(run), lambda: listing(run)):
-        with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
+        with pytest.raises(CheckpointError, match="cannot read the directory .*: Not a directory"):
             look()
 
 
@@ -290,7 +290,7 @@ def test_nothing_beyond_the_source_is_handed_on(run: RunDir, logged: list[str]) 
     assert steps_in(second.checkpoints) == [300, 100]
     assert read_best(second.checkpoints) is None
     assert [line.split(":")[0] for line in logged] == [
-        "passing over step-00000400.pt", "passing over step-00000200.pt",
+        "skipping step-00000400.pt", "skipping step-00000200.pt",
     ]  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def test_what_nothing_can_go_on_from_is_not_handed_on(
     second.path.mkdir()
     adopt(second, first.checkpoints / name_of(300), 3)
     assert steps_in(second.checkpoints) == [300, 100]
-    assert len(logged) == 1 and logged[0].startswith(f"passing over {name_of(200)}")
+    assert len(logged) == 1 and logged[0].startswith(f"skipping {name_of(200)}")
 
 
 def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
@@ -514,7 +514,7 @@ def test_a_damaged_newest_one_is_named_with_its_reason_and_passed_over(
     assert caught.value.reason.startswith(reason)
     assert str(path) in str(caught.value)
     assert newest(run) == made.checkpoints / name_of(100)
-    assert logged == [f"passing over {path.name}: {caught.value}"]
+    assert logged == [f"skipping {path.name}: {caught.value}"]
 
 
 def test_checksums_are_checked_by_sha256sum(run: RunDir) -> None:

@@ -46,7 +46,7 @@ def content_of(step: int, best: int | None = None, size: int = 64) -> dict[str, 
 
 
 class Place:
-    """The ninth attempt of a run, what was said, and a saver in its folder."""
+    """The ninth attempt of a run, what was said, and a saver in its directory."""
 
     def __init__(self, run: Path) -> None:
         self.attempt = Attempt(RunDir(run), 9)
@@ -57,7 +57,7 @@ class Place:
         return Saver(self.attempt, keep_last)
 
     def of_attempt(self, number: int) -> Path:
-        """The folder of another attempt, made."""
+        """The directory of another attempt, made."""
         folder = Attempt(self.attempt.run, number).checkpoints
         folder.mkdir(parents=True)
         return folder
@@ -275,8 +275,8 @@ def test_nothing_is_removed_and_nothing_published_before_verification(
     writer.save(content_of(2))
     assert not writer.wait()
     assert place.holds_only(1)
-    assert "what the disk gave back is not what was written" in place.said[0]
-    assert "the last valid one is that of step 1" in place.said[0]
+    assert "the bytes read back differ from those written" in place.said[0]
+    assert "the last valid one is from step 1" in place.said[0]
     monkeypatch.setattr(saver, "stored_sha256", stored)
     writer.save(content_of(3))
     assert writer.wait() and place.holds_only(3)
@@ -513,7 +513,7 @@ def test_a_damaged_one_in_the_folder_is_named_at_the_start(place: Place) -> None
     make(place.folder, 1)
     DAMAGE["torn"][0](make(place.folder, 2))
     assert place.saver().last_step == 1
-    assert "passing over step-00000002.pt" in place.said[0]
+    assert "skipping step-00000002.pt" in place.said[0]
 
 
 @pytest.mark.parametrize("name", [name for name in CARRIED + REFUSED if name and "\0" not in name])
@@ -595,5 +595,5 @@ def test_a_folder_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None
     place = Place(tmp_path)
     place.attempt.path.mkdir(parents=True)
     place.folder.write_text("")
-    with pytest.raises(CheckpointError, match="cannot be read: Not a directory"):
+    with pytest.raises(CheckpointError, match="cannot read the directory .*: Not a directory"):
         place.saver()

@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass
 class Workplace:
-    """A current folder with `jobs/` in it, and a PATH that holds no Slurm but a test's own."""
+    """A current directory with `jobs/` in it, and a PATH that holds no Slurm but a test's own."""
 
     folder: Path
     monkeypatch: pytest.MonkeyPatch

@@ -51,7 +51,7 @@ def watched(folder: Path, argv: list[str], **more: str) -> tuple[set[str], list[
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder to type in; `bin/` in it is all of PATH, and holds a sbatch and a squeue."""
+    """A directory to type in; `bin/` in it is all of PATH, and holds a sbatch and a squeue."""
     (tmp_path / "bin").mkdir()
     for name, answer in (("sbatch", "echo 7"), ("squeue", "echo '7|RUNNING|None|'")):
         program = tmp_path / "bin" / name

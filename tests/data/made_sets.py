@@ -17,7 +17,7 @@ def contents(raw: Path) -> dict[str, bytes]:
 
 
 def gzipped(raw: Path, place: Path) -> Path:
-    """The four files of a set, compressed into another folder."""
+    """The four files of a set, compressed into another directory."""
     place.mkdir(parents=True, exist_ok=True)
     for name, content in contents(raw).items():
         (place / f"{name}.gz").write_bytes(gzip.compress(content, 1))

@@ -28,7 +28,7 @@ from tests.data.made_sets import NOBODY, contents, gzipped, resized, tarred
 
 @pytest.fixture
 def mirror(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of a mirror on this machine, whose small set stands for the published MNIST."""
+    """The directory of a mirror on this machine, whose small set stands for the published MNIST."""
     from torchvision.datasets import MNIST
 
     place = gzipped(raw, tmp_path / "mirror")
@@ -90,14 +90,14 @@ def test_fetch_does_not_overwrite_another_file(tmp_path: Path, mirror: Path) -> 
     half = tmp_path / "half" / mnist.RAW
     half.mkdir(parents=True)
     (half / mnist.TEST_LABELS).write_bytes(b"mine")
-    with pytest.raises(DataError, match="holds another dataset already"):
+    with pytest.raises(DataError, match="already contains another or a damaged dataset"):
         fetch(str(tmp_path / "half"))
     assert [path.name for path in half.iterdir()] == [mnist.TEST_LABELS]
 
 
 def test_a_failed_fetch_gives_the_reason_and_the_other_ways(tmp_path: Path, mirror: Path) -> None:
     (mirror / "t10k-labels-idx1-ubyte.gz").write_bytes(b"torn")  # after three whole files
-    with pytest.raises(DataError, match="could not be fetched") as raised:
+    with pytest.raises(DataError, match="could not be downloaded") as raised:
         fetch(str(tmp_path / "new"))
     for words in ("t10k-labels-idx1-ubyte.gz", "corrupted", "data import FILE", "synthetic"):
         assert words in str(raised.value)
@@ -119,7 +119,7 @@ def test_a_mirror_that_sends_something_else_is_found_out(
     tmp_path: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mnist, "PUBLISHED", PUBLISHED)
-    with pytest.raises(DataError, match="what the mirrors sent is not MNIST"):
+    with pytest.raises(DataError, match="the downloaded files are not MNIST"):
         fetch(str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
@@ -142,7 +142,7 @@ def as_plain(raw: Path, place: Path) -> Path:
 
 
 def as_dotted(raw: Path, place: Path) -> Path:
-    """As archives of today have it: images.idx3, and each file in a folder of its own besides."""
+    """As today's archives have it: images.idx3, and each file also in its own directory."""
     for name, content in contents(raw).items():
         (place / name).mkdir(parents=True)
         (place / name / name).write_bytes(content)
@@ -214,7 +214,7 @@ def test_importing_the_same_set_again_changes_nothing(raw: Path, tmp_path: Path)
 def test_import_does_not_overwrite_another_set(raw: Path, tmp_path: Path) -> None:
     import_from(raw, str(tmp_path / "new"))
     generate(str(tmp_path / "b"), train_images=30, test_images=10, seed=1)
-    with pytest.raises(DataError, match="holds another dataset already"):
+    with pytest.raises(DataError, match="already contains another or a damaged dataset"):
         import_from(tmp_path / "b", str(tmp_path / "new"))
     assert contents(tmp_path / "new" / mnist.RAW) == contents(raw)
 
@@ -268,8 +268,8 @@ def wrong_label(raw: Path, place: Path) -> Path:
 
 BAD_SOURCES = {
     three_of_four: "no t10k-images-idx3-ubyte in it",
-    two_sets: "holds several sets, in .*first, .*second",
-    one_file_twice: "t10k-labels-idx1-ubyte is in it more than once",
+    two_sets: "contains several sets, in .*first, .*second",
+    one_file_twice: "contains t10k-labels-idx1-ubyte more than once",
     torn_gzip: "train-images-idx3-ubyte.gz is damaged",
     torn_tar: "neither a directory nor a readable tar archive",
     no_tar: "unpack other archives first",

@@ -88,7 +88,7 @@ HEADER_FAULTS = {
     "missing": (remove, ["synthetic dataset is missing", "clusterddp data generate"]),
     "one missing": (
         lambda raw: (raw / mnist.TRAIN_LABELS).unlink(),
-        ["train-labels-idx1-ubyte missing", "Move that folder away"],
+        ["train-labels-idx1-ubyte missing", "Move that directory away"],
     ),
     "truncated": (
         rewrite(mnist.TRAIN_IMAGES, lambda content: content[:-100]),
@@ -176,7 +176,7 @@ def test_a_missing_mnist_lists_every_way_to_get_it(tmp_path: Path) -> None:
         f"clusterddp data import FILE --data-dir '{place}'",
         f"clusterddp data generate --data-dir '{place}'",
         "--dataset synthetic",
-        "--data-dir FOLDER",
+        "--data-dir DIR",
     ):
         assert words in str(raised.value)
     assert not place.exists()
@@ -228,7 +228,7 @@ def test_ensure_takes_the_digits_of_an_older_generator(
     sums.write_text(sums.read_text().replace(", generator 2", ""))
     info = ensure("synthetic", str(small), SOURCES)
     assert (info.train_images, logged) == (30, [])
-    with pytest.raises(DataError, match=r"seed 0\), asked for was: .*generator 2"):
+    with pytest.raises(DataError, match=r"seed 0\), expected .*generator 2"):
         generate(str(small), train_images=30, test_images=10)
 
 
@@ -335,7 +335,7 @@ def test_an_offer_of_another_process_or_of_nothing_is_refused(held: Held) -> Non
         mnist.take(replace(offer, file=(0, 0)))
     with pytest.raises(OSError):
         mnist.take(replace(offer, handle=1 << 20))
-    with pytest.raises(ValueError, match="memory that ranks can share"):
+    with pytest.raises(ValueError, match="into shared memory"):
         mnist.take(None)
 
 

@@ -75,7 +75,7 @@ def test_another_set_is_not_overwritten(tmp_path: Path, other: dict[str, int]) -
     generate(str(tmp_path), **asked)
     with pytest.raises(DataError, match="30 and 10, seed 0") as raised:
         generate(str(tmp_path), **{**asked, **other})
-    assert "Move that folder away" in str(raised.value)
+    assert "Move that directory away" in str(raised.value)
 
 
 def test_a_damaged_set_is_not_overwritten(tmp_path: Path) -> None:

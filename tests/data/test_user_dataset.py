@@ -81,7 +81,7 @@ def logged(data_dir, train):
 
 @pytest.fixture(autouse=True)
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of a person, `own`, in the current folder."""
+    """The module of a person, `own`, in the current directory."""
     (tmp_path / "own.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -139,28 +139,31 @@ def test_with_the_loader_tensors_are_read_by_it_as_well(own: Any) -> None:
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ("None", r"with train=True: it has to return a pair of tensors .*, and returned NoneType"),
-        ("3", "returned int 3"),
-        ("floats", r"items have to be pairs .* the first is a tensor \(3, 8, 8\) of torch.float32"),
-        ("(floats.numpy(), labels.numpy())", "returned a tuple of ndarray, ndarray"),
-        ("(floats, labels, floats)", r"returned a tuple of a tensor \(6, 3, 8, 8\)"),
-        ("{'images': floats}", "returned dict"),
-        ("Endless()", "a dataset with a length .*, and returned Endless"),
-        ("Items([])", "returned a dataset without any image"),
-        ("(floats[:0], labels[:0])", "no image at all"),
-        ("(floats, labels[:5])", r"a label for each image, and are images \(6, 3, 8, 8\) and"),
+        ("None", r"with train=True: expected a pair of tensors .*, found NoneType"),
+        ("3", "found int 3"),
+        (
+            "floats",
+            r"expected items that are pairs .* found a tensor \(3, 8, 8\) of torch.float32 first",
+        ),
+        ("(floats.numpy(), labels.numpy())", "found a tuple of ndarray, ndarray"),
+        ("(floats, labels, floats)", r"found a tuple of a tensor \(6, 3, 8, 8\)"),
+        ("{'images': floats}", "found dict"),
+        ("Endless()", "a dataset with a length .*, found Endless"),
+        ("Items([])", "the dataset is empty"),
+        ("(floats[:0], labels[:0])", "it returned no image: "),
+        ("(floats, labels[:5])", r"one label per image, found images \(6, 3, 8, 8\) and"),
         ("(floats, labels.view(6, 1))", r"labels \(6, 1\)"),
         ("(labels.float(), labels)", r"images \(6,\) and labels \(6,\)"),
-        ("(floats, labels.float())", "labels have to be integers .*, and are torch.float32"),
-        ("(floats, labels > 2)", "and are torch.bool"),
-        ("(floats, labels - 1)", "and begin at -1"),
-        ("(labels.view(6, 1, 1), labels)", "floats, or bytes, and the first is torch.int64 of"),
-        ("(floats.byte(), labels)", r"\(height, width\) each, and the first is torch.uint8 of"),
-        ("Items([{'x': 1}])", "the first is dict"),
-        ("Items([(floats[0], 0.5)])", "label of at least 0, and the first is a tuple of"),
+        ("(floats, labels.float())", "expected integer labels .*, found torch.float32"),
+        ("(floats, labels > 2)", "found torch.bool"),
+        ("(floats, labels - 1)", "found a label -1"),
+        ("(labels.view(6, 1, 1), labels)", "floats or bytes, found torch.int64 of"),
+        ("(floats.byte(), labels)", r"\(height, width\) each, found torch.uint8 of"),
+        ("Items([{'x': 1}])", "found dict"),
+        ("Items([(floats[0], 0.5)])", "label of 0 or more, found a tuple of"),
         ("Items([(floats[0], -1)])", r"a tensor \(3, 8, 8\) of torch.float32, int -1"),
         ("Items([(floats[0], True)])", "bool True"),
-        ("Items([('a.png', 1)])", "the first is a tuple of str, int 1"),
+        ("Items([('a.png', 1)])", "found a tuple of str, int 1"),
         ("Items([(floats[0].byte(), 1)])", r"\(height, width\) each"),
     ],
 )
@@ -190,7 +193,9 @@ def test_augmenting_takes_what_has_a_height_and_a_width(
     if taken:
         sets.load()
     else:
-        with pytest.raises(DataError, match=r"--augment affine takes \(channels, height, width\)"):
+        with pytest.raises(
+            DataError, match=r"expected \(channels, height, width\) for --augment affine"
+        ):
             sets.load()
 
 
@@ -243,7 +248,10 @@ def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(nn.Flatten(), nn.Linear(192, 5)), "label 5 is none of the 5 classes"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(192, 5)),
+            "the label 5 is not one of the model's 5 classes",
+        ),
         (nn.Conv2d(3, 9, 1), r"returned \(1, 9, 8, 8\) for 1 image"),
         (nn.Linear(7, 9), r"on images \(1, 3, 8, 8\) failed on .*: RuntimeError: "),
     ],

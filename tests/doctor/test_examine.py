@@ -1,4 +1,4 @@
-"""Checks of a login node that need no Slurm: folders, dataset, Python; and their bound in time."""
+"""Checks of a login node that need no Slurm: directories, dataset, Python; and their time limit."""
 
 import dataclasses
 import os

@@ -29,7 +29,7 @@ from tests.training.trainings import weights_in_one_piece
 from tests.waiting import dying_with_us, processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
-# --no-snapshot: a command works in the test's own folder.
+# --no-snapshot: a command works in the test's own directory.
 SUBMIT = [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--no-snapshot"]
 
 
@@ -316,7 +316,7 @@ HOLDS = Path(__file__).parents[1] / "on_slurm/campaign/hooks/sitecustomize.py"
 
 @pytest.fixture
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has a job be so many seconds old as soon as files are in the folder that it runs in."""
+    """Has a job be so many seconds old as soon as files are in the directory that it runs in."""
 
     def jumps(seconds: int, *files: str) -> None:
         hooks = tmp_path / "hooks"
@@ -616,7 +616,7 @@ def test_a_rehearsal_takes_no_gpu_but_those_of_its_shell(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     refused = submit(tmp_path, "--nodes", "3", "--gpus-per-node", "1", *show)
     assert refused.returncode == 2
-    assert "the 3 GPUs of the rehearsal's hosts against 2 here" in refused.stderr
+    assert "the rehearsal needs 3 GPUs, this machine has 2" in refused.stderr
     assert "CUDA_VISIBLE_DEVICES=2,3" in refused.stderr and "NCCL_MULTI_RANK" in refused.stderr
     assert not (tmp_path / "jobs/a").exists()
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # in the shell of salloc, whose GPUs these are

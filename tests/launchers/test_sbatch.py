@@ -353,7 +353,7 @@ def test_a_template_that_is_not_there_is_refused_with_the_known_ones() -> None:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """Compiled templates lie in a folder of the test's own, and compilations are counted."""
+    """Compiled templates lie in a directory of the test's own, and compilations are counted."""
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     seen = Compiled(tmp_path / "prefix" / sbatch.shipped_folder().relative_to("/"))

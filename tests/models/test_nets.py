@@ -114,7 +114,7 @@ def test_the_mlp_has_layers_of_784_10_10_and_10() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def build(): return 3", "has to return a torch.nn.Module, and returned int"),
+        ("def build(): return 3", "expected a torch.nn.Module, found int"),
         ("import torch\nbuild = torch.nn.ReLU", "no parameter to train"),
         ("build = 3", "build is int"),
         ("import absent_module", "ModuleNotFoundError: No module named 'absent_module'"),

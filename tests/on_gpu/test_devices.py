@@ -39,7 +39,7 @@ Debug = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def debug(gpu_digits: tuple[str, str], tmp_path: Path) -> Debug:
-    """`clusterddp debug` on the digits, and what it said; its run is in the folder `run`."""
+    """`clusterddp debug` on the digits, and what it said; its run is in the directory `run`."""
     dataset, data_dir = gpu_digits
 
     def run(*options: str, run: str = "run", **environ: str) -> subprocess.CompletedProcess[str]:

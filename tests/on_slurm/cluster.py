@@ -4,11 +4,11 @@ Every host, and the login host, is a set of namespaces of its own: network, host
 processes. Files are shared, as on a cluster's shared file system. The namespaces have no names;
 they live as long as their first process does, which ends when this process closes a pipe or dies,
 even by SIGKILL, and the kernel then kills whatever ran inside. So there is nothing to leak but one
-temporary folder, and the next boot sweeps the folders of dead owners.
+temporary directory, and the next boot sweeps the directories of dead owners.
 
 With another root file system (`root`, --root or CLUSTERDDP_SLURM_ROOT), the Slurm that is installed
 there is booted: every host sees that root, and from this machine the Python that runs this, the
-tree and the temporary folders. Nothing is written into the root itself.
+tree and the temporary directories. Nothing is written into the root itself.
 
 By hand, from the repository's root:  python -m tests.on_slurm.cluster -- sinfo
 """
@@ -182,7 +182,7 @@ class SlurmCluster:
             self._wait_slurmd(host)
 
     def close(self) -> None:
-        """Ends every process of the cluster and removes its folder. Safe to call twice."""
+        """Ends every process of the cluster and removes its directory. Safe to call twice."""
         for namespace in self._namespaces.values():
             namespace.end()
         for namespace in self._namespaces.values():
@@ -202,7 +202,7 @@ class SlurmCluster:
 
     @property
     def folder(self) -> Path:
-        """The cluster's temporary folder: configuration, state, logs."""
+        """The cluster's temporary directory: configuration, state, logs."""
         if self._folder is None:
             raise ClusterError("the cluster is not running: use it inside its 'with' block")
         return self._folder
@@ -572,7 +572,7 @@ class SlurmCluster:
         munge = self.folder / "munge"
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "seed")]
         files.append(f"--log-file={self.folder}/munged.log")
-        # --force: munged would rather not run as root, nor below a folder like /tmp.
+        # --force: munged would rather not run as root, nor below a directory like /tmp.
         argv = ["munged", "--foreground", "--force", f"--socket={munge}/socket", *files]
         self._start_daemon("munged", LOGIN, argv)
 
@@ -613,7 +613,7 @@ class SlurmCluster:
         except KeyError:
             known = ", ".join(self._namespaces) or "none: the cluster is not running"
             raise ClusterError(f"there is no host {host!r}; there are {known}") from None
-        # A new mount namespace starts at its root: env takes the command back to its folder. And a
+        # A new mount namespace starts at its root: env takes the command to its directory. And a
         # shell starts what it puts into the background deaf to INT, which all below would inherit.
         place = ["env", "--default-signal", f"--chdir={Path.cwd() / (cwd or '')}", "--"]
         command = [*namespace.enter(), *place, *_words(argv)]
@@ -666,7 +666,7 @@ if [ -z "$root" ]; then
 else
     shift 4
     # The root is the lower layer of an overlay, so that nothing is written into it. Unbindable:
-    # the temporary folder is bound into the overlay and holds its stage.
+    # the temporary directory is bound into the overlay and holds its stage.
     mkdir -p "$stage"
     mount -t tmpfs -o mode=755 "$host" "$stage"
     cd "$stage"
@@ -679,7 +679,7 @@ else
         folder=${path%/*}
         mkdir -p "new$folder"
         if [ -d "$path" ]; then mkdir -p "new$path"; else [ -e "new$path" ] || : >"new$path"; fi
-        while [ "$folder" ]; do chmod a+x "new$folder"; folder=${folder%/*}; done
+        while [ "$folder" ]; do chmod a+x "new$folder"; folder=${directory%/*}; done
     done
     for path in "$@"; do mount --rbind "$path" "new$path"; done
     for path in /sys /dev; do mount --rbind "$path" "new$path"; done
@@ -785,7 +785,7 @@ def _installed(name: str, root: Path | None) -> bool:
 
 
 def _brought_along() -> list[str]:
-    """What hosts with another root see of this machine: this Python, the tree, temporary folders.
+    """What hosts with another root see here: this Python, the tree, temporary directories.
 
     Links on the way to the interpreter are named as well, each by its own path.
     """
@@ -804,7 +804,7 @@ def _brought_along() -> list[str]:
 
 
 def _own_folder() -> tuple[Path, int]:
-    """A new folder and the descriptor whose lock says that its owner lives."""
+    """A new directory and the descriptor whose lock says that its owner lives."""
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     folder.chmod(0o755)  # munged wants its socket within everybody's reach
     # Locked before it has the name that a sweep looks for: it is never seen without its lock.

@@ -42,7 +42,7 @@ def three(slurm_available: None) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A folder that an ordinary user may enter; pytest's are closed to them."""
+    """A directory that an ordinary user may enter; pytest's are closed to them."""
     with tempfile.TemporaryDirectory() as name:
         os.chown(name, NOBODY, NOBODY)
         yield Path(name)
@@ -88,7 +88,7 @@ def test_a_lost_node_is_left_out_of_the_next_start_of_an_ordinary_users_job(
     [node] = json.loads(typed(three, home, *CLUSTERDDP, "bad-nodes", "--json").stdout)
     assert (node["host"], node["by"], node["run"]) == ("h02", "lost", "lost")
 
-    # Another run of the same folder leaves it out from its submission on.
+    # Another run of the same directory leaves it out from its submission on.
     other = submit(three, home, "other", "pass", "--nodes", "1", "--exclude", "h01")
     assert three.wait_job(job_of(other)) == "COMPLETED", other.job_log.read_text()
     assert [e["nodelist"] for e in read_events(other) if e["event"] == "started"] == ["h03"]

@@ -23,7 +23,7 @@ exit "$code"
 """
 """A program that ends once with what the file `go` says, and with 75 when it is asked to leave.
 
-Its files lie beside the runs' records: in the folder of the submission they would be code that has
+Its files lie beside the runs' records: in the submission's directory they would be code that has
 changed.
 """
 

@@ -28,7 +28,7 @@ AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-group
 
 @pytest.fixture
 def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for temporary files that nobody else uses: what is in it, this test has left.
+    """A directory for temporary files that nobody else uses: what is in it, this test has left.
 
     Not pytest's tmp_path, which is too long for the path of a socket.
     """
@@ -186,7 +186,7 @@ def _commands(cluster: SlurmCluster, host: str) -> list[str]:
 
 
 def _left_in(folder: Path) -> set[str]:
-    """The folders that clusters left in `folder`, and the processes that know of it."""
+    """The directories that clusters left in `folder`, and the processes that know of it."""
     left = {str(path) for path in folder.iterdir()}
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):

@@ -1,6 +1,6 @@
 """Runs in real containers, by the runtime that is installed here: podman, or apptainer in a root.
 
-The image is a folder that holds little but links: /usr and this Python are mounted into it.
+The image is a directory that holds little but links: /usr and this Python are mounted into it.
 """
 
 import json
@@ -103,7 +103,7 @@ class Site:
 # Hosts of a test share this machine's files: here each has its own storage and its own locks.
 _HOSTS_OWN = """
 umount /sys/fs/cgroup/unified 2>/dev/null || : # crun takes no two versions at once
-for folder in /var/lib/containers /run/containers /run/libpod /run/crun /run/user /dev/shm; do
+for directory in /var/lib/containers /run/containers /run/libpod /run/crun /run/user /dev/shm; do
     mkdir -p "$folder"
     mount -t tmpfs -o mode=1777 tmpfs "$folder"
 done
@@ -118,7 +118,7 @@ fi
 
 
 def _pythons() -> list[str]:
-    """The folders of this Python, of the tree and of the system's libraries."""
+    """The directories of this Python, of the tree and of the system's libraries."""
     tree = Path(__file__).resolve().parents[2]
     paths = {Path("/usr"), tree, Path(sys.prefix), Path(sys.base_prefix)}
     paths |= {Path(entry).resolve() for entry in sys.path if Path(entry).is_dir()}
@@ -193,8 +193,8 @@ def test_torchruns_agents_in_containers_start_the_ranks_of_their_hosts(
 # As a site's srun with pyxis, of which the real one takes what is not for that plug-in.
 _PYXIS = """#!/bin/sh
 if [ "$1" = --help ]; then echo '  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'; exit; fi
-printf '%s\\n' "$@" >{folder}/words
-env >{folder}/environ
+printf '%s\\n' "$@" >{directory}/words
+env >{directory}/environ
 for word; do
     shift
     case $word in --container-* | --no-container-*) ;; *) set -- "$@" "$word" ;; esac
@@ -240,7 +240,7 @@ def test_where_srun_has_pyxis_it_is_given_the_containers(
 def test_an_ordinary_users_containers_write_that_users_files(
     slurm_available: None, home: Path
 ) -> None:
-    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    # This Python and the tree can lie where only root may enter: not on such a cluster.
     with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
         folder = home / "site"
         (folder / "user").mkdir(parents=True)

@@ -91,7 +91,7 @@ def test_drained_nodes_are_no_refusal(cluster: SlurmCluster, tmp_path: Path) -> 
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """The user's own folder; pytest's folders are closed to other users."""
+    """The user's own directory; pytest's directories are closed to other users."""
     with tempfile.TemporaryDirectory() as name:
         os.chown(name, NOBODY, NOBODY)
         yield Path(name)
@@ -109,7 +109,7 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
         "PartitionName=main": f"{PARTITION} Default=YES PreemptMode=CANCEL",
         "PartitionName=high": f"{PARTITION.replace('Tier=1', 'Tier=2')} AllowGroups=root",
     }
-    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    # This Python and the tree can lie where only root may enter: not on such a cluster.
     with SlurmCluster(hosts=1, conf=conf, root=DEFAULT_ROOT or Path("/")) as site:
         checks = diagnosis(site, home, who=AS_NOBODY)
         assert checks["code"] == 0, checks

@@ -23,7 +23,7 @@ FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
 STOPS = f"""
 import os, signal, sys
 if "probe" in sys.orig_argv and os.uname().nodename == "{BAD}":
-    os.statvfs = lambda folder: os.kill(os.getpid(), signal.SIGSTOP)
+    os.statvfs = lambda directory: os.kill(os.getpid(), signal.SIGSTOP)
 """
 # Slurm runs it ahead of each task, and takes over the variables that it prints.
 PROLOG = f"""#!/bin/sh

@@ -104,7 +104,7 @@ def test_a_killed_node_is_replaced_in_the_same_job(
     assert (second["nodelist"], second.get("spares")) == (f"{batch},{spare}", None)
     shown = hosts.run(["scontrol", "show", "job", "-o", first["job_id"]]).stdout
     assert " NumNodes=2 " in shown  # the lost one was given back
-    assert list(tmp_path.glob("slurm_job_*")) == []  # nor scripts of scontrol in the work folder
+    assert list(tmp_path.glob("slurm_job_*")) == []  # nor scripts of scontrol in the work directory
     assert list(of_kind(run, "nodes_marked_bad")[0]["nodes"]) == [lost]
     assert of_kind(run, "requeued") == []
     status = told(hosts, tmp_path, "spare")

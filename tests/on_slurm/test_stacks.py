@@ -87,7 +87,7 @@ def test_an_ordinary_user_sees_eight_ranks_beside_a_sites_sitecustomize(
     os.mkfifo(home / "go")
     for path in (site, site / "sitecustomize.py", home / "train.py", home / "go"):
         os.chown(path, NOBODY, NOBODY)
-    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    # This Python and the tree can lie where only root may enter: not on such a cluster.
     with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
         env = {"PYTHONPATH": f"{site}:{PACKAGE}", "HOME": str(home), "USER": None, "LOGNAME": None}
 

@@ -79,7 +79,7 @@ def test_a_dry_runs_output_works_in_sbatch_by_hand(cluster: SlurmCluster, tmp_pa
     assert told(run, 1)["env"]["FROM_SITE"] == "yes"
     assert told(run, 1)["env"]["RANK"] == "1"
     state = cluster.run([*CLUSTERDDP, "status", "hand", "--json"], cwd=tmp_path)
-    assert state.returncode == 2  # the site.cfg of this folder is broken …
+    assert state.returncode == 2  # the site.cfg of this directory is broken …
     (tmp_path / "site.cfg").unlink()
     state = cluster.run([*CLUSTERDDP, "status", "hand", "--json"], cwd=tmp_path)
     assert json.loads(state.stdout)["state"] == "done"

@@ -31,7 +31,7 @@ TRAINING = [
 
 @pytest.fixture
 def home(synthetic_dir: Path) -> Iterator[Path]:
-    """The user's own folder with a dataset in it; pytest's folders are closed to other users."""
+    """The user's directory with a dataset in it; pytest's directories are closed to other users."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(synthetic_dir, folder / "data")
@@ -44,7 +44,7 @@ def home(synthetic_dir: Path) -> Iterator[Path]:
 def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_weights(
     slurm_available: None, home: Path, tmp_path: Path, synthetic_dir: Path
 ) -> None:
-    # This Python and the tree can lie in a folder that only root may enter: not on such a cluster.
+    # This Python and the tree can lie where only root may enter: not on such a cluster.
     with SlurmCluster(hosts=2, root=DEFAULT_ROOT or Path("/")) as cluster:
         hold = Hold(home, HELD_AT, until_told=True)
         for path in (hold.folder, *hold.folder.iterdir()):

@@ -1,7 +1,7 @@
 """Runs the tests that Slurm's version matters for on several versions, and prints a table of them.
 
 This machine's own Slurm, and those of other Debian releases, each from a root file system that
-debootstrap makes once and keeps in a folder. The versions in the table are the daemons' own words.
+debootstrap makes once and keeps in a directory. The versions in the table are from the daemons.
 
     python -m tests.on_slurm.versions
     python -m tests.on_slurm.versions --release trixie --check "main job" --check "quick faults"
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--roots", type=Path, default=DEFAULT_ROOTS, metavar="DIR",
-        help="the folder that keeps the root file systems; default: %(default)s",
+        help="the directory that keeps the root file systems; default: %(default)s",
     )  # fmt: skip
     if DEFAULT_ROOT is not None:
         parser.error(f"{ROOT_VARIABLE} is set: each release has its own root")

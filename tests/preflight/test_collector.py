@@ -127,7 +127,7 @@ def test_a_node_that_never_answers_and_one_that_stops_are_told_apart(
     monkeypatch.setattr(collector._Collector, "await_all", awaited)
     monkeypatch.setattr(collector, "time", clock)
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal\nos.statvfs = lambda folder: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "import os, signal\nos.statvfs = lambda directory: os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     job.probe("b", PYTHONPATH=path, TMPDIR=str(tmp_path))

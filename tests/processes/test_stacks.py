@@ -495,7 +495,7 @@ def test_an_interpreter_without_a_hook_says_which_has_one(start: Start) -> None:
 
 
 def hooked(folder: Path) -> Path:
-    """The script that a program is to run, in a folder of its own."""
+    """The script that a program is to run, in a directory of its own."""
     folder.mkdir()
     script = folder / "hook.py"
     script.write_text(stacks._HOOKED.format(folder=str(folder), most=5))

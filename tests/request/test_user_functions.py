@@ -19,7 +19,7 @@ LOUD = "raise SystemExit('this ran')\n"
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder of a person, whose imports are forgotten afterwards."""
+    """The current directory of a person, whose imports are forgotten afterwards."""
     folder = tmp_path / "tree"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -110,7 +110,7 @@ def test_what_is_installed_is_found_too_but_the_folder_comes_first(
     installed = write(tmp_path / "site/nets.py", "def build(): return 'installed'")
     monkeypatch.syspath_prepend(installed.parent)
     assert user_functions.locate("--model", "nets:build", tree) == installed
-    (tree / "nets/logs").mkdir(parents=True)  # a folder that is no package hides nothing
+    (tree / "nets/logs").mkdir(parents=True)  # a directory that is no package hides nothing
     assert user_functions.locate("--model", "nets:build", tree) == installed
     own = write(tree / "nets.py", "def build(): return 'own'")
     assert user_functions.locate("--model", "nets:build", tree) == own

@@ -1,4 +1,4 @@
-"""A run is found by its name or job id from any folder of the person's."""
+"""A run is found by its name or job id from any directory of the person's."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def state(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def another(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to type in, other than the one of the submissions."""
+    """A directory to type in, other than the one of the submissions."""
     path = workplace.folder / "another"
     path.mkdir()
     remember_runs_dir(workplace.root)

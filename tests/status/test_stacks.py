@@ -208,7 +208,7 @@ def test_only_the_ranks_that_are_asked_for_are_looked_at(run: RunDir) -> None:
 
 def test_another_users_run_is_refused(run: RunDir) -> None:
     if os.geteuid():
-        pytest.skip("another user's folder takes root")
+        pytest.skip("another user's directory takes root")
     os.chown(run.path, NOBODY, NOBODY)
     with pytest.raises(RequestError, match="belongs to another user"):
         gather(run)

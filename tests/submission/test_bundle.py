@@ -350,7 +350,7 @@ def test_a_command_has_the_runs_own_loop_and_nobodys_click(
     file, has_no_click, path, path_of_python = json.loads(said)
     own = str(carried.bundle.resolve())
     assert file == f"{own}/clusterddp/__init__.py" and has_no_click
-    # What a person names comes before the run's own; an empty part is the current folder.
+    # What a person names comes before the run's own; an empty part is the current directory.
     assert path_of_python == [f"{own}/clusterddp/processes/armed", str(tmp_path), "", own]
     assert path == str(attempt.path) and attempt.read_record()
 

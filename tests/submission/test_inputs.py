@@ -124,7 +124,7 @@ def test_a_resume_on_ranks_that_cannot_share_the_batch_is_refused(
 
 @pytest.fixture
 def tree(workplace: Workplace) -> Path:
-    """The current folder, with a person's model and dataset, which nobody may run here."""
+    """The current directory, with a person's model and dataset, which nobody may run here."""
     (workplace.folder / "pkg").mkdir()
     (workplace.folder / "nets.py").write_text("raise SystemExit\ndef build(): ...\n")
     (workplace.folder / "pkg/sets.py").write_text("raise SystemExit\ndef make(d, train): ...\n")

@@ -38,7 +38,7 @@ Say = Callable[..., str]
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the submission, with a package below src/."""
+    """The directory of the submission, with a package below src/."""
     path = tmp_path / "project"
     write(path, {"src/demo/__init__.py": "", "src/demo/where.py": "import demo\nprint(demo)\n"})
     monkeypatch.chdir(path)
@@ -170,7 +170,7 @@ def test_a_folder_of_a_git_work_tree_finds_what_lies_beside_it(tmp_path: Path, t
     folder = tree / "examples/mnist"
     write(tree, {"examples/common.py": "x", "data/images": "pixels", ".gitignore": "data/\n"})
     write(folder, {"train.sh": "cat ../../data/images; cd ..; cat common.py; echo y > written\n"})
-    (folder / "MNIST/raw").mkdir(parents=True)  # no folder of code elsewhere
+    (folder / "MNIST/raw").mkdir(parents=True)  # no directory of code elsewhere
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     done = rehearse("--", "sh", "train.sh", folder=folder)
     assert done.returncode == 0, done.stderr
@@ -253,11 +253,14 @@ def test_outputs_that_are_links_to_a_persons_own_are_said_to_be_so(
     said = submit("true")
     link = "outputs/ in the copy of your code: a link to "
     assert f"{link}{tree / 'outputs'}, because git ignores it" in said
-    assert "; relative output is there, except in data/, outputs/ (links to your folders)\n" in said
+    assert (
+        "; relative output is there, except in data/, outputs/ (links to your directories)\n"
+        in said
+    )
     root = ["--runs-dir", str(tmp_path / "jobs")]
     shown = CliRunner().invoke(cli, ["status", *root, "a"])
     assert (
-        "relative output is there, except in data/, outputs/ (links to your folders)"
+        "relative output is there, except in data/, outputs/ (links to your directories)"
         in shown.stdout
     )
 

@@ -20,7 +20,7 @@ __all__ = ["workplace"]
 
 @pytest.fixture
 def tree(workplace: Workplace) -> Path:
-    """The current folder, with a few programs that nobody may run here."""
+    """The current directory, with a few programs that nobody may run here."""
     (workplace.folder / "pkg").mkdir()
     (workplace.folder / "nets.py").write_text("raise SystemExit\n")
     for name in ("python-of-the-site", "pkg/run.py"):

@@ -28,7 +28,7 @@ with_git = pytest.mark.skipif(not shutil.which("git"), reason="no git on this ma
 
 @pytest.fixture(autouse=True)
 def git_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings of the person who tests, and no repository around the folder of the test."""
+    """No settings of the person who tests, and no repository around the directory of the test."""
     for name in list(os.environ):
         if name.startswith("GIT_"):
             monkeypatch.delenv(name)
@@ -46,7 +46,7 @@ def git_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A folder with code, not a repository."""
+    """A directory with code, not a repository."""
     path = tmp_path / "tree"
     write(path, {"train.py": "one", "package/model.py": "two"})
     return path
@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(tree: Path) -> Path:
-    """The same in git, committed, with a data folder that git ignores."""
+    """The same in git, committed, with a data directory that git ignores."""
     if not shutil.which("git"):
         pytest.skip("no git on this machine")
     write(tree, {".gitignore": "/data\n*.so\n", "data/images": "pixels"})
@@ -101,7 +101,7 @@ def said_by(link: Path) -> str:
 
 
 def below(folder: Path) -> set[str]:
-    """Everything in a folder; what is linked by its own name alone."""
+    """Everything in a directory; what is linked by its own name alone."""
     found = set()
     for place, folders, files in os.walk(folder):
         for name in folders + files:
@@ -580,7 +580,7 @@ def test_too_many_ignored_files_beside_code_are_refused(
 
 @pytest.fixture
 def as_nobody() -> Iterator[Path]:
-    """A folder whose owner this process is for a while: root may read everything."""
+    """A directory whose owner this process is for a while: root may read everything."""
     with tempfile.TemporaryDirectory() as folder:
         before = os.geteuid()
         if before == 0:

@@ -54,7 +54,7 @@ def machine() -> dict[str, str]:
 
 
 def train(name: str, folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Train a request in a folder, its data too; returns its report."""
+    """Train a request in a directory, its data too; returns its report."""
     ranks, options = REQUESTS[name]
     _write_digits(folder / "data/MNIST/raw")
     port = free_port()

@@ -24,7 +24,7 @@ exec "$@"
 
 
 class Site:
-    """A folder with a runtime, an image and a run."""
+    """A directory with a runtime, an image and a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run, self.image = folder, folder / "run", folder / "image.sif"

@@ -172,7 +172,7 @@ def test_a_rank_on_the_cpu_does_not_even_ask_for_gpus(monkeypatch: pytest.Monkey
         join.describe_rank(TrainConfig(), env, {})
 
 
-# Notes what this process opens below the two folders, where it listens, and what it imports of
+# Notes what this process opens below the two directories, where it listens, and what it imports of
 # torch; by a descriptor that was open before the hook was.
 HOOK = """
 import json, os, sys

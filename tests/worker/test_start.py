@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_of_the_attempt_itself_is_passed_over(
     DAMAGE["flipped"][0](ours.checkpoints / "step-00000005.pt")
     agreed = trainings.agree(settings, run.path, number=number)
     assert Path(agreed.resume) == ours.checkpoints / "step-00000003.pt"
-    assert any("passing over step-00000005.pt" in line for line in logged)
+    assert any("skipping step-00000005.pt" in line for line in logged)
 
 
 def test_the_end_of_an_earlier_start_inside_the_job_does_not_count(

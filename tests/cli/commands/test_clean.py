@@ -56,7 +56,7 @@ def with_clusterddp(run: RunDir, *earlier: str) -> None:
 
 
 def tree(folder: Path) -> list[str]:
-    """All that lies in a folder, but for the claim of whoever cleaned."""
+    """All that lies in a directory, but for the claim of whoever cleaned."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     return sorted(name for name in names if not name.endswith(".claim"))
 
@@ -224,13 +224,13 @@ def test_only_runs_that_ended_long_enough_ago(workplace: Workplace) -> None:
 
 
 def test_no_link_is_followed_out_of_a_run(workplace: Workplace, tmp_path: Path) -> None:
-    """Links in the place of each folder on the way, hostile names in the records."""
+    """Links in the place of each directory on the way, hostile names in the records."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for step in (100, 200, 300):
         make(outside, step)
     (outside / "train.py").write_text("print()")
-    one = workplace.run("one", *DONE)  # its attempt's folder of checkpoints
+    one = workplace.run("one", *DONE)  # its attempt's directory of checkpoints
     attempt(one, 1, 400).checkpoints.rename(one.path / "moved")
     (one.attempts / "0001/checkpoints").symlink_to(outside)
     two = workplace.run("two", *DONE)  # its attempt

@@ -70,7 +70,7 @@ def test_import_of_a_file_that_is_not_there_is_a_wrong_request() -> None:
 def test_fetch_of_a_set_that_is_there_verifies_it(mnist_dir: Path) -> None:
     result = run("fetch", "--data-dir", str(mnist_dir))
     assert "verified, MNIST as published" in result.stdout
-    assert "holds the set already" in result.stderr
+    assert "already contains the set" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def pids(folder: Path) -> list[int]:
 
 
 def at_work(folder: Path) -> list[int]:
-    """Those that still run in the folder: a number can be another process's by now."""
+    """Those that still run in the directory: a number can be another process's by now."""
     return [pid for pid in pids(folder) if runs_in(folder, pid)]
 
 

@@ -177,7 +177,7 @@ def test_json_names_the_job(workplace: Workplace) -> None:
     before = run.spec.stat()
     got = json.loads(accepted(workplace, "one", "--json").out)
     assert got == {"run": "one", "run_dir": str(run.path), "job_id": "13"}
-    # Not even its times: the record can be another person's, who shares the folder.
+    # Not even its times: the record can be another person's, who shares the directory.
     assert run.spec.stat().st_ctime_ns == before.st_ctime_ns
 
 

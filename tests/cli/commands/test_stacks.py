@@ -50,7 +50,7 @@ patience.pause = pause
 
 
 class Rehearsal:
-    """A run of four ranks on two hosts, in a folder of its own."""
+    """A run of four ranks on two hosts, in a directory of its own."""
 
     def __init__(self, folder: Path, options: Sequence[str], env: dict[str, str]) -> None:
         self.folder, self.run = folder, RunDir(folder / "jobs/a")

@@ -211,7 +211,7 @@ def test_a_run_is_found_by_name_job_id_or_directory(workplace: Workplace, text: 
 def test_a_run_that_cannot_be_looked_into_hides_no_other(workplace: Workplace) -> None:
     broken = workplace.run("broken", age=50)
     broken.events.unlink()
-    broken.attempts.write_text("")  # no folder
+    broken.attempts.write_text("")  # no directory
     workplace.run("one", submitted("71"), started("71"), ended("71", 0))
     got = workplace.invoke("status", "71")
     assert got.out.startswith("run         one\n"), got.err

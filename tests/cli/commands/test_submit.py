@@ -111,7 +111,7 @@ def refusal(*args: str) -> str:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to type in: no site.cfg, nothing left from another test."""
+    """An empty directory to type in: no site.cfg, nothing left from another test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)

@@ -56,8 +56,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--random", type=int, metavar="N", help=drawn)
     parser.add_argument("--seed", type=int, help="that they are drawn by; drawn as well without")
     parser.add_argument("--list", action="store_true", help="name the rows and end")
-    parser.add_argument("--data-dir", type=Path, help="a folder with MNIST/raw; synthetic without")
-    parser.add_argument("--keep", type=Path, help="copy the folders of rows that differ to here")
+    parser.add_argument(
+        "--data-dir", type=Path, help="a directory with MNIST/raw; synthetic without"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="copy the directories of rows that differ to here"
+    )
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="default: %(default)s")
     return parser.parse_args(argv)
 

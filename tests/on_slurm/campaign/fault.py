@@ -37,8 +37,8 @@ class Fault:
     needs: tuple[str, ...] = ()
     """Configurations whose uninterrupted run it is held against."""
     disk: str = ""
-    """The small disk on which its runs live: `tmpfs`, `ext4` below the submission's folder, or
-    another than that of this folder: `node`."""
+    """The small disk on which its runs live: `tmpfs`, `ext4` below the submission's directory, or
+    another than that of this directory: `node`."""
     quick: bool = field(default=False)
     """Whether it is among those that run on every change."""
 

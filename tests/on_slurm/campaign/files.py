@@ -1,4 +1,4 @@
-"""Faults of disks and files: checkpoints damaged, disks full, folders gone, clocks set."""
+"""Faults of disks and files: checkpoints damaged, disks full, directories gone, clocks set."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _damage(trial: Trial, harm: Callable[[Path], None]) -> str:
     struck = run.struck()
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["failed", "done"])
-    if f"passing over {newest[0].name}" not in run.rank_logs:
+    if f"skipping {newest[0].name}" not in run.rank_logs:
         raise run.differs(f"nobody says that {newest[0].name} is damaged")
     if run.attempts[1].read_record().step != 40:
         raise run.differs("it did not go on from the one before, step 40")

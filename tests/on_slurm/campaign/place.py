@@ -1,4 +1,4 @@
-"""Where the runs of a campaign live: folders, datasets, a copy of the package, clusters, disks."""
+"""Where a campaign's runs live: directories, datasets, a copy of the package, clusters, disks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Site:
     """Everything that faults share; close it at the end."""
 
     def __init__(self, data_dir: Path | None, keep: Path | None = None) -> None:
-        """data_dir: one that holds the real MNIST. keep: where folders of differing rows go."""
+        """data_dir: one that holds the real MNIST. keep: where directories of differing rows go."""
         self._stack = contextlib.ExitStack()
         self._keep = keep
         self.stopping = threading.Event()
@@ -167,7 +167,7 @@ def _cancel(trial: Trial) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A small disk of its own as the folder; mounted before the hosts boot, so that all see it."""
+    """A small disk as the directory; mounted before the hosts boot, so that all see it."""
     folder.mkdir(parents=True)
     size = f"size={DISK_BYTES}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", size, "campaign", str(folder)], check=True)
@@ -179,7 +179,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_of_jobs(folder: Path) -> Iterator[None]:
-    """A small disk of its own for the runs below the folder, which an error turns read-only."""
+    """A small disk of its own for the runs below the directory, which an error turns read-only."""
     runs = folder / "jobs"
     runs.mkdir(parents=True)
     image = folder / "disk"
@@ -196,7 +196,7 @@ def disk_of_jobs(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_beside_jobs(folder: Path) -> Iterator[None]:
-    """A small disk of its own as the folder; that of the runs below it is another."""
+    """A small disk of its own as the directory; that of the runs below it is another."""
     with small_disk(folder), small_disk(folder / "jobs"):
         yield
 

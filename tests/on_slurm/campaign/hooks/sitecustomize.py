@@ -120,7 +120,7 @@ class Finder(importlib.abc.MetaPathFinder):
         def exec_module(module: object) -> None:
             plain(module)  # type: ignore[arg-type]
             if module.__name__ == fullname:  # type: ignore[attr-defined]
-                AFTER[fullname](module)  # modules of one folder of a zip file share their loader
+                AFTER[fullname](module)  # modules of one directory of a zip file share their loader
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
         return spec
