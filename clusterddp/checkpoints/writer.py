@@ -63,7 +63,9 @@ class Saver:
         try:  # an attempt that starts again after a kill
             catalog.remove_leftovers(self._folder)
         except OSError as error:
-            log.warning(f"left-overs in {self._folder} stay: {error.strerror}. [CD0706]")
+            log.warning(
+                f"cannot delete temporary files in {self._folder}: {error.strerror}. [CD0706]"
+            )
         newest = catalog.newest_in(self._folder)
         if newest:
             self._valid[newest.name] = _signature(newest)

@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir)
     Attempt(run, 1).path.mkdir(parents=True)
     Attempt(run, 1).checkpoints.write_text("a file")
     for look in (lambda: newest(run), lambda: listing(run)):
-        with pytest.raises(CheckpointError, match="cannot read the directory .*: Not a directory"):
+        with pytest.raises(CheckpointError, match=r"cannot read the directory .*: Not a directory"):
             look()
 
 

@@ -595,5 +595,5 @@ def test_a_folder_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None
     place = Place(tmp_path)
     place.attempt.path.mkdir(parents=True)
     place.folder.write_text("")
-    with pytest.raises(CheckpointError, match="cannot read the directory .*: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot read the directory .*: Not a directory"):
         place.saver()
