@@ -87,7 +87,7 @@ def _submit(run: Callable[[Sequence[str]], None], root: Path, count: int) -> flo
 
 def _let_run(sweep: SweepDir) -> None:
     """Let all trials have ended but the last tenth."""
-    runs = sweep.elements
+    runs = sweep.trials
     for index, run in enumerate(runs[: -len(runs) // 10]):
         job_id = str(index + 100)
         events.note(run.events, events.Started(job_id=job_id, array_task=f"7_{index}"))

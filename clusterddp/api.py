@@ -286,7 +286,7 @@ def submit(
     if spec.sweep:
         raise RequestError(
             "a sweep is not a single run. Submit it with 'clusterddp submit --sweep …', or submit "
-            "each spec.element(index). [CD0102]"
+            "each spec.trial_spec(index). [CD0102]"
         )
     return _submit(spec, template_folder, test_only, check_python, force, snapshot_limit_mb)
 

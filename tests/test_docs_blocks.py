@@ -137,7 +137,7 @@ def desk(workplace: Workplace) -> Workplace:
     for name in ("pretrain", "big", "RUN"):
         workplace.run(name, submitted("7"), ended("7", 75))
     sweep = workplace.sweep("lr", ("lr",), *((str(n),) for n in range(4)))
-    shutil.copy(workplace.root / "big" / "spec.json", sweep.element(3).spec)
+    shutil.copy(workplace.root / "big" / "spec.json", sweep.trial(3).spec)
     for name in ("squeue", "python", "torchrun"):
         workplace.command(name, "exit 0")
     return workplace

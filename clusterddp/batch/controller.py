@@ -137,7 +137,7 @@ def control(
 def _trial(spec: JobSpec, index: str | None) -> JobSpec:
     """Return the request of one array task. Raises RequestError if the sweep has no such index."""
     try:
-        return spec.element(int(index or ""))
+        return spec.trial_spec(int(index or ""))
     except (ValueError, IndexError):
         raise RequestError(
             f"the sweep {spec.run_name} has no trial {index!r}: its indices are 0 to "

@@ -139,7 +139,7 @@ def follow_sweep(
     from clusterddp.run.run_dir import SweepDir
 
     sweep, count = SweepDir(path), formatting.count(len(indices), "trial")
-    runs = [sweep.element(index) for index in indices]
+    runs = [sweep.trial(index) for index in indices]
     fields: dict[str, object] = {"sweep": spec.run_name, "run_dir": spec.run_dir}
     is_local = spec.launcher == "local"
     fields |= {"job_id": submission.job_id, "indices": [*indices], **sweep_fields(spec.sweep)}

@@ -129,7 +129,7 @@ def gather_sweep(sweep: SweepDir, by: str = "", over: Sequence[str] = ()) -> Swe
     Raises OptionError for a metric that no trial recorded or a name that is not swept, and
     RequestError if the sweep's request cannot be read.
     """
-    runs = sweep.elements
+    runs = sweep.trials
     judged = judge_all(runs)
     status = sweep_status(sweep, [state for state, _ in judged])
     _check_over(over, status.names)

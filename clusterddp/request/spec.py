@@ -285,7 +285,7 @@ class JobSpec(Record):
     sweep: Sweep = NO_SWEEP
     """Requested sweep; empty for a single run."""
     trial: Trial = ()
-    """This run's trial in its sweep, set by `element`; empty outside a sweep."""
+    """This run's trial in its sweep, set by `trial_spec`; empty outside a sweep."""
 
     def __post_init__(self) -> None:
         forms.run_name("--run-name", self.run_name)
@@ -410,9 +410,9 @@ class JobSpec(Record):
             )
         self.sweep.reject_duplicates(self.program.parse_values)
         for index in range(len(self.sweep)):
-            self.element(index)
+            self.trial_spec(index)
 
-    def element(self, index: int) -> "JobSpec":
+    def trial_spec(self, index: int) -> "JobSpec":
         """Return the request of one trial, a separate run. Raises IndexError.
 
         It has no `notify`, which is for the whole sweep.

@@ -1,6 +1,6 @@
 """Trials of a sweep, from a grid, a file or random draws.
 
-Only `read_trials` reads a file. `JobSpec.element` applies a trial to a request.
+Only `read_trials` reads a file. `JobSpec.trial_spec` applies a trial to a request.
 """
 
 import dataclasses

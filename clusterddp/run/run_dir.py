@@ -258,14 +258,14 @@ class SweepDir(RunDir):
 
     spec = PathIn("sweep.json")
 
-    def element(self, index: int) -> RunDir:
-        """Return the directory of one trial's run."""
+    def trial(self, index: int) -> RunDir:
+        """Return the directory of one trial."""
         return RunDir(self.path.with_name(f"{self.name}-{index}"))
 
     @property
-    def elements(self) -> list[RunDir]:
-        """Directories of the trials' runs, by index. Raises RequestError as `load_spec` does."""
-        return [self.element(index) for index in range(len(self.load_spec().sweep))]
+    def trials(self) -> list[RunDir]:
+        """Directories of the trials, by index. Raises RequestError as `load_spec` does."""
+        return [self.trial(index) for index in range(len(self.load_spec().sweep))]
 
     @property
     def is_sweep(self) -> bool:

@@ -437,7 +437,7 @@ def _at(path: str) -> RunDir:
 
 def _runs_of(run: RunDir) -> list[RunDir]:
     """Return the trials of a sweep, or the run itself."""
-    return run.elements if isinstance(run, SweepDir) else [run]
+    return run.trials if isinstance(run, SweepDir) else [run]
 
 
 def _check_until_known(spec: JobSpec) -> list[Awaited]:

@@ -133,9 +133,9 @@ def select(root: Path, text: str) -> list[RunDir]:
     sweep = find_sweep(root, text)
     if sweep and text.isdecimal() and sweep.name != text:
         sent = History.read(sweep).every(events.Submitted)
-        return [sweep.element(i) for each in sent if each.job_id == text for i in each.indices]
+        return [sweep.trial(i) for each in sent if each.job_id == text for i in each.indices]
     if sweep:
-        return sweep.elements
+        return sweep.trials
     if not is_pattern(text):
         return [find_run(root, text)]
     found = [run for run in find_runs(root) if fnmatch.fnmatchcase(run.name, text)]
@@ -167,7 +167,7 @@ def group_trials(root: Path, runs: Sequence[RunDir]) -> list[RunDir]:
     The trials of a sweep with a damaged request are returned themselves.
     """
     sweeps = [sweep for sweep in find_sweeps(root) if sweep.read_spec()]
-    trials = {run.path for sweep in sweeps for run in sweep.elements}
+    trials = {run.path for sweep in sweeps for run in sweep.trials}
     others = [*(run for run in runs if run.path not in trials), *sweeps]
     return sorted(others, key=lambda run: (run.spec.stat().st_mtime, run.name))
 

@@ -173,7 +173,7 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     The settling time is how long the status may still be wrong: negative after a recorded end. The
     jobs are in the format of `queue`, with whole arrays.
     """
-    runs = run.elements if isinstance(run, SweepDir) else [run]
+    runs = run.trials if isinstance(run, SweepDir) else [run]
     known = statuses(runs)
     _record_cancellations(runs, known)
     status: RunStatus | SweepStatus = known[0]

@@ -168,7 +168,7 @@ def _states_and_reasons(sweep: SweepDir) -> tuple[list[RunState], dict[int, str]
 
     Only the latter are examined in detail: a sweep can have many trials.
     """
-    trials = sweep.elements
+    trials = sweep.trials
     states = states_of(trials)
     ended = [
         n

@@ -145,7 +145,7 @@ def clean(run: RunDir, *, named: bool, older_than: float = 0.0, now: float) -> C
 
 def _trials(run: RunDir) -> list[RunDir]:
     """Return the trials of a sweep that have a directory; none for a run. Raises RequestError."""
-    trials = run.elements if isinstance(run, SweepDir) else []
+    trials = run.trials if isinstance(run, SweepDir) else []
     return [trial for trial in trials if trial.path.is_dir()]
 
 
@@ -206,7 +206,7 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         state = overall_state([status.state for status in known])
         if not trials and not named:
             return Cleaning(sweep, state, skip_reason="it has no trials yet")
-        if len(trials) < len(sweep.elements) and not named:
+        if len(trials) < len(sweep.trials) and not named:
             reason = "some of its trials have no directory and could be resumed"
             return Cleaning(sweep, state, skip_reason=reason)
         needed = [run.name for run, s in zip(trials, known, strict=True) if reason_to_keep(run, s)]
@@ -472,7 +472,7 @@ def _check_removal(run: RunDir, status: RunStatus | None, named: Collection[Path
             "link yourself. [CD0502]"
         )
     if isinstance(run, SweepDir):
-        left = [each.name for each in run.elements if each.path.is_dir()]
+        left = [each.name for each in run.trials if each.path.is_dir()]
         left = [name for name in left if (run.path.parent / name).resolve() not in (named or ())]
         if left:
             raise RequestError(

@@ -156,7 +156,7 @@ def resume(
                 find_user_functions(train, after, code=own_code)
             return plan
         _check_start(before, plan, own_code, terms)
-        runs = [run.element(index) for index in indices] if isinstance(run, SweepDir) else []
+        runs = [run.trial(index) for index in indices] if isinstance(run, SweepDir) else []
         claims = [claim, *(stack.enter_context(claimed(r)) for r in runs if r.path.exists())]
         new: list[str] = []
         if terms.refresh_code:
@@ -402,7 +402,7 @@ def _check_done(
 
 def _failed_indices(sweep: SweepDir) -> list[int]:
     """Return the indices of the failed or missing trials. Raises RequestError if there are none."""
-    known = statuses(sweep.elements)
+    known = statuses(sweep.trials)
     unsure = next((s for s in known if s.state == RunState.UNKNOWN and not s.is_forgotten), None)
     if unsure:
         raise RequestError(
@@ -410,7 +410,7 @@ def _failed_indices(sweep: SweepDir) -> list[int]:
             "Two jobs must not train one run: try again when Slurm answers. [CD0509]"
         )
     indices = [index for index, status in enumerate(known) if has_failed(status)]
-    own = {index: sweep.element(index) for index in indices if _has_own_script(sweep, index)}
+    own = {index: sweep.trial(index) for index in indices if _has_own_script(sweep, index)}
     indices = [index for index in indices if index not in own]
     if own:
         commands = [f"clusterddp resume {run.cli_name}" for run in own.values()]
@@ -432,7 +432,7 @@ def _failed_indices(sweep: SweepDir) -> list[int]:
 
 def _has_own_script(sweep: SweepDir, index: int) -> bool:
     """Return whether a trial was submitted with other options, so has a separate script."""
-    script = sweep.element(index).script
+    script = sweep.trial(index).script
     return script.is_file() and not script.is_symlink() and not is_array(script.read_text("utf-8"))
 
 
@@ -516,12 +516,12 @@ def _submit(
         stack.enter_context(_records_renewed(run, records))
         runs = []
         if isinstance(run, SweepDir):
-            runs = [run.element(index) for index in plan.indices]
+            runs = [run.trial(index) for index in plan.indices]
             missing = [i for i, each in zip(plan.indices, runs, strict=True) if each not in there]
             stack.enter_context(submit.created_trials(run, after, missing))
         for index, trial in zip(plan.indices, runs, strict=True):
             if trial in there:
-                own = {} if is_same else {trial.spec: after.element(index).to_json()}
+                own = {} if is_same else {trial.spec: after.trial_spec(index).to_json()}
                 stack.enter_context(_records_renewed(trial, own))
         # Before the submission: the job may log before its id is recorded.
         for each in there if runs else [run]:

@@ -215,7 +215,7 @@ def check_commands(
     spec: JobSpec, script: str, *, folder: Path | None = None, force: bool = False
 ) -> None:
     """Check the COMMAND; for a sweep, the COMMAND of its first trial."""
-    first = spec.element(0) if spec.sweep else spec
+    first = spec.trial_spec(0) if spec.sweep else spec
     # Scripts are compared because a site's own template can have the name of a shipped one.
     check_command(
         first, lambda: load(spec.launcher).prepare(spec, None) == script, folder, force=force
@@ -372,14 +372,14 @@ def created_trials(
     body raises RequestError. Raises RequestError if one exists or cannot be written.
     """
     refuse_existing(spec, indices)
-    trials = [sweep.element(index) for index in indices]
+    trials = [sweep.trial(index) for index in indices]
     shared = [name for name in _SHARED if os.path.lexists(sweep.path / name)]
     made: list[RunDir] = []
     try:
         for index, trial in zip(indices, trials, strict=True):
             trial.path.mkdir(mode=0o700)
             made.append(trial)  # after mkdir: an existing one belongs to another submission
-            _fill_trial(trial, spec.element(index), sweep, shared)
+            _fill_trial(trial, spec.trial_spec(index), sweep, shared)
     except BaseException as error:
         _undo_trials(made)
         if not isinstance(error, OSError):

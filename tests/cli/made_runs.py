@@ -68,9 +68,9 @@ class Workplace:
         sweep.make()
         sweep.spec.write_text(spec.to_json())
         for index in range(len(trials)):
-            run = sweep.element(index)
+            run = sweep.trial(index)
             run.make(run.logs)
-            run.spec.write_text(spec.element(index).to_json())
+            run.spec.write_text(spec.trial_spec(index).to_json())
             run.events.write_text(f"{json.dumps({'time': 1e9, **submitted(f'7_{index}')})}\n")
         return sweep
 

@@ -152,7 +152,7 @@ def test_a_place_of_a_value_that_no_sweep_has_is_remarked() -> None:
 
 def test_a_trial_is_the_request_of_a_run_of_its_own() -> None:
     spec = training("lr=0.1,0.3", "compile=yes,no", "batch-size=32")
-    trial = spec.element(3)
+    trial = spec.trial_spec(3)
     assert (trial.run_name, trial.run_dir, trial.index) == ("s-3", "/jobs/s-3", 3)
     assert (trial.sweep_name, trial.shared_dir) == ("s", "/jobs/s")
     assert (trial.sweep, trial.trial[0]) == (NO_SWEEP, ("lr", "0.3"))
@@ -201,7 +201,7 @@ def test_a_trial_keeps_the_code_of_what_is_refused() -> None:
 def test_braces_are_those_of_a_sweep_and_are_replaced_once() -> None:
     sweep = Sweep(("a", "b"), (("{b}", "x"),))
     spec = command("p", "{a}{b}", "{c}", "{ a }", "${a}", sweep=sweep)
-    assert spec.element(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
+    assert spec.trial_spec(0).command == ("p", "{b}x", "{c}", "{ a }", "${b}")
     with pytest.raises(OptionError, match=r"the COMMAND does not contain \{n\}"):
         command("p", "{a}", sweep=parse(["a=1", "n=1,2"]))
     with pytest.raises(OptionError, match="one job array, so they share --nodes"):
@@ -243,7 +243,9 @@ def test_an_array_of_submitit_is_refused() -> None:
 def test_hostile_values_are_trials() -> None:
     sweep = Sweep(("v",), tuple((text,) for text in CARRIED))
     spec = command("p", "--v={v}", sweep=sweep)
-    assert [spec.element(i).command[1] for i in range(len(sweep))] == [f"--v={t}" for t in CARRIED]
+    assert [spec.trial_spec(i).command[1] for i in range(len(sweep))] == [
+        f"--v={t}" for t in CARRIED
+    ]
 
 
 def test_a_container_sees_what_the_trials_share() -> None:
@@ -251,6 +253,6 @@ def test_a_container_sees_what_the_trials_share() -> None:
     spec = JobSpec(
         "s", "/jobs/s", Resources(), command=("p", "{a}"), sweep=parse(["a=1,2"]), **image
     )
-    for each in (spec, spec.element(1)):
+    for each in (spec, spec.trial_spec(1)):
         assert "/jobs/s" in [mount.target for mount in each.container.mounts]
-    assert not spec.element(1).container.to_json().count("/jobs/s-1")
+    assert not spec.trial_spec(1).container.to_json().count("/jobs/s-1")

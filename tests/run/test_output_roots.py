@@ -96,6 +96,6 @@ def test_a_run_elsewhere_is_removed_by_its_directory_alone(
         refused = workplace.invoke("rm", "--yes", name)
         assert refused.code == 2
         assert "To remove it, name this path" in refused.err
-    assert run.path.is_dir() and sweep.element(0).path.is_dir() and sweep.path.is_dir()
+    assert run.path.is_dir() and sweep.trial(0).path.is_dir() and sweep.path.is_dir()
     assert workplace.invoke("rm", "--yes", str(run.path)).code == 0
     assert not run.path.exists()

@@ -148,7 +148,7 @@ def test_runs_that_would_wait_for_each_other_are_refused(
     path = tmp_path / "jobs" / again
     spec = SweepDir(path).load_spec() if again == "s" else request(tmp_path, run_name=again)
     if again == "s-1":
-        spec = made["s"].load_spec().element(1)
+        spec = made["s"].load_spec().trial_spec(1)
     status = RunStatus("a", "queued", job_id="12", launcher="sbatch")
     seen = [Awaited.of(made["a"], "ok", [status])]
     if not words:
@@ -239,7 +239,7 @@ def test_a_request_does_not_wait_for_itself_or_for_any_of_several_jobs(tmp_path:
 def test_a_trial_does_not_wait_for_its_sweep_nor_a_sweep_for_its_trial(tmp_path: Path) -> None:
     sweep = request(tmp_path, command=("echo", "{n}"), sweep=Sweep(("n",), (("0",), ("1",))))
     path = sweep.run_dir
-    trial = sweep.element(1)
+    trial = sweep.trial_spec(1)
     for spec, after, words in (
         (trial, path, "b-1 is a trial of b and cannot wait for it"),
         (sweep, f"{path}-1", "b cannot wait for itself"),

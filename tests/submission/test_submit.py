@@ -33,20 +33,20 @@ def test_a_run_that_appears_meanwhile_is_left_alone(
     ):
         pytest.fail("it is yielded")
     assert sorted(path.name for path in workplace.root.iterdir()) == ["s", "s-0", "s-3"]
-    assert sweep.element(3).spec.is_file()
+    assert sweep.trial(3).spec.is_file()
 
 
 def test_an_interruption_leaves_no_trial(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, element = of_five(workplace), JobSpec.element
+    spec, trial_spec = of_five(workplace), JobSpec.trial_spec
 
     def interrupted(spec: JobSpec, index: int) -> JobSpec:
         if index == 3:
             raise KeyboardInterrupt
-        return element(spec, index)
+        return trial_spec(spec, index)
 
-    monkeypatch.setattr(JobSpec, "element", interrupted)
+    monkeypatch.setattr(JobSpec, "trial_spec", interrupted)
     sweep = SweepDir(workplace.root / "s")
     with pytest.raises(KeyboardInterrupt), submit.created_trials(sweep, spec, range(1, 5)):
         pytest.fail("it is yielded")

@@ -178,7 +178,7 @@ def _statuses(
 ) -> list[RunStatus | SweepStatus]:
     """Return the statuses in order, one per sweep. Queries Slurm once."""
     single = [run for run in runs if not isinstance(run, SweepDir)]
-    trials = {run: run.elements for run in runs if isinstance(run, SweepDir)}
+    trials = {run: run.trials for run in runs if isinstance(run, SweepDir)}
     of_runs, of_trials = statuses_and_states(single, [*chain.from_iterable(trials.values())], known)
     status, state = iter(of_runs), iter(of_trials)
     return [

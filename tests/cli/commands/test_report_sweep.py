@@ -44,7 +44,7 @@ def sweep(workplace: Workplace) -> SweepDir:
     """3 rates x 2 seeds: 0.3 is best, one seed of 1 has failed early, those of 0.1 are queued."""
     trials = [(lr, seed) for lr in ("0.1", "0.3", "1") for seed in ("0", "1")]
     sweep = workplace.sweep("lr", ("lr", "seed"), *trials)
-    runs = sweep.elements
+    runs = sweep.trials
     for index, values in ((2, (0.5, 0.9)), (3, (0.6, 0.8)), (4, (0.4, 0.6))):
         measure(runs[index], "train", 4.0 / index, 2.0 / index, name="loss")
         measure(runs[index], "eval", *values)
@@ -104,7 +104,7 @@ def test_the_metric_and_its_direction_can_be_named(sweep: SweepDir, workplace: W
 
 
 def test_a_metric_of_ones_own_is_found(sweep: SweepDir, workplace: Workplace) -> None:
-    for run, value in zip(sweep.elements[2:4], (3.0, 5.0), strict=True):
+    for run, value in zip(sweep.trials[2:4], (3.0, 5.0), strict=True):
         measure(run, "eval", value, name="bleu")
     header, first, *_ = rows(workplace.invoke("report", "lr", "--by=bleu").out)
     assert header[:4] == ["lr", "TEST-BLEU", "STD", "N"]
@@ -121,7 +121,7 @@ def test_a_swept_name_is_no_metric_and_the_rate_is_none_of_the_test(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
     other = workplace.sweep("wd", ("wd",), ("0.1",), ("0.2",))
-    for run in (*sweep.elements[2:4], *other.elements):
+    for run in (*sweep.trials[2:4], *other.trials):
         measure(run, "train", 0.05, name="lr")
         measure(run, "eval", 0.04, name="lr")
     header, *_ = csv.reader(workplace.invoke("report", "lr", "--csv=-").out.splitlines())
@@ -138,7 +138,7 @@ def test_a_swept_name_is_no_metric_and_the_rate_is_none_of_the_test(
 
 def test_a_swept_loss_leaves_the_loss_a_metric(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("loss",), ("ce",), ("mse",))
-    for run, value in zip(sweep.elements, (0.5, 0.4), strict=True):
+    for run, value in zip(sweep.trials, (0.5, 0.4), strict=True):
         measure(run, "train", value, name="loss")
         measure(run, "eval", value + 0.1, name="loss")
     header, first, _ = rows(workplace.invoke("report", "s").out)
@@ -149,7 +149,7 @@ def test_a_swept_loss_leaves_the_loss_a_metric(workplace: Workplace) -> None:
 def test_a_report_counts_more_than_the_lines_before_it(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
-    sweep.element(2).report.write_text('{"accuracy": 0.2, "loss": NaN, "train_seconds": 3.5}')
+    sweep.trial(2).report.write_text('{"accuracy": 0.2, "loss": NaN, "train_seconds": 3.5}')
     header, *lines = rows(workplace.invoke("report", "lr").out)
     assert header[4:6] == ["TEST-LOSS", "TRAIN-SECONDS"]
     assert lines[0][:2] == ["1", "60.00%"]
@@ -168,8 +168,8 @@ def test_what_is_taken_together_can_be_named(sweep: SweepDir, workplace: Workpla
 
 def test_without_seeds_each_trial_is_a_row(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("1",), ("2",))
-    end(sweep.element(1))
-    measure(sweep.element(1), "eval", 0.25)
+    end(sweep.trial(1))
+    measure(sweep.trial(1), "eval", 0.25)
     header, *lines = rows(workplace.invoke("report", "s").out)
     assert header == ["n", "TEST-ACCURACY", "STATE", "TRIAL"]
     assert lines[0] == ["2", "25.00%", "done", "s-1"]
@@ -195,10 +195,10 @@ def test_without_a_metric_no_run_is_the_best_and_none_is_awaited_once_all_are_do
     workplace: Workplace,
 ) -> None:
     sweep = workplace.sweep("s", ("n", "seed"), ("1", "0"), ("1", "1"))
-    end(sweep.element(0))
+    end(sweep.trial(0))
     got = workplace.invoke("report", "s")
     assert "by         no trial has recorded a metric yet\n" in got.out
-    end(sweep.element(1))
+    end(sweep.trial(1))
     got = workplace.invoke("report", "s")
     assert "by         no trial has recorded a metric. Record one in your script" in got.out
     assert "with a Loop (docs/resumable.md)\n" in got.out
@@ -258,7 +258,7 @@ def test_a_damaged_record_costs_its_own_figures(
     sweep: SweepDir, workplace: Workplace, record: str
 ) -> None:
     for damage in DAMAGE:
-        (sweep.element(3).path / record).write_bytes(damage)
+        (sweep.trial(3).path / record).write_bytes(damage)
         _, *lines = rows(workplace.invoke("report", "lr").out)
         assert lines[0][0] == "0.3", damage
         assert len(lines) == 3
@@ -269,7 +269,7 @@ def test_hostile_values_and_metrics_neither_move_the_cursor_nor_forge_lines(
 ) -> None:
     sweep = workplace.sweep("s", ("text",), *((text,) for text in CARRIED))
     name = "f1\x1b[31m\u202e\nforged"
-    for run in sweep.elements:
+    for run in sweep.trials:
         end(run)
         measure(run, "eval", 0.5, name=name)
     got = workplace.invoke("report", "s")
@@ -323,7 +323,7 @@ def test_the_page_of_a_sweep_that_has_not_begun_has_no_pictures(workplace: Workp
 def test_hostile_values_are_text_in_the_page(workplace: Workplace) -> None:
     texts = [HOSTILE, *CARRIED[4:9], "1e400", "nan"]
     sweep = workplace.sweep("s", ("text", "n"), *((text, str(n)) for n, text in enumerate(texts)))
-    for number, run in enumerate(sweep.elements):
+    for number, run in enumerate(sweep.trials):
         end(run)
         measure(run, "eval", 0.5, 0.1 * number, name="</h3><b>$x$")
         measure(run, "eval", 1e308, -1e308 if number else 1e308, name="loss")

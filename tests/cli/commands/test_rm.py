@@ -119,7 +119,7 @@ def test_a_run_that_was_moved_stays_while_its_job_may_run(workplace: Workplace) 
 
 def test_a_sweep_goes_with_its_trials(workplace: Workplace) -> None:
     sweep = workplace.sweep("lr", ("lr",), ("1",), ("2",))
-    for trial in sweep.elements:
+    for trial in sweep.trials:
         with trial.events.open("a") as file:
             file.write(f"{json.dumps({'time': 2e9, **ended('7', 0, cause='done')})}\n")
     workplace.run("other", *DONE)

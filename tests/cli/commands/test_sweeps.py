@@ -51,7 +51,7 @@ def record(run: RunDir, *lines: dict[str, object]) -> None:
 def finish(sweep: SweepDir, index: int, code: int, job_id: str) -> None:
     """Record that a trial's job has started and ended."""
     start = {**started(job_id), "array_task": f"7_{index}"}
-    record(sweep.element(index), start, ended(job_id, code))
+    record(sweep.trial(index), start, ended(job_id, code))
 
 
 def test_each_trial_is_a_run_that_shares_the_sweeps_files(
@@ -59,9 +59,9 @@ def test_each_trial_is_a_run_that_shares_the_sweeps_files(
 ) -> None:
     assert [run.name for run in find_runs(workplace.root)] == [f"s-{i}" for i in range(10)]
     assert find_sweeps(workplace.root) == [sweep]
-    run = sweep.element(3)
+    run = sweep.trial(3)
     assert run.path.stat().st_mode & 0o777 == 0o700
-    assert run.load_spec() == sweep.load_spec().element(3)
+    assert run.load_spec() == sweep.load_spec().trial_spec(3)
     assert run.script.read_text() == sweep.script.read_text()
     assert run.bundle.resolve().parent == sweep.path
     assert run.sweep == sweep
@@ -136,7 +136,7 @@ def test_one_line_of_jobs_counts_the_trials(sweep: SweepDir, workplace: Workplac
     for index in range(4):
         finish(sweep, index, code=int(index == 2), job_id=str(10 + index))
     running = {**started("14"), "array_task": "7_4"}
-    record(sweep.element(4), running)
+    record(sweep.trial(4), running)
     lines = ["7_4 14|RUNNING|None", *(f"7_{i} 7|PENDING|JobArrayTaskLimit" for i in range(5, 10))]
     workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
     done = workplace.invoke("runs")
@@ -176,7 +176,7 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
 
 def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: Workplace) -> None:
     finish(sweep, 0, code=0, job_id="10")
-    record(sweep.element(1), {**started("11"), "array_task": "7_1"})
+    record(sweep.trial(1), {**started("11"), "array_task": "7_1"})
     lines = ["7_1 11|RUNNING|None", *(f"7_{i} 7|PENDING|None" for i in range(2, 10))]
     workplace.command("squeue", "; ".join(f"echo '{line}'" for line in lines))
     workplace.command("scancel", "")
@@ -188,7 +188,7 @@ def test_a_cancelled_sweep_asks_once_and_slurm_once(sweep: SweepDir, workplace: 
     assert done.code == 0, done.err
     sent = [call for call in workplace.calls if call.startswith("scancel")]
     assert sent == ["scancel 7_[2-9]", "scancel 7_[1]"]  # those that wait ahead of the others
-    assert events.read(sweep.element(5).events)[-1].kind == "cancelled"
+    assert events.read(sweep.trial(5).events)[-1].kind == "cancelled"
     workplace.command("squeue", "")
     assert sweep_status(sweep).counts == {"done": 1, "cancelled": 9}
 
@@ -223,7 +223,7 @@ def test_a_cancellation_that_slurm_refuses_is_taken_back(
     done = workplace.invoke("cancel", "-y", "s")
     assert done.code == 1
     assert done.err.count("denied") == 1
-    assert events.read(sweep.element(5).events)[-1].kind == "cancel_failed"
+    assert events.read(sweep.trial(5).events)[-1].kind == "cancel_failed"
     assert sweep_status(sweep).counts == {"queued": 10}
 
 
@@ -236,9 +236,9 @@ def test_the_trials_that_have_failed_are_one_array(sweep: SweepDir, workplace: W
     assert done.code == 0, done.err
     assert json.loads(done.out)["indices"] == [2, 3, 7]
     assert "sbatch --parsable --array=2-3,7 --comment=clusterddp:s" in workplace.calls
-    kinds = [event.kind for event in events.read(sweep.element(3).events)]
+    kinds = [event.kind for event in events.read(sweep.trial(3).events)]
     assert kinds[-2:] == ["resume_requested", "submitted"]
-    assert len(events.read(sweep.element(4).events)) == 3
+    assert len(events.read(sweep.trial(4).events)) == 3
     assert find_sweep(workplace.root, "30") == sweep
 
 
@@ -253,17 +253,17 @@ def test_a_trial_by_itself_is_its_element_unless_its_request_is_another(
     again = workplace.invoke("resume", "s-3")
     assert again.code == 0, again.err
     assert f"sbatch --parsable {sent}" in workplace.calls
-    record(sweep.element(3), {**started("30"), "array_task": "30_3"}, ended("30", 1))
+    record(sweep.trial(3), {**started("30"), "array_task": "30_3"}, ended("30", 1))
     workplace.command("sbatch", "echo 40")
     more = workplace.invoke("resume", "s-3", "--mem", "64G")
     assert more.code == 0, more.err
     assert workplace.calls[-1] == "sbatch --parsable"
-    script = sweep.element(3).script.read_text()
+    script = sweep.trial(3).script.read_text()
     assert "#SBATCH --mem=64G" in script
     assert "#SBATCH --array" not in script
     assert "-- /bin/echo 3\n" in script
     assert "#SBATCH --mem" not in sweep.script.read_text()
-    assert sweep.element(3).load_spec().trial == (("n", "3"),)
+    assert sweep.trial(3).load_spec().trial == (("n", "3"),)
 
 
 def test_a_trial_with_options_of_its_own_is_left_to_a_submission_of_its_own(
@@ -274,19 +274,19 @@ def test_a_trial_with_options_of_its_own_is_left_to_a_submission_of_its_own(
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo 40")
     assert workplace.invoke("resume", "s-3", "--mem", "64G").code == 0
-    record(sweep.element(3), started("40"), ended("40", 1))
-    history = sweep.element(3).events.read_bytes()
+    record(sweep.trial(3), started("40"), ended("40", 1))
+    history = sweep.trial(3).events.read_bytes()
     workplace.command("sbatch", "echo 50")
     again = workplace.invoke("resume", "s")
     assert again.code == 0, again.err
     assert "must be resumed separately: clusterddp resume s-3\n" in again.err
     assert "sbatch --parsable --array=5 --comment=clusterddp:s" in workplace.calls
-    record(sweep.element(5), {**started("51"), "array_task": "50_5"}, ended("51", 0))
+    record(sweep.trial(5), {**started("51"), "array_task": "50_5"}, ended("51", 0))
     none = workplace.invoke("resume", "s", "--mem", "32G")
     assert none.code == 2
     assert "must be resumed separately: clusterddp resume s-3 [CD1103]\n" in none.err
-    assert sweep.element(3).events.read_bytes() == history
-    assert sweep.element(3).load_spec().resources.mem == "64G"
+    assert sweep.trial(3).events.read_bytes() == history
+    assert sweep.trial(3).load_spec().resources.mem == "64G"
 
 
 def test_a_run_waits_for_a_sweep_and_for_a_trial_that_is_submitted_again(
@@ -314,7 +314,7 @@ def test_a_run_waits_for_a_sweep_and_for_a_trial_that_is_submitted_again(
     again = workplace.invoke("resume", "s-2")
     assert again.code == 0, again.err
     assert "b0 (job 20) waits for it" in again.err
-    record(sweep.element(2), {**started("35"), "array_task": "30_2"}, ended("35", 1))
+    record(sweep.trial(2), {**started("35"), "array_task": "30_2"}, ended("35", 1))
     workplace.command("squeue", queued.format("31_2"))
     workplace.command("sbatch", "echo 31")
     assert workplace.invoke("resume", "s").code == 0
@@ -368,7 +368,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_trials(
     ]
     sweep = SweepDir(workplace.root / "s")
     assert sweep.load_spec().notify
-    assert not sweep.element(3).load_spec().notify
+    assert not sweep.trial(3).load_spec().notify
     for index in range(10):
         finish(sweep, index, code=int(index in (2, 3)), job_id=str(10 + index))
     workplace.command("squeue", "echo '30_2 30|PENDING|Priority'")
@@ -377,7 +377,7 @@ def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_trials(
     monkeypatch.setenv("SLURM_JOB_ID", "7")  # of the job that waits
     notify.notify_from_job(sweep)
     assert workplace.calls[-1] == "sbatch --parsable --dependency=afterany:30"
-    record(sweep.element(2), {**started("31"), "array_task": "30_2"}, ended("31", 0))
+    record(sweep.trial(2), {**started("31"), "array_task": "30_2"}, ended("31", 0))
     workplace.command("squeue", "")
     for _ in range(2):
         notify.notify_from_job(sweep)
@@ -410,7 +410,7 @@ def test_what_trials_share_is_removed_once_none_could_go_on(
     entry = {"files": 1, "bytes": 7, "commit": "", "digests": {"train.py": digest}, "large": []}
     sweep.code_record.write_text(json.dumps(entry))
     for name in ("code", "code.json"):
-        for run in sweep.elements:
+        for run in sweep.trials:
             if not os.path.lexists(run.path / name):
                 (run.path / name).symlink_to(f"../s/{name}")
     # A COMMAND that has failed can start again.
@@ -424,7 +424,7 @@ def test_what_trials_share_is_removed_once_none_could_go_on(
     )
     workplace.command("sbatch", "echo 30")
     assert workplace.invoke("resume", "s-2").code == 0
-    record(sweep.element(2), {**started("31"), "array_task": "30_2"}, ended("31", 0))
+    record(sweep.trial(2), {**started("31"), "array_task": "30_2"}, ended("31", 0))
     shown = workplace.invoke("clean", "--dry-run", "s")
     assert [row.split()[0] for row in shown.out.splitlines()[1:3]] == ["s", "s"]
     assert workplace.invoke("clean", "--yes", "s-*").code == 0
@@ -434,7 +434,7 @@ def test_what_trials_share_is_removed_once_none_could_go_on(
     assert not (sweep.code / "train.py").exists()
     assert sweep.spec.exists()
     assert [event.kind for event in events.read(sweep.events)][-1] == "cleaned"
-    record(sweep.element(2), {"event": "resume_requested"}, {**started("32")}, ended("32", 1))
+    record(sweep.trial(2), {"event": "resume_requested"}, {**started("32")}, ended("32", 1))
     again = workplace.invoke("resume", "s-2")
     assert again.code == 2
     assert "'clusterddp clean' removed the copy of the code of" in again.err
@@ -448,7 +448,7 @@ def test_a_script_that_is_not_known_as_an_arrays_is_refused(workplace: Workplace
 
 def test_a_sweep_that_is_being_submitted_keeps_its_clusterddp(workplace: Workplace) -> None:
     sweep = workplace.sweep("z", ("n",), ("0",))
-    shutil.rmtree(sweep.element(0).path)
+    shutil.rmtree(sweep.trial(0).path)
     own = sweep.path / "clusterddp-0.1.1-abcdef012345.pyz"
     own.write_text("")
     sweep.bundle.symlink_to(own.name)
@@ -462,7 +462,7 @@ def test_what_trials_share_is_there_for_one_whose_directory_is_gone(
     workplace.command("squeue", "")
     for index in range(10):
         finish(sweep, index, code=0, job_id=str(10 + index))
-    shutil.rmtree(sweep.element(3).path)
+    shutil.rmtree(sweep.trial(3).path)
     bundle = sweep.bundle.resolve()
     every = workplace.invoke("clean", "--yes")
     assert (every.code, bundle.exists()) == (0, True), every.out
@@ -474,7 +474,7 @@ def test_what_trials_share_is_there_for_one_whose_directory_is_gone(
 
 def test_added_trials_are_behind_the_others(sweep: SweepDir, workplace: Workplace) -> None:
     workplace.command("sbatch", "echo 30")
-    before = sweep.element(0).spec.read_bytes()
+    before = sweep.trial(0).spec.read_bytes()
     argv = ["resume", "s", "--sweep", "n=8..11", "--max-concurrent", "1"]
     shown = workplace.invoke(*argv, "--dry-run")
     assert [line.split()[0] for line in shown.err.splitlines()[-3:-1]] == ["s-10", "s-11"]
@@ -482,13 +482,13 @@ def test_added_trials_are_behind_the_others(sweep: SweepDir, workplace: Workplac
     assert shown.err.endswith(f"\nclusterddp: sbatch gets {sent}\n")
     told = json.loads(workplace.invoke(*argv, "--dry-run", "--json").out)
     assert told["sbatch_options"] == sent.split()
-    assert not sweep.element(10).path.exists()
+    assert not sweep.trial(10).path.exists()
     done = workplace.invoke(*argv)
     assert done.code == 0, done.err
     assert f"sbatch --parsable {sent}" in workplace.calls
     assert sweep.load_spec().sweep.trials[10:] == (("10",), ("11",))
-    assert "\n11) trial_n=11 ;;\n" in sweep.element(0).script.read_text()
-    assert sweep.element(0).spec.read_bytes() == before
+    assert "\n11) trial_n=11 ;;\n" in sweep.trial(0).script.read_text()
+    assert sweep.trial(0).spec.read_bytes() == before
     none = workplace.invoke("resume", "s", "--sweep", "n=3")
     assert (none.code, "already has all of these trials" in none.err) == (2, True)
 
@@ -511,7 +511,7 @@ def test_a_run_in_the_place_of_a_further_trial_is_named_with_a_way_out(
     assert done.code == 2
     assert "the run s-11, a trial of the sweep s, already exists" in done.err
     assert "Submit them as a new sweep: clusterddp submit --run-name NAME" in done.err
-    assert not sweep.element(10).path.exists()
+    assert not sweep.trial(10).path.exists()
 
 
 def test_a_damaged_request_of_a_sweep_is_named(workplace: Workplace) -> None:
@@ -529,7 +529,7 @@ def test_trials_that_are_refused_leave_the_sweep_as_it_was(
     done = workplace.invoke("resume", "s", "--sweep", "n=10")
     assert done.code == 2
     assert {path: path.read_bytes() for path in kept} == kept
-    assert not sweep.element(10).path.exists()
+    assert not sweep.trial(10).path.exists()
 
 
 def test_a_trial_whose_directory_is_gone_is_made_again(
@@ -537,18 +537,18 @@ def test_a_trial_whose_directory_is_gone_is_made_again(
 ) -> None:
     for index in range(10):
         finish(sweep, index, code=int(index == 5), job_id=str(10 + index))
-    shutil.rmtree(sweep.element(3).path)
+    shutil.rmtree(sweep.trial(3).path)
     workplace.command("squeue", "")
     workplace.command("sbatch", "echo no >&2; exit 1")
     refused = workplace.invoke("resume", "s", "--mem", "8G")
     assert (refused.code, "refused the job: no" in refused.err) == (2, True)
-    assert not sweep.element(3).path.exists()
+    assert not sweep.trial(3).path.exists()
     workplace.command("sbatch", "echo 40")
     done = workplace.invoke("resume", "s", "--mem", "8G")
     assert done.code == 0, done.err
     assert "sbatch --parsable --array=3,5 --comment=clusterddp:s" in workplace.calls
-    assert sweep.element(3).load_spec() == sweep.load_spec().element(3)
-    kinds = [[e.kind for e in events.read(sweep.element(i).events)] for i in (3, 5)]
+    assert sweep.trial(3).load_spec() == sweep.load_spec().trial_spec(3)
+    kinds = [[e.kind for e in events.read(sweep.trial(i).events)] for i in (3, 5)]
     assert [each[-2:] for each in kinds] == [["submitted"], ["resume_requested", "submitted"]]
     has = workplace.invoke("resume", "s", "--sweep", "n=3")
     assert "failed and missing trials: clusterddp resume s" in has.err
@@ -556,7 +556,7 @@ def test_a_trial_whose_directory_is_gone_is_made_again(
 
 def test_a_trial_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
-    run = sweep.element(0)
+    run = sweep.trial(0)
     run.events.unlink()
     run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
     told = json.loads(workplace.invoke("status", "--json", "s-0").out)
@@ -566,7 +566,7 @@ def test_a_trial_of_a_rehearsal_that_has_not_begun_says_so(workplace: Workplace)
 
 def test_a_trial_whose_turn_in_a_rehearsal_is_to_come_is_not_removed(workplace: Workplace) -> None:
     sweep = workplace.sweep("s", ("n",), ("0",))
-    run = sweep.element(0)
+    run = sweep.trial(0)
     run.events.unlink()
     run.spec.write_text(dataclasses.replace(run.load_spec(), launcher="local").to_json())
     local = {"launcher": "local", "job_id": "1", "pid": os.getpid(), "host": os.uname().nodename}
@@ -624,7 +624,7 @@ def test_the_trials_that_failed_start_together_with_changed_code(
     again = workplace.invoke("resume", "s", "--refresh-code")
     assert again.code == 0, again.err
     assert [line.split(" ", 2)[1] for line in again.out.splitlines()] == ["s-1", "s-2"]
-    texts = [(coded.element(n).code / "train.py").read_text() for n in range(3)]
+    texts = [(coded.trial(n).code / "train.py").read_text() for n in range(3)]
     assert texts == ["print(1)\n", "print(2)\n", "print(2)\n"]
 
 
