@@ -340,13 +340,16 @@ class Loop(Resumable):
         where: tuple[str, int] | None = ("127.0.0.1", 0)
         if self.world_size > 1:
             where = heartbeat.address_of_group()
-        if where:  # without an address no rank learns which one the others wait for
+        spec = self.attempt.run.read_spec() if self._in_run else None
+        given = spec.hang_timeout if spec and not spec.is_usual("hang_timeout") else None
+        seconds = _WATCHDOG_SECONDS if given is None else given
+        if where and seconds:  # without an address no rank learns which one the others wait for
             env = dist_env.of_hosts(self.rank, self._hosts, *where)
             note = noting(self.attempt.outcomes) if self._in_run else lambda _: None
             self._watchdog = Watchdog.of_ranks(
                 env,
                 self._progress,
-                silent_seconds=_WATCHDOG_SECONDS,
+                silent_seconds=seconds,
                 group_seconds=_GROUP_SECONDS,
                 host=self._hosts[self.rank],
                 note=note,

@@ -542,8 +542,7 @@ class Controller:
                 self._watch_step(attempt, step)
                 if self._allocation:
                     self._watch_nodes(attempt, step)
-            if self._spec.hang_timeout and self._spec.program.watches_output:
-                self._watch_output(attempt, step)
+            self._watch_hangs(attempt, step)
             code = self._await(lines, step)
         finally:
             if lines.poll() is None:  # a bug here: no result may be recorded while tasks run
@@ -668,8 +667,8 @@ class Controller:
 
         self._watch(watch)
 
-    def _watch_output(self, attempt: Attempt, step: Step) -> None:
-        """Start a thread that prints the ranks' stacks when they print nothing for long."""
+    def _watch_hangs(self, attempt: Attempt, step: Step) -> None:
+        """Start the threads that report a hang or end the job for it."""
         spec = self._spec
 
         def end() -> None:
@@ -680,9 +679,12 @@ class Controller:
                 slurm.cancel(name)
 
         ending = end if spec.on_hang == END else None
-        self._watch(
-            step_watch.watch_output, attempt, spec.world_size, spec.hang_timeout or 0, ending
-        )
+        if ending:
+            self._watch(step_watch.watch_hung_ranks, attempt, ending)
+        if spec.hang_timeout and spec.program.watches_output:
+            self._watch(
+                step_watch.watch_output, attempt, spec.world_size, spec.hang_timeout, ending
+            )
 
     def _watch(self, watch: Callable[P, object], *args: P.args, **more: P.kwargs) -> None:
         """Run a watch of the attempt in its own thread."""

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from clusterddp import files, log, patience
 from clusterddp.errors import ClusterDDPError, SlurmError
@@ -243,9 +244,28 @@ def watch_output(
     if printed_bytes(attempt.run) != before:  # reading the stacks takes time
         log.info("the ranks print again: the job continues, and this is not printed again")
         return
-    log.info("ending the job for it, as --on-hang end asks")
+    _end_hang(attempt, end, lambda: _record_hung_ranks(attempt, rank_stacks, world_size, seconds))
+
+
+def watch_hung_ranks(attempt: Attempt, end: Callable[[], None]) -> None:
+    """End the tasks once the watchdog of the training or of a Loop has recorded hung ranks."""
+    for _ in patience.looks(every=patience.STEP_PAUSE):
+        hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
+        if hung.ended or attempt.is_superseded:
+            return
+        if hung.reason:
+            who = f"rank {', '.join(map(str, hung.ranks))} hangs: " if hung.ranks else ""
+            log.info(f"{who}{hung.reason}")
+            note = partial(note_hung, attempt.outcomes, hung.ranks, hung.reason, ended=True)
+            _end_hang(attempt, end, note)
+            return
+
+
+def _end_hang(attempt: Attempt, end: Callable[[], None], note: Callable[[], None]) -> None:
+    """End the tasks; `note` records why. If that fails, the job continues."""
+    log.info("ending the job because of --on-hang end")
     with suppress(OSError):
-        _record_hung_ranks(attempt, rank_stacks, world_size, seconds)
+        note()
     try:
         end()
     except ClusterDDPError as error:

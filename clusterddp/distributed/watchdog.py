@@ -312,7 +312,7 @@ class Watchdog:
 
 
 def noting(folder: Path) -> Callable[[Finding | None], None]:
-    """Return a `note` that records which rank hangs in a directory of outcomes, and its recovery.
+    """Return a `note` that records which ranks hang in a directory of outcomes, and their recovery.
 
     The attempt's result then names this rank instead of those that gave up waiting.
     """
@@ -320,9 +320,9 @@ def noting(folder: Path) -> Callable[[Finding | None], None]:
     def note(finding: Finding | None) -> None:
         if finding and finding.kind == "alone":
             return  # a rank without contact to the others
-        hang = finding if finding and finding.reason else None
+        hang = finding if finding and (finding.reason or finding.kind == "level") else None
         with suppress(OSError):
-            note_hung(folder, hang.ranks if hang else (), hang.reason if hang else "")
+            note_hung(folder, hang.ranks if hang else (), hang.reason or hang.text if hang else "")
 
     return note
 

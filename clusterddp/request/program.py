@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from clusterddp import formatting
 from clusterddp.errors import OptionError, RequestError
 from clusterddp.request.options import Record
 from clusterddp.request.resources import Resources
@@ -88,9 +87,6 @@ class _Program(Record):
         """Return the fields of a JobSpec that --hang-timeout changes; None if it is not given."""
         return {}
 
-    def check_on_hang(self, on_hang: str) -> None:
-        """Raise OptionError if a hang of this program cannot be handled so."""
-
     def launcher(self) -> "NestedLauncher | None":
         """Return the launcher that every task would start, if any."""
         return None
@@ -145,15 +141,6 @@ class BuiltIn(_Program):
         if hang_timeout is None:
             return {"hang_timeout": self.config.hang_timeout}
         return {"train": dataclasses.replace(self.config, hang_timeout=hang_timeout)}
-
-    def check_on_hang(self, on_hang: str) -> None:
-        if on_hang == END:
-            limit = formatting.setting(self.config.process_group_timeout)
-            raise OptionError(
-                "--on-hang end",
-                " applies only to a COMMAND. The training ends after --process-group-timeout "
-                f"({limit}). Shorten that instead. [CD0103]",
-            )
 
     def check(self, resources: Resources) -> None:
         """Raise RequestError if it cannot run on these resources."""

@@ -251,7 +251,7 @@ class JobSpec(Record):
     )
     on_hang: str = option(
         REPORT,
-        "After a hang of a COMMAND: only report it, or end the job as failed.",
+        "After a hang: only report it, or end the job as failed.",
         Choice(ON_HANG),
         group=table.FAULT_TOLERANCE,
     )
@@ -343,8 +343,7 @@ class JobSpec(Record):
 
     def _check_program(self) -> None:
         """Raise RequestError for a program that cannot start, or an option it does not use."""
-        self.program.check_on_hang(self.on_hang)
-        if self.on_hang == END and self.hang_timeout == 0:
+        if self.on_hang == END and self.hang_timeout == 0 and not self.is_usual("hang_timeout"):
             raise OptionError(
                 "--on-hang end",
                 " conflicts with --hang-timeout 0, which reports no hang. Remove one of them. "

@@ -65,14 +65,14 @@ def note_clocks(folder: Path, ahead: Mapping[str, float]) -> None:
 
 
 def note_hung(folder: Path, ranks: Sequence[int], reason: str, *, ended: bool = False) -> None:
-    """Record which ranks keep the others waiting, and where; without ranks, that none does.
+    """Record which ranks keep the others waiting, and where; without a reason, that none does.
 
-    A rank whose end is recorded does not hang: the others wait because of its end. ended: the job
-    is ended because of the hang, even if no such rank is known. Raises OSError.
+    Without ranks, all hang at one place. A rank whose end is recorded does not hang: the others
+    wait because of its end. ended: the job is ended because of the hang. Raises OSError.
     """
     outcomes = {rank: read_outcome(folder, rank) for rank in ranks}
     at_work = tuple(rank for rank, outcome in outcomes.items() if not (outcome and outcome.ended))
-    if at_work or ended:
+    if at_work or ended or (reason and not ranks):
         files.write_record(folder / HUNG, HungRanks(at_work, reason, ended))
     else:
         (folder / HUNG).unlink(missing_ok=True)

@@ -321,6 +321,8 @@ def _describe_hang(attempt: Attempt) -> str:
     """Describe a hang: which ranks hang, or since when no rank has printed anything."""
     hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
     stalled = files.read(StalledOutput, attempt.stalled)
+    if hung.reason and not hung.ranks:
+        return hung.reason
     if hung.ranks:
         ranks = formatting.join_limited([str(rank) for rank in hung.ranks], 8, ", ")
         return f"{'ranks' if len(hung.ranks) > 1 else 'rank'} {ranks}: {hung.reason}"

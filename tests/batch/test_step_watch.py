@@ -375,3 +375,21 @@ def test_slurm_that_does_not_answer_costs_the_stacks_and_not_the_watch(
     assert "the stacks cannot be read: slurmctld is down" in logged
     assert logged[-1] == "the job cannot be ended, and continues: slurmctld is down"
     assert not (attempt.outcomes / "hung.json").exists()
+
+
+def test_ranks_that_their_watchdog_found_hung_end_the_tasks(
+    attempt: Attempt, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = Sleep(in_3=lambda: note_hung(attempt.outcomes, [1], "step 7, while others are ahead"))
+    monkeypatch.setattr(patience, "pause", sleep)
+    ended: list[str] = []
+    step_watch.watch_hung_ranks(attempt, lambda: ended.append("ended"))
+    assert (sleep.pauses, ended) == (3, ["ended"])
+    assert logged == [
+        "rank 1 hangs: step 7, while others are ahead",
+        "ending the job because of --on-hang end",
+    ]
+    hung = hang_that_ended_job(attempt.outcomes)
+    assert hung is not None and hung.ranks == (1,)
+    step_watch.watch_hung_ranks(attempt, lambda: ended.append("twice"))
+    assert ended == ["ended"]

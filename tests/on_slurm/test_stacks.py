@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.run_dir import RunDir
-from tests.cli.commands.test_stacks import JUMPS, PACKAGE, SCRIPT
+from tests.cli.commands.test_stacks import HOOKS, JUMPS, PACKAGE, SCRIPT
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.held import LONG
@@ -133,3 +133,56 @@ def test_a_silent_command_is_ended_when_asked_and_the_odd_rank_is_named(
     assert (last["cause"], last["exit_code"]) == ("failed", 1)
     assert last["first_failure"]["reason"].startswith("hung: no rank printed anything"), last
     assert last["first_failure"]["rank"] == 1
+
+
+LOOP = """\
+import threading
+import time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from clusterddp.loop import Loop
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+loop = Loop(model=model)
+def prints():
+    while True:
+        print("still here", flush=True)
+        time.sleep(1)
+threading.Thread(target=prints, daemon=True).start()
+for _ in loop.epochs(1):
+    for inputs in loop.batches([torch.ones(2, 4)] * 9):
+        model(inputs).sum().backward()
+        loop.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["training", "loop"])
+def test_a_hang_that_the_watchdog_finds_ends_the_job_when_asked(
+    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, program: str
+) -> None:
+    (tmp_path / "train.py").write_text(LOOP)
+    holds = tmp_path / "holds"
+    holds.mkdir()
+    (holds / "want-step-3.1").touch()
+    timeout = "8s" if program == "training" else "40s"  # from the start of the tasks, for the loop
+    training = ["--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--max-steps", "9"]
+    done = submit(
+        cluster, tmp_path, *ASKED, "--hang-timeout", timeout, "--on-hang", "end",
+        *(training if program == "training" else ["--", sys.executable, "train.py"]),
+        env={"PYTHONPATH": f"{HOOKS}:{PACKAGE}", "CAMPAIGN_HOLDS": str(holds)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunDir(tmp_path / "jobs/a")
+    assert cluster.wait_job(job_of(run)) == "FAILED"
+    log = run.job_log.read_text()
+    assert "ending the job because of --on-hang end" in log
+    last = read_events(run)[-1]
+    assert (last["cause"], last["exit_code"]) == ("failed", 1)
+    if program == "training":  # the others wait for rank 1 after the same step
+        assert "the job was ended: all 4 ranks are at the same position" in log
+    else:
+        assert "\nclusterddp: rank 1 hangs: " in log
+        assert last["first_failure"]["rank"] == 1
+        assert last["first_failure"]["reason"].startswith("hung: "), last

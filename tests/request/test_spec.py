@@ -298,29 +298,27 @@ def test_a_container_that_cannot_be_is_refused(
     assert said.value.code == code
 
 
-@pytest.mark.parametrize(
-    "fields", [{"report_to": "wandb"}, {"on_hang": "end"}, {"on_hang": "end", "hang_timeout": 300}]
-)
-def test_options_of_a_command_are_refused_for_the_training(fields: dict[str, Any]) -> None:
-    flag = f"--{next(iter(fields)).replace('_', '-')}"
-    with pytest.raises(OptionError, match=f"{flag}.* applies only to a COMMAND"):
-        spec(**fields)
-    of_command = spec(**fields, command=("python", "train.py"))
+def test_options_of_a_command_are_refused_for_the_training() -> None:
+    with pytest.raises(OptionError, match=r"--report-to.* applies only to a COMMAND"):
+        spec(report_to="wandb")
+    of_command = spec(report_to="wandb", command=("python", "train.py"))
     assert JobSpec.from_json(of_command.to_json()) == of_command
 
 
 def test_a_hang_that_is_never_reported_cannot_end_a_command() -> None:
     with pytest.raises(OptionError, match="--on-hang end conflicts with --hang-timeout 0"):
         spec(command=("a",), on_hang="end", hang_timeout=0)
+    with pytest.raises(OptionError, match="--on-hang end conflicts with --hang-timeout 0"):
+        spec(on_hang="end", hang_timeout=0)
     with pytest.raises(OptionError, match="--hang-timeout"):
         spec(command=("a",), hang_timeout=-1.0)
     with pytest.raises(OptionError, match="--on-hang"):
         spec(command=("a",), on_hang="kill")
 
 
-def test_a_hang_of_the_training_is_ended_by_its_process_group() -> None:
-    with pytest.raises(OptionError, match=r"only to a COMMAND\. .*--process-group-timeout \(10m\)"):
-        spec(on_hang="end")
+def test_a_hang_can_end_the_training_and_a_loop() -> None:
+    for asked in (spec(on_hang="end"), spec(command=("a",), on_hang="end", resumable=True)):
+        assert JobSpec.from_json(asked.to_json()) == asked
 
 
 def test_the_training_has_the_hang_timeout_of_its_request_and_one_record_of_it() -> None:
