@@ -117,17 +117,17 @@ def source(run: RunDir) -> Path | None:
     checkpoint = newest(run)
     if checkpoint:
         return checkpoint
-    anew = f"To begin at step 0 again: clusterddp resume {run.cli_name} --from-scratch"
+    restart = f"To start again at step 0: clusterddp resume {run.cli_name} --from-scratch"
     if any(not each.superseded for each in all_of(run, None)):
         raise CheckpointError(
             f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
-            f"checkpoints {run.cli_name}'. {anew}"
+            f"checkpoints {run.cli_name}'. {restart}"
         )
     step = saved_step(run)
     if step:
         raise CheckpointError(
             f"the checkpoints of {run.name} are gone: it had saved step {step}, but {run.attempts} "
-            f"has none now. Put them back there. {anew}"
+            f"has none now. Put them back there. {restart}"
         )
     return None
 
@@ -367,7 +367,7 @@ def step_of(path: Path) -> int:
 
 
 def checksum_of(path: Path) -> Path:
-    """Path of the SHA-256 of a checkpoint."""
+    """Return the path of the SHA-256 of a checkpoint."""
     return path.with_name(path.name + ".sha256")
 
 

@@ -215,9 +215,9 @@ class Saver:
             self._warn_once("tidy", f"cannot delete old checkpoints: {error}")
 
     def _unneeded(self, needed: set[int]) -> list[Path]:
-        """Checkpoints to delete: all but the newest `keep_last` valid ones and the best.
+        """Return the checkpoints to delete: all but the newest `keep_last` valid ones and the best.
 
-        Damaged ones among the newest stay.
+        Damaged ones among the newest are kept.
         """
         kept, unneeded = 0, []
         for path in files(self._folder):

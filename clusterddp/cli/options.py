@@ -66,7 +66,7 @@ def options(
 
 
 def given_by(ctx: click.Context) -> Given:
-    """Return the given option values, with those of --config."""
+    """Return the given option values, including the values of --config."""
     settings = ctx.obj if isinstance(ctx.obj, Settings) else Settings()
     sources = {name: source(ctx, name) for name in ctx.params if not _is_default(ctx, name)}
     given = Given(ctx.params, sources, ctx.meta.get("command"), settings.environment, os.environ)

@@ -129,7 +129,7 @@ def follow(
     lines: number of existing lines to print first; None for all.
     attempt: first attempt to print; sys.maxsize for the next one.
     to_stderr: print the logs on stderr, because a script reads stdout.
-    survives_ctrl_c: the run continues after Ctrl-C, and a message says so.
+    survives_ctrl_c: the run continues after Ctrl-C; print how to follow it again.
 
     Follows the run across requeues and replacement jobs. Returns the command's exit code: 0 done,
     1 failed, cancelled or lost, 75 stopped, 130 interrupted.

@@ -314,7 +314,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
 
 
 def _graphs(reports: Sequence[Report]) -> str:
-    """Say of GPUs whether steps are CUDA graphs; empty where rows differ, which `_unlike` says."""
+    """Describe whether GPU steps are CUDA graphs; empty if rows differ, which `_unlike` reports."""
     used = {report.cuda_graph for report in reports if report.device == "cuda"}
     if len(used) != 1:
         return ""
@@ -322,13 +322,13 @@ def _graphs(reports: Sequence[Report]) -> str:
 
 
 def _capture(reports: Sequence[Report]) -> str:
-    """Say how long GPUs prepared their first step, which is in no row's time."""
+    """Describe the time that GPUs need to prepare the first step, which no row includes."""
     known = [each.capture_seconds for each in reports if each.device == "cuda"]
     seconds = [each for each in known if each is not None]
     if not seconds:
         return ""
     spread = "" if max(seconds) == min(seconds) else f"{min(seconds):.2f} to "
-    return f", without what prepares the first ({spread}{max(seconds):.2f} s)"
+    return f", without the preparation of the first ({spread}{max(seconds):.2f} s)"
 
 
 def _unlike(trials: Sequence[Trial]) -> list[str]:

@@ -200,7 +200,7 @@ class DatasetInfo:
     """True if the verified digests are the published ones of MNIST."""
 
     def describe(self) -> str:
-        """Name, place and size in one line."""
+        """Describe name, location and size in one line."""
         return (
             f"{self.name} at {self.root / RAW}, {self.train_images:,} training and "
             f"{self.test_images:,} test images"

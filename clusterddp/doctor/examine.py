@@ -198,10 +198,8 @@ def _sharing_advice(kind: str, is_shared: bool | None, option: str) -> str:
     if is_shared:
         return ""
     what = "a local" if is_shared is False else "an unknown"
-    return (
-        f"{kind} is {what} file system: make sure that all nodes mount it, or choose a shared "
-        f"directory with {option}"
-    )
+    remedy = f"make sure that all nodes mount it, or choose a shared directory with {option}"
+    return f"{kind} is {what} file system: {remedy}"
 
 
 def dataset(spec: JobSpec, *, must_share: bool) -> Check:

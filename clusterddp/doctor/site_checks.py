@@ -99,9 +99,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     groups = site.groups()
     closed = {name: site.why_closed(records.get(name, {}), groups, own) for name in known}
     names = _ordered_names(known, spec.resources.partition)
-    forecasts = {
-        name: forecast(_one_node_request(spec, known[name])) for name in names[:MOST_PARTITIONS]
-    }
+    forecasts = {name: forecast(_one_node(spec, known[name])) for name in names[:MOST_PARTITIONS]}
     with_gpus = min((n for n in names if known[n].gpus), key=lambda n: bool(closed[n]), default="")
     gpu_forms = _gpu_requests(spec, known[with_gpus]) if with_gpus else {}
     asked_forms = {form: forecast(resources) for form, resources in gpu_forms.items()}
@@ -111,9 +109,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     if taken := next(filter(lambda outcome: outcome[0], outcomes.values()), None):
         tried[with_gpus] = taken
     tried |= {
-        name: (False, f"{why}, so a job would wait indefinitely")
-        for name, why in closed.items()
-        if why
+        name: (False, f"{why}: the job would never start") for name, why in closed.items() if why
     }
     asked_for = spec.resources.partition.split(",")
     of_job = (n for n in names if n in asked_for or (asked_for == [""] and known[n].is_default))
@@ -164,7 +160,7 @@ def _ordered_names(known: Mapping[str, Partition], asked: str) -> list[str]:
     return sorted(carried, key=lambda name: (name not in first, not known[name].is_default))
 
 
-def _one_node_request(
+def _one_node(
     spec: JobSpec, partition: Partition, form: str | None = None, kind: str = ""
 ) -> Resources:
     """Return a request for one task on one node of a partition, with one GPU if it has any."""
@@ -185,7 +181,7 @@ def _gpu_requests(spec: JobSpec, partition: Partition) -> dict[tuple[str, str], 
     types = sorted(filter(None, partition.gpus))
     kinds = dict.fromkeys(("", spec.resources.gpu_type or "".join(types[:1])))
     forms_and_kinds = [(form, kind) for kind in kinds for form in _FORMS]
-    return {each: _one_node_request(spec, partition, *each) for each in forms_and_kinds}
+    return {each: _one_node(spec, partition, *each) for each in forms_and_kinds}
 
 
 def _outcome(asked: "Future[tuple[bool, str]]") -> tuple[bool, str]:

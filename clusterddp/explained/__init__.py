@@ -28,14 +28,14 @@ class Page:
     """Command that shows more."""
     remedy: str
     example: str
-    """Message as it is printed."""
+    """Printed message."""
     text: str
     """Title and sections in Markdown."""
 
 
 @cache
 def catalogue() -> Mapping[str, Page]:
-    """Read all pages in the order of their codes; none in a run's bundle, which omits them."""
+    """Read all pages, ordered by code. A run's bundle has none."""
     pages: dict[str, Page] = {}
     for path in sorted(FOLDER.glob("*.md")):
         head, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def code_of(word: str) -> str:
 
 
 def find(typed: Sequence[str]) -> list[Page]:
-    """Return the pages of the typed codes, or else those that contain all the typed words."""
+    """Return the pages of the typed codes, or the pages that contain all the typed words."""
     known = catalogue()
     codes = [code_of(word) for word in typed]
     if typed and known.keys() >= set(codes):

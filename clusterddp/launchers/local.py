@@ -148,8 +148,8 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
         counts += f" ({VISIBLE_GPUS}={os.environ[VISIBLE_GPUS]})"
     if not spec.shares_gpus:
         raise RequestError(
-            f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Ask for fewer{instead}, or "
-            f"have ranks share a GPU: {spec.sharing}. [CD1305]"
+            f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Request fewer{instead}, or "
+            f"let ranks share a GPU: {spec.sharing}. [CD1305]"
         )
     log.warning(f"{counts}: the hosts share them. [CD1305]")
 

@@ -110,7 +110,7 @@ class ConvNet(nn.Module):
         self.fc = nn.Linear(7 * 7 * 32, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
+        """Map (N, 1, 28, 28) images to (N, 10) scores."""
         features = self.layer2(self.layer1(images))
         scores: Tensor = self.fc(features.flatten(1))
         return scores
@@ -125,7 +125,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*first, nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
+        """Map (N, 1, 28, 28) images to (N, 10) scores."""
         scores: Tensor = self.layers(images)
         return scores
 
@@ -159,7 +159,7 @@ class BNConvNet(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
+        """Map (N, 1, 28, 28) images to (N, 10) scores."""
         scores: Tensor = self.head(self.features(images).mean((2, 3)))
         return scores
 
@@ -185,7 +185,7 @@ class _BlockNet(nn.Module):
         self.fc = nn.Linear(5 * 5 * channels, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) images to (N, 10) scores."""
+        """Map (N, 1, 28, 28) images to (N, 10) scores."""
         # Flattened as (N, H * W * C), in the channels_last layout without a copy. In torch's usual
         # order the gradient comes back in another layout than the features have, and the last
         # ReLU's backward pass takes ten times as long.
@@ -222,7 +222,7 @@ class DeepNet(_BlockNet):
 def _block(
     channels: int, out: int, *, size: int = 3, stride: int = 1, padding: int = 0, pool: bool = False
 ) -> list[nn.Module]:
-    """Convolution, optionally max-pooling over 2 x 2, normalisation, ReLU."""
+    """Return a convolution, optionally max-pooling over 2 x 2, normalisation and ReLU."""
     return [
         nn.Conv2d(channels, out, size, stride, padding, bias=False),
         *([nn.MaxPool2d(2)] if pool else []),

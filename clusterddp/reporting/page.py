@@ -26,7 +26,7 @@ _LARGEST_MATRIX = 30
 _MOST_RANKS = 16
 _MOST_ATTEMPTS = 50
 _MOST_LINES = 6  # rows of a sweep: more bands would cover each other
-_MOST_CURVES = 50  # runs behind one line with its band
+_MOST_CURVES = 50  # runs averaged in one line with its band
 _LEFT_OUT = "(left out)"
 
 

@@ -106,7 +106,7 @@ class Learner:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the step is replayed as a CUDA graph; a set without a full batch has none."""
+        """Return whether the step is replayed as a CUDA graph, which needs a full batch."""
         return self._graphed is not None and self._graphed.is_captured
 
     @property
@@ -115,7 +115,7 @@ class Learner:
         return self._graphed.warning if self._graphed else ""
 
     def capture(self, images: Tensor, labels: Tensor) -> None:
-        """Capture the step on a full batch if it is to be replayed; trains nothing.
+        """Capture the step on a full batch if it is to be replayed, without training.
 
         Without this call the first full batch of `learn` is captured.
         """

@@ -225,8 +225,10 @@ def test_the_notes_say_what_gpus_did_before_the_clock() -> None:
         trial(row, 100, device="cuda", capture_seconds=seconds)
         for row, seconds in ((SINGLE, 0.4), (DDP, 1.25))
     ]
-    assert "the training steps, without what prepares the first (0.40 to 1.25 s);" in noted(*both)
-    assert "prepares the first (0.40 s);" in noted(both[0])
+    assert "the training steps, without the preparation of the first (0.40 to 1.25 s);" in noted(
+        *both
+    )
+    assert "preparation of the first (0.40 s);" in noted(both[0])
     assert "train time: the training steps;" in noted(trial(SINGLE, 100, device="cuda"))
 
 

@@ -152,10 +152,7 @@ def command(
     given = given_by(ctx)
     root = given.values["runs_dir"]
     if dry_run and as_json:
-        raise click.UsageError(
-            "--dry-run conflicts with --json: it prints commands or scripts. Remove one of them.",
-            ctx,
-        )
+        raise click.UsageError("--dry-run conflicts with --json. Remove one of them.", ctx)
     if plot is not None:
         plots.check_file("--plot", plot)
     if of:
