@@ -261,7 +261,7 @@ def submit(
 
     spec: a request; or a command as a list of words, with the options of `clusterddp submit` as
     keywords, for example `gpus_per_node=4`. Empty: the built-in training. Paths are relative to
-    the current directory.
+    the current directory. Returns the run.
 
     test_only: submit and write nothing; return Slurm's forecast as text. check_python: check that
     the tasks' interpreters start and import torch. force: submit even if no partition fits the
@@ -333,10 +333,10 @@ def launch(
 ) -> dict[str, object] | list[T]:
     """Train a configuration or call a function in `procs` processes on this workstation.
 
-    A function finds torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR …) in os.environ. Return
-    its ranks' return values as a list, ordered by rank. A configuration is trained as by
+    A function finds torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR …) in os.environ; launch
+    returns its return values as a list, ordered by rank. A configuration is trained as by
     `clusterddp debug --procs` in `run_dir` (default jobs/debug-<time>), resuming from checkpoints
-    there. Return its report.
+    there; launch returns its report.
 
     args: arguments of the function.
     start_method: fork (default for a function, required for functions defined in a notebook),

@@ -211,7 +211,7 @@ def append_line(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable. Raises OSError."""
+    """Make a directory's entries durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -52,7 +52,7 @@ from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 T = TypeVar("T")
 
 DEFAULT_FOLDER = "jobs"
-"""Directory of runs, submitted or not."""
+"""Default runs directory, relative to the current directory."""
 _PATIENCE_SECONDS = 60.0
 _STRAGGLER_SECONDS = 60.0
 _WATCHDOG_SECONDS = 300.0
@@ -93,7 +93,8 @@ class Loop(Resumable):
             `load_state_dict`. DDP's wrapper is not saved, so that the file loads anywhere. A
             sharded model (FSDP) and its optimizers are saved by torch.distributed.checkpoint.
         folder: directory to write to. Default: the current run, or jobs/SCRIPT outside of a run.
-        save_every: `500steps`, `1epoch` or `10m`; the first save is within a minute.
+        save_every: `500steps`, `1epoch` or `10m`. The first checkpoint is saved at the first step
+            after 40 s, whatever the interval.
         keep_last: number of checkpoints to keep.
         log_every: steps between two lines of metrics; 0 writes one line per second and prints one
             every ten seconds.
@@ -102,7 +103,8 @@ class Loop(Resumable):
 
         Raises CheckpointError if it cannot resume: no valid checkpoint is left, or the checkpoint
         has other states. Raises TrainingError if it cannot write, if another attempt or loop uses
-        the directory, or if the ranks have no process group.
+        the directory, or if the ranks have no process group. Raises TypeError for a missing or
+        unsuitable state, ValueError for an invalid save_every.
         """
         self._check(states, save_every, folder)
         self._objects = {name: _bare(each) for name, each in states.items()}
@@ -157,8 +159,8 @@ class Loop(Resumable):
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the remaining epochs below `count`, from 0; save at the end of the last.
 
-        An epoch takes its batches from `batches` or is a single step; otherwise its position
-        is unknown.
+        Take each epoch's batches from `batches`, or call `step` once per epoch: otherwise a resume
+        could not tell how far the epoch was.
         """
         if self.epoch >= count and self.rank == 0:
             folder = "" if self._in_run else f". To start again, remove {self.attempt.run.path}"

@@ -80,7 +80,7 @@ MEETING_DENSE, MEETING_DENSE_PAUSE, MEETING_PAUSE = 60.0, 0.25, 2.0
 def looks(
     seconds: float = math.inf, *, every: float, longest: float | None = None
 ) -> Iterator[bool]:
-    """Yield for each poll within so many seconds whether it is the last one.
+    """Yield for each poll within `seconds` whether it is the last one.
 
     The first poll is immediate, the last one when the time is over. longest: pauses grow up to it.
     """
@@ -101,7 +101,7 @@ def wait_until(
     every: float,
     longest: float | None = None,
 ) -> T:
-    """Poll until the answer is true, for at most so many seconds. Return the last answer."""
+    """Poll until the condition is true or `seconds` pass. Return its last value."""
     for _ in looks(seconds, every=every, longest=longest):
         if answer := condition():
             break

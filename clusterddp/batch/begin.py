@@ -206,8 +206,8 @@ def _note_new_job(job: JobStart, history: History) -> History:
 def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
     """Wait while another job runs the latest attempt of a COMMAND, which has no liveness file.
 
-    Slurm is asked if the end of that attempt is not recorded. Raises StartRefused after so many
-    seconds.
+    Slurm is asked if the end of that attempt is not recorded. Raises StartRefused after
+    `seconds`.
     """
     if is_rehearsal(os.environ):
         return

@@ -67,14 +67,15 @@ from clusterddp.status import notify
 EXIT_NO_RUN = 73
 """EX_CANTCREAT of sysexits.h: the run's directory cannot be created, or was removed."""
 SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
-"""Signals that are forwarded. Slurm sends TERM to the step directly."""
+"""Signals that the controller handles. USR1 and USR2 go to the step unless its ranks read the stop
+file; HUP and INT count as USR1; TERM is only logged, because Slurm sends it to the step itself."""
 _POLL_SECONDS = 0.05
 """Interval of the search for the process that starts the tasks."""
 _HELD = [signal.Signals[f"SIG{name}"] for name in SIGNALS]
 _NUMBERS = [*_HELD, signal.SIGCHLD]
 _SLURM_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
-"""Time for the threads of an attempt to see that it is over, which they look for every 2 s."""
+"""Time for an attempt's threads to notice its end, which they poll for every 2 s."""
 
 P = ParamSpec("P")
 
@@ -169,7 +170,7 @@ class Signals:
         threading.Event().wait()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait until a signal arrives, for at most so many seconds."""
+        """Wait until a signal arrives or `seconds` pass."""
         select.select([self._reader], [], [], seconds)
 
     def take(self) -> list[str]:
@@ -630,7 +631,7 @@ class Controller:
                     continue
                 self._stop(f"SIG{name}")
                 name = "USR1"  # noqa: PLW2901 -- srun handles the other two itself
-            marked = self._attempt is not None and _mark(self._attempt.stop)
+            marked = self._attempt is not None and _create_if_missing(self._attempt.stop)
             if not (marked and self._spec.program.sees_marks):
                 self._unsent.append(name)
 
@@ -724,8 +725,8 @@ def _interpreter(script: Path) -> list[str]:
         return file.readline().removeprefix("#!").strip().split(maxsplit=1) or ["/bin/bash"]
 
 
-def _mark(path: Path) -> bool:
-    """Create a file. Return False if it cannot be created."""
+def _create_if_missing(path: Path) -> bool:
+    """Create a file unless it exists. Return False if it cannot be created."""
     try:
         if not path.exists():
             path.touch()
@@ -737,15 +738,17 @@ def _mark(path: Path) -> bool:
 def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:
     """Return the ports on which the batch host and the probes may listen before the tasks start.
 
-    They are in the range that a site opens for the ranks, but never used by ranks.
+    They are in the range that a site opens for the ranks, and differ from the ports of the ranks of
+    this attempt.
     """
     return [master_port(job_id, starts, restart, candidate) for candidate in _OF_PREFLIGHT]
 
 
 def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
-    """Choose the port for rank 0 from the job id; jobs that share a node get different ports.
+    """Choose the port for rank 0 from the job id, so that jobs on a node rarely get the same one.
 
-    A port that is in use is skipped. starts: attempts that this start of the job began earlier.
+    Ports in use are skipped; if all five candidates are in use, the last one is returned.
+    starts: attempts that this start of the job began earlier.
     """
     listening = listening_ports()
     ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]

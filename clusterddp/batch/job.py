@@ -77,7 +77,11 @@ class JobStart:
         log.info(f"job {successor or self.id} is cancelled: the user has stopped or cancelled it")
 
     def requeue(self, why: str = "") -> None:
-        """Requeue the job, unless the user cancelled it: Slurm would requeue it even then."""
+        """Requeue the job. `why` is the cause of the attempt's end.
+
+        Raises StartRefused if the user cancelled it, except after a preemption: Slurm would requeue
+        it even then. Raises SlurmError if Slurm does not report its state, or refuses.
+        """
         word = slurm.ending(self.name, self.restart)
         if word is Ending.UNKNOWN:
             raise SlurmError("Slurm does not report the state of the job")

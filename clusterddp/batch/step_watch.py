@@ -142,7 +142,7 @@ def watch(
 
 
 def await_end(srun: Callable[[], int | None], seconds: float) -> None:
-    """Wait until srun has ended, for at most so many seconds. It need not be a child process."""
+    """Wait until srun has ended, for at most `seconds`. It need not be a child process."""
     patience.wait_until(lambda: not srun(), seconds, every=patience.RECORDS_PAUSE)
 
 
@@ -209,7 +209,7 @@ def watch_output(
     seconds: float,
     end: Callable[[], None] | None,
 ) -> None:
-    """Print the stacks of all ranks once they have printed nothing for so many seconds.
+    """Print the stacks of all ranks once they have printed nothing for `seconds`.
 
     end: ends the tasks, if the request asks for it, once the hung ranks are recorded.
     """

@@ -211,7 +211,7 @@ def all_of(run: RunDir, before: Attempt | None) -> Iterator[Candidate]:
 
 
 def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
-    """Yield the best checkpoint of each attempt where it counts, the latest attempt first."""
+    """Yield each attempt's best checkpoint unless it is superseded, the latest attempt first."""
     for folder in _folders(run, before):
         best = read_best(folder.attempt.checkpoints)
         if best and best.step <= folder.last_step:
@@ -220,7 +220,7 @@ def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
 
 @dataclass(frozen=True)
 class _Folder:
-    """Checkpoints of one attempt, and the last step that counts."""
+    """Checkpoints of one attempt, and its last step that no later attempt supersedes."""
 
     attempt: Attempt
     last_step: float

@@ -163,7 +163,7 @@ def powers_of_two(hosts: Hosts) -> list[int]:
 def requests(
     rows: Sequence[Row], name: str, root: str, repeat: int, base: JobSpec | None
 ) -> Planned:
-    """Build the request of every run, in turns of all rows.
+    """Build the requests of all runs: all rows once, then all rows again for each repetition.
 
     A run is named `NAME-ddp-2`, and `NAME-ddp-2-r3` where each row is repeated.
 

@@ -125,7 +125,7 @@ class RowSummary:
     speedup: float | None = None
     """Images per second relative to the baseline."""
     efficiency: float | None = None
-    """Speed-up over that of perfect scaling."""
+    """Speed-up divided by the ideal speed-up; 1.0 is perfect scaling."""
     baseline: bool = False
     """True for the line against which the others are measured."""
 

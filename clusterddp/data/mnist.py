@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _HEADER_BYTES = {True: 16, False: 8}  # in a file of images, of labels
 RAW = Path("MNIST", "raw")
-"""Folder of the files below the root of torchvision's MNIST class."""
+"""Directory of the files below the root of torchvision's MNIST class."""
 TRAIN_IMAGES = "train-images-idx3-ubyte"
 TRAIN_LABELS = "train-labels-idx1-ubyte"
 TEST_IMAGES = "t10k-images-idx3-ubyte"

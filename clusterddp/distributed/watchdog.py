@@ -97,14 +97,16 @@ class Watchdog:
         has_own_code: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._note, self._renew_liveness = note, beat
+        self._note, self._tell_parent = note, beat
         self._leave, self._leave_seconds = leave, leave_seconds
         self._has_own_code, self._has_printed = has_own_code, False
         self._env, self._progress, self._clock = env, progress, clock
-        self._host, self._silent_seconds, self._beat = host, silent_seconds, beat_seconds
-        self._tick_seconds = min(self._beat, 1.0)
-        self._quiet = _BEATS_OF_SILENCE * self._beat
-        self._board = Board(connect, env.rank, self._beat, self._posting) if connect else None
+        self._host, self._silent_seconds, self._beat_seconds = host, silent_seconds, beat_seconds
+        self._tick_seconds = min(self._beat_seconds, 1.0)
+        self._quiet = _BEATS_OF_SILENCE * self._beat_seconds
+        self._board = (
+            Board(connect, env.rank, self._beat_seconds, self._posting) if connect else None
+        )
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -136,7 +138,7 @@ class Watchdog:
         return cls(connect, env, progress, silent_seconds=silent, beat_seconds=beat, **more)
 
     def __enter__(self) -> "Watchdog":
-        self._renew_liveness(self._silent_seconds + self._quiet)
+        self._tell_parent(self._silent_seconds + self._quiet)
         self._thread.start()
         if self._board:
             self._board.thread.start()
@@ -151,11 +153,11 @@ class Watchdog:
             self._resume()  # it has moved since the last check
         if self._board:
             self._board.stop()
-        self._renew_liveness(0)
+        self._tell_parent(0)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._tick_seconds):
-            self._renew_liveness(self._silent_seconds + self._quiet)
+            self._tell_parent(self._silent_seconds + self._quiet)
             self._tick()
 
     def _tick(self) -> None:
@@ -202,7 +204,7 @@ class Watchdog:
         if board is None or self._unreachable or not board.rounds:
             others = "" if self._env.world_size == 1 else "; the state of other ranks is unknown"
             self._log_finding(Finding("alone", (), f"{place}; this log has the stack{others}"))
-        elif self._now - self._round_at > self._quiet + self._beat:
+        elif self._now - self._round_at > self._quiet + self._beat_seconds:
             self._suspect_rank_0(board)
         else:
             self._compare(board)

@@ -336,7 +336,7 @@ class _Job:
         self._cancelled = True
 
     def _keep_time(self, script: int, elapsed: float) -> None:
-        """Send what is due after so many seconds: before the limit, at it, after KillWait."""
+        """Send what is due after `elapsed` seconds: before the limit, at it, after KillWait."""
         limit = self._limit
         left = limit.seconds - elapsed if limit.seconds is not None else math.inf
         if self._kill_at is not None:

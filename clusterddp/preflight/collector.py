@@ -277,7 +277,7 @@ class _Collector:
     def await_all(
         self, hosts: Sequence[str], seconds: float, *, one_is_enough: bool = False
     ) -> None:
-        """Wait until these nodes have answered, or until no answer comes for so many seconds.
+        """Wait until these nodes have answered, or until none comes for `seconds`.
 
         A prolog, a cold file system or the GPU driver can make some nodes later than others. The
         wait always ends after FIRST_SECONDS, or when the probes exit.

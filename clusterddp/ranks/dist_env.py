@@ -143,14 +143,18 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
     SLURM_RESTART_COUNT. All ports are in 12000 to 31999: above the well-known ones and below Linux'
     ephemeral range, 32768 to 60999 (ip_local_port_range). Consecutive jobs get ports 97 apart,
     consecutive steps 11 apart, and a requeued job avoids its predecessor's listener. 97 and 4001
-    are coprime to 20000: only ids 20000 apart collide, and the candidates cover every port.
+    are coprime to 20000: with equal steps and restarts, only job ids a multiple of 20000 apart
+    collide, and the candidates cover every port.
     """
     offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
     return LOWEST_PORT + offset % _PORTS
 
 
-def foreign(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables of a surrounding job, which are wrong for ranks outside its tasks."""
+def foreign_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that a surrounding job or torchrun agent has set.
+
+    They are wrong for ranks outside of its tasks.
+    """
     return [name for name in environ if name.startswith(_FOREIGN)]
 
 
@@ -205,7 +209,7 @@ def from_flags(
 
 
 def check_address(addr: str) -> None:
-    """Raise RequestError for a name that does not resolve, instead of a wait for the timeout."""
+    """Raise RequestError for a name that does not resolve, before a rendezvous would time out."""
     import socket
 
     try:

@@ -102,7 +102,7 @@ class Attempt:
     stalled = PathIn("stalled.json")
     """Record that a COMMAND's ranks printed nothing for --hang-timeout."""
     agents = PathIn("torchelastic")
-    """Folder of torchrun's agents, removed once they have ended."""
+    """Directory of torchrun's agents, removed once they have ended."""
 
     def error_file(self, rank: int) -> Path:
         """Return the file in which torch's `record` keeps the exception of a command's rank."""
@@ -271,7 +271,7 @@ def begin(run: RunDir) -> Attempt:
 
 
 def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
-    """Wait until no other job trains this run. Raises StartRefused after so many seconds.
+    """Wait until no other job trains this run. Raises StartRefused after `seconds`.
 
     An earlier start of this job counts as over even if it has orphans: it is superseded.
     """
@@ -294,7 +294,7 @@ def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
 def wait_until_idle(
     at_work: Callable[[], str], seconds: float, refusal: str, *, every: float
 ) -> None:
-    """Wait while `at_work` returns a description. Raises StartRefused after so many seconds.
+    """Wait while `at_work` returns a description. Raises StartRefused after `seconds`.
 
     refusal: end of the error message, after that description.
     """

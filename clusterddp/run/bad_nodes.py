@@ -62,10 +62,13 @@ class BadNode:
     host: str
     reason: str = ""
     by: str = ""
+    """Kind of the reason: BY_PREFLIGHT, BY_LOSS and so on."""
     run: str = ""
+    """Name of the run that marked it."""
     job_id: str = ""
     attempt: int | None = None
     time: float = 0.0
+    """Seconds since the epoch."""
     expires: float = 0.0
 
 

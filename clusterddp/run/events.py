@@ -86,7 +86,7 @@ class Submitted(Event):
     launcher: str = ""
     """`sbatch`, `submitit` or `local`."""
     folder: str = ""
-    """Folder in which the user typed the command."""
+    """Directory in which the user typed the command."""
     pid: int | None = None
     """Process that controls a local run, or runs the trials of a sweep in turn, on `host`."""
     host: str | None = None

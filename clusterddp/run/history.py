@@ -71,7 +71,7 @@ class History:
 
     @property
     def folder(self) -> str:
-        """Folder of the run's first submission; empty if not recorded."""
+        """Directory of the run's first submission; empty if not recorded."""
         return next((each.folder for each in self.every(events.Submitted) if each.folder), "")
 
     def every(self, kind: type[E], attempt: int | None = None) -> list[E]:
@@ -263,9 +263,9 @@ class Policy:
 
     requeue: bool
     max_requeues: int
-    """Most attempts after the first, whatever the cause."""
+    """Maximum number of attempts after the first, whatever the cause."""
     retries: int
-    """Most of these that may follow a failure."""
+    """Maximum number of those that may follow a failure."""
     requeues_loops: bool = False
     """True if a COMMAND has no setting for it: the job is requeued once it has begun a Loop."""
 

@@ -74,7 +74,7 @@ def check(
 
 
 def summed_up(hosts: Iterable[str], failed: Mapping[str, str], took: float) -> str:
-    """Return a summary of checks of these hosts that took so many seconds."""
+    """Return a summary of the checks of these hosts; took: seconds."""
     summary = f"{formatting.count(len({*hosts} - {*failed}), 'node')} passed in {took:.1f} s"
     return f"failed: {', '.join(failed)}; {summary}" if failed else summary
 

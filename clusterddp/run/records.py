@@ -326,7 +326,7 @@ class StalledOutput:
     ranks: tuple[int, ...] = ()
     """Ranks that were at another place than most; empty if that is uncertain."""
     places: str = ""
-    """Place of these ranks, and of most."""
+    """Code location of these ranks, then that of most ranks."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class ClaimHolder:
     host: str = ""
     """Host of the process."""
     pid: int | None = None
-    """Its number there."""
+    """Process id on that host."""
     time: float | None = None
     """Time at which it began."""
 

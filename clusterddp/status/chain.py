@@ -107,10 +107,10 @@ class Awaited:
 
 
 def judge_all(condition: str, known: Sequence[RunStatus]) -> Readiness:
-    """Return whether a sweep meets the condition, known once no trial is queued or running.
+    """Return the readiness of a sweep from the status of its trials.
 
-    ok and any: every trial must meet the condition; failed: at least one trial. A run counts as a
-    sweep of one.
+    WAITS while a trial is queued or running. ok and any: every trial must meet the condition;
+    failed: at least one trial. A run counts as a sweep of one.
     """
     judged = {judge(condition, status) for status in known}
     ends = (Readiness.NEVER, Readiness.HELD, Readiness.MET)
@@ -119,7 +119,7 @@ def judge_all(condition: str, known: Sequence[RunStatus]) -> Readiness:
 
 
 def judge(condition: str, status: RunStatus) -> Readiness:
-    """Judge whether an awaited run has reached the requested end."""
+    """Return whether an awaited run has reached the requested end, may, or never will."""
     state = status.state
     if state in ACTIVE:
         return Readiness.WAITS
@@ -150,7 +150,7 @@ def find(runs_dir: Path, text: str) -> tuple[str, str]:
 
 
 def check_awaited(spec: JobSpec) -> list[Awaited]:
-    """Check the runs that a request waits for; query Slurm at most once.
+    """Return the current state of each run that a request waits for; query Slurm at most once.
 
     Raises RequestError if the request of a sweep cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Error codes of ends: for an attempt's result, for a run that never starts, for a job's state.
+"""Error codes for how attempts, runs and jobs end.
 
 `clusterddp explain CODE` explains each code.
 """
@@ -24,7 +24,7 @@ BY_CAUSE: dict[str, str] = {
     Cause.PREFLIGHT: "CD1301",
     Cause.NOT_DUE: "CD1106",
 }
-"""Codes by cause, except failures (several codes) and done (no code)."""
+"""Error code of each cause; a failure's code depends on its reason, and done has none."""
 BY_JOB_STATE = {
     State.FAILED: "CD1218",
     State.TIMEOUT: "CD1205",

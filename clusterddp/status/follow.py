@@ -33,7 +33,10 @@ class LogTail:
     """Incremental reader of a growing log file, which need not exist yet."""
 
     def __init__(self, path: Path, lines: int | None = None, attempt: int | None = None) -> None:
-        """Start at the last `lines` existing lines; at the attempt's part of the log for None."""
+        """Start at the last `lines` existing lines, or at the beginning if None.
+
+        attempt: never start before this attempt's part of the log.
+        """
         self.path = path
         self._position = attempt_offset(path, attempt) if attempt else 0
         if lines is not None:

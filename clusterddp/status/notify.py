@@ -31,7 +31,7 @@ from clusterddp.slurm import client as slurm
 from clusterddp.slurm.states import JobState, State
 from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, run_status, statuses
-from clusterddp.status.sweeps import SweepStatus, has_failed, sweep_status
+from clusterddp.status.sweeps import SweepStatus, ended_without_success, sweep_status
 
 _MOST_OUTPUT_BYTES = 1 << 20
 _RESET_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
@@ -178,7 +178,9 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     _record_cancellations(runs, known)
     status: RunStatus | SweepStatus = known[0]
     if isinstance(run, SweepDir):
-        reasons = {index: s.why(in_short=True) for index, s in enumerate(known) if has_failed(s)}
+        reasons = {
+            index: s.why(in_short=True) for index, s in enumerate(known) if ended_without_success(s)
+        }
         status = sweep_status(run, [s.state for s in known], reasons)
     jobs = [s.array_task or s.job_id for s in known if s.state in ACTIVE]
     if isinstance(run, SweepDir):

@@ -22,7 +22,7 @@ from clusterddp.status.status import RunStatus, run_status, statuses
 
 _Result = TypeVar("_Result", bound="Stop | Cancellation")
 Send = Callable[[str], None]
-"""Function that passes a job id to scancel."""
+"""Function that cancels a job by its id; `apply_to_all` collects the ids instead."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Cancellation:
 def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     """Ask a run to save a checkpoint and exit; cancel it if it still waits in the queue.
 
-    send: removes a waiting job from Slurm's queue.
 
     The request is recorded first, so that no further attempt starts; on an error it is withdrawn.
     Raises SlurmError with scancel's message, or RequestError if the run's directory cannot be

@@ -128,8 +128,8 @@ def _counts(states: Iterable[RunState]) -> dict[RunState, int]:
     return {state: counted[state] for state in order if counted[state]}
 
 
-def has_failed(status: RunStatus) -> bool:
-    """Return whether a run failed, was stopped or cancelled, or never started."""
+def ended_without_success(status: RunStatus) -> bool:
+    """Return whether a run failed, was stopped or cancelled, never began, or is lost to Slurm."""
     return (
         status.state in (RunState.FAILED, RunState.STOPPED, RunState.CANCELLED, RunState.CREATED)
         or status.is_forgotten

@@ -30,7 +30,7 @@ from clusterddp.slurm.states import JobState, State
 from clusterddp.status import chain
 from clusterddp.status.state import ACTIVE, RunState, jobs_to_query, latest_submission
 from clusterddp.status.status import RunStatus, run_status, statuses
-from clusterddp.status.sweeps import has_failed
+from clusterddp.status.sweeps import ended_without_success
 from clusterddp.submission import bundle, slurm_checks, snapshot, submit
 from clusterddp.submission.claim import Claim, claimed
 from clusterddp.submission.fields import CHANGEABLE, refuse_launcher, remarks
@@ -409,7 +409,7 @@ def _failed_indices(sweep: SweepDir) -> list[int]:
             f"cannot tell whether {unsure.name} is still queued or running: {unsure.detail}. "
             "Two jobs must not train one run: try again when Slurm answers. [CD0509]"
         )
-    indices = [index for index, status in enumerate(known) if has_failed(status)]
+    indices = [index for index, status in enumerate(known) if ended_without_success(status)]
     own = {index: sweep.trial(index) for index in indices if _has_own_script(sweep, index)}
     indices = [index for index in indices if index not in own]
     if own:

@@ -180,9 +180,10 @@ class Resumable:
         Call it on every rank after `optimizer.step()`. metrics: rank 0's values are written;
         reports show `loss`, `accuracy` and `lr`.
 
-        Raises SystemExit after saving: 75 for a requested stop, 130 for Ctrl-C. At the last batch
-        of an epoch the save and the stop wait until the epoch's remaining code has run. Raises
-        RuntimeError at the second step of an epoch that does not use `batches`.
+        Raises SystemExit after saving: 75 for a requested stop, 130 for Ctrl-C, or 0 under a
+        torchrun agent, which treats any other code as a failure. At the last batch of an epoch the
+        save and the stop wait until the epoch's remaining code has run. Raises RuntimeError at the
+        second step of an epoch that does not use `batches`.
         """
         if self._in_epoch and not self._has_batches:
             if self._position.step_in_epoch:

@@ -179,7 +179,7 @@ def _rank(config: TrainConfig, attempt: Attempt, env: DistEnv) -> None:
 
 def rank_environment(env: DistEnv) -> dict[str, str]:
     """Return the environment of a local rank, without the variables of a Slurm job."""
-    foreign = dist_env.foreign(os.environ)
+    foreign = dist_env.foreign_variables(os.environ)
     inherited = {name: value for name, value in os.environ.items() if name not in foreign}
     return {**inherited, **env.to_environ(), "PYTHONUNBUFFERED": "1"}
 

@@ -467,7 +467,7 @@ def test_halves_and_values_out_of_range_name_what_was_typed(
 def test_a_surrounding_jobs_variables_are_foreign() -> None:
     job = ["SLURM_JOB_ID", "SLURMD_NODENAME", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PMI_RANK"]
     own = {"PATH": "/bin", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    assert dist_env.foreign({**dict.fromkeys(job, "1"), **own}) == job
+    assert dist_env.foreign_variables({**dict.fromkeys(job, "1"), **own}) == job
 
 
 def test_a_name_that_leads_nowhere_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from clusterddp.request.train_config import TRAINING
 from clusterddp.run.run_dir import RunDir, SweepDir
 from clusterddp.status.find import find_run, find_sweep, is_pattern, select
 from clusterddp.status.status import statuses
-from clusterddp.status.sweeps import has_failed
+from clusterddp.status.sweeps import ended_without_success
 from clusterddp.submission.fields import CONTAINER, changed, existing_templates
 from clusterddp.submission.resume import Resumption, Terms, resume
 
@@ -192,7 +192,7 @@ def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
 def _resume_each(given: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
     """Resume the runs of a pattern that failed or were stopped. Return the exit code."""
     runs = select(root, pattern)
-    again = [run for run, s in zip(runs, statuses(runs), strict=True) if has_failed(s)]
+    again = [run for run, s in zip(runs, statuses(runs), strict=True) if ended_without_success(s)]
     if not again:
         raise RequestError(
             f"none of the {len(runs)} runs of {pattern} failed or was stopped, so there is nothing "

@@ -76,7 +76,7 @@ def command(
     if env:
         dist_env.check_address(env.master_addr)
         # The variables of a surrounding job do not describe this rank.
-        change_environment({}, without=dist_env.foreign(os.environ))
+        change_environment({}, without=dist_env.foreign_variables(os.environ))
         if env.world_size > 1:
             click.echo(
                 f"clusterddp: rank {env.rank} waits up to {setting(config.rendezvous_timeout)} for "
