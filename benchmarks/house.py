@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import source, walks
 
 _ENTERED = "files entered by "
-_MOST_PARTS = 40
+_MAX_PARTS = 40
 """Parts of a figure that are listed where it is above its limit."""
 
 
@@ -103,7 +103,7 @@ def broken(figures: Mapping[str, object]) -> Iterator[str]:
         now = _size(figure)
         if now > row.limit:
             yield f"{row.label}: {now:,}, and the limit is {row.limit:,}"
-            yield from (f"    {part}" for part in _parts(figure)[:_MOST_PARTS])
+            yield from (f"    {part}" for part in _parts(figure)[:_MAX_PARTS])
         elif not now and row.goal:
             yield f"{row.label}: nothing was measured"
 

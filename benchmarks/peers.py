@@ -29,7 +29,7 @@ from pathlib import Path
 _KEPT = ("torch", "torchvision", "numpy")
 # What a peer's own requirements leave open, and what does not work with it.
 _LIMITS = {"nemo-run": ["leptonai<0.47"]}  # NeMo-Run 0.11 imports leptonai.api.v1, gone since
-_LONGEST_INSTALLATION_SECONDS = 900
+_MAX_INSTALLATION_SECONDS = 900
 _VERSIONS = """
 import importlib.metadata, json, sys
 print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:]}))
@@ -92,7 +92,7 @@ def _install(names: tuple[str, ...], folder: Path) -> None:
 
 def _run(argv: Sequence[str]) -> str:
     done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, timeout=_LONGEST_INSTALLATION_SECONDS
+        argv, capture_output=True, text=True, check=False, timeout=_MAX_INSTALLATION_SECONDS
     )
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]

@@ -17,7 +17,7 @@ from clusterddp import launchers, log
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
 from clusterddp.files import read_json
 from clusterddp.processes import START_METHODS
-from clusterddp.ranks.dist_env import MOST_PROCS
+from clusterddp.ranks.dist_env import MAX_PROCS
 from clusterddp.request.options import FLAG, Given, nearest
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
@@ -349,8 +349,8 @@ def launch(
         raise RequestError(
             f"procs: {procs!r} is not a number of processes. Use an integer: procs=2. [CD0102]"
         )
-    if not 1 <= procs <= MOST_PROCS:
-        raise RequestError(f"procs: {procs} is not between 1 and {MOST_PROCS}. [CD0102]")
+    if not 1 <= procs <= MAX_PROCS:
+        raise RequestError(f"procs: {procs} is not between 1 and {MAX_PROCS}. [CD0102]")
     known = START_METHODS if isinstance(target, TrainConfig) else START_METHODS[1:]
     if start_method not in (None, *known):
         raise RequestError(

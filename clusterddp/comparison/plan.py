@@ -23,7 +23,7 @@ from clusterddp.formatting import count
 from clusterddp.processes import hardware
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import Relay, held_back, send
-from clusterddp.ranks.dist_env import MOST_PROCS
+from clusterddp.ranks.dist_env import MAX_PROCS
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -173,10 +173,10 @@ def requests(
     """
     planned = []
     for turn, row in product(range(1, repeat + 1), [row for row in rows if not row.missing]):
-        if base is None and row.ranks > MOST_PROCS:
+        if base is None and row.ranks > MAX_PROCS:
             raise RequestError(
                 f"--world-sizes: {row.ranks} ranks are more than one workstation starts, "
-                f"{MOST_PROCS}. Ask for fewer, or add --launcher sbatch. [CD0105]"
+                f"{MAX_PROCS}. Ask for fewer, or add --launcher sbatch. [CD0105]"
             )
         run_name = f"{name}-{row.name}{f'-r{turn}' if repeat > 1 else ''}"
         path = f"{os.path.abspath(root)}/{run_name}"

@@ -24,7 +24,7 @@ from clusterddp.errors import DataError
 # For a mirror that does not answer: torchvision itself would wait two minutes per attempt.
 _NETWORK_TIMEOUT_SECONDS = 30
 # More than any file in MNIST's format; a small archive could unpack to any size.
-_LARGEST_FILE_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 _UNREADABLE = (OSError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError)
 
 
@@ -206,7 +206,7 @@ def _copy(offer: _Offer, target: Path) -> None:
                 if not block:
                     return
                 file.write(block)
-                if file.tell() > _LARGEST_FILE_BYTES:
+                if file.tell() > _MAX_FILE_BYTES:
                     raise DataError(
                         f"{offer.path} unpacks to over 1 GiB, more than any set has. [CD0604]"
                     )

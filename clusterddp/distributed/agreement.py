@@ -35,7 +35,7 @@ AUTO_CAPTURES = False
 """Whether `--cuda-graph auto` captures the built-in models on a single GPU; false until the tests
 marked `gpu` have passed on one."""
 POLL_SECONDS = 0.5
-_MOST_STEPS = 1000
+_MAX_STEPS = 1000
 _UNKNOWN = 10**9  # steps: more than any device does in POLL_SECONDS
 
 
@@ -204,7 +204,7 @@ class Poll:
         *answers, slowest = answer.tolist()
         self.pace = -slowest
         # Adjust slowly: the first steps are often slower, or faster, than later ones.
-        self._stride = max(1, min(self.pace, self._stride * 2, _MOST_STEPS))
+        self._stride = max(1, min(self.pace, self._stride * 2, _MAX_STEPS))
         self._next = step + self._stride
         self._last = (step, time.monotonic())
         return [int(value) for value in answers]

@@ -1,6 +1,6 @@
 """Checks of a login node: the account, Slurm, the directories and the Python.
 
-Nothing is queued or written. The checks run in parallel within `MOST_SECONDS`: a hanging file
+Nothing is queued or written. The checks run in parallel within `MAX_SECONDS`: a hanging file
 system costs one line, not the others.
 """
 
@@ -26,7 +26,7 @@ from clusterddp.processes.table import processes
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
 
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 """Time limit of all checks together."""
 IMPORT_SECONDS = 45.0
 """Bound on the start of --python: importing torch is slow on a cold file system."""
@@ -73,7 +73,7 @@ def examine(spec: JobSpec, template_folder: Path | None = None) -> Diagnosis:
 
 
 def _examine(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
     has_slurm = any(map(shutil.which, ("sbatch", "scontrol")))
     works = {
         "slurm": in_thread(lambda: slurm(spec, template_folder)) if has_slurm else None,
@@ -91,7 +91,7 @@ def _examine(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         try:
             outcome = work.result(max(deadline - time.monotonic(), 0.0))
         except NoResultError:
-            found = f"no response within {formatting.setting(MOST_SECONDS)}"
+            found = f"no response within {formatting.setting(MAX_SECONDS)}"
             checks.append(Check(name, BAD, found, "check whether a file system or Slurm hangs"))
         except (ClusterDDPError, OSError) as error:
             checks.append(Check(name, BAD, str(error), "fix what the message names"))

@@ -27,7 +27,7 @@ T = TypeVar("T")
 GOOD, WARNING, BAD = "good", "warning", "bad"
 SHORT_KILL_WAIT = 10
 """Seconds from SIGTERM to SIGKILL below which saving a checkpoint may fail."""
-MOST_PARTITIONS = 12
+MAX_PARTITIONS = 12
 """Number of partitions to forecast. With the other queries this stays below 30, the default bucket
 of slurmctld's rate limit per user (rl_bucket_size, Slurm 23.02 and later)."""
 _FORMS = ("gpus-per-node", "gres", "gpus-per-task")
@@ -99,7 +99,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     groups = site.groups()
     closed = {name: site.why_closed(records.get(name, {}), groups, own) for name in known}
     names = _ordered_names(known, spec.resources.partition)
-    forecasts = {name: forecast(_one_node(spec, known[name])) for name in names[:MOST_PARTITIONS]}
+    forecasts = {name: forecast(_one_node(spec, known[name])) for name in names[:MAX_PARTITIONS]}
     with_gpus = min((n for n in names if known[n].gpus), key=lambda n: bool(closed[n]), default="")
     gpu_forms = _gpu_requests(spec, known[with_gpus]) if with_gpus else {}
     asked_forms = {form: forecast(resources) for form, resources in gpu_forms.items()}

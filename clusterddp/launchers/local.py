@@ -38,7 +38,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import forms
 from clusterddp.slurm.client import submission_environment
 
-MOST_HOSTS = 250
+MAX_HOSTS = 250
 # sbatch(1), --signal=[{R|B}:]<sig_num>[@sig_time]
 _SIGNAL = re.compile(
     r"(?:(?P<flags>[RB]+):)?(?:SIG)?(?:(?P<name>[A-Z]+[0-9]?)|(?P<number>\d+))(?:@(?P<lead>\d+))?"
@@ -57,9 +57,9 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:  # noqa: ARG001 
         from clusterddp.status import chain  # few runs wait
 
         chain.check(chain.check_awaited(spec), has_queue=False)
-    if spec.resources.nodes > MOST_HOSTS:
+    if spec.resources.nodes > MAX_HOSTS:
         raise RequestError(
-            f"--nodes {spec.resources.nodes}: a rehearsal has at most {MOST_HOSTS} hosts. [CD1305]"
+            f"--nodes {spec.resources.nodes}: a rehearsal has at most {MAX_HOSTS} hosts. [CD1305]"
         )
     environ = submission_environment(os.environ)
     wants_gpus = spec.resources.gpus_per_node > 0

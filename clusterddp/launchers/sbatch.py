@@ -207,10 +207,10 @@ def directive(name: str, value: str | None) -> str:
     if value is None:
         return f"--{name}"
     forms.text(f"--{name}", value)
-    if len(value.encode()) > forms.LONGEST_DIRECTIVE_BYTES:
+    if len(value.encode()) > forms.MAX_DIRECTIVE_BYTES:
         raise RequestError(
             f"--{name}: the value has {len(value.encode())} bytes; Slurm's reader takes at most "
-            f"{forms.LONGEST_DIRECTIVE_BYTES}. [CD0107]"
+            f"{forms.MAX_DIRECTIVE_BYTES}. [CD0107]"
         )
     if re.fullmatch(_PLAIN, value):
         return f"--{name}={value}"

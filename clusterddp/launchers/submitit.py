@@ -32,7 +32,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client, forms
 
 _SIGNAL_VARIABLE = "SUBMITIT_PREEMPT_SIGNAL"
-_LEAST_PATIENCE_SECONDS = 30
+_MIN_PATIENCE_SECONDS = 30
 
 
 def prepare(spec: JobSpec, template_folder: Path | None) -> str:
@@ -83,7 +83,7 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
         argv=(spec.python, "-m", "clusterddp", *sbatch.task_arguments(spec)),
         policy=Policy.of(spec),
         world_size=spec.world_size,
-        patience_seconds=max(spec.signal_lead, _LEAST_PATIENCE_SECONDS),
+        patience_seconds=max(spec.signal_lead, _MIN_PATIENCE_SECONDS),
         by_protocol=_by_protocol(spec),
     )
     kept = dict(os.environ)

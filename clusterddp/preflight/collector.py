@@ -34,8 +34,8 @@ UNREACHED = 69
 """Exit code of a probe that cannot reach the batch host (EX_UNAVAILABLE in sysexits.h)."""
 _END_SECONDS = 3.0
 """Time for srun to exit; a stopped probe keeps it waiting."""
-_MOST_CONNECTIONS = 4096
-_MOST_BYTES = 64 << 10
+_MAX_CONNECTIONS = 4096
+_MAX_BYTES = 64 << 10
 """Longest accepted line; lines to the probes grow with the nodes and are not limited."""
 _OF_TASKS = {
     *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
@@ -55,7 +55,7 @@ class Lines:
         """Send an object. Raises OSError."""
         self.socket.sendall(json.dumps(content).encode() + b"\n")
 
-    def receive(self, most: int = _MOST_BYTES) -> Iterator[dict[str, object]] | None:
+    def receive(self, most: int = _MAX_BYTES) -> Iterator[dict[str, object]] | None:
         """Return the complete objects that have arrived; None at the end. Raises OSError.
 
         most: limit in bytes of a line; a sender that exceeds it is not a probe, and is cut off.
@@ -320,7 +320,7 @@ class _Collector:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             stream, _ = self._server.accept()
-            if self._connections >= _MOST_CONNECTIONS + len(self._hosts):
+            if self._connections >= _MAX_CONNECTIONS + len(self._hosts):
                 stream.close()
                 return
             self._connections += 1

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 
-LEAST_MEMORY_BYTES = 1 << 30
+MIN_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
 """Share of the others' median: a node below this share and the bytes above fails. So does a node
 below half of the job's memory per node and half of the others' median."""
-LEAST_FREE_BYTES = 64 << 20
+MIN_FREE_BYTES = 64 << 20
 """Space on the local disk; /dev/shm must hold one megabyte."""
 SPIN_FACTOR = 3.0
 """Factor over the others' median loop time that indicates a busy CPU."""
@@ -36,7 +36,7 @@ _SLOWNESS = {"other load", "link speed", "slow transfers"}
 """Checks whose failure slows a training down but does not break it."""
 _TRANSIENT = {*("other load", "unreachable", "slow transfers", "slow products", "slow all-reduces")}
 """Checks that a node can fail because of a short burst of load."""
-_MOST_REMARKS = 10
+_MAX_REMARKS = 10
 _FEW = 5
 SLOW_PRODUCT = 3.0
 """Factor below the others' median speed of matrix products at which a rank's node fails."""
@@ -200,9 +200,9 @@ def _result(
         unfit |= set() if what in _SLOWNESS else reasons.keys()
         is_transient = is_transient or (bool(reasons) and what in _TRANSIENT)
     pairs = [*unexplained(failed)]
-    remarks += pairs[:_MOST_REMARKS]
-    if len(pairs) > _MOST_REMARKS:
-        remarks.append(f"and {len(pairs) - _MOST_REMARKS} more pairs")
+    remarks += pairs[:_MAX_REMARKS]
+    if len(pairs) > _MAX_REMARKS:
+        remarks.append(f"and {len(pairs) - _MAX_REMARKS} more pairs")
     named = {host: "; ".join(reasons) for host, reasons in failed.items()}
     slow = tuple(host for host in failed if host not in unfit)
     return Result(named, tuple(remarks), is_transient, slow)
@@ -340,7 +340,7 @@ def _memory(node: Node, nodes: Sequence[Node]) -> str:
     if own < 0 or not others:
         return ""
     usual = statistics.median(others)
-    is_low = own < LEAST_MEMORY_BYTES and own < MEMORY_SHARE * usual
+    is_low = own < MIN_MEMORY_BYTES and own < MEMORY_SHARE * usual
     if is_low or (asked > 0 and own < asked / 2 and own < usual / 2):
         return f"{_bytes(own)} of memory available; median of the others: {_bytes(usual)}"
     return ""
@@ -350,7 +350,7 @@ def _disk(node: Node, _: Sequence[Node]) -> str:
     own = node.own
     if own.disk_fault:
         return f"local disk {own.disk}: {own.disk_fault}"
-    if 0 <= own.disk_free < LEAST_FREE_BYTES:
+    if 0 <= own.disk_free < MIN_FREE_BYTES:
         return f"local disk {own.disk}: {_bytes(own.disk_free)} free"
     return ""
 

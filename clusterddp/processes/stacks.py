@@ -29,7 +29,7 @@ ARMED_FILE = "clusterddp-stacks"
 # Ignored by default: it does not harm a program without a handler.
 _SIGNAL = signal.SIGURG
 _PY_SPY_SECONDS = 15.0
-_MOST_FRAMES = 200
+_MAX_FRAMES = 200
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _CAP_SYS_PTRACE = 19
 _FIRST_WITH_HOOK = 14
@@ -228,7 +228,7 @@ def _py_spys(text: str, pid: int) -> list[Thread]:
         main: list[Thread] = []
         others: list[Thread] = []
         for thread in json.loads(text):
-            calls = thread["frames"][:_MOST_FRAMES]
+            calls = thread["frames"][:_MAX_FRAMES]
             frames = [Frame(str(f["name"]), str(f["filename"]), int(f["line"])) for f in calls]
             name = thread.get("thread_name") or f"thread {thread.get('os_thread_id', '')}"
             is_main = name == "MainThread" or thread.get("os_thread_id") == pid
@@ -358,7 +358,7 @@ def _ask_hook(process: Process) -> tuple[list[Thread], str]:
         return [], _NO_HOOK_WORDS
     folder = Path(tempfile.mkdtemp(prefix="clusterddp-stacks-"))
     script, wanted, answer = folder / "hook.py", folder / "wanted", folder / "stacks"
-    script.write_text(_HOOKED.format(folder=str(folder), most=_MOST_FRAMES))
+    script.write_text(_HOOKED.format(folder=str(folder), most=_MAX_FRAMES))
     wanted.touch()
     is_asked = False
     try:

@@ -30,7 +30,7 @@ _STATES = {
     "t": "held by a debugger",
     "Z": "ended",
 }
-_MOST_PROCESSES = 4096
+_MAX_PROCESSES = 4096
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def processes() -> dict[int, Process]:
 def descendants(pid: int) -> Iterator[Process]:
     """Yield the descendants of a process, nearest first."""
     waiting, count = [pid], 0
-    while waiting and count < _MOST_PROCESSES:
+    while waiting and count < _MAX_PROCESSES:
         for child in filter(None, map(read_process, children(waiting.pop(0)))):
             count += 1
             waiting.append(child.pid)

@@ -18,14 +18,14 @@ from clusterddp.ranks.variables import Number, Place
 Origin = Literal["torch", "slurm", "single"]
 
 _COUNTS = {"rank": "world_size", "local_rank": "local_world_size", "node_rank": "num_nodes"}
-LOWEST_PORT = 12000
+MIN_PORT = 12000
 _PORTS = 20000
-HIGHEST_PORT = LOWEST_PORT + _PORTS - 1
+MAX_PORT = MIN_PORT + _PORTS - 1
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-MOST_RANKS = 100_000
+MAX_RANKS = 100_000
 """Limit of ranks started by hand: torch's store waits for at most 128 x 1024 keys at once
 (MAX_KEY_COUNT in TCPStoreBackend.cpp), and rank 0 waits for one key per rank."""
-MOST_PROCS = 1024
+MAX_PROCS = 1024
 """Limit of ranks on one workstation; a higher number is a typing error."""
 # Variables of a surrounding job or agent, which would make a rank look like its task.
 _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
@@ -147,7 +147,7 @@ def master_port(job_id: int, step_id: int, restart_count: int, candidate: int = 
     collide, and the candidates cover every port.
     """
     offset = job_id * 97 + step_id * 11 + restart_count + candidate * 4001
-    return LOWEST_PORT + offset % _PORTS
+    return MIN_PORT + offset % _PORTS
 
 
 def foreign_variables(environ: Mapping[str, str]) -> list[str]:
@@ -195,7 +195,7 @@ def from_flags(
             f"{', '.join(needed[:2])} and {needed[2]}, with the same world size and port in every "
             "shell. Give all of them, or none to read the ranks from the environment. [CD0802]"
         )
-    _within("--world-size", world_size, 1, MOST_RANKS)
+    _within("--world-size", world_size, 1, MAX_RANKS)
     _within("--rank", rank, 0, world_size - 1, f" (--world-size {world_size})")
     if master_port is not None:
         _within("--master-port", master_port, 1, 65535)

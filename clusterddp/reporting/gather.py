@@ -25,8 +25,8 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, coalesce, latest_report
 
-_LARGEST_SIDE = 512
-_MOST_CONFUSIONS = 20
+_MAX_SIDE = 512
+_MAX_CONFUSIONS = 20
 _OF_STATUS = (
     *("name", "state", "detail", "first_failure", "directory", "job_id", "launcher", "preflight"),
 )
@@ -168,7 +168,7 @@ def gather(run: RunDir, status: RunStatus) -> Gathered:
         where=list(resolved.where),
         stragglers=stragglers(ranks),
         attempts=past,
-        confusions=evaluation.confusions()[:_MOST_CONFUSIONS],
+        confusions=evaluation.confusions()[:_MAX_CONFUSIONS],
         settings=changed_settings(spec.program.options) if spec else {},
     )
     return Gathered(run, gathered, points, evaluation, spec)
@@ -305,7 +305,7 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
         height, width = record.shape
     except ValueError:  # binascii.Error is one
         return None
-    sound = 0 < height <= _LARGEST_SIDE and 0 < width <= _LARGEST_SIDE
+    sound = 0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE
     return pixels if sound and len(pixels) == height * width else None
 
 

@@ -22,11 +22,11 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.version import __version__
 
 _FORMATS = ("percent", "loss", "duration", "hours", "rate", "memory")
-_LARGEST_MATRIX = 30
-_MOST_RANKS = 16
-_MOST_ATTEMPTS = 50
-_MOST_LINES = 6  # rows of a sweep: more bands would cover each other
-_MOST_CURVES = 50  # runs averaged in one line with its band
+_MAX_MATRIX = 30
+_MAX_RANKS = 16
+_MAX_ATTEMPTS = 50
+_MAX_LINES = 6  # rows of a sweep: more bands would cover each other
+_MAX_CURVES = 50  # runs averaged in one line with its band
 _LEFT_OUT = "(left out)"
 
 
@@ -50,13 +50,13 @@ def page(gathered: Sequence[Gathered]) -> str:
 
 def sweep_page(report: SweepReport) -> str:
     """Render the page of a sweep; without matplotlib, a note replaces the plots."""
-    most = _MOST_LINES if plots.can_draw() else 0
+    most = _MAX_LINES if plots.can_draw() else 0
     best = [row for row in report.rows[:most] if report.by in row.metrics]
     folder = Path(report.directory)
     lines = [
         [
             read_lines(RunDir(folder.with_name(run.run)).metrics, all_over=True)
-            for run in row.trials[:_MOST_CURVES]
+            for run in row.trials[:_MAX_CURVES]
         ]
         for row in best
     ]
@@ -100,7 +100,7 @@ def _run(gathered: Gathered) -> dict[str, object]:
         "command": shlex.join(gathered.report.command),
         "rates": plots.rank_rates(gathered) if plots.can_draw() else None,
         "slow": {straggler.rank for straggler in gathered.report.stragglers},
-        "ranks": ranks if len(ranks) <= _MOST_RANKS else slowest[:_MOST_RANKS],
+        "ranks": ranks if len(ranks) <= _MAX_RANKS else slowest[:_MAX_RANKS],
         "fastest": max(rates, default=0.0),
         "sum_of_rates": sum(rates),
         "node_hours": [
@@ -109,7 +109,7 @@ def _run(gathered: Gathered) -> dict[str, object]:
         ]
         if usage and usage.node_hours
         else [],
-        "attempts": gathered.report.attempts[-_MOST_ATTEMPTS:],
+        "attempts": gathered.report.attempts[-_MAX_ATTEMPTS:],
         "matrix": _shaded(gathered.evaluation),
         "widest": _widest(gathered.evaluation),
         "worst": [
@@ -140,7 +140,7 @@ def _settings(
 def _shaded(evaluation: Evaluation) -> list[list[tuple[int, float]]]:
     """Pair each count with the opacity of its shade: the root of its share of the row."""
     matrix = evaluation.matrix
-    if not 0 < len(matrix) <= _LARGEST_MATRIX:
+    if not 0 < len(matrix) <= _MAX_MATRIX:
         return []
     return [
         [(count, round(0.85 * math.sqrt(count / (sum(row) or 1)), 3)) for count in row]

@@ -43,10 +43,10 @@ INSTALL = "pip install 'clusterddp[plots]'"
 
 # Placeholder for the page's text colour, which depends on the reader's theme.
 _TEXT = "#010203"
-_MOST_STEPS_MARKED = 100
-_MOST_LINES = 16  # ranks in one plot; more are drawn as a band
-_MOST_POINTS = 1500  # per line: more enlarge the page without a visible difference
-_MOST_TICKS = 8  # values with one tick each
+_MAX_STEPS_MARKED = 100
+_MAX_LINES = 16  # ranks in one plot; more are drawn as a band
+_MAX_POINTS = 1500  # per line: more enlarge the page without a visible difference
+_MAX_TICKS = 8  # values with one tick each
 _HEADING_WIDTH = 130  # characters per line above a plot
 # Redundant in HTML or set by the page's style: namespaces, group ids, fonts.
 _NEEDLESS = re.compile(
@@ -158,7 +158,7 @@ def rank_rates(gathered: Gathered) -> Drawing | None:
     def named(rank: int) -> str:
         return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
 
-    if size > _MOST_LINES:
+    if size > _MAX_LINES:
         lines = [_middle(points)]
         legend = [(PALETTE[0], f"{size} ranks: median, with a band from slowest to fastest")]
         slow = slow or _slowest(gathered, size)
@@ -408,7 +408,7 @@ def _marks(gathered: Gathered, colour: str) -> list[tuple[int, str]]:
 
 def _thinned(points: list[MetricsLine]) -> list[MetricsLine]:
     """Keep as many points as a plot can show, including the last one."""
-    stride = -(-len(points) // _MOST_POINTS)
+    stride = -(-len(points) // _MAX_POINTS)
     return points if stride < 2 else points[::-1][::stride][::-1]
 
 
@@ -549,7 +549,7 @@ def _over_values(
     if is_log:
         _logarithmic(axes, "x")
     axes.xaxis.set_major_formatter(_plain)
-    if len(values) <= _MOST_TICKS:
+    if len(values) <= _MAX_TICKS:
         axes.set_xticks([*values], labels=[f"{place:g}" for place in values])
         axes.xaxis.set_minor_locator(NullLocator())
     if report.lowest_first and _by_factors([height for _, height in marks]):
@@ -562,7 +562,7 @@ def _over_values(
 def marked(line: Line) -> list[int]:
     """Return the points with a marker: all of a strong line, else isolated points only."""
     drawn = [False, *(_drawable(value) for _, value in line.points), False]
-    if line.strong and len(line.points) <= _MOST_STEPS_MARKED:
+    if line.strong and len(line.points) <= _MAX_STEPS_MARKED:
         return [index for index in range(len(line.points)) if drawn[index + 1]]
     around = zip(drawn, drawn[1:], drawn[2:], strict=False)
     return [index for index, shown in enumerate(around) if shown == (False, True, False)]

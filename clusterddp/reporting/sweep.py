@@ -32,7 +32,7 @@ _OWN_NAMES = {"seconds": "train_seconds", "images_per_second": "images_per_secon
 _NO_METRICS = frozenset({"kind", "step", "epoch", "time", "rank_images_per_second"})
 _OF_TRAINING = ("images_per_second", "lr")  # also in evaluation lines, but not test metrics
 _LATEST_LINES = 50  # training lines searched for the latest value of each metric
-_MOST_STEPS = 200  # per curve: more make no visible difference
+_MAX_STEPS = 200  # per curve: more make no visible difference
 _WORDS = (
     "loss|error|err|perplexity|ppl|nll|mse|rmse|mae|wer|cer|fid|bpb|bpc|seconds|time|latency|memory"
     "|bytes"
@@ -276,7 +276,7 @@ def curve(runs: Sequence[Sequence[Mapping[str, object]]], kind: str, metric: str
         for lines in runs
     ]
     steps = sorted({step for points in each for step, _ in points})
-    stride = -(-len(steps) // _MOST_STEPS) or 1
+    stride = -(-len(steps) // _MAX_STEPS) or 1
     drawn: Curve = []
     for step in steps[::-1][::stride][::-1]:
         values = [value for points in each if (value := _between(points, step)) is not None]
@@ -295,7 +295,7 @@ def read_lines(path: Path, *, all_over: bool = False) -> list[dict[str, object]]
     except OSError:
         return []
     trained = [line for line in lines if b'"eval"' not in line]
-    stride = -(-len(trained) // (2 * _MOST_STEPS)) or 1
+    stride = -(-len(trained) // (2 * _MAX_STEPS)) or 1
     kept = trained[::-1][::stride][::-1] if all_over else trained[-_LATEST_LINES:]
     kept += [line for line in lines if b'"eval"' in line]
     known = [

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-_MOST_SCRIPT_BYTES = 65_536
-_MOST_WORD_CHARACTERS = 4096
+_MAX_SCRIPT_BYTES = 65_536
+_MAX_WORD_CHARACTERS = 4096
 """Longest shell word that is unquoted: unquoting takes quadratic time."""
 
 AGENTS = frozenset({"torchrun", "torch.distributed.launch"})
@@ -147,7 +147,7 @@ def in_script(command: Sequence[str], folder: Path) -> LauncherInScript | None:
         if path is None or not Path(path).is_file():
             return None
         with Path(path).open("rb") as file:
-            text = file.read(_MOST_SCRIPT_BYTES).decode(errors="replace")
+            text = file.read(_MAX_SCRIPT_BYTES).decode(errors="replace")
     except (OSError, ValueError):
         return None  # the task itself will report it
     if not is_shell and not _SHEBANG_OF_A_SHELL.match(text):
@@ -351,7 +351,7 @@ def _shell_commands(text: str) -> Iterator[tuple[list[str], list[int]]]:
 
 
 def _unquoted(word: str) -> str:
-    if len(word) > _MOST_WORD_CHARACTERS:
+    if len(word) > _MAX_WORD_CHARACTERS:
         return word
     try:
         return "".join(shlex.split(word, comments=False))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _REQUEST = "#REQUEST "
 _REQUEST_COLUMNS = 280
-MOST_LEAD_SECONDS = 120
+MAX_LEAD_SECONDS = 120
 DEFAULT_TEMPLATE = "ddp.sbatch.j2"
 LAUNCHERS = ("sbatch", "submitit", "local")
 OK, ANY, FAILED = CONDITIONS = ("ok", "any", "failed")
@@ -333,7 +333,7 @@ class JobSpec(Record):
         """Return the defaults that depend on other fields, by field."""
         resumable = self.program.resumable if self.resumable is None else self.resumable
         limit = forms.limit_seconds(self.resources.time)  # Slurm looks at limits twice a minute
-        lead = min(MOST_LEAD_SECONDS, limit // 5) if limit else MOST_LEAD_SECONDS
+        lead = min(MAX_LEAD_SECONDS, limit // 5) if limit else MAX_LEAD_SECONDS
         return {
             "resumable": self.program.resumable,
             "requeue": True if resumable or self.retries else None,

@@ -12,14 +12,14 @@ from pathlib import Path
 from clusterddp import files, formatting, log
 from clusterddp.preflight import collector, evaluation
 from clusterddp.preflight.collector import Collection
-from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT
+from clusterddp.ranks.dist_env import MAX_PORT, MIN_PORT
 from clusterddp.run.attempt import Attempt, print_to_job_log
 from clusterddp.run.records import PreflightRecord
 from clusterddp.slurm.forms import NONCE_VARIABLE
 
 _FORMAT = 1
 _OPEN = (
-    f"If a firewall forbids it, open ports {LOWEST_PORT} to {HIGHEST_PORT} between the nodes, "
+    f"If a firewall forbids it, open ports {MIN_PORT} to {MAX_PORT} between the nodes, "
     "where the ranks meet as well; or submit with --preflight none"
 )
 

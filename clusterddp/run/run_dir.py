@@ -126,7 +126,7 @@ class RunDir:
 
     @property
     def workdir_name(self) -> str:
-        """Directory in which the tasks start, relative to the top of the copy; empty for the top."""
+        """Directory in which the tasks start, below the top of the copy; empty for the top."""
         try:
             return os.readlink(self.workdir).partition("/")[2]  # noqa: PTH115 -- it normalizes
         except OSError:
@@ -144,7 +144,7 @@ class RunDir:
 
     @property
     def cli_name(self) -> str:
-        """Name or path of the run for a command in the current directory, relative if it is below."""
+        """Name or path of the run for a command in the current directory, relative if below it."""
         usual = Path(os.environ.get("CLUSTERDDP_RUNS_DIR") or "jobs")
         path, here = self.path.absolute(), Path.cwd()
         if path.parent == usual.absolute():

@@ -16,7 +16,7 @@ from clusterddp.scripts.python_file import PythonFile, Started
 from clusterddp.scripts.python_rules import PYTHON_RULES
 from clusterddp.scripts.sbatch_rules import SBATCH_RULES
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 """Size limit of a script; Slurm's own is four times that."""
 
 
@@ -24,13 +24,13 @@ def read_script(name: str) -> str:
     """Read a script; `-` is standard input. Raises RequestError if it is unreadable."""
     try:
         if name == "-":
-            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with Path(name).open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
+                data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
             raise RequestError(
-                f"{name!r} is larger than {_MOST_BYTES:,} bytes; give a job script. [CD0315]"
+                f"{name!r} is larger than {_MAX_BYTES:,} bytes; give a job script. [CD0315]"
             )
         if b"\0" in data:
             raise RequestError(

@@ -40,8 +40,8 @@ _DISTRIBUTED_NAMES = (
 _DISTRIBUTED = frozenset(_DISTRIBUTED_NAMES.split())
 
 
-_MOST_BITS = 10_000
-_MOST_VALUES = 30
+_MAX_BITS = 10_000
+_MAX_VALUES = 30
 """Assignments of one name to follow; more occur only in generated code."""
 _OF_ENV = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 """Variables that init_process_group reads."""
@@ -84,7 +84,7 @@ class PythonFile:
         self.nodes = list(ast.walk(self.tree))
         for node in self.nodes:
             value = node.value if isinstance(node, ast.Constant) else 0
-            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            if isinstance(value, int) and value.bit_length() > _MAX_BITS:
                 cast(ast.Constant, node).value = None  # Python refuses to convert it to text
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._called: dict[str, bool] = {}
@@ -258,7 +258,7 @@ class PythonFile:
         """Return the values assigned to a variable or attribute; none if there are too many."""
         name = getattr(node, "id", getattr(node, "attr", ""))
         values = self._values.get((type(node), name), [])
-        return values if len(values) <= _MOST_VALUES else []
+        return values if len(values) <= _MAX_VALUES else []
 
     @cached_property
     def _values(self) -> dict[tuple[type, str], list[ast.expr]]:

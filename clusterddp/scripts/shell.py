@@ -22,9 +22,9 @@ _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
 _DEEPEST = 40
 """Deepest nesting of substitutions to parse; scripts written by hand stay below ten."""
-_LONGEST_VALUE = 8_192
+_MAX_VALUE = 8_192
 """Length limit of a variable's value; stops values that keep doubling."""
-_MOST_EXPANDED = 1 << 20
+_MAX_EXPANDED = 1 << 20
 """Limit of characters that variables may insert; later ones become marks."""
 
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:&>>|&>|<<<|<<-|<<|>>|>\||>&|<&|<>|[<>](?!\())")
@@ -489,7 +489,7 @@ class _Reader:
                     before_it = self.mark(Expansion(f"${name}", self.line(begin), name))
                 text = before_it + text
             self.arrays.pop(name, None)
-        text = text[:_LONGEST_VALUE]
+        text = text[:_MAX_VALUE]
         source = self.text[match.end() : self.at]
         line = self.line(begin)
         assignments.append(Assignment(name, text, line, source, exported))
@@ -615,7 +615,7 @@ class _Reader:
             fields += parts[1:]
         if is_empty and not is_quoted:
             return []
-        return [Word(text[:_LONGEST_VALUE], line, source, is_quoted, begin) for text in fields]
+        return [Word(text[:_MAX_VALUE], line, source, is_quoted, begin) for text in fields]
 
     def pieces(self) -> list[_Piece]:
         """Read the parts of one word up to an unquoted blank or operator."""
@@ -728,7 +728,7 @@ class _Reader:
     def may_expand(self, value: str) -> bool:
         """Return whether a variable's value is within the expansion limit; count it."""
         self.script.spent[0] += len(value)
-        return self.script.spent[0] < _MOST_EXPANDED
+        return self.script.spent[0] < _MAX_EXPANDED
 
     def braces(self, quoted: bool) -> _Piece:
         """Read `${NAME}` with its optional index and operator."""

@@ -45,7 +45,7 @@ SBATCH_SECONDS = 60.0
 _NO_SUCH_OPTION = re.compile(r"unrecognized option|doesn't allow an argument|invalid option")
 _PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
 COMPLETION_SECONDS = 3.0
-MOST_SCONTROL_CALLS = 8
+MAX_SCONTROL_CALLS = 8
 """Limit of calls, one per job, that only add the exit codes of jobs without a recorded one."""
 # execve(2) returns EACCES for an unsearchable directory or a non-executable file.
 _NOT_ON_PATH = (FileNotFoundError, PermissionError)
@@ -304,7 +304,7 @@ def _add_exit_codes(
     jobs: dict[str, JobState], environ: Mapping[str, str] | None, besides: Sequence[str]
 ) -> None:
     ended = [j for j, job in jobs.items() if job.state.is_final and j not in besides]
-    for job_id in ended[-MOST_SCONTROL_CALLS:]:
+    for job_id in ended[-MAX_SCONTROL_CALLS:]:
         try:
             name = jobs[job_id].element or job_id
             answer = ask(["scontrol", "show", "job", "-o", name], environ)

@@ -22,7 +22,7 @@ from typing import NoReturn
 from clusterddp.errors import OptionError, RequestError
 
 # Slurm copies a directive's argument into a buffer of BUFSIZ (8192) bytes: src/common/slurm_opt.c.
-LONGEST_DIRECTIVE_BYTES = 8000
+MAX_DIRECTIVE_BYTES = 8000
 
 # Patterns are texts: `re` compiles and caches them at first use, and a start uses few of them.
 _CONTROL = r"[\x00-\x08\x0a-\x1f\x7f]"

@@ -31,7 +31,7 @@ from clusterddp.status.state import ACTIVE, RunState, latest_submission
 from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.sweeps import overall_state, summary
 
-_MOST_FOLLOWED = 1000
+_MAX_FOLLOWED = 1000
 """Largest number of runs and sweeps searched for a circular wait."""
 
 
@@ -226,7 +226,7 @@ def _find_circle(spec: JobSpec, awaited: Sequence[Awaited]) -> list[str]:
     own = {os.path.realpath(path) for path in (own | {spec.shared_dir}) - {""}}
     ways = [[each.run] for each in awaited if each.readiness is Readiness.WAITS]
     seen = set()
-    for way in itertools.islice(ways, _MOST_FOLLOWED):  # the list grows during the loop
+    for way in itertools.islice(ways, _MAX_FOLLOWED):  # the list grows during the loop
         with contextlib.suppress(ClusterDDPError, OSError):
             for path in _waits_for(way[-1]):
                 if os.path.realpath(path) in own:

@@ -33,7 +33,7 @@ from clusterddp.status.state import ACTIVE, RunState
 from clusterddp.status.status import RunStatus, run_status, statuses
 from clusterddp.status.sweeps import SweepStatus, ended_without_success, sweep_status
 
-_MOST_OUTPUT_BYTES = 1 << 20
+_MAX_OUTPUT_BYTES = 1 << 20
 _RESET_SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT", "PIPE")
 """Signals that the batch controller or Python ignores; the program gets default actions."""
 
@@ -312,8 +312,8 @@ def _copy(source: int, target: int) -> None:
     taken = 0
     with contextlib.suppress(OSError), os.fdopen(source, "rb"), os.fdopen(target, "wb"):
         while text := os.read(source, 1 << 16):
-            if taken < _MOST_OUTPUT_BYTES:
-                os.write(target, text[: _MOST_OUTPUT_BYTES - taken])
+            if taken < _MAX_OUTPUT_BYTES:
+                os.write(target, text[: _MAX_OUTPUT_BYTES - taken])
             taken += len(text)
-        if taken > _MOST_OUTPUT_BYTES:
-            os.write(target, f"\n… and {taken - _MOST_OUTPUT_BYTES} bytes more\n".encode())
+        if taken > _MAX_OUTPUT_BYTES:
+            os.write(target, f"\n… and {taken - _MAX_OUTPUT_BYTES} bytes more\n".encode())

@@ -39,7 +39,7 @@ ANSWER_SECONDS = 60.0
 _ANSWER = "clusterddp-stacks"
 _CHUNK = 512  # srun forwards lines of up to 1,024 bytes in one piece
 _AT_ONCE = 8
-_MOST_WORDS = 80
+_MAX_WORDS = 80
 _LIBRARIES = ("site-packages/", "dist-packages/")
 _DATALOADER = "torch/utils/data/dataloader.py"
 
@@ -376,7 +376,7 @@ def _threads(entry: _Entry) -> Iterator[str]:
 def _shortened(words: str) -> str:
     """Return a command line (possibly with a whole program) as one short line."""
     text = line(words)
-    return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]}…"
+    return text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}…"
 
 
 def heading(name: str, rank_stacks: Sequence[RankStacks]) -> str:

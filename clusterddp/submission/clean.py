@@ -41,7 +41,7 @@ CHECKPOINT = "checkpoint"
 CODE = "code"
 CLUSTERDDP = "clusterddp"
 _OWN_CLUSTERDDP = re.compile(r"clusterddp-[^/]+-[0-9a-f]{12}\.pyz", re.ASCII)
-_MOST_NAMES = 5
+_MAX_NAMES = 5
 _OVER = (RunState.CREATED, RunState.DONE, RunState.FAILED, RunState.STOPPED, RunState.CANCELLED)
 
 
@@ -213,7 +213,7 @@ def _plan_shared(sweep: SweepDir, *, named: bool, older_than: float, now: float)
         if needed:
             reason = "trials that use its files can resume"
             if named:
-                reason += f": {formatting.join_limited(needed, _MOST_NAMES, ', ')}"
+                reason += f": {formatting.join_limited(needed, _MAX_NAMES, ', ')}"
             return Cleaning(sweep, state, skip_reason=reason)
         if sweep.path.is_symlink() and not named:
             return Cleaning(sweep, state, skip_reason="its directory is a link")

@@ -50,9 +50,9 @@ from clusterddp.submission.submit import (
 )
 from clusterddp.version import of_script
 
-_MOST_FILES = 5
-_MOST_CHANGES = 20
-_MOST_COMMANDS = 20
+_MAX_FILES = 5
+_MAX_CHANGES = 20
+_MAX_COMMANDS = 20
 _EITHER = (
     "Add --template-dir DIR, edit the script and resume without options, or add "
     "--allow-config-change to render it again."
@@ -416,7 +416,7 @@ def _failed_indices(sweep: SweepDir) -> list[int]:
         commands = [f"clusterddp resume {run.cli_name}" for run in own.values()]
         words = (
             "trials that have their own options must be resumed separately: "
-            f"{formatting.join_limited(commands, _MOST_COMMANDS, ', ')}"
+            f"{formatting.join_limited(commands, _MAX_COMMANDS, ', ')}"
         )
         if not indices:
             raise RequestError(words, code="CD1103")
@@ -465,7 +465,7 @@ def _check_changes(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms) -
         if differing:
             raise RequestError(
                 f"the code in {Path.cwd()} has changed since {run.name} was submitted: "
-                f"{formatting.join_limited(differing, _MOST_CHANGES, ', ')}. Restore it, or, to "
+                f"{formatting.join_limited(differing, _MAX_CHANGES, ', ')}. Restore it, or, to "
                 f"run the current files, {_way_to_current_files(before, run)}. [CD0313]"
             )
 
@@ -757,4 +757,4 @@ def _limit_of_code(recorded: snapshot.Snapshot | None) -> float:
 
 
 def _shown(names: Sequence[str]) -> str:
-    return formatting.join_limited(names, _MOST_FILES, ", ")
+    return formatting.join_limited(names, _MAX_FILES, ", ")

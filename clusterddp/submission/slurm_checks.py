@@ -10,7 +10,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.slurm import forms
 from clusterddp.slurm.site import ArrayLimits, Partition
 
-_MOST_NAMES = 30
+_MAX_NAMES = 30
 
 
 def check_partitions(
@@ -29,7 +29,7 @@ def check_partitions(
     asked, names = spec.resources, spec.resources.partition.split(",")
     unknown = [name for name in names if name and name not in partitions]
     if unknown:
-        known = formatting.join_limited(list(partitions), _MOST_NAMES, ", ")
+        known = formatting.join_limited(list(partitions), _MAX_NAMES, ", ")
         problem = f" {unknown[0]}: no such partition. This cluster has {known}."
         raise OptionError("--partition", problem)
     of_job = [p for p in partitions.values() if p.name in names or (names == [""] and p.is_default)]

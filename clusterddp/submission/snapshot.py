@@ -27,7 +27,7 @@ from clusterddp.run.run_dir import RunDir, describe_output_folder, run_folders
 
 LIMIT_MB = 50.0
 """Code is smaller, even with notebooks; more means data or checkpoints missing in .gitignore."""
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """Maximum of files and links in a copy: a shared file system creates about 1,000 per second."""
 
 _NEVER = frozenset({".git", "__pycache__"})
@@ -496,7 +496,7 @@ def _plan(tree: Path, limit_mb: float, exclude: Collection[Path], workdir: str) 
     for name in _files(top, listed or _walk(top, "", folders), folders):
         if item := _measure(top, name):
             items[name] = item
-        if len(items) > 10 * MOST_FILES:
+        if len(items) > 10 * MAX_FILES:
             break  # perhaps a home directory: enough files to name the largest directories
     large = _large(items, limit_mb)
     items = {name: item for name, item in items.items() if name not in large}
@@ -520,11 +520,11 @@ def _links(plan: Plan) -> dict[str, str]:
                 continue
             if entry.is_symlink() or entry.is_dir() or entry.is_file():
                 links[name] = f"{plan.tree}/{name}"
-    if len(links) + len(plan.items) > MOST_FILES:
+    if len(links) + len(plan.items) > MAX_FILES:
         full, count = Counter(name.rpartition("/")[0] for name in links).most_common(1)[0]
         raise RequestError(
             f"the code in {plan.tree} has {len(links):,} git-ignored files and directories next to "
-            f"it, {count:,} of them in {_printable(full or '.')}; at most {MOST_FILES:,} are "
+            f"it, {count:,} of them in {_printable(full or '.')}; at most {MAX_FILES:,} are "
             "copied or linked. Move them to a directory without code, or use --no-snapshot to run "
             "from the directory itself. [CD0311]"
         )
@@ -650,12 +650,12 @@ def _check_limits(tree: str, items: Mapping[str, Item], limit_mb: float, without
     ignore = "list other files in .gitignore (they are linked then)"
     if without_git:
         ignore += f", which was not used here ({without_git})"
-    if len(items) > MOST_FILES:
+    if len(items) > MAX_FILES:
         largest = _largest(dict.fromkeys(items, 1), lambda count: f"{count:,} files")
-        at_least = "at least " if len(items) > 10 * MOST_FILES else ""
+        at_least = "at least " if len(items) > 10 * MAX_FILES else ""
         raise RequestError(
             f"the code in {tree} has {at_least}{len(items):,} files, but a run's copy may have at "
-            f"most {MOST_FILES:,}. Most are in {largest}. Submit from the directory of the code, "
+            f"most {MAX_FILES:,}. Most are in {largest}. Submit from the directory of the code, "
             f"{ignore}, or use --no-snapshot to run from the directory itself. [CD0311]"
         )
     if total > limit_mb * 1e6:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc's maximum on 64 bits (HEAP_MAX_SIZE / 2)
+_MAX_MMAP_THRESHOLD = 32 << 20  # glibc's maximum on 64 bits (HEAP_MAX_SIZE / 2)
 # Controller -> limit, usage, and the part of the usage that is reclaimable file cache
 # (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
 _FILES = {
@@ -161,7 +161,7 @@ def keep_freed() -> None:
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_ARENA_MAX, 1)
 

@@ -27,7 +27,7 @@ from clusterddp.run.outcome import read_outcome
 from clusterddp.run.records import SLOW, RankReport, SlowRank, SlowRanks
 from clusterddp.training.device import peak_bytes
 
-_LEAST_STEPS = 50
+_MIN_STEPS = 50
 _SPANS = 6
 """Number of consecutive slow spans before a report, so that a single hiccup is not reported."""
 
@@ -343,7 +343,7 @@ class Stragglers:
             del self._spells[rank]
 
     def _is_long(self, seconds: float, steps: int) -> bool:
-        return seconds >= self._patience and steps >= _LEAST_STEPS
+        return seconds >= self._patience and steps >= _MIN_STEPS
 
     def _renew(self, spell: _Spell, until: float | None) -> None:
         """Update the record."""

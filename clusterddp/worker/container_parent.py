@@ -38,7 +38,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.command import become
 from clusterddp.worker.supervise import supervise
 
-LEAST_PYTHON = (3, 10)
+MIN_PYTHON = (3, 10)
 _SMALL_SHARED_MEMORY = 256 << 20
 _PROBE_SECONDS = 60.0
 _RECORDS_SECONDS = 10.0
@@ -237,10 +237,10 @@ def _reason(start: ContainerStart, task: Sequence[str]) -> TrainingError | None:
         return None
     if done.returncode == 0:
         major, minor, *missing = done.stdout.splitlines()[-1].split()  # a site's hook may print
-        if (int(major), int(minor)) < LEAST_PYTHON:
+        if (int(major), int(minor)) < MIN_PYTHON:
             return TrainingError(
                 f"{python} in {image} is Python {major}.{minor}, but "
-                f"{'.'.join(map(str, LEAST_PYTHON))} or later is needed. Use another image, or "
+                f"{'.'.join(map(str, MIN_PYTHON))} or later is needed. Use another image, or "
                 "name another interpreter in it with --python. [CD1006]"
             )
         if missing:

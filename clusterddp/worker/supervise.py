@@ -294,7 +294,7 @@ def report(error: BaseException) -> None:
     if _reports is None:
         return
     # It must fit into the pipe's buffer: the parent reads only after the task's end.
-    message = str(error)[:LONGEST_MESSAGE]
+    message = str(error)[:MAX_MESSAGE]
     peer_lost = bool(getattr(error, "peer_lost", False))
     # clusterddp's errors need no type; for others the type is half the message.
     kind, code = type(error).__name__, ""
@@ -338,15 +338,15 @@ PEER_LOST = (
 times out, or the store does not answer while a communicator is set up (torch 2.4 to 2.15)."""
 # NCCL's message for a cause on this host, which follows the system error.
 _OWN_FAULTS = ("shared memory segment",)
-LONGEST_MESSAGE = 4000
-_LONGEST_TYPE = 200
-_MOST_FILE_BYTES = 1 << 20
+MAX_MESSAGE = 4000
+_MAX_TYPE = 200
+_MAX_FILE_BYTES = 1 << 20
 _LOG_TAIL_BYTES = 1 << 18
 # torch raises RuntimeError and its own classes; a ConnectionResetError may come from a download.
 _TORCHS_ERROR = re.compile(r"RuntimeError|(?:torch\.distributed\.)?Dist\w*Error")
 _HEADER = "Traceback (most recent call last):"
 _ANOTHER = "During handling of the above exception, another exception occurred:"
-_MOST_TRACEBACKS = 100
+_MAX_TRACEBACKS = 100
 # Prefix of each line by torch's excepthook while there is a process group.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
 _EXCEPTION = re.compile(r"(?P<type>[^\W\d][\w.]*)(?:: (?P<message>.*))?", re.DOTALL)
@@ -425,9 +425,9 @@ def parse_error_file(path: Path) -> TaskError | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_FILE_BYTES:
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
                 return None
-            content: object = json.loads(file.read(_MOST_FILE_BYTES))
+            content: object = json.loads(file.read(_MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     message = content.get("message") if isinstance(content, dict) else None
@@ -445,7 +445,7 @@ def parse_traceback(log: str) -> TaskError | None:
     If it is a launcher's, which only reports a failed child, use the child's error above it.
     """
     lines = [_RANK.sub("", line) for line in log.splitlines()]
-    headers = [number for number, line in enumerate(lines) if line == _HEADER][-_MOST_TRACEBACKS:]
+    headers = [number for number, line in enumerate(lines) if line == _HEADER][-_MAX_TRACEBACKS:]
     error = _exception(lines, headers[-1]) if headers else _startup_error(lines)
     if error is None or not _is_of_launcher(error):
         return error
@@ -493,11 +493,11 @@ def parse_abort(log: str, *, of_command: bool = False) -> TaskError | None:
     said = next((lines for words in _NCCL_WATCHDOG if (lines := words.findall(log))), None)
     if not said:
         return None
-    text = clean(said[-1])[:LONGEST_MESSAGE]
+    text = clean(said[-1])[:MAX_MESSAGE]
     return TaskError("NCCL's watchdog", text, _names_lost_peer(text), of_command)
 
 
 def _error(kind: str, message: str | None) -> TaskError:
-    text = clean(message or "")[:LONGEST_MESSAGE]
+    text = clean(message or "")[:MAX_MESSAGE]
     lost = bool(_TORCHS_ERROR.fullmatch(kind)) and _names_lost_peer(text)
-    return TaskError(clean(kind)[:_LONGEST_TYPE], text, lost, of_command=True)
+    return TaskError(clean(kind)[:_MAX_TYPE], text, lost, of_command=True)

@@ -17,7 +17,7 @@ import pytest
 
 from clusterddp.batch import controller, step_watch
 from clusterddp.launchers import sbatch
-from clusterddp.ranks.dist_env import HIGHEST_PORT, LOWEST_PORT, master_port
+from clusterddp.ranks.dist_env import MAX_PORT, MIN_PORT, master_port
 from clusterddp.request.resources import Resources
 from clusterddp.run import preflight
 from clusterddp.run.attempt import Attempt
@@ -179,7 +179,7 @@ def test_preflight_takes_no_port_that_the_ranks_of_a_job_can_take() -> None:
     for_ranks = {master_port(7, start, 3, n) for start in range(9) for n in range(5)}
     for start in range(9):
         ports = controller.preflight_ports(7, 3, start)
-        assert all(LOWEST_PORT <= port <= HIGHEST_PORT for port in ports)
+        assert all(MIN_PORT <= port <= MAX_PORT for port in ports)
         assert for_ranks.isdisjoint(ports)
 
 

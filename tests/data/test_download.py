@@ -292,7 +292,7 @@ def test_a_source_that_cannot_be_imported_is_explained(
 def test_an_archive_that_unpacks_without_end_is_stopped(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "_LARGEST_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(download, "_MAX_FILE_BYTES", 1 << 20)
     source = gzipped(raw, tmp_path / "source")
     (source / f"{mnist.TEST_LABELS}.gz").write_bytes(gzip.compress(bytes(5 << 20)))
     with pytest.raises(DataError, match="unpacks to over"):

@@ -182,7 +182,7 @@ def test_a_check_that_hangs_costs_its_own_line(
 ) -> None:
     released = threading.Event()
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(examine, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(examine, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(examine, "runs_directory", lambda *_, **__: released.wait(600))
     monkeypatch.setattr(examine, "python", lambda _: examine.Check("python", GOOD, "here"))
     try:

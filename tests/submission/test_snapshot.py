@@ -543,7 +543,7 @@ def test_too_many_files_are_refused(
         if not shutil.which("git"):
             pytest.skip("no git on this machine")
         git(tree, "init", "--quiet")
-    monkeypatch.setattr(snapshots, "MOST_FILES", 20)
+    monkeypatch.setattr(snapshots, "MAX_FILES", 20)
     with pytest.raises(RequestError) as refused:
         take(tree, target)
     said = str(refused.value)
@@ -552,7 +552,7 @@ def test_too_many_files_are_refused(
     assert "--no-snapshot" in said
     assert not target.exists()
     assert fingerprint(tree) is None
-    monkeypatch.setattr(snapshots, "MOST_FILES", 21)
+    monkeypatch.setattr(snapshots, "MAX_FILES", 21)
     assert take(tree, target).files == 21
 
 
@@ -560,7 +560,7 @@ def test_counting_stops_in_a_tree_that_is_no_code_at_all(
     tree: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tree, {f"home/{number}": "" for number in range(100)})
-    monkeypatch.setattr(snapshots, "MOST_FILES", 5)
+    monkeypatch.setattr(snapshots, "MAX_FILES", 5)
     with pytest.raises(RequestError, match="has at least 51 files"):
         take(tree, target)
 
@@ -569,7 +569,7 @@ def test_too_many_ignored_files_beside_code_are_refused(
     repository: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(repository, {f"package/{number}.so": "x" for number in range(20)})
-    monkeypatch.setattr(snapshots, "MOST_FILES", 23)
+    monkeypatch.setattr(snapshots, "MAX_FILES", 23)
     with pytest.raises(
         RequestError, match=r"21 git-ignored files .* 20 of them in package; at most 23 "
     ):

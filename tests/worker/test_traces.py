@@ -15,7 +15,7 @@ from clusterddp.run.outcome import Outcome, read_outcomes
 from clusterddp.run.records import TaskError
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import end_codes
-from clusterddp.worker.supervise import LONGEST_MESSAGE, parse_error_file, parse_traceback
+from clusterddp.worker.supervise import MAX_MESSAGE, parse_error_file, parse_traceback
 from tests.hostile import CARRIED, REFUSED
 from tests.waiting import PATIENCE
 
@@ -106,7 +106,7 @@ def test_the_loss_of_a_peer_is_told_from_an_error_of_its_own(words: str, lost: b
         ({"message": {"message": "ValueError: a\nb", "extraInfo": {}}}, "ValueError", "a\nb"),
         ({"message": "ValueError: a"}, "ValueError", "a"),
         ({"message": "all went wrong!"}, "", "all went wrong!"),
-        ({"message": "E: " + "x" * 9999}, "E", "x" * LONGEST_MESSAGE),
+        ({"message": "E: " + "x" * 9999}, "E", "x" * MAX_MESSAGE),
     ],
 )
 def test_torchs_error_file_is_read(tmp_path: Path, content: Any, type_: str, message: str) -> None:

@@ -14,7 +14,7 @@ from clusterddp.errors import RequestError
 from clusterddp.request.train_config import DATASETS
 
 F = TypeVar("F", bound=Callable[..., object])
-_MOST_IMAGES = 1_000_000
+_MAX_IMAGES = 1_000_000
 
 
 def _data_dir(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
@@ -38,7 +38,7 @@ _DATA_DIR_OPTION = click.option(
 def _images_option(purpose: str, count: int) -> Callable[[F], F]:
     return click.option(
         f"--{purpose}-images",
-        type=click.IntRange(1, _MOST_IMAGES),
+        type=click.IntRange(1, _MAX_IMAGES),
         default=count,
         show_default=True,
         help=f"Images to {purpose} on.",

@@ -12,7 +12,7 @@ from clusterddp.cli.options import SettingsCommand, config_option, given_by, opt
 from clusterddp.cli.runs import RUNS_DIR_OPTION
 from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
 from clusterddp.processes import START_METHODS
-from clusterddp.ranks.dist_env import MOST_PROCS, DistEnv
+from clusterddp.ranks.dist_env import MAX_PROCS, DistEnv
 from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.request.train_config import TRAINING, TrainConfig
 from clusterddp.run import attempt as attempts
@@ -27,7 +27,7 @@ from clusterddp.submission.inputs import check_inputs
 @options(OPTIONS[name.replace("_", "-")] for name in ("python", "hang-timeout", *CONTAINER))
 @click.option(
     "--procs",
-    type=click.IntRange(1, MOST_PROCS),
+    type=click.IntRange(1, MAX_PROCS),
     default=1,
     show_default=True,
     envvar="CLUSTERDDP_PROCS",

@@ -22,9 +22,9 @@ from clusterddp.status.find import find_run, find_sweep, is_pattern, latest_swee
 from clusterddp.status.status import statuses
 
 _WIDTH = len("straggler") + 2
-_MOST_ATTEMPTS = 8
-_MOST_NAMED = 5
-_MOST_HOSTS = 8
+_MAX_ATTEMPTS = 8
+_MAX_NAMED = 5
+_MAX_HOSTS = 8
 _NAMES = "NAME STATE MODEL RANKS NODES TEST-ACCURACY TRAIN-SECONDS IMAGES/S PEAK-MEMORY ATTEMPTS"
 _HEADER = tuple(_NAMES.split())
 
@@ -166,8 +166,8 @@ def describe(report: RunReport) -> str:
         *_attempts(report),
         ("usage", _usage(figures)),
         *_slow_ranks(report),
-        *(("straggler", rank.describe()) for rank in report.stragglers[:_MOST_NAMED]),
-        ("confusions", "; ".join(pair.describe() for pair in report.confusions[:_MOST_NAMED])),
+        *(("straggler", rank.describe()) for rank in report.stragglers[:_MAX_NAMED]),
+        ("confusions", "; ".join(pair.describe() for pair in report.confusions[:_MAX_NAMED])),
         *(("warning", text) for text in figures.warnings),
         ("files", report.status.directory),
     ]
@@ -198,7 +198,7 @@ def _training(figures: Report) -> str:
 def _ranks(figures: Report) -> str:
     if figures.world_size is None:
         return ""
-    hosts = f" on {formatting.join_limited(figures.hosts, _MOST_HOSTS)}" if figures.hosts else ""
+    hosts = f" on {formatting.join_limited(figures.hosts, _MAX_HOSTS)}" if figures.hosts else ""
     return f"{formatting.count(figures.world_size, 'rank')}{hosts}"
 
 
@@ -230,9 +230,9 @@ def _attempts(report: RunReport) -> list[tuple[str, str]]:
         return []
     total = f"{figures.num_attempts}, {formatting.count(figures.repeated_steps, 'step')} repeated"
     lines = [("attempts", f"{total}, {formatting.duration(figures.lost_seconds)} lost")]
-    if len(report.attempts) > _MOST_ATTEMPTS:
-        lines.append(("", f"… the latest {_MOST_ATTEMPTS}:"))
-    for attempt in report.attempts[-_MOST_ATTEMPTS:]:
+    if len(report.attempts) > _MAX_ATTEMPTS:
+        lines.append(("", f"… the latest {_MAX_ATTEMPTS}:"))
+    for attempt in report.attempts[-_MAX_ATTEMPTS:]:
         steps = "" if report.command else "no training step"
         if attempt.first_step is not None:
             steps = f"steps {attempt.first_step:,} to {attempt.last_step or attempt.first_step:,}"
@@ -271,7 +271,7 @@ def _slow_ranks(report: RunReport) -> list[tuple[str, str]]:
             f"ranks' median speed for {formatting.duration(slow.seconds)} ({slow.steps:,} steps "
             f"from step {slow.first_step:,}){'' if slow.until is None else ', then recovered'}",
         )
-        for attempt, slow in spells[-_MOST_NAMED:]
+        for attempt, slow in spells[-_MAX_NAMED:]
     ]
 
 

@@ -16,7 +16,7 @@ from clusterddp.status.status import RunStatus, statuses
 from clusterddp.status.sweeps import sweep_status
 
 _WIDTH = len("checkpoint") + 2
-_MOST_REASONS = 5
+_MAX_REASONS = 5
 
 
 @click.command(name="status", cls=SettingsCommand)
@@ -150,6 +150,6 @@ def _attempt(status: RunStatus) -> str:
     if not status.restarts:
         return number
     times = formatting.count(status.restarts, "restart")
-    shown = status.restart_reasons[-_MOST_REASONS:]
+    shown = status.restart_reasons[-_MAX_REASONS:]
     more = "…, " if len(shown) < len(status.restart_reasons) else ""
     return f"{number} ({times}{': ' if shown else ''}{more}{', '.join(shown)})"
