@@ -62,7 +62,7 @@ NOT_PRINTED = {
     "benchmarks/README.md": "the machine that was measured",
 }
 SHORT = (
-    *(" failed first: ", "(days-hours)", "clusterddp explain "),
+    *(" failed first: ", "clusterddp explain "),
     *("test accuracy ", " cannot create a run: ", ", called from ", " other nodes"),
 )
 """What the code prints in messages that are mostly names."""

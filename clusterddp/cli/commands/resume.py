@@ -136,24 +136,21 @@ def command(
     if sweep is None and (more or max_concurrent):
         name = run if is_pattern(run) else find_run(runs_dir, run).name
         raise RequestError(
-            f"{name} is not a sweep, and --sweep and --max-concurrent apply only to one. Name a "
-            "sweep, or submit a new one with 'clusterddp submit --sweep …'. [CD1104]"
+            f"{name} is not a sweep, and --sweep and --max-concurrent need one. Name it. [CD1104]"
         )
     terms = _terms(given, more)
     has_own_copies = sweep is not None and terms.refresh_code and not terms.more
     if has_own_copies or (sweep is None and is_pattern(run)):
         if dry_run or wait or max_concurrent:
             raise click.UsageError(
-                f"--dry-run, --wait and --max-concurrent need one job, but {run} means several. "
-                "Remove them."
+                f"--dry-run, --wait and --max-concurrent need one job, but {run} means several."
             )
         return _resume_each(given, runs_dir, run, terms, as_json=as_json)
     run_dir = sweep or find_run(runs_dir, run)
     done = resume(run_dir, partial(changed, given), terms, dry_run=dry_run)
     if dry_run:
-        fields: dict[str, object] = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
-        if sweep:
-            fields = {"sweep": sweep.name, "indices": done.indices}
+        of_run = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
+        fields = {"sweep": sweep.name, "indices": done.indices} if sweep else of_run
         echo_dry_run(done.spec, done.script, fields, indices=done.indices, as_json=as_json)
         return EXIT_DONE
     return _follow(done, run_dir, wait=wait, as_json=as_json)
