@@ -1,7 +1,7 @@
 """The command as whole processes, against a Python that imports click and jinja2 and does nothing.
 
 Beside it what others take to show the same request (two nodes, four GPUs each), each installed
-into an environment of its own (`benchmarks.peers`); and, where a Slurm answers, a submission
+into a separate environment (`benchmarks.peers`); and, where a Slurm answers, a submission
 against a bare sbatch of the same script. One that is booted for it, as root:
 
     python -m tests.on_slurm.cluster -- python -m benchmarks --only cli
@@ -58,7 +58,7 @@ _PEERS: dict[str, tuple[str, list[str], int]] = {
     "nemo-run": ("run(dryrun=True)", ["-c", _NEMO], 5),
 }
 
-# Run by a small Python of its own: Linux counts the memory of the process that started a child
+# Run by a small separate Python: Linux counts the memory of the process that started a child
 # into the child's ru_maxrss, and ours may hold torch.
 _PEAK = """
 import os, sys
@@ -72,7 +72,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def measure() -> list[Row]:
-    """The rows of the table, the baseline against itself first: how far chance alone goes."""
+    """Return the rows; the first compares the baseline with itself and shows the noise."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         status = [*COMMAND, "status", "--runs-dir"]
@@ -140,9 +140,9 @@ def _peers(folder: Path) -> Iterator[Row]:
 
 
 def _submission(folder: Path) -> Iterator[Row]:
-    """From the typed command to the job id, against sbatch alone; jobs are held, so none runs.
+    """From the typed command to the job id, compared with plain sbatch; jobs are held, none runs.
 
-    The question that --test-only asks has a row of its own.
+    --test-only has a separate row.
     """
     if not _slurm_answers():
         print("not measured: clusterddp submit: no Slurm answers here", file=sys.stderr)

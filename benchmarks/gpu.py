@@ -282,7 +282,7 @@ def _others(place: Place) -> list[Row]:
 
 
 def _choices(place: Place) -> list[Row]:
-    """Each of our choices, one at a time, against the step as it is."""
+    """Compare the step without each of our choices, one at a time, with the full step."""
     usual = place.contender("ours, bf16")
     changed: dict[str, dict[str, Any]] = {
         "the first convolution in the usual layout": {"usual_layout": True},

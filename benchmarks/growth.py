@@ -1,6 +1,6 @@
 """Memory over a long training: a rank's resident memory 10,000 steps later.
 
-One rank in a process of its own, small batches, with everything that a training does on the side:
+One rank in a separate process, small batches, with everything that a training does on the side:
 log lines, evaluation, checkpoints.
 """
 

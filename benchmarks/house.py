@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("checkout", nargs="?", default=".", help="a directory or a commit")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--more", action="store_true", help="print what is not held, too")
-    parser.add_argument("--no-walks", action="store_true", help="count the source alone")
+    parser.add_argument("--no-walks", action="store_true", help="count only the source")
     asked = parser.parse_args()
     with source.checkout(asked.checkout) as root:
         figures = source.measured(root)

@@ -148,7 +148,7 @@ if __name__ == "__main__":
     accelerator.end_training()
 """
 
-# Started by a small Python of its own: Linux counts the memory of the process that started a child
+# Started by a small separate Python: Linux counts the memory of the process that started a child
 # into the child's ru_maxrss, and ours may hold torch. A child's ru_maxrss is that of the largest
 # process among it and those it has waited for.
 STARTER = """

@@ -26,7 +26,7 @@ class Row:
     of_memory: bool = False
     """The samples are MiB, not seconds."""
     peak_mib: float | None = None
-    """Peak resident memory of a process that does this alone."""
+    """Peak resident memory of a process that does only this."""
     baseline_peak_mib: float | None = None
 
     @property

@@ -6,7 +6,7 @@
 
 `python` takes names as pip does. It downloads, once, into a directory below the user's cache
 ($CLUSTERDDP_BENCH_PEERS, else $XDG_CACHE_HOME/clusterddp/peers, else ~/.cache/clusterddp/peers).
-Each set of names has an environment of its own, so the requirements of two peers cannot clash. It
+Each set of names has a separate environment, so the requirements of two peers cannot clash. It
 also sees what the present interpreter has installed, behind its own packages: torch is neither
 downloaded a second time nor another one. This package itself is not in it; a program run there
 that needs it gets the checkout in PYTHONPATH.

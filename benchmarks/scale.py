@@ -37,7 +37,7 @@ def measure() -> list[Row]:
 
 
 def meetings(sizes: Sequence[int], rounds: int) -> list[Row]:
-    """One row a number of ranks: `init_process_group("env://")` alone is the baseline."""
+    """Return one row per number of ranks; the baseline is plain `init_process_group("env://")`."""
     _CONTEXT.set_forkserver_preload(["clusterddp.distributed.rendezvous"])
     rows = []
     for size in sizes:

@@ -56,7 +56,7 @@ def measure() -> list[Row]:
     """Images/s of N ranks against N times those of one; the model goes to the notes."""
     cores = len(os.sched_getaffinity(0))
     worlds = [ranks for ranks in (1, 2, 4, 8) if ranks <= cores]
-    note(f"scaling: measured on up to {worlds[-1]} ranks, as there are {cores} processors")
+    note(f"scaling: measured on up to {worlds[-1]} ranks, because there are {cores} CPUs")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         root = _images(folder)

@@ -31,7 +31,7 @@ class Contender:
     ranks: int
     interpreter: Path = field(default_factory=lambda: Path(sys.executable))
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Set for its processes, beside those of torch."""
+    """Variables for its processes, in addition to torch's."""
     seconds: list[float] = field(default_factory=list)
     """Of each sample: that of the slowest rank."""
     peak_mib: float = 0.0
@@ -122,7 +122,7 @@ def measured(
                         raise
                     contender.end()
                     well.remove(contender)
-                    # The code of an error can stand on a line of its own, behind its words.
+                    # The code of an error can be on a separate line after the message.
                     lines = log.read_text().strip().splitlines()
                     words = [line for line in lines if not _CODE_ALONE.fullmatch(line)]
                     excluded(f"{error}{f': {words[-1]}' if words else ''}")

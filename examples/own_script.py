@@ -1,4 +1,4 @@
-"""A script of your own, as it would be without clusterddp: `submit … -- python own_script.py`.
+"""A script without any clusterddp code: `submit … -- python own_script.py`.
 
 Ranks come from the environment (env://). Asked to stop, all ranks save at one step and exit with
 75, which says: saved, start me again.
