@@ -107,7 +107,7 @@ class Loop(Resumable):
         unsuitable state, ValueError for an invalid save_every.
         """
         self._check(states, save_every, folder)
-        self._objects = {name: _bare(each) for name, each in states.items()}
+        self._objects = {name: _unwrap(each) for name, each in states.items()}
         self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.part(self._objects)
         self._check_readable()
@@ -513,7 +513,7 @@ _RESERVED = frozenset(
 )
 
 
-def _bare(each: Any) -> Any:
+def _unwrap(each: Any) -> Any:
     """Return a module without the wrappers of DDP and torch.compile."""
     while isinstance(each, nn.Module):
         inner = getattr(each, "_orig_mod", None)

@@ -36,7 +36,7 @@ _MAX_UNSTARTED = 2
 """Most starts in a row that requeue the job because of its nodes; the next one keeps them."""
 
 
-class BackInQueue(StartRefused):
+class JobRequeued(StartRefused):
     """Slurm gave a bad node or too few nodes, so the job was requeued."""
 
     exit_code = EXIT_DONE
@@ -75,7 +75,7 @@ def begin_attempt(
     seconds: longest wait for an attempt that still trains. code_changes: returns the files that
     differ from the submitted code, if the run has no copy of it. spares: nodes of the job without
     tasks. needed: nodes of a step.
-    Raises RunIsDone; BackInQueue if Slurm gave too few nodes, or a bad one that the next start
+    Raises RunIsDone; JobRequeued if Slurm gave too few nodes, or a bad one that the next start
     excludes; and ClusterDDPError if the attempt is refused. All are recorded.
     """
     started = events.Started(
@@ -87,7 +87,7 @@ def begin_attempt(
     )
     try:
         attempt = _make(job, max_requeues, seconds, needed)
-    except (RunIsDone, BackInQueue):
+    except (RunIsDone, JobRequeued):
         raise
     except Exception as error:
         expected = isinstance(error, ClusterDDPError)
@@ -174,7 +174,7 @@ def _record_unrecorded_end(job: JobStart) -> bool:
 
 
 def _await_runs(job: JobStart, spec: JobSpec) -> None:
-    """Requeue the job if it must still wait for other runs. Raises BackInQueue.
+    """Requeue the job if it must still wait for other runs. Raises JobRequeued.
 
     Raises NotDue if the run can no longer begin.
     """
@@ -184,7 +184,7 @@ def _await_runs(job: JobStart, spec: JobSpec) -> None:
 
     if words := chain.requeue_until_due(job.run, job.id, job.restart):
         job.withdraw_if_asked()
-        raise BackInQueue(f"{words}: job {job.id} is back in the queue")
+        raise JobRequeued(f"{words}: job {job.id} is back in the queue")
 
 
 def _refuse_if_withdrawn(job: JobStart, history: History) -> None:
@@ -246,7 +246,7 @@ def _note_changed_code(job: JobStart, attempt: Attempt, changed: Sequence[str]) 
 
 
 def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> History:
-    """Requeue a job that was given a bad node. Raises BackInQueue; no attempt has begun then.
+    """Requeue a job that was given a bad node. Raises JobRequeued; no attempt has begun then.
 
     This happens if Slurm requeued the job itself, or the job was already waiting when the node was
     marked bad. The start continues if a requeue is of no use: after a few in a row, with requeue
@@ -284,11 +284,11 @@ def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> His
         record_excluded(job, job.id, None, choice)
     except SlurmError as error:
         log.warning(f"bad nodes cannot be excluded: {error} [CD1303]")
-    raise BackInQueue(f"{words}: job {job.id} is back in the queue")
+    raise JobRequeued(f"{words}: job {job.id} is back in the queue")
 
 
 def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, needed: int) -> str:
-    """Requeue a job that has fewer nodes than a step needs. Raises BackInQueue.
+    """Requeue a job that has fewer nodes than a step needs. Raises JobRequeued.
 
     The user can shrink a job, and some releases of Slurm requeue it with the nodes that it had at
     its end. Returns an error message if a requeue is of no use; empty if the nodes are enough.
@@ -318,7 +318,7 @@ def _requeue_if_too_few_nodes(job: JobStart, spec: JobSpec, history: History, ne
         slurm.set_node_count(job.name, asked, tasks)
     except SlurmError as error:
         log.warning(f"the job cannot ask for {asked} nodes: {error} [CD0401]")
-    raise BackInQueue(f"{words}: job {job.id} is back in the queue, for {asked}")
+    raise JobRequeued(f"{words}: job {job.id} is back in the queue, for {asked}")
 
 
 def _record_not_started(job: JobStart, words: str) -> None:

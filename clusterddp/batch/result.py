@@ -235,7 +235,7 @@ class Evidence:
         return self.paused or self.has_final_record
 
     @property
-    def asked_code(self) -> int:
+    def stop_exit_code(self) -> int:
         """Exit code of ranks that exited on request, else 0.
 
         srun's code may be that of tasks that Slurm killed later.
@@ -272,7 +272,7 @@ class Evidence:
         return steps_gained(self.attempt, self.spec)
 
     @property
-    def leaves_something(self) -> bool:
+    def can_resume(self) -> bool:
         """True if records show that the attempt left something to resume from."""
         return self.has_left or bool(self.steps_gained)
 
@@ -360,9 +360,9 @@ def _node_lost(evidence: Evidence) -> AttemptResult | None:
     return AttemptResult(
         Ended(
             cause=Cause.NODE_LOST,
-            exit_code=evidence.asked_code or EXIT_FAILED,
+            exit_code=evidence.stop_exit_code or EXIT_FAILED,
             first_failure=first,
-            saved=evidence.leaves_something,
+            saved=evidence.can_resume,
         ),
         (f"{named} lost; {evidence.saved_clause}",),
     )
@@ -371,7 +371,7 @@ def _node_lost(evidence: Evidence) -> AttemptResult | None:
 def _cancelled(evidence: Evidence) -> AttemptResult | None:
     if evidence.slurm_state is not Ending.CANCELLED:
         return None
-    code = evidence.asked_code or evidence.code or EXIT_PAUSED
+    code = evidence.stop_exit_code or evidence.code or EXIT_PAUSED
     return AttemptResult(
         Ended(cause=Cause.CANCELLED, exit_code=code), (f"cancelled; {evidence.saved_clause}",)
     )
@@ -397,8 +397,8 @@ def _ended_by_slurm(evidence: Evidence) -> AttemptResult | None:
     return AttemptResult(
         Ended(
             cause=cause,
-            exit_code=evidence.asked_code or evidence.code or EXIT_FAILED,
-            saved=evidence.leaves_something,
+            exit_code=evidence.stop_exit_code or evidence.code or EXIT_FAILED,
+            saved=evidence.can_resume,
         ),
         (f"{cause}; {evidence.saved_clause}",),
     )

@@ -305,7 +305,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
             "the ranks had unequal shares of the CPUs, all of them when there was one rank: "
             "--threads 1 compares device with device"
         )
-    lines_of_text += _unlike(trials)
+    lines_of_text += _describe_differences(trials)
     settings = [name for name, _ in differences([trial.row.train for trial in trials])]
     different = [f"--{name.replace('_', '-')}" for name in settings if name not in _OF_A_ROW]
     if different:
@@ -314,7 +314,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
 
 
 def _graphs(reports: Sequence[Report]) -> str:
-    """Describe whether GPU steps are CUDA graphs; empty if rows differ, which `_unlike` reports."""
+    """Describe whether GPU steps are CUDA graphs; empty if rows differ (see `notes`) or use CPUs."""
     used = {report.cuda_graph for report in reports if report.device == "cuda"}
     if len(used) != 1:
         return ""
@@ -331,7 +331,7 @@ def _capture(reports: Sequence[Report]) -> str:
     return f", without the preparation of the first ({spread}{max(seconds):.2f} s)"
 
 
-def _unlike(trials: Sequence[Trial]) -> list[str]:
+def _describe_differences(trials: Sequence[Trial]) -> list[str]:
     """Report rows in which `auto` resolved differently: the comparison is not fair then."""
     told = []
     for name, remedy in (("precision", "one --precision"), ("cuda_graph", "--cuda-graph off")):

@@ -310,10 +310,10 @@ def _grey_values(record: records.WorstImage) -> bytes | None:
 
 
 def _summaries(
-    summed_up: Sequence[records.AttemptSummary], known: Sequence[Attempt]
+    recorded: Sequence[records.AttemptSummary], known: Sequence[Attempt]
 ) -> list[records.AttemptSummary]:
     """List the attempts of a run, latest last; `known` are the attempts with a directory."""
-    summaries = {each.attempt: each for each in summed_up}
+    summaries = {each.attempt: each for each in recorded}
     for attempt in known:
         summary = summaries.get(attempt.number) or records.AttemptSummary(attempt.number)
         summaries[attempt.number] = _add_cause(summary, attempt)

@@ -1,1 +1,1 @@
-"""A run: its directory, its records and its life from submission to verdict."""
+"""A run: its directory, its records, and its events from submission to result."""

@@ -64,7 +64,7 @@ def check(
     else:
         rows = evaluation.table(collection.nodes, collection.unresponsive, judged)
         print_to_job_log(formatting.clean(formatting.table(rows)))
-        summary = summed_up((node.host for node in collection.nodes), judged.failed, took)
+        summary = format_summary((node.host for node in collection.nodes), judged.failed, took)
         record = PreflightRecord(summary, took, judged.failed, remarks, judged.slow)
     measured = [dataclasses.asdict(node) for node in collection.nodes]
     conclude(
@@ -73,7 +73,7 @@ def check(
     return record
 
 
-def summed_up(hosts: Iterable[str], failed: Mapping[str, str], took: float) -> str:
+def format_summary(hosts: Iterable[str], failed: Mapping[str, str], took: float) -> str:
     """Return a summary of the checks of these hosts; took: seconds."""
     summary = f"{formatting.count(len({*hosts} - {*failed}), 'node')} passed in {took:.1f} s"
     return f"failed: {', '.join(failed)}; {summary}" if failed else summary

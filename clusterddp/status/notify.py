@@ -235,7 +235,7 @@ def _folder(run: RunDir) -> Path:
     return folder if folder.is_dir() else run.path
 
 
-def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int | None, str]:
+def _run(spec: JobSpec, result: bytes, folder: Path, output: int) -> tuple[int | None, str]:
     """Run the program with a timeout; return its exit code, and the problem if any."""
     environ: Mapping[str, str] = {**os.environ, **dict(spec.environment)}
     parent = os.getpid()
@@ -252,7 +252,7 @@ def _run(spec: JobSpec, verdict: bytes, folder: Path, output: int) -> tuple[int 
         tempfile.TemporaryFile() as stdin,  # a pipe would block if the program reads nothing
         subreaper() as end_all,
     ):
-        stdin.write(verdict)
+        stdin.write(result)
         stdin.seek(0)
         try:
             program = subprocess.Popen(

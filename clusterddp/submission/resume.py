@@ -661,7 +661,7 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
                 taken, outside_paths=recorded.outside_paths if recorded else ()
             ).write(run.code_record)
     except BaseException as error:
-        _put_back_code(run, had_copy, record)
+        _restore_code(run, had_copy, record)
         if isinstance(error, OSError):
             raise RequestError(
                 f"--refresh-code: {run.path} cannot be written: {error}. [CD0504]"
@@ -673,7 +673,7 @@ def _code_renewed(spec: JobSpec, run: RunDir, limit_mb: float | None) -> Iterato
     try:
         yield changes
     except RequestError:
-        _put_back_code(run, had_copy, record)
+        _restore_code(run, had_copy, record)
         raise
     finally:
         if run.code.is_dir():
@@ -738,7 +738,7 @@ def _copies(run: RunDir) -> tuple[Path, Path]:
     return run.path / ".code-new", run.path / ".code-former"
 
 
-def _put_back_code(run: RunDir, had_copy: bool, record: bytes | None) -> None:
+def _restore_code(run: RunDir, had_copy: bool, record: bytes | None) -> None:
     draft, former = _copies(run)
     with contextlib.suppress(OSError):
         if run.code.is_dir() and (former.is_dir() or not had_copy):

@@ -40,7 +40,7 @@ from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
 from clusterddp.training.paces import Pace, Paces, of_ranks
 from clusterddp.training.profiling import Profiler
-from clusterddp.training.resumable import Left, Resumable
+from clusterddp.training.resumable import CheckpointExit, Resumable
 from clusterddp.training.step import Schedule
 from clusterddp.training.stop import Deadline, StopRequest
 
@@ -60,7 +60,7 @@ def train(training: "Training") -> str:
     reason = ""
     try:
         training.run()
-    except Left as left:
+    except CheckpointExit as left:
         reason = left.reason
     finally:
         training.learner.close()
@@ -189,7 +189,7 @@ class Training(Resumable):
     def run(self) -> None:
         """Run the remaining epochs, then evaluate and save; see `train`."""
         self.prepare()
-        self._save_or_leave(*self._agree())  # a request may have arrived during the imports
+        self._save_or_exit(*self._agree())  # a request may have arrived during the imports
         for epoch in self.epochs(self.config.epochs):
             if self.steps >= self.last_step:
                 break
@@ -219,7 +219,7 @@ class Training(Resumable):
             self.profiler.close()
 
     def leave(self, reason: str) -> NoReturn:
-        """Save and raise Left."""
+        """Save and raise CheckpointExit."""
         self._end_profile()
         self._log()
         super().leave(reason)

@@ -153,7 +153,7 @@ class Journal:
             log.info(
                 f"step {line.step}: test accuracy {line.accuracy:.2%}, test loss {line.loss:.4f}"
             )
-        elif self._bar is not None and not self._bar.gives_way:
+        elif self._bar is not None and not self._bar.is_debugged:
             self._bar.set_postfix({"training loss": f"{line.loss:.4f}"}, refresh=False)
         else:
             log.info(
@@ -193,18 +193,18 @@ def progress_bar(done: int, total: int) -> "tqdm":
         is_shown = False
 
         @property
-        def gives_way(self) -> bool:
+        def is_debugged(self) -> bool:
             """Return whether a debugger is active."""
             return sys.gettrace() is not None
 
         def display(self, *args: Any, **kwargs: Any) -> Any:
             """Draw the bar unless a debugger is active."""
-            if self.gives_way:
+            if self.is_debugged:
                 return None
             self.is_shown = True
             return super().display(*args, **kwargs)
 
-        def make_room(self) -> None:
+        def clear_line(self) -> None:
             """Clear the line of a visible bar until the next draw."""
             if self.is_shown and not self.disable:
                 self.is_shown = False
@@ -223,13 +223,13 @@ _bars = weakref.WeakSet["tqdm"]()
 @functools.cache
 def _listen() -> None:
     """Install the hook for prompts, once: an audit hook cannot be removed."""
-    sys.addaudithook(_hear)
+    sys.addaudithook(_on_audit_event)
 
 
-def _hear(event: str, _arguments: tuple[object, ...]) -> None:
+def _on_audit_event(event: str, _arguments: tuple[object, ...]) -> None:
     if event in _ASKING:
         for bar in list(_bars):
-            bar.make_room()
+            bar.clear_line()
 
 
 class Board:
@@ -258,7 +258,7 @@ class Board:
             ) from None
         self._folder = folder
         self._writer: SummaryWriter | None = None
-        with self._giving_up_on_failure():
+        with self._disabled_on_failure():
             for old in folder.glob("events.out.tfevents.*"):
                 old.unlink()
             self._writer = SummaryWriter(str(folder), flush_secs=_FLUSH_SECONDS)
@@ -272,7 +272,7 @@ class Board:
 
     def add(self, line: MetricsLine) -> None:
         """Add a line of metrics.jsonl."""
-        with self._giving_up_on_failure():
+        with self._disabled_on_failure():
             for name in _SHOWN.get(line.kind, ()):
                 value = getattr(line, name)
                 if self._writer and value is not None:
@@ -280,14 +280,14 @@ class Board:
 
     def close(self) -> None:
         """Flush everything to disk."""
-        with self._giving_up_on_failure():
+        with self._disabled_on_failure():
             if self._writer:
                 self._writer.flush()  # raises errors that close would hide
                 self._writer.close()
         self._writer = None
 
     @contextmanager
-    def _giving_up_on_failure(self) -> Iterator[None]:
+    def _disabled_on_failure(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

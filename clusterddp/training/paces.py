@@ -170,7 +170,7 @@ class Stopwatch:
         self._total, self._since = self._total + seconds, math.nan
 
     @contextmanager
-    def halted(self) -> Iterator[None]:
+    def excluding(self) -> Iterator[None]:
         """Exclude the time spent in this context."""
         is_counting = not math.isnan(self._since)
         self.stop()

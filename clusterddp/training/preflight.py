@@ -204,7 +204,7 @@ class _Checks:
             remarks = (*remarks, f"already marked bad, used anyway: {named}")
             failed = {}
         took = round(time.monotonic() - self._began, 3)
-        summary = preflight.summed_up((each.host for each in ranks), failed, took)
+        summary = preflight.format_summary((each.host for each in ranks), failed, took)
         if whole is not None:
             size = f"{self._most >> 20} MiB"
             summary += f"; all-reduce over {len(ranks)} ranks up to {size}: {format_rate(whole)}"

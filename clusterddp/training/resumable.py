@@ -45,7 +45,7 @@ _END = object()
 _FIRST_SAVE_SECONDS = 40.0
 
 
-class Left(SystemExit):
+class CheckpointExit(SystemExit):
     """Exit of the ranks after a requested stop and its checkpoint."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -147,7 +147,7 @@ class Resumable:
             self._batches, self._resume_batch = -1, 0
             reason, save = self._postponed or ("", False)
             self._postponed = None
-            self._save_or_leave(reason, save or self._saving.due("epoch", self.epoch))
+            self._save_or_exit(reason, save or self._saving.due("epoch", self.epoch))
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the remaining batches of the epoch; collective.
@@ -206,7 +206,7 @@ class Resumable:
             before, was_due = self._postponed or ("", False)
             self._postponed = reason or before, save or was_due
         else:
-            self._save_or_leave(reason, save)
+            self._save_or_exit(reason, save)
         if not self._has_batches:
             self._pace.clock.start()
         self._mark(Phase.OWN)
@@ -224,7 +224,7 @@ class Resumable:
             return
         self._flush()
         place = self._progress.place
-        with self._pace.clock.halted():
+        with self._pace.clock.excluding():
             self._save()
         self._progress.mark(place.step, place.phase)
 
@@ -239,7 +239,7 @@ class Resumable:
         code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
         # torchrun's agent treats any other code as a failure; the record holds the reason.
         in_agent = "TORCHELASTIC_RUN_ID" in os.environ and self._in_run
-        raise Left(0 if in_agent else code, reason)
+        raise CheckpointExit(0 if in_agent else code, reason)
 
     def finish(self) -> None:
         """Save the final state and wait until it is on disk; collective. Raises CheckpointError."""
@@ -314,7 +314,7 @@ class Resumable:
         first = self._saved_at == self._began and now - self._began > _FIRST_SAVE_SECONDS
         return first or now - self._saved_at >= self._saving.seconds
 
-    def _save_or_leave(self, reason: str, save: bool) -> None:
+    def _save_or_exit(self, reason: str, save: bool) -> None:
         if reason:
             self.leave(reason)
         if save:

@@ -162,7 +162,9 @@ class LivenessWriter:
         self._attempt = attempt
         self._request = request
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._stay, name="liveness_writer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._poll_until_over, name="liveness_writer", daemon=True
+        )
         self._said = False
         self._gone = 0
 
@@ -177,7 +179,7 @@ class LivenessWriter:
             with suppress(OSError):
                 self._show()
 
-    def _stay(self) -> None:
+    def _poll_until_over(self) -> None:
         self._look()
         while not self._over.wait(ALIVE_SECONDS):
             self._look()

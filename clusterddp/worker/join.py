@@ -130,8 +130,9 @@ def _rendezvous(
     # Meanwhile rank 0 calls a user function, which may have to download its data.
     is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
-    verdict = rendezvous.agree(store, env, vars(hello), decide, config.rendezvous_timeout, patience)
-    agreed, answer = files.load(Agreement, verdict), files.load(_Answer, verdict)
+    timeout = config.rendezvous_timeout
+    decision = rendezvous.agree(store, env, vars(hello), decide, timeout, patience)
+    agreed, answer = files.load(Agreement, decision), files.load(_Answer, decision)
     assert agreed and answer, "rank 0 sends a complete agreement"
     hello = dataclasses.replace(hello, device=answer.devices[env.rank])
     if env.rank in answer.send_clock:

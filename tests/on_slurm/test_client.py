@@ -84,7 +84,7 @@ def test_a_job_is_put_back_behind_others_or_is_held_until_it_is_released(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     other = cluster.sbatch(script("true"), "--hold")
-    program = tmp_path / "put_back.py"
+    program = tmp_path / "requeue.py"
     program.write_text(
         "import os, sys\nfrom clusterddp.slurm import client\n"
         "own = os.environ['SLURM_JOB_ID']\n"

@@ -391,13 +391,13 @@ def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
 def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_back: list[tuple[str, ...]] = []
+    requeued: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        chain.slurm, "requeue_with_dependency", lambda *asked: put_back.append(asked)
+        chain.slurm, "requeue_with_dependency", lambda *asked: requeued.append(asked)
     )
     events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     assert chain.requeue_until_due(waiting, "5", 0) == "waits for a (running)"
-    assert put_back == [("5", "afterany:12")]
+    assert requeued == [("5", "afterany:12")]
     for reason, shown in (("Dependency", ["a"]), ("BeginTime", ["a"]), ("Resources", [])):
         status = run_status(waiting, {"5": JobState(State.PENDING, reason)})
         assert (status.state, status.dependencies) == ("queued", shown)
@@ -408,15 +408,15 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
 def test_a_trial_waits_again_by_its_name_until_it_begins(
     waiting: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_back: list[tuple[str, ...]] = []
+    requeued: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        chain.slurm, "requeue_with_dependency", lambda *asked: put_back.append(asked)
+        chain.slurm, "requeue_with_dependency", lambda *asked: requeued.append(asked)
     )
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     events.add(waiting.events, events.Submitted(job_id="7_3", launcher="sbatch"))
     assert chain.requeue_until_due(waiting, "9", 0) == "waits for a (running)"
-    assert put_back == [("7_3", "afterany:12")]
+    assert requeued == [("7_3", "afterany:12")]
     status = run_status(waiting, {"7_3": JobState(State.PENDING, "Dependency")})
     assert (status.state, status.dependencies) == ("queued", ["a"])
     events.add(waiting.events, events.CancelRequested(job_id="7_3"))

@@ -23,9 +23,9 @@ from tests.waiting import PATIENCE, wait_for
 def request_() -> Iterator[StopRequest]:
     """One that listens, while a test sends signals to its own process."""
     ours = StopRequest()
-    give_back = ours.listen()
+    restore = ours.listen()
     yield ours
-    give_back()
+    restore()
 
 
 def send(*names: str) -> None:
@@ -102,18 +102,18 @@ def test_an_agent_that_starts_its_ranks_again_need_not_wait_for_one_that_has_not
 def test_the_former_handlers_are_given_back() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     ours = StopRequest()
-    give_back = ours.listen()
+    restore = ours.listen()
     assert signal.getsignal(signal.SIGTERM) not in before.values()
-    give_back()
+    restore()
     assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_nohup_keeps_its_meaning() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        give_back = StopRequest().listen()
+        restore = StopRequest().listen()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        give_back()
+        restore()
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
