@@ -314,7 +314,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
 
 
 def _graphs(reports: Sequence[Report]) -> str:
-    """Describe whether GPU steps are CUDA graphs; empty if rows differ (see `notes`) or use CPUs."""
+    """Describe whether GPU steps are CUDA graphs; empty if rows differ or ran on CPUs."""
     used = {report.cuda_graph for report in reports if report.device == "cuda"}
     if len(used) != 1:
         return ""
