@@ -100,7 +100,7 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
     with pytest.raises(RequestError, match=r"one is already queued .* as job 7\. Follow it with"):
         run.resume()
     stopped = run.stop()
-    assert (stopped.asked, stopped.cancelled, stopped.job_id) == (False, True, "7")
+    assert (stopped.requested, stopped.cancelled, stopped.job_id) == (False, True, "7")
     program(folder, "squeue", "echo '7|CANCELLED|None|'")
     assert run.wait().state == "cancelled"
     assert run.cancel().cancelled is False
