@@ -31,7 +31,7 @@ from clusterddp.submission.fields import CONTAINER, changed, existing_templates
 from clusterddp.submission.resume import Resumption, Terms, resume
 
 # A run keeps these options. Directives are edited in its script, and its own checkpoints take
-# precedence over those of another run.
+# precedence over another run's.
 _FIXED = {"omit-directive", "init-from"}
 _OF_COMMAND = {"env", "module", "setup"}
 _OF_FILES = {"template_dir", "snapshot_limit"}
