@@ -11,7 +11,6 @@ import atexit
 import gc
 import importlib
 import os
-import re
 import sys
 import threading
 from typing import TYPE_CHECKING, NoReturn
@@ -74,21 +73,6 @@ _GROUPS = {
 """Groups of commands in --help."""
 MODULES = {"import": "import_script"}
 """Modules of commands whose names are Python keywords."""
-_OTHER_NAMES = {
-    **dict.fromkeys(("jobs", "list", "ls", "queue", "squeue"), "runs"),
-    **dict.fromkeys(("resubmit", "requeue", "restart"), "resume"),
-    **dict.fromkeys(("run", "sbatch", "sweep"), "submit"),
-    **dict.fromkeys(("kill", "scancel"), "cancel"),
-    **dict.fromkeys(("delete", "remove"), "rm"),
-}
-"""Commands by names that they have elsewhere."""
-_REFUSED_VALUES = {
-    r"a valid integer( range)?\.": "valid. Use a whole number.",
-    r"a valid float( range)?\.": "valid. Use a number.",
-    r"in the range x>=(\d+)\.": r"valid. Use \1 or more.",
-    r"in the range (\d+)<=x<=(\d+)\.": r"valid. Use \1 to \2.",
-}
-"""Click's words about a value after `is not`, and ours."""
 _exit_code = EXIT_FAILED
 """Exit code: Python's own after a traceback, until `end` sets another."""
 HELP_SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -129,12 +113,9 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            import difflib
+            from clusterddp.cli.usage_errors import no_such_command
 
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            name = _OTHER_NAMES.get(args[0], "".join(near))
-            hint = f" Did you mean {name!r}?" if name else " See 'clusterddp --help'."
-            ctx.fail(f"no such command {args[0]!r}.{hint}")
+            ctx.fail(no_such_command(args[0], self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -207,7 +188,9 @@ def _run() -> NoReturn:
         if type(error).__name__ == "NoArgsIsHelpError":  # from click 8.2
             click.echo(error.format_message(), err=True)
         else:
-            click.echo(f"clusterddp: {_usage_message(error)}", err=True)
+            from clusterddp.cli.usage_errors import usage_message
+
+            click.echo(f"clusterddp: {usage_message(error)}", err=True)
         sys.exit(error.exit_code)
     except ClusterDDPError as error:
         click.echo(f"clusterddp: {coded(error)}", err=True)
@@ -226,54 +209,6 @@ def _run() -> NoReturn:
             sys.exit(EXIT_WRONG_REQUEST)
         raise
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _usage_message(error: click.ClickException) -> str:
-    """Return what click found wrong as one of our messages, with its code."""
-    param = getattr(error, "param", None)
-    if param and not isinstance(error, click.MissingParameter):
-        return coded(_value_message(error.message, param), "CD0102")
-    return coded(_line_message(error), "CD0101")
-
-
-def _value_message(text: str, param: click.Parameter) -> str:
-    """Return click's refusal of a value in the form of ours: `--nodes: 'x' is not valid. …`."""
-    for theirs, ours in _REFUSED_VALUES.items():
-        text = re.sub(f"(?<=is not ){theirs}", ours, text)
-    head, one_of, names = text.partition(" is not one of ")
-    names = names.replace("'", "")
-    is_option = isinstance(param, click.Option)
-    option = max(param.opts, key=len) if is_option else param.human_readable_name
-    return f"{option}: {head[:1].lower()}{head[1:]}{one_of}{names}"
-
-
-def _line_message(error: click.ClickException) -> str:
-    """Return what click found wrong with the command line, and the help to see."""
-    unknown = error.option_name if isinstance(error, click.NoSuchOption) else ""
-    message = " ".join((error.message if unknown else error.format_message()).split())
-    if message[1:2].islower():
-        message = message[0].lower() + message[1:]
-    message += "" if message.endswith((".", "?")) else "."
-    ctx = getattr(error, "ctx", None)
-    if unknown and ctx and (near := _near_option(unknown, ctx)):
-        return f"{message} Did you mean {near!r}?"
-    if ctx is None or "Did you mean" in message or " --help'" in message:
-        return message
-    return f"{message} See '{ctx.command_path} --help'."
-
-
-def _near_option(name: str, ctx: click.Context) -> str:
-    """Return a similar option of the command, or a command that has this option; or empty."""
-    import difflib
-
-    own = [flag for param in ctx.command.params for flag in param.opts]
-    if near := difflib.get_close_matches(name, own, n=1, cutoff=0.75):
-        return near[0]
-    others = {each: cli.get_command(ctx, each) for each in cli.list_commands(ctx)}
-    for each, group in [*others.items()]:
-        others |= {f"{each} {sub}": part for sub, part in getattr(group, "commands", {}).items()}
-    has = [each for each, c in others.items() if c and any(name in p.opts for p in c.params)]
-    return f"clusterddp {has[0]} {name}" if 0 < len(has) <= 3 else ""
 
 
 def _cwd_is_gone() -> bool:

@@ -1,0 +1,80 @@
+"""Messages for a mistyped command line: click's errors in the style of ours, with a suggestion."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import cast
+
+import click
+
+from clusterddp.errors import coded
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("jobs", "list", "ls", "queue", "squeue"), "runs"),
+    **dict.fromkeys(("resubmit", "requeue", "restart"), "resume"),
+    **dict.fromkeys(("run", "sbatch", "sweep"), "submit"),
+    **dict.fromkeys(("kill", "scancel"), "cancel"),
+    **dict.fromkeys(("delete", "remove"), "rm"),
+}
+"""Commands by names that they have elsewhere."""
+_REFUSED_VALUES = {
+    r"a valid integer( range)?\.": "valid. Use a whole number.",
+    r"a valid float( range)?\.": "valid. Use a number.",
+    r"in the range x>=(\d+)\.": r"valid. Use \1 or more.",
+    r"in the range (\d+)<=x<=(\d+)\.": r"valid. Use \1 to \2.",
+}
+"""Click's words about a value after `is not`, and ours."""
+
+
+def no_such_command(name: str, commands: Sequence[str]) -> str:
+    """Return the message for an unknown command, with a similar one or one of the same meaning."""
+    near = _OTHER_NAMES.get(name, "".join(difflib.get_close_matches(name, commands, n=1)))
+    hint = f" Did you mean {near!r}?" if near else " See 'clusterddp --help'."
+    return f"no such command {name!r}.{hint}"
+
+
+def usage_message(error: click.ClickException) -> str:
+    """Return what click found wrong as one of our messages, with its code."""
+    param = getattr(error, "param", None)
+    if param and not isinstance(error, click.MissingParameter):
+        return coded(_value_message(error.message, param), "CD0102")
+    return coded(_line_message(error), "CD0101")
+
+
+def _value_message(text: str, param: click.Parameter) -> str:
+    """Return click's refusal of a value in the form of ours: `--nodes: 'x' is not valid. …`."""
+    for theirs, ours in _REFUSED_VALUES.items():
+        text = re.sub(f"(?<=is not ){theirs}", ours, text)
+    head, one_of, names = text.partition(" is not one of ")
+    names = names.replace("'", "")
+    is_option = isinstance(param, click.Option)
+    option = max(param.opts, key=len) if is_option else param.human_readable_name
+    return f"{option}: {head[:1].lower()}{head[1:]}{one_of}{names}"
+
+
+def _line_message(error: click.ClickException) -> str:
+    """Return what click found wrong with the command line, and the help to see."""
+    unknown = error.option_name if isinstance(error, click.NoSuchOption) else ""
+    message = " ".join((error.message if unknown else error.format_message()).split())
+    if message[1:2].islower():
+        message = message[0].lower() + message[1:]
+    message += "" if message.endswith((".", "?")) else "."
+    ctx = getattr(error, "ctx", None)
+    if unknown and ctx and (near := _near_option(unknown, ctx)):
+        return f"{message} Did you mean {near!r}?"
+    if ctx is None or "Did you mean" in message or " --help'" in message:
+        return message
+    return f"{message} See '{ctx.command_path} --help'."
+
+
+def _near_option(name: str, ctx: click.Context) -> str:
+    """Return a similar option of the command, or a command that has this option; or empty."""
+    own = [flag for param in ctx.command.params for flag in param.opts]
+    if near := difflib.get_close_matches(name, own, n=1, cutoff=0.75):
+        return near[0]
+    cli = cast("click.Group", ctx.find_root().command)
+    others = {each: cli.get_command(ctx, each) for each in cli.list_commands(ctx)}
+    for each, group in [*others.items()]:
+        others |= {f"{each} {sub}": part for sub, part in getattr(group, "commands", {}).items()}
+    has = [each for each, c in others.items() if c and any(name in p.opts for p in c.params)]
+    return f"clusterddp {has[0]} {name}" if 0 < len(has) <= 3 else ""
