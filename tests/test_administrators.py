@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.launchers import sbatch
 from clusterddp.request.resources import Resources
 from clusterddp.slurm import client
@@ -40,7 +40,7 @@ def calls_on_the_page(label: str, column: int = 0) -> dict[str, int]:
 @pytest.fixture
 def site(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:  # noqa: F811
     """A Slurm that answers and is waited for; squeue says what stands in the file `queue`."""
-    for module, seconds in ((patience, "PARTITIONS"), (client, "QUERY_SECONDS")):
+    for module, seconds in ((polling, "SINFO_SECONDS"), (client, "QUERY_SECONDS")):
         monkeypatch.setattr(module, seconds, PATIENCE)
     workplace.command("sinfo", "echo 'gpu*|1-00:00:00|64|10|gpu:4'")
     workplace.command("sbatch", "while read -r _; do :; done; echo 9")

@@ -771,7 +771,7 @@ def test_a_mark_of_the_run_is_heard(tmp_path: Path) -> None:
         if step == 2:
             training.loop.attempt.ask_to_stop("stop")
             assert training.loop._liveness_writer
-            training.loop._liveness_writer._look()
+            training.loop._liveness_writer._show_or_end()
 
     assert left(training, mark) == 75
     final_record = training.loop.attempt.read_final_record()

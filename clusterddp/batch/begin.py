@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from clusterddp import files, formatting, log, patience, version
+from clusterddp import files, formatting, log, polling, version
 from clusterddp.batch.job import JobStart, choose_excluded, record_excluded
 from clusterddp.errors import (
     EXIT_DONE,
@@ -225,7 +225,7 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
 
     waited = formatting.setting(seconds)
     refusal = f" after {waited}. Two jobs cannot write to one run: cancel one of them."
-    attempts.wait_until_idle(at_work, seconds, refusal, every=patience.SLURM_AWAY_PAUSE)
+    attempts.wait_until_idle(at_work, seconds, refusal, every=polling.SLURM_POLL_SECONDS)
 
 
 def _unended_start(history: History) -> events.Started | None:

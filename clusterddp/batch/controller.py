@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ParamSpec
 
-from clusterddp import files, formatting, log, patience, version
+from clusterddp import files, formatting, log, polling, version
 from clusterddp.batch import finish, spares, step_watch
 from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
@@ -334,7 +334,7 @@ class Controller:
             self._attempt = begin_attempt(
                 JobStart(self._run, self._job_id, self._restart, nodelist),
                 spec.max_requeues,
-                spec.program.options.get("rendezvous_timeout", patience.OTHER_ATTEMPT),
+                spec.program.options.get("rendezvous_timeout", polling.OTHER_ATTEMPT_SECONDS),
                 code_changes,
                 idle,
                 spec.resources.nodes if self._allocation else 0,
@@ -650,7 +650,7 @@ class Controller:
         """Start a thread that ends the step when srun hangs on a lost task-exit message."""
         spec = self._spec
         job = slurm_job_name(os.environ, self._job_id)
-        grace = patience.STEP_OF_AGENTS_ENDS if spec.max_restarts else patience.STEP_ENDS
+        grace = polling.AGENT_STEP_EXIT_SECONDS if spec.max_restarts else polling.SRUN_EXIT_SECONDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
     def _watch_nodes(self, attempt: Attempt, step: Step) -> None:

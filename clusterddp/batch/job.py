@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from clusterddp import log, patience
+from clusterddp import log, polling
 from clusterddp.errors import ClusterDDPError, SlurmError
 from clusterddp.ranks.variables import slurm_job_name
 from clusterddp.request.spec import JobSpec
@@ -96,7 +96,7 @@ def retry_while_unreachable(attempt: Attempt, ask: Callable[[], T]) -> T:
     Raises SlurmError after the last try, and Superseded once a later attempt runs: Slurm gave this
     job up meanwhile, and its id belongs to its successor.
     """
-    for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
+    for is_last in polling.poll(polling.SLURM_RESTART_SECONDS, every=polling.SLURM_POLL_SECONDS):
         if attempt.is_superseded:
             raise Superseded(
                 f"attempt {attempt.number} is superseded: a later one of the run has begun"

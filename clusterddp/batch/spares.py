@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from clusterddp import log, patience
+from clusterddp import log, polling
 from clusterddp.batch import step_watch
 from clusterddp.errors import EXIT_PAUSED, SlurmError
 from clusterddp.formatting import setting
@@ -78,9 +78,9 @@ def await_loss(nodes: "NodeWatch", at_work: Callable[[], object]) -> dict[str, s
     Returns an empty dictionary once `at_work` returns false, or the attempt is superseded: the step
     of its number may then belong to another attempt.
     """
-    looks = patience.looks(every=patience.STEP_PAUSE)
-    next(looks)  # no node is lost at once
-    for _ in looks:
+    polls = polling.poll(every=polling.STEP_POLL_SECONDS)
+    next(polls)  # no node is lost at once
+    for _ in polls:
         if not at_work() or nodes.attempt.is_superseded:
             return {}
         if lost := nodes.look(time.monotonic()):
@@ -128,7 +128,7 @@ class NodeWatch:
                 suspects[node] = f"its records have not changed for {setting(LIVENESS_TIMEOUT)}"
         lost = {node: _with_no_answer(suspects[node]) for node in self._failed_step.look(suspects)}
         if now >= self._idle_due:
-            self._idle_due = now + patience.SPARES_IDLE_PAUSE
+            self._idle_due = now + polling.IDLE_SPARES_POLL_SECONDS
             gone = self._failed_idle.look(self._idle)
             lost |= dict.fromkeys(gone, _with_no_answer("it was an idle spare"))
             self._idle.difference_update(gone)
@@ -183,7 +183,7 @@ def find_lost(
     suspects = [node for node in nodes if not explained or node not in ended]
     unreachable = _FailedConnections({*nodes, *others})
     lost: list[str] = []
-    for _ in patience.looks(every=patience.STEP_PAUSE):
+    for _ in polling.poll(every=polling.STEP_POLL_SECONDS):
         lost = unreachable.look(suspects)
         if len(lost) >= len(unreachable.in_a_row):
             break
@@ -216,7 +216,7 @@ def unreachable_nodes(nodes: Collection[str]) -> dict[str, bool]:
 def _refuses(address: tuple[str, int]) -> bool | None:
     """Return whether a connection is refused; None if it is accepted."""
     try:
-        with socket.create_connection(address, patience.NODE_ANSWERS):
+        with socket.create_connection(address, polling.SLURMD_CONNECT_SECONDS):
             return None
     except socket.gaierror:
         return None  # no node was contacted
@@ -245,14 +245,14 @@ def end_step(
     if not step and (pid := srun()):  # no start is recorded, but srun may have started tasks
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-        step_watch.await_end(srun, patience.LEFT_RANKS_LEAVE)
+        step_watch.await_end(srun, polling.LEFT_RANKS_EXIT_SECONDS)
     try:
         if step:
             slurm.cancel(step)
-            step_watch.await_end(at_work, patience.LEFT_RANKS_LEAVE)
+            step_watch.await_end(at_work, polling.LEFT_RANKS_EXIT_SECONDS)
         if step and at_work():
             slurm.kill_step(step)
-            step_watch.await_end(at_work, patience.LEFT_RANKS_KILLED)
+            step_watch.await_end(at_work, polling.LEFT_RANKS_KILL_SECONDS)
     except SlurmError as error:
         log.info(str(error))
     step_watch.kill(srun)
@@ -291,7 +291,7 @@ def release_nodes(job: str, allocation: Allocation) -> None:
 
     def try_again() -> None:
         problem = first
-        for _ in patience.looks(patience.LOST_NODE_TAKEN_BACK, every=patience.STEP_PAUSE):
+        for _ in polling.poll(polling.NODE_RELEASE_SECONDS, every=polling.STEP_POLL_SECONDS):
             if not (problem := shrink()):
                 return
         log.info(f"{problem}; Slurm may requeue the job once it knows of the loss")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from clusterddp import files, log, patience
+from clusterddp import files, log, polling
 from clusterddp.errors import ClusterDDPError, SlurmError
 from clusterddp.formatting import setting
 from clusterddp.processes import table
@@ -95,7 +95,7 @@ class Step:
         pid = self.process()
         if not pid or table.handles_signal(pid, number):
             return True
-        is_late = time.monotonic() > self._seen_time + patience.SRUN_LISTENS
+        is_late = time.monotonic() > self._seen_time + polling.SRUN_HANDLERS_SECONDS
         return is_late and (self._has_tasks or not self._attempt.stop.exists())
 
     def signal(self, number: int) -> None:
@@ -134,7 +134,7 @@ def watch(
     try:
         if step:
             slurm.cancel(step)
-            await_end(srun, patience.STEP_CANCELLED)
+            await_end(srun, polling.STEP_CANCEL_SECONDS)
     except SlurmError as error:
         # The hosts have reported the end of the step to slurmctld; only srun does not know.
         log.info(str(error))
@@ -143,7 +143,7 @@ def watch(
 
 def await_end(srun: Callable[[], int | None], seconds: float) -> None:
     """Wait until srun has ended, for at most `seconds`. It need not be a child process."""
-    patience.wait_until(lambda: not srun(), seconds, every=patience.RECORDS_PAUSE)
+    polling.wait_until(lambda: not srun(), seconds, every=polling.RECORDS_POLL_SECONDS)
 
 
 def kill(srun: Callable[[], int | None]) -> None:
@@ -171,7 +171,7 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
     before: tuple[object, ...] = ()
     since = time.monotonic()
     first_at_work = 0
-    for _ in patience.looks(every=patience.STEP_PAUSE):
+    for _ in polling.poll(every=polling.STEP_POLL_SECONDS):
         if attempt.is_superseded:
             break
         while first_at_work < ranks and _has_ended(attempt, first_at_work):
@@ -188,8 +188,8 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
                 if all(outcome.ended is not None for outcome in read_outcomes(attempt.outcomes)):
                     return "every task's end is recorded"
                 first_at_work = 0  # an agent has restarted its ranks, or added some
-        elif has_final_record and quiet >= patience.STEP_FINAL_RECORD:
-            seconds = setting(patience.STEP_FINAL_RECORD)
+        elif has_final_record and quiet >= polling.FINAL_RECORD_SECONDS:
+            seconds = setting(polling.FINAL_RECORD_SECONDS)
             return f"the training has ended, with no heartbeat for {seconds}"
     return "a later attempt has begun"  # in the same job, with another srun
 
@@ -199,7 +199,7 @@ def _has_ended(attempt: Attempt, rank: int) -> bool:
     return outcome is not None and outcome.ended is not None
 
 
-_LOOKS = 20
+_POLLS = 20
 """Polls of the logs per --hang-timeout."""
 
 
@@ -213,12 +213,12 @@ def watch_output(
 
     end: ends the tasks, if the request asks for it, once the hung ranks are recorded.
     """
-    pause = min(patience.OUTPUT_PAUSE, seconds / _LOOKS)
+    pause = min(polling.OUTPUT_POLL_SECONDS, seconds / _POLLS)
     before, silent = printed_bytes(attempt.run), 0.0
-    looks = patience.looks(every=pause)
-    next(looks)
+    polls = polling.poll(every=pause)
+    next(polls)
     while silent < seconds:
-        next(looks)
+        next(polls)
         if attempt.is_superseded:
             return  # by an attempt in the same job
         # Counted, not measured: ranks of a suspended job cannot print.
@@ -249,7 +249,7 @@ def watch_output(
 
 def watch_hung_ranks(attempt: Attempt, end: Callable[[], None]) -> None:
     """End the tasks once the watchdog of the training or of a Loop has recorded hung ranks."""
-    for _ in patience.looks(every=patience.STEP_PAUSE):
+    for _ in polling.poll(every=polling.STEP_POLL_SECONDS):
         hung = files.read(HungRanks, attempt.outcomes / HUNG) or HungRanks()
         if hung.ended or attempt.is_superseded:
             return

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from clusterddp import files, patience
+from clusterddp import files, polling
 from clusterddp.processes.group import TaskGroup
 from clusterddp.processes.signals import die_with_parent, set_subreaper
 from clusterddp.processes.table import children
@@ -167,7 +167,7 @@ def _end_what_is_left() -> None:
     For example, the ranks of a torchrun agent that was ended while it started them.
     """
     with suppress(OSError):  # there are no more
-        for _ in patience.looks(every=patience.CHILD_PAUSE):
+        for _ in polling.poll(every=polling.CHILD_POLL_SECONDS):
             for pid in children(os.getpid()):
                 os.kill(pid, signal.SIGKILL)
             while os.waitpid(-1, os.WNOHANG) != (0, 0):

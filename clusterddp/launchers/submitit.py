@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.errors import RequestError
 from clusterddp.launchers import SentJob, sbatch
 from clusterddp.processes import replace_environment
@@ -158,7 +158,7 @@ class Task:
             with suppress(OSError):  # the ranks have received the signal as well
                 attempt.ask_to_stop("signal")
         outcomes: list[Outcome] = []
-        for _ in patience.looks(self.patience_seconds, every=patience.RECORDS_PAUSE):
+        for _ in polling.poll(self.patience_seconds, every=polling.RECORDS_POLL_SECONDS):
             outcomes = read_outcomes(attempt.outcomes)
             if sum(outcome.ended is not None for outcome in outcomes) >= self.world_size:
                 break

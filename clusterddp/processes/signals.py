@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FrameType
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.processes.table import children, read_process
 
 try:
@@ -156,7 +156,7 @@ def subreaper() -> Iterator[Callable[[float], None]]:
     before = set(children(os.getpid()))
 
     def end_all(seconds: float) -> None:
-        for _ in patience.looks(seconds, every=patience.CHILD_PAUSE):
+        for _ in polling.poll(seconds, every=polling.CHILD_POLL_SECONDS):
             new = set(children(os.getpid())) - before
             if not new:
                 return

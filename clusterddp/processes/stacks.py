@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.processes import table
 from clusterddp.processes.table import Process
 
@@ -251,8 +251,8 @@ def _ask_handler(process: Process) -> tuple[list[Thread], str]:
                 # Its main thread blocks the signal while it writes.
                 return bool(_written(answer, size)) and not _is_writing(process.pid)
 
-            if patience.wait_until(
-                has_answered, patience.STACKS_ANSWER, every=patience.CHILD_PAUSE
+            if polling.wait_until(
+                has_answered, polling.STACKS_SECONDS, every=polling.CHILD_POLL_SECONDS
             ):
                 return [Thread("MainThread", _frames(_written(answer, size)[0]))], ""
     except OSError:
@@ -373,7 +373,9 @@ def _ask_hook(process: Process) -> tuple[list[Thread], str]:
         if threads := _py_spys(done.stdout, process.pid):
             return threads, ""
         is_asked = True
-        if patience.wait_until(answer.exists, patience.STACKS_ANSWER, every=patience.CHILD_PAUSE):
+        if polling.wait_until(
+            answer.exists, polling.STACKS_SECONDS, every=polling.CHILD_POLL_SECONDS
+        ):
             is_asked = False
             return _py_spys(answer.read_text(errors="replace"), process.pid), ""
         return [], "its Python's remote hook waits for its main thread to run Python code"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp import patience
+from clusterddp import polling
 
 _STATES = {
     "R": "running",
@@ -197,8 +197,8 @@ def watch_for_world(pid: int, own: Mapping[str, str], found: Callable[[World], N
     began = start_ticks(pid)
 
     def watch() -> None:
-        first, longest = patience.WORLD_PAUSES
-        for _ in patience.looks(every=first, longest=longest):
+        first, longest = polling.WORLD_POLL_SECONDS
+        for _ in polling.poll(every=first, longest=longest):
             if began is None or start_ticks(pid) != began:  # the id may have been reused
                 return
             if world := find_world(pid, own):
@@ -262,8 +262,8 @@ class RendezvousWatch:
 
     def _watch(self) -> None:
         began = start_ticks(self._pid)
-        dense = patience.looks(patience.MEETING_DENSE, every=patience.MEETING_DENSE_PAUSE)
-        for _ in itertools.chain(dense, patience.looks(every=patience.MEETING_PAUSE)):
+        early = polling.poll(polling.EARLY_MEETING_SECONDS, every=polling.EARLY_POLL_SECONDS)
+        for _ in itertools.chain(early, polling.poll(every=polling.MEETING_POLL_SECONDS)):
             # The id may have been reused.
             if began is None or start_ticks(self._pid) != began or self._has_listened:
                 return

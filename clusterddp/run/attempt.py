@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from clusterddp import files, log, patience
+from clusterddp import files, log, polling
 from clusterddp.errors import ClusterDDPError
 from clusterddp.formatting import setting
 from clusterddp.processes.table import process_alive
@@ -288,7 +288,7 @@ def wait_until_inactive(run: RunDir, job_id: str, seconds: float) -> None:
         f": rank 0 was active for all of {setting(seconds)}. Two jobs cannot write to one run: "
         "cancel one of them, or give this one its own --run-name (a Loop: its own directory)."
     )
-    wait_until_idle(at_work, seconds, refusal, every=patience.RECORDS_PAUSE)
+    wait_until_idle(at_work, seconds, refusal, every=polling.RECORDS_POLL_SECONDS)
 
 
 def wait_until_idle(
@@ -299,7 +299,7 @@ def wait_until_idle(
     refusal: end of the error message, after that description.
     """
     is_announced = False
-    for is_last in patience.looks(seconds, every=every):
+    for is_last in polling.poll(seconds, every=every):
         who = at_work()
         if not who:
             return

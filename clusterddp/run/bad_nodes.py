@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterddp import files, log, patience
+from clusterddp import files, log, polling
 from clusterddp.errors import OptionError, SlurmError, coded
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -206,12 +206,11 @@ def choose_for_submission(spec: JobSpec) -> Choice:
 
     The script does not change: sbatch gets the nodes as an argument, because they expire.
     """
-    root = Path(spec.run_dir).parent
-    if "exclude" in spec.omit_directives or "clusters" in dict(spec.sbatch):
+    root, sbatch = Path(spec.run_dir).parent, dict(spec.sbatch)
+    if "exclude" in spec.omit_directives or "clusters" in sbatch:
         return Choice()
-    choice = choose(
-        root, spec.resources, os.environ, others=dict(spec.sbatch), seconds=patience.PARTITIONS * 5
-    )
+    seconds = polling.SINFO_SECONDS * 5
+    choice = choose(root, spec.resources, os.environ, others=sbatch, seconds=seconds)
     for remark in choice.remarks:
         log.warning(coded(remark, "CD1303"))
     if choice.nodes:

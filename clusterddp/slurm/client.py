@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.formatting import setting
 from clusterddp.slurm import forms
@@ -177,8 +177,8 @@ def _lost(problem: str, environ: Mapping[str, str], comment: str, started: float
     seen = f"Slurm shows no job with the comment {comment!r}"
     if not comment:
         seen = "The job has no comment to look for"
-    looks = patience.looks(patience.SUBMITTED, every=patience.SUBMITTED_PAUSE)
-    for _ in looks if comment else ():
+    polls = polling.poll(polling.SUBMITTED_SECONDS, every=polling.SUBMITTED_POLL_SECONDS)
+    for _ in polls if comment else ():
         argv = ["squeue", "-h", "-a", "--me", "-t", "all", "-o", "%i|%V|%k"]
         try:
             answer = ask(argv, environ)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.errors import SlurmError
 from clusterddp.slurm.client import ask, output_of, slurm_conf
 from clusterddp.slurm.forms import gpus_of, time_seconds
@@ -181,7 +181,7 @@ class Question:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ, self._partitions = environ, dict[str, Partition]()
-        self._deadline = time.monotonic() + patience.PARTITIONS
+        self._deadline = time.monotonic() + polling.SINFO_SECONDS
         self._asking = threading.Thread(target=self._ask, daemon=True)
         self._asking.start()
 
@@ -192,7 +192,7 @@ class Question:
 
     def _ask(self) -> None:
         with contextlib.suppress(SlurmError):
-            self._partitions = read_partitions(self._environ, patience.PARTITIONS)
+            self._partitions = read_partitions(self._environ, polling.SINFO_SECONDS)
 
 
 def read_partitions(

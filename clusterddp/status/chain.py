@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from clusterddp import log, patience
+from clusterddp import log, polling
 from clusterddp.errors import ClusterDDPError, RequestError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal, slurm_job_name
 from clusterddp.request.spec import ANY, CONDITIONS, FAILED, OK, JobSpec
@@ -443,7 +443,7 @@ def _runs_of(run: RunDir) -> list[RunDir]:
 def _check_until_known(spec: JobSpec) -> list[Awaited]:
     """Check the awaited runs, repeatedly while Slurm does not answer."""
     awaited: list[Awaited] = []
-    for is_last in patience.looks(patience.SLURM_AWAY, every=patience.SLURM_AWAY_PAUSE):
+    for is_last in polling.poll(polling.SLURM_RESTART_SECONDS, every=polling.SLURM_POLL_SECONDS):
         awaited = check_awaited(spec)
         unknown = [each.description for each in awaited if each.readiness is Readiness.UNKNOWN]
         if not unknown:

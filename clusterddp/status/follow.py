@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from clusterddp import formatting, log, patience
+from clusterddp import formatting, log, polling
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, RequestError
 from clusterddp.run import events
 from clusterddp.run.attempt import attempt_offset
@@ -23,7 +23,7 @@ from clusterddp.status.status import RunStatus, run_status
 
 FORGOTTEN_ANSWERS = 3
 """Consecutive answers from Slurm that it knows no such job, after which the run is over."""
-GONE_LOOKS = 3
+GONE_POLLS = 3
 """Consecutive checks without any record of the run, after which it cannot be followed."""
 
 _BLOCK = 65536
@@ -105,7 +105,7 @@ def wait_for_end(
     """
     watch = _Watch(run)
     seconds = math.inf if timeout is None else timeout
-    for _ in patience.looks(seconds, every=patience.FOLLOWED_FILES_PAUSE):
+    for _ in polling.poll(seconds, every=polling.FOLLOW_FILES_POLL_SECONDS):
         if printer:
             printer.print_new()
         status = watch.look()
@@ -186,7 +186,7 @@ class _Watch:
         self.is_over = False
         self._run = run
         self._states: dict[str, JobState] = {}
-        self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
+        self._pause = polling.FOLLOW_SLURM_POLL_SECONDS[0]
         self._next_question = 0.0
         self._logged = ("", "")
         self._answers: list[str] = []  # identical answers that the run is over
@@ -220,7 +220,7 @@ class _Watch:
         if changed or answered or local or self._status is None:
             self._status = run_status(self._run, self._states)
             self._gone = self._gone + 1 if self._lacks_records(self._status) else 0
-            if self._gone >= GONE_LOOKS:
+            if self._gone >= GONE_POLLS:
                 self.is_over = True
                 return self._without_records(self._status)
             if self._gone:
@@ -230,7 +230,7 @@ class _Watch:
             self._judge(self._status, bool(asked), answered)
         if answered:
             self._next_question = time.monotonic() + self._pause
-            self._pause = min(self._pause * 1.5, patience.FOLLOWED_SLURM_PAUSES[1])
+            self._pause = min(self._pause * 1.5, polling.FOLLOW_SLURM_POLL_SECONDS[1])
         return self._status
 
     def _lacks_records(self, status: RunStatus) -> bool:
@@ -268,10 +268,10 @@ class _Watch:
         if not (status.has_ended or forgotten):
             self._answers, self._ended_at = [], 0.0
             return
-        self._pause = patience.FOLLOWED_SLURM_PAUSES[0]  # the end is near
+        self._pause = polling.FOLLOW_SLURM_POLL_SECONDS[0]  # the end is near
         self._ended_at = self._ended_at or time.monotonic()
         leaving = job.state is not State.UNKNOWN and not job.state.is_final
-        if leaving and time.monotonic() < self._ended_at + patience.FOLLOWED_SETTLES:
+        if leaving and time.monotonic() < self._ended_at + polling.FOLLOW_SETTLE_SECONDS:
             return
         answer = f"{status.state} {job.state.value}"
         self._answers = [*(before for before in self._answers if before == answer), answer]
@@ -290,7 +290,7 @@ class _Watch:
         ):
             return
         if status.state != self._logged[0]:
-            self._pause = patience.FOLLOWED_SLURM_PAUSES[0]
+            self._pause = polling.FOLLOW_SLURM_POLL_SECONDS[0]
         self._logged = shown
         job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
         where = f" on {formatting.join_limited(status.hosts, 8)}" if status.hosts else ""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clusterddp import files, log, patience
+from clusterddp import files, log, polling
 from clusterddp.errors import ClusterDDPError
 from clusterddp.formatting import setting
 from clusterddp.processes.signals import die_with_parent, subreaper
@@ -139,12 +139,11 @@ def notify_from_job(run: RunDir) -> None:
     queued = History.read(run).every(events.NoticeQueued)
     waited_for = next((event.job_id for event in queued if event.notice_job == own), "")
     began = time.monotonic()
-    for _ in patience.looks(
-        every=patience.NOTICE_PAUSE
-    ):  # Slurm gives no event for the final state
+    # Slurm gives no event for the final state.
+    for _ in polling.poll(every=polling.NOTIFY_POLL_SECONDS):
         if marker(run).exists():
             return
-        status, settles, jobs = _look(run)
+        status, settles, jobs = _read_state(run)
         is_late = time.monotonic() - began > settles
         if not jobs and is_late:
             send(run, spec, status, "dependent job")
@@ -160,14 +159,14 @@ def notify_sweep(sweep: SweepDir, by: str) -> None:
         spec = sweep.load_spec()
         if not spec.notify:
             return
-        status, settles, _ = _look(sweep)
+        status, settles, _ = _read_state(sweep)
         if settles < 0:
             send(sweep, spec, status, by)
     except (ClusterDDPError, OSError) as error:
         log.warning(f"--notify: {error} [CD1108]")
 
 
-def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
+def _read_state(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
     """Return the status of a run or sweep, its settling time in seconds, and its active jobs.
 
     The settling time is how long the status may still be wrong: negative after a recorded end. The
@@ -187,7 +186,7 @@ def _look(run: RunDir) -> tuple[RunStatus | SweepStatus, float, str]:
         jobs = [job.partition("_")[0] for job in jobs]
     ended = [each.has_ended or each.is_forgotten for each in known]
     is_unanswered = any(s.state == RunState.UNKNOWN and not s.is_forgotten for s in known)
-    settles = patience.NOTICE_UNANSWERED if is_unanswered else patience.NOTICE_SETTLES
+    settles = polling.NOTIFY_UNANSWERED_SECONDS if is_unanswered else polling.NOTIFY_SETTLE_SECONDS
     return status, -1.0 if all(ended) else settles, ":".join(dict.fromkeys(jobs))
 
 
@@ -273,19 +272,19 @@ def _run(spec: JobSpec, result: bytes, folder: Path, output: int) -> tuple[int |
         # A copy: processes outside the group can keep the pipe open after the log is closed.
         copying = threading.Thread(target=_copy, args=(source, os.dup(output)), daemon=True)
         copying.start()
-        problem = f"ended after the timeout of {setting(patience.NOTIFIED_PROGRAM)}"
+        problem = f"ended after the timeout of {setting(polling.NOTIFY_PROGRAM_SECONDS)}"
         try:
-            if _ends(program, patience.NOTIFIED_PROGRAM):
+            if _ends(program, polling.NOTIFY_PROGRAM_SECONDS):
                 problem = ""
             else:
                 _signal(program, signal.SIGTERM)
-                _ends(program, patience.NOTIFIED_PROGRAM_LEAVES)
+                _ends(program, polling.NOTIFY_PROGRAM_EXIT_SECONDS)
         finally:  # also after a Ctrl-C in a rehearsal
             _signal(program, signal.SIGKILL)  # its remaining children
             code = program.wait()
             if problem:  # also in other sessions
-                end_all(patience.NOTIFIED_PROGRAM_LEAVES)
-    copying.join(patience.NOTIFIED_PROGRAM_LEAVES)
+                end_all(polling.NOTIFY_PROGRAM_EXIT_SECONDS)
+    copying.join(polling.NOTIFY_PROGRAM_EXIT_SECONDS)
     return code if code >= 0 else 128 - code, problem
 
 
@@ -299,7 +298,7 @@ def _ends(program: "subprocess.Popen[bytes]", seconds: float) -> bool:
         except ChildProcessError:
             return True
 
-    return patience.wait_until(has_ended, seconds, every=patience.CHILD_PAUSE)
+    return polling.wait_until(has_ended, seconds, every=polling.CHILD_POLL_SECONDS)
 
 
 def _signal(program: "subprocess.Popen[bytes]", number: int) -> None:

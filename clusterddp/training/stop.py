@@ -180,15 +180,15 @@ class LivenessWriter:
                 self._show()
 
     def _poll_until_over(self) -> None:
-        self._look()
+        self._show_or_end()
         while not self._over.wait(ALIVE_SECONDS):
-            self._look()
+            self._show_or_end()
 
     def _show(self) -> None:
         sign = self.sign()
         self._attempt.renew_liveness(sign.step or 0, sign.saved, sign.spent, sign.planned)
 
-    def _look(self) -> None:
+    def _show_or_end(self) -> None:
         try:
             self._show()
             self._gone = 0

@@ -7,7 +7,7 @@ the empty job then keeps running until its time limit.
 import os
 from contextlib import suppress
 
-from clusterddp import log, patience
+from clusterddp import log, polling
 from clusterddp.errors import ClusterDDPError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import host_name, is_rehearsal, slurm_job_name
@@ -47,7 +47,7 @@ def _is_lost(attempt: Attempt, host: str) -> bool:
         before = last_renewal(attempt.controller)
     except OSError:  # a launcher that has no controller
         return False
-    for _ in patience.looks(LIVENESS_TIMEOUT, every=patience.RECORDS_PAUSE):
+    for _ in polling.poll(LIVENESS_TIMEOUT, every=polling.RECORDS_POLL_SECONDS):
         first = read_outcome(attempt.outcomes, 0)  # reading all ranks is too slow in large jobs
         if first and first.failed and first.host == host:
             return False

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from clusterddp import files, log, patience
+from clusterddp import files, log, polling
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -161,8 +161,8 @@ def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: 
         if (
             waits_for_signal and is_success and seen.si_pid == pid
         ):  # before reaping: its ignored signals can still be read
-            patience.wait_until(
-                lambda: record.has_signal, patience.LATE_SIGNAL, every=patience.CHILD_PAUSE
+            polling.wait_until(
+                lambda: record.has_signal, polling.SIGNAL_SECONDS, every=polling.CHILD_POLL_SECONDS
             )
         changed, status = os.waitpid(seen.si_pid, os.WUNTRACED | os.WCONTINUED)
         if changed != pid:

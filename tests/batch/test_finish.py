@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterddp import patience as patience_table
+from clusterddp import polling
 from clusterddp.batch import begin as beginning
 from clusterddp.batch.job import JobStart
 from clusterddp.run.attempt import StartRefused
@@ -16,7 +16,7 @@ __all__ = ["workplace"]
 @pytest.fixture
 def run(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run of a COMMAND that job 7 was the first to start, and that job 8 runs now."""
-    monkeypatch.setattr(patience_table, "SLURM_AWAY_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "SLURM_POLL_SECONDS", 0.01)
     first = {**started("7"), "attempt": 1}, {**ended("7", 75), "attempt": 1, "cause": "stopped"}
     second = submitted("8"), {**started("8"), "attempt": 2}
     run = workplace.run("one", submitted("7"), *first, *second)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.ranks.variables import REHEARSAL_VARIABLE
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -732,7 +732,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
 def test_a_controller_that_is_away_is_waited_for(
     workplace: Workplace, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "SLURM_AWAY_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "SLURM_POLL_SECONDS", 0.01)
     away = "[ -f back ] || { : >back; echo 'Unable to contact slurm controller' >&2; exit 1; }"
     slurm_says(workplace, requeue=away)
     leave(run, **PAUSED)

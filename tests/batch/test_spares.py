@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp import files, patience
+from clusterddp import files, polling
 from clusterddp.batch import spares
 from clusterddp.batch.controller import Controller
 from clusterddp.errors import SlurmError
@@ -71,7 +71,7 @@ class Nodes:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     nodes = Nodes("h02")
     monkeypatch.setattr(spares, "unreachable_nodes", nodes)
-    monkeypatch.setattr(patience, "STEP_PAUSE", 0.0)
+    monkeypatch.setattr(polling, "STEP_POLL_SECONDS", 0.0)
     return nodes
 
 
@@ -419,7 +419,7 @@ def test_a_lost_node_that_slurm_does_not_take_back_yet_is_offered_again(
         if len(asked) < 3:
             raise SlurmError("the DB index is being set, try again in a bit for job 7")
 
-    monkeypatch.setattr(patience, "STEP_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "STEP_POLL_SECONDS", 0.01)
     monkeypatch.setattr(spares.slurm, "release_nodes", release_nodes)
     allocation = spares.Allocation("h[01-03]", 2)
     allocation.lost.add("h02")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp import log, patience
+from clusterddp import log, polling
 from clusterddp.batch import step_watch
 from clusterddp.errors import SlurmError
 from clusterddp.files import read_json
@@ -40,10 +40,10 @@ class Step:
         self.bin = folder / "bin"
         self.bin.mkdir()
         monkeypatch.setenv("PATH", f"{self.bin}:{os.environ['PATH']}")
-        monkeypatch.setattr(patience, "STEP_FINAL_RECORD", 0.4)
-        monkeypatch.setattr(patience, "STEP_CANCELLED", 0.2)
-        monkeypatch.setattr(patience, "STEP_PAUSE", 0.02)
-        monkeypatch.setattr(patience, "RECORDS_PAUSE", 0.02)
+        monkeypatch.setattr(polling, "FINAL_RECORD_SECONDS", 0.4)
+        monkeypatch.setattr(polling, "STEP_CANCEL_SECONDS", 0.2)
+        monkeypatch.setattr(polling, "STEP_POLL_SECONDS", 0.02)
+        monkeypatch.setattr(polling, "RECORDS_POLL_SECONDS", 0.02)
         self.scancel("exit 0")
         (self.bin / "srun").symlink_to("/bin/sh")
         argv = [self.bin / "srun", "-c", "read line; exit 0"]
@@ -94,7 +94,7 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Step]:
 def test_once_every_end_is_recorded_the_step_is_cancelled_and_no_other(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "STEP_CANCELLED", PATIENCE)
+    monkeypatch.setattr(polling, "STEP_CANCEL_SECONDS", PATIENCE)
     step.scancel(f"kill -9 {step.srun.pid}")
     step.end()
     step.watch()
@@ -158,8 +158,8 @@ def test_a_rank_that_is_at_work_is_waited_for(
 
     clock = SimpleNamespace(monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)
-    monkeypatch.setattr(patience, "time", clock)
-    monkeypatch.setattr(patience, "pause", sleep)
+    monkeypatch.setattr(polling, "time", clock)
+    monkeypatch.setattr(polling, "pause", sleep)
     step.watch()
     assert looks > 50
     assert step.cancelled == ["17.3"]
@@ -188,8 +188,8 @@ def test_a_sign_of_life_is_waited_for(step: Step, monkeypatch: pytest.MonkeyPatc
 
     clock = SimpleNamespace(monotonic=lambda: looks * 0.02)
     monkeypatch.setattr(step_watch, "time", clock)
-    monkeypatch.setattr(patience, "time", clock)
-    monkeypatch.setattr(patience, "pause", sleep)
+    monkeypatch.setattr(polling, "time", clock)
+    monkeypatch.setattr(polling, "pause", sleep)
     step.watch()
     assert looks > 50 + 20  # the longer grace
     assert step.cancelled == ["17.3"]
@@ -224,7 +224,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch(attempt: Attempt, sleep: Sleep, end: Callable[[], None] | None = None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patience, "pause", sleep)
+        patch.setattr(polling, "pause", sleep)
         step_watch.watch_output(attempt, 4, 600.0, end)
 
 
@@ -381,7 +381,7 @@ def test_ranks_that_their_watchdog_found_hung_end_the_tasks(
     attempt: Attempt, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sleep = Sleep(in_3=lambda: note_hung(attempt.outcomes, [1], "step 7, while others are ahead"))
-    monkeypatch.setattr(patience, "pause", sleep)
+    monkeypatch.setattr(polling, "pause", sleep)
     ended: list[str] = []
     step_watch.watch_hung_ranks(attempt, lambda: ended.append("ended"))
     assert (sleep.pauses, ended) == (3, ["ended"])

@@ -115,8 +115,8 @@ def test_a_killed_node_is_replaced_in_the_same_job(
 OFTEN = """
 import sys
 if "batch" in sys.orig_argv:
-    from clusterddp import patience
-    patience.SPARES_IDLE_PAUSE = 1.0
+    from clusterddp import polling
+    polling.IDLE_SPARES_POLL_SECONDS = 1.0
 """
 WAITS = "until [ -e go ]; do sleep 0.05; done"
 

@@ -175,8 +175,8 @@ def test_without_the_shells_variables_only_those_named_arrive(
 
 # However busy this machine is, Slurm's answer is waited for.
 PATIENT = """
-from clusterddp import patience
-patience.PARTITIONS = 60.0
+from clusterddp import polling
+polling.SINFO_SECONDS = 60.0
 from clusterddp.__main__ import main
 main()
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.processes import stacks, table
 from clusterddp.processes.stacks import Program, read_stacks
 from clusterddp.processes.table import start_ticks
@@ -86,7 +86,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that is slow to answer, on a busy machine, is one that answers."""
-    monkeypatch.setattr(patience, "STACKS_ANSWER", PATIENCE)
+    monkeypatch.setattr(polling, "STACKS_SECONDS", PATIENCE)
     monkeypatch.setattr(stacks, "_PY_SPY_SECONDS", PATIENCE)
 
 
@@ -290,7 +290,7 @@ def test_an_armed_program_whose_handler_has_gone_is_not_asked(start: Start, hand
 def test_a_stopped_program_stays_stopped_and_is_called_so(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "STACKS_ANSWER", 0.05)
+    monkeypatch.setattr(polling, "STACKS_SECONDS", 0.05)
     program = start(PYTHON, ARMED)
     program.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.slurm import client
 from clusterddp.slurm.client import (
@@ -47,8 +47,8 @@ def calls(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "SUBMITTED", 0.01)
-    monkeypatch.setattr(patience, "SUBMITTED_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "SUBMITTED_SECONDS", 0.01)
+    monkeypatch.setattr(polling, "SUBMITTED_POLL_SECONDS", 0.01)
 
 
 # -- the environment of a submission ---------------------------------------------------------

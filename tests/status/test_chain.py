@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.errors import RequestError, SlurmError
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
@@ -378,12 +378,12 @@ def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
 ) -> None:
     answers = [[awaited("a", "unknown")], [awaited("a", "done")]]
     monkeypatch.setattr(chain, "check_awaited", lambda _: answers.pop(0))
-    monkeypatch.setattr(patience, "SLURM_AWAY_PAUSE", 0)
+    monkeypatch.setattr(polling, "SLURM_POLL_SECONDS", 0)
     assert chain.requeue_until_due(waiting, "5", 0) == ""
     monkeypatch.setattr(
         chain, "check_awaited", lambda _: [awaited("a", "unknown", detail="no answer")]
     )
-    monkeypatch.setattr(patience, "SLURM_AWAY", 0)
+    monkeypatch.setattr(polling, "SLURM_RESTART_SECONDS", 0)
     with pytest.raises(chain.NotDue, match=r"because it waits for a: a \(unknown: no answer\)"):
         chain.requeue_until_due(waiting, "5", 0)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import log, patience
+from clusterddp import log, polling
 from clusterddp.errors import RequestError
 from clusterddp.files import read_json
 from clusterddp.launchers import notice_job
@@ -133,8 +133,8 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
     ):
         run = workplace.run(name, *DONE)
         hangs = name == "hangs"
-        monkeypatch.setattr(patience, "NOTIFIED_PROGRAM", 1.0 if hangs else PATIENCE)
-        monkeypatch.setattr(patience, "NOTIFIED_PROGRAM_LEAVES", 0.5 if hangs else PATIENCE)
+        monkeypatch.setattr(polling, "NOTIFY_PROGRAM_SECONDS", 1.0 if hangs else PATIENCE)
+        monkeypatch.setattr(polling, "NOTIFY_PROGRAM_EXIT_SECONDS", 0.5 if hangs else PATIENCE)
         lines: list[str] = []
         with log.to(lines.append):
             notify.notify_at_end(run, asking(run, *words))
@@ -166,7 +166,7 @@ def test_its_group_is_killed_while_its_number_is_its_own(
 def test_what_has_left_its_group_prints_to_no_file_but_the_log(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "NOTIFIED_PROGRAM_LEAVES", 0.05)
+    monkeypatch.setattr(polling, "NOTIFY_PROGRAM_EXIT_SECONDS", 0.05)
     folder = workplace.folder
     late = f"/usr/bin/touch {folder}/up; until [ -e {folder}/go ]; do /bin/sleep 0.02; done"
     leaves = (
@@ -196,7 +196,7 @@ def test_what_it_has_started_ends_with_it_in_sessions_of_their_own_too(
         f"(setsid {stays} {folder}/orphan &);",
     )
     names = ("group", "session", "orphan")
-    monkeypatch.setattr(patience, "NOTIFIED_PROGRAM_LEAVES", 0.5)
+    monkeypatch.setattr(polling, "NOTIFY_PROGRAM_EXIT_SECONDS", 0.5)
 
     def ends(_program: object, seconds: float) -> bool:
         wait_for(lambda: all((folder / name).exists() for name in names), "what it starts")
@@ -240,7 +240,7 @@ def test_a_fault_of_ours_is_logged_and_no_more(
 def test_the_job_waits_for_the_next_one_where_the_run_goes_on(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "NOTICE_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "NOTIFY_POLL_SECONDS", 0.01)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     in_place = {**submitted("2"), "in_place_of": "1", "why": "signal"}
     queued = {"event": "notice_queued", "job_id": "1", "notice_job": "9"}
@@ -329,8 +329,8 @@ def test_where_nothing_can_be_started_the_next_one_tells(
 def test_a_slurm_that_does_not_answer_is_no_end(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "NOTICE_PAUSE", 0.01)
-    monkeypatch.setattr(patience, "NOTICE_SETTLES", 0.0)
+    monkeypatch.setattr(polling, "NOTIFY_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(polling, "NOTIFY_SETTLE_SECONDS", 0.0)
     goes_on = [
         ended("1", 75, cause="time limit"),
         {"event": "requeued", "job_id": "1", "why": "it"},

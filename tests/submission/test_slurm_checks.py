@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import api, patience
+from clusterddp import api, polling
 from clusterddp.errors import RequestError
 from clusterddp.run import events
 from clusterddp.run.run_dir import RunDir
@@ -22,7 +22,7 @@ ASKED = "sinfo -h -a -e -o %P|%l|%c|%D|%G"
 @pytest.fixture
 def site(workplace: Workplace) -> Workplace:
     """A Slurm that answers; however busy this machine is, its answer is waited for."""
-    workplace.monkeypatch.setattr(patience, "PARTITIONS", 60.0)
+    workplace.monkeypatch.setattr(polling, "SINFO_SECONDS", 60.0)
     workplace.command("sbatch", "/bin/cat >sent; echo 12")
     workplace.command("sinfo", SINFO)
     return workplace
@@ -154,7 +154,7 @@ def test_a_slurm_that_is_silent_is_left(
         return ask(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(slurm_site, "ask", silent)
-    monkeypatch.setattr(patience, "PARTITIONS", 0.1)
+    monkeypatch.setattr(polling, "SINFO_SECONDS", 0.1)
     try:
         code, _ = submit(site, "-p", "mian")
         assert code == 0

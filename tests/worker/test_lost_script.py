@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp import files, patience
+from clusterddp import files, polling
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
@@ -49,7 +49,7 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that were put back."""
     jobs: list[str] = []
     monkeypatch.setattr(lost_script, "LIVENESS_TIMEOUT", 0.05)
-    monkeypatch.setattr(patience, "RECORDS_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "RECORDS_POLL_SECONDS", 0.01)
     monkeypatch.setattr(lost_script.slurm, "ending", lambda *_: Ending.NONE)
     monkeypatch.setattr(lost_script.slurm, "requeue", jobs.append)
     return jobs
@@ -86,7 +86,7 @@ def test_a_controller_that_shows_its_life_judges_the_attempt(
         os.utime(attempt.controller, (later, later))
 
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    monkeypatch.setattr(patience, "time", clock)
+    monkeypatch.setattr(polling, "time", clock)
     requeue_if_lost(attempt)
     assert requeued == []
 

@@ -294,7 +294,7 @@ def test_a_parent_told_to_end_outlives_the_task_to_record_it(task: Any) -> None:
 TOLD_LATE = """
 import threading
 import clusterddp.worker.supervise as parent
-parent.patience.LATE_SIGNAL = 60
+parent.polling.SIGNAL_SECONDS = 60
 def tell_late(pid, record):
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     os.kill(os.getpid(), signal.SIGTERM)

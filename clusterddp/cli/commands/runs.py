@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp import formatting, patience
+from clusterddp import formatting, polling
 from clusterddp.cli.options import JSON_OPTION, DurationType, SettingsCommand
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
 from clusterddp.errors import CODE_AT_END
@@ -46,10 +46,10 @@ _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
     "--watch",
     type=DurationType(Duration(least=1)),
     is_flag=False,
-    flag_value=formatting.setting(patience.WATCHED_LIST_PAUSE),
+    flag_value=formatting.setting(polling.WATCH_POLL_SECONDS),
     metavar="[DURATION]",
     help="Print the list again at this interval until Ctrl-C; "
-    f"{formatting.setting(patience.WATCHED_LIST_PAUSE)} if none is given.",
+    f"{formatting.setting(polling.WATCH_POLL_SECONDS)} if none is given.",
 )
 @RUNS_DIR_OPTION
 @JSON_OPTION
@@ -125,7 +125,7 @@ def _watch(
     """Print the list repeatedly until KeyboardInterrupt."""
     known: dict[str, JobState] = {}
     before: list[tuple[str, str, str]] | None = None
-    for _ in patience.looks(every=seconds):
+    for _ in polling.poll(every=seconds):
         listed = _listed(root, names, last, state, known)
         if sys.stdout.isatty():
             size = shutil.get_terminal_size()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.cli.runs import follow
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.follow import LogTail
@@ -131,8 +131,8 @@ def test_a_log_that_is_emptied_is_read_anew(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "FOLLOWED_FILES_PAUSE", 0.01)
-    monkeypatch.setattr(patience, "FOLLOWED_SLURM_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(polling, "FOLLOW_FILES_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(polling, "FOLLOW_SLURM_POLL_SECONDS", (0.01, 0.02))
 
 
 def story(workplace: Workplace, run: RunDir, *steps: str) -> None:

@@ -686,7 +686,7 @@ def test_a_submission_without_an_answer_keeps_the_new_code_alone(workplace: Work
     root = ["--runs-dir", str(workplace.root)]
     Path("train.py").write_text("print(2)\n")
     workplace.command("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
-    workplace.monkeypatch.setattr("clusterddp.patience.SUBMITTED", 0.0)
+    workplace.monkeypatch.setattr("clusterddp.polling.SUBMITTED_SECONDS", 0.0)
     got = workplace.invoke("resume", "one", *root, "--refresh-code")
     assert (got.code, "it is not known whether" in got.err) == (1, True)
     assert code_of(run)["train.py"] == "print(2)\n"

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.cli import runs
 from tests.cli.made_runs import BOOM, FAILURE, Workplace, ended, started, submitted, workplace
 
@@ -244,7 +244,7 @@ def test_a_watch_is_one_squeue_a_look_and_ends_with_130(
         workplace.command("squeue", f"echo '2|FAILED|None'; echo '3|{state}|None'")
 
     workplace.command("squeue", "echo '2|FAILED|None'; echo '3|PENDING|Priority'")
-    monkeypatch.setattr(patience, "pause", pass_by)
+    monkeypatch.setattr(polling, "pause", pass_by)
     got = workplace.invoke("runs", "--watch", "30s")
     assert (got.code, looks) == (130, [30.0] * 5)
     assert got.out.count("NAME") == 3

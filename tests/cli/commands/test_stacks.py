@@ -38,14 +38,14 @@ SHELL = ["bash", "-c", "touch up-$RANK; : <go"]
 # Half an hour of silence passes once there is a file `quiet`.
 JUMPS = """\
 import pathlib
-from clusterddp import patience
-plain = patience.pause
+from clusterddp import polling
+plain = polling.pause
 def pause(seconds):
     while seconds == 30 and not pathlib.Path({quiet!r}).exists():
         plain(0.02)
     if seconds != 30:
         plain(seconds)
-patience.pause = pause
+polling.pause = pause
 """
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt, begin, latest, publish
@@ -349,8 +349,8 @@ def test_the_loop_of_a_rehearsals_command_is_asked_by_the_mark(workplace: Workpl
 def test_wait_returns_when_the_run_has_left(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "FOLLOWED_FILES_PAUSE", 0.01)
-    monkeypatch.setattr(patience, "FOLLOWED_SLURM_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(polling, "FOLLOW_FILES_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(polling, "FOLLOW_SLURM_POLL_SECONDS", (0.01, 0.02))
     run = training(workplace)
     line = {**ended("12", 75), "attempt": 1, "cause": "stopped", "why": "stopped", "step": 40}
     workplace.command("squeue", RUNS)

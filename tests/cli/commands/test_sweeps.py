@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from clusterddp import patience
+from clusterddp import polling
 from clusterddp.files import read_json_lines
 from clusterddp.request.sweep import Sweep, parse
 from clusterddp.request.train_config import TrainConfig
@@ -163,7 +163,7 @@ def test_a_watch_has_one_line_a_sweep_and_one_squeue_a_look(
         finish(sweep, len(looks), code=0, job_id=str(10 + len(looks)))
 
     workplace.command("squeue", f"{PENDING.replace('$N', '7')}; echo '3 3|RUNNING|None'")
-    monkeypatch.setattr(patience, "pause", pass_by)
+    monkeypatch.setattr(polling, "pause", pass_by)
     got = workplace.invoke("runs", "--watch")
     assert got.code == 130
     rows = [line for line in got.out.splitlines() if line.startswith("s ")]
@@ -355,7 +355,7 @@ def test_a_sweep_waits_as_a_whole_and_is_rejoined_as_a_whole(workplace: Workplac
 def test_the_end_of_a_sweep_is_told_once_by_a_job_behind_all_its_trials(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "NOTICE_PAUSE", 0.01)
+    monkeypatch.setattr(polling, "NOTIFY_POLL_SECONDS", 0.01)
     tell = workplace.folder / "tell.py"
     tell.write_text("import sys; open('told', 'a').write(sys.stdin.read())")
     workplace.command("sbatch", "cat >/dev/null; echo 7")

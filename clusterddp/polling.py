@@ -15,69 +15,69 @@ T = TypeVar("T")
 _GROWTH = 1.5
 _SLICE = 1.0
 
-SLURM_AWAY = 600.0
+SLURM_RESTART_SECONDS = 600.0
 """Time for a slurmctld to restart or fail over."""
-SLURM_AWAY_PAUSE = 5.0
-SUBMITTED, SUBMITTED_PAUSE = 7.0, 2.0
+SLURM_POLL_SECONDS = 5.0
+SUBMITTED_SECONDS, SUBMITTED_POLL_SECONDS = 7.0, 2.0
 """Time for slurmctld to finish a submission that it has not answered."""
-PARTITIONS = 1.0
+SINFO_SECONDS = 1.0
 """Timeout of sinfo during a submission."""
-OTHER_ATTEMPT = 300.0
+OTHER_ATTEMPT_SECONDS = 300.0
 """Time to wait for another job that runs the latest attempt."""
-RECORDS_PAUSE = 0.5
+RECORDS_POLL_SECONDS = 0.5
 """Poll interval of a run's records, which are on a shared file system."""
-STEP_PAUSE = 2.0
+STEP_POLL_SECONDS = 2.0
 """Poll interval of a step's records while it runs."""
-STEP_ENDS = 20.0
+SRUN_EXIT_SECONDS = 20.0
 """Time for srun to end after the last task's recorded end: it usually takes less than a second."""
-STEP_OF_AGENTS_ENDS = 180.0
+AGENT_STEP_EXIT_SECONDS = 180.0
 """The same with agents, which may take longer to restart their ranks."""
-STEP_FINAL_RECORD = 120.0
+FINAL_RECORD_SECONDS = 120.0
 """Time after rank 0's final record, if the end of a task is not recorded."""
-STEP_CANCELLED = 35.0
+STEP_CANCEL_SECONDS = 35.0
 """srun waits for KillWait (30 s by default) plus two seconds after its step is cancelled."""
-SRUN_LISTENS = 10.0
+SRUN_HANDLERS_SECONDS = 10.0
 """Time for srun to install its signal handlers; an earlier signal would end it."""
-SPARES_IDLE_PAUSE = 30.0
+IDLE_SPARES_POLL_SECONDS = 30.0
 """Poll interval of idle spares, whose loss would make Slurm end the whole job."""
-NODE_ANSWERS = 3.0
+SLURMD_CONNECT_SECONDS = 3.0
 """Timeout of a connection to a slurmd."""
-LEFT_RANKS_LEAVE, LEFT_RANKS_KILLED = 5.0, 2.0
+LEFT_RANKS_EXIT_SECONDS, LEFT_RANKS_KILL_SECONDS = 5.0, 2.0
 """Time for the ranks left by a lost node to end: their computation is lost anyway."""
-LOST_NODE_TAKEN_BACK = 120.0
+NODE_RELEASE_SECONDS = 120.0
 """Slurm releases a second node only once its accounting has recorded the first."""
-OUTPUT_PAUSE = 30.0
+OUTPUT_POLL_SECONDS = 30.0
 """Longest poll interval of the ranks' output."""
-FOLLOWED_FILES_PAUSE = 0.3
+FOLLOW_FILES_POLL_SECONDS = 0.3
 """Poll interval of a run's files while a user watches them."""
-FOLLOWED_SLURM_PAUSES = (1.0, 10.0)
+FOLLOW_SLURM_POLL_SECONDS = (1.0, 10.0)
 """Poll intervals of Slurm: at first and after a change, and the longest."""
-FOLLOWED_SETTLES = 30.0
+FOLLOW_SETTLE_SECONDS = 30.0
 """Time for a failed run's job to end until the run's own record counts as final."""
-WATCHED_LIST_PAUSE = 10.0
+WATCH_POLL_SECONDS = 10.0
 """Refresh interval of `runs --watch`; each refresh calls squeue once."""
-NOTICE_SETTLES = 90.0
+NOTIFY_SETTLE_SECONDS = 90.0
 """Slurm may still show a job as running whose end has already started the next one."""
-NOTICE_UNANSWERED = 480.0
+NOTIFY_UNANSWERED_SECONDS = 480.0
 """Time for Slurm to answer; the job that asks has ten minutes."""
-NOTICE_PAUSE = 2.0
-NOTIFIED_PROGRAM = 60.0
+NOTIFY_POLL_SECONDS = 2.0
+NOTIFY_PROGRAM_SECONDS = 60.0
 """Timeout of the program given by --notify."""
-NOTIFIED_PROGRAM_LEAVES = 5.0
+NOTIFY_PROGRAM_EXIT_SECONDS = 5.0
 """Time between TERM and KILL when it times out."""
-CHILD_PAUSE = 0.01
+CHILD_POLL_SECONDS = 0.01
 """Poll interval of a local process or file, which is cheap."""
-LATE_SIGNAL = 0.3
+SIGNAL_SECONDS = 0.3
 """Longest delay, on a busy machine, between Slurm's signals to two processes of a step."""
-STACKS_ANSWER = 3.0
+STACKS_SECONDS = 3.0
 """A Python that runs code answers at once, however busy its machine is."""
-WORLD_PAUSES = (0.25, 60.0)
+WORLD_POLL_SECONDS = (0.25, 60.0)
 """Poll interval for ranks that a process starts itself: it does so soon, late or never."""
-MEETING_DENSE, MEETING_DENSE_PAUSE, MEETING_PAUSE = 60.0, 0.25, 2.0
+EARLY_MEETING_SECONDS, EARLY_POLL_SECONDS, MEETING_POLL_SECONDS = 60.0, 0.25, 2.0
 """Ranks usually meet within a minute of their start; until then, polls are more frequent."""
 
 
-def looks(
+def poll(
     seconds: float = math.inf, *, every: float, longest: float | None = None
 ) -> Iterator[bool]:
     """Yield for each poll within `seconds` whether it is the last one.
@@ -102,7 +102,7 @@ def wait_until(
     longest: float | None = None,
 ) -> T:
     """Poll until the condition is true or `seconds` pass. Return its last value."""
-    for _ in looks(seconds, every=every, longest=longest):
+    for _ in poll(seconds, every=every, longest=longest):
         if answer := condition():
             break
     return answer
