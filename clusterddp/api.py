@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from clusterddp import launchers, log
-from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PAUSED, RequestError, TrainingError
+from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, RequestError, TrainingError
 from clusterddp.files import read_json
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MAX_PROCS
@@ -385,7 +385,7 @@ def _train(
     if code == EXIT_DONE and report is not None:
         return report
     attempt = attempts.latest(run) or attempts.Attempt(run, 1)
-    if code == EXIT_PAUSED:
+    if code == EXIT_STOPPED:
         final_record = attempt.read_final_record()
         by_user = final_record and final_record.reason == "stop"
         raise TrainingError(

@@ -10,7 +10,7 @@ import re
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_REQUEST = 2
-EXIT_PAUSED = 75
+EXIT_STOPPED = 75
 """A rank stopped on request after a checkpoint, or asks for a restart (sysexits.h, EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 

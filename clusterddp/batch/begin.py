@@ -11,7 +11,7 @@ from clusterddp.batch.job import JobStart, choose_excluded, record_excluded
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_FAILED,
-    EXIT_PAUSED,
+    EXIT_STOPPED,
     ClusterDDPError,
     SlurmError,
 )
@@ -53,7 +53,7 @@ class RunIsDone(StartRefused):
 class _Withdrawn(StartRefused):
     """The user stopped the run or cancelled the job while it waited to start again."""
 
-    exit_code = EXIT_PAUSED
+    exit_code = EXIT_STOPPED
     code = "CD1204"
 
     def __init__(self, cause: str) -> None:

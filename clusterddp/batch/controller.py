@@ -29,7 +29,7 @@ from clusterddp.batch.job import JobStart
 from clusterddp.batch.step_watch import Step
 from clusterddp.errors import (
     EXIT_FAILED,
-    EXIT_PAUSED,
+    EXIT_STOPPED,
     ClusterDDPError,
     RequestError,
     SlurmError,
@@ -71,8 +71,8 @@ SIGNALS = ("TERM", "USR1", "USR2", "HUP", "INT")
 file; HUP and INT count as USR1; TERM is only logged, because Slurm sends it to the step itself."""
 _POLL_SECONDS = 0.05
 """Interval of the search for the process that starts the tasks."""
-_HELD = [signal.Signals[f"SIG{name}"] for name in SIGNALS]
-_NUMBERS = [*_HELD, signal.SIGCHLD]
+_BLOCKED = [signal.Signals[f"SIG{name}"] for name in SIGNALS]
+_NUMBERS = [*_BLOCKED, signal.SIGCHLD]
 _SLURM_OUTPUT = re.compile(r"slurm-\d+(_\d+)?\.out")
 _WATCHES_SECONDS = 5.0
 """Time for an attempt's threads to notice its end, which they poll for every 2 s."""
@@ -159,8 +159,8 @@ class Signals:
             signal.signal(number, lambda *_: None)
         # Child processes inherit the mask: a signal that Slurm sends to the whole job does not
         # kill the scontrol that requeues it.
-        before = signal.pthread_sigmask(signal.SIG_SETMASK, _HELD)
-        self.were_held = signal.SIGUSR1 in before
+        before = signal.pthread_sigmask(signal.SIG_SETMASK, _BLOCKED)
+        self.were_blocked = signal.SIGUSR1 in before
         """False if earlier signals are lost because `env` could not block them."""
         threading.Thread(target=self._receive, daemon=True).start()
 
@@ -524,13 +524,13 @@ class Controller:
 
     def _run_lines(self, attempt: Attempt) -> int:
         """Run the script's lines, which start the tasks. Return their exit code."""
-        if not self._signals.were_held and self._may_be_past_signal():
+        if not self._signals.were_blocked and self._may_be_past_signal():
             self._handle(["USR1"])
         self._is_job_ending()
         if self._is_ending:
             return 128 + signal.SIGTERM
         if self._is_stopped or (self._unsent and not self._spec.program.sees_marks):
-            return EXIT_PAUSED  # asked to stop before any task started
+            return EXIT_STOPPED  # asked to stop before any task started
         lines = subprocess.Popen(
             [*_interpreter(self._script), str(self._script)],
             env=self._environment(attempt),

@@ -13,7 +13,7 @@ from pathlib import Path
 from clusterddp import files, formatting
 from clusterddp.batch import step_watch
 from clusterddp.batch.job import JobStart
-from clusterddp.errors import EXIT_FAILED, EXIT_PAUSED, coded
+from clusterddp.errors import EXIT_FAILED, EXIT_STOPPED, coded
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt, read_attempt_log
@@ -42,7 +42,7 @@ from clusterddp.slurm import srun_lines
 from clusterddp.slurm.client import Ending, ending
 from clusterddp.status import end_codes
 
-_ASKED_RESTART = f"command asked for a restart (exit code {EXIT_PAUSED})"
+_ASKED_RESTART = f"command asked for a restart (exit code {EXIT_STOPPED})"
 # srun's lines are at the end of the log, after all output of the setup.
 _LOG_TAIL_BYTES = 1 << 20
 # Lines of Lightning (2.6, loops/fit_loop.py and signal_connector.py): training has finished, or a
@@ -180,7 +180,7 @@ class Evidence:
         """True if the step was ended because an exit message was lost."""
         # srun's code is then only a consequence of that.
         self.srun_code = 0 if self.step_ended else exit_code
-        self.paused = self._has_paused(any_failed)
+        self.stopped = self._has_stopped(any_failed)
         """True if the ranks saved and exited on request, or were asked before any started."""
         hang = hang_that_ended_job(attempt.outcomes)
         self.hang = hang.reason if hang else ""
@@ -193,7 +193,7 @@ class Evidence:
         if self.srun_code == 0 and not any_failed:
             self.failure = None  # srun's lines may belong to another step, started by the setup
         self.code = _job_code(self.srun_code, self.failure)
-        seems_done = self.code == 0 and not self.paused and not self.unwritable
+        seems_done = self.code == 0 and not self.stopped and not self.unwritable
         if seems_done and not self.keeps_records and self.final_record.cause != Cause.DONE:
             # The rank was killed with its parent: srun exits with 0 when TERM ends it.
             killed = (failure_of(rank) for rank in self.outcomes if rank.ended is None)
@@ -215,12 +215,12 @@ class Evidence:
         last = max(_FINISHED_OR_SIGNALLED.finditer(log), key=re.Match.start, default=None)
         return last is not None and last["finished"] is not None
 
-    def _has_paused(self, any_failed: bool) -> bool:
+    def _has_stopped(self, any_failed: bool) -> bool:
         if self.stop_signal:
             return True
-        if any(outcome.paused for outcome in self.outcomes) and not any_failed:
+        if any(outcome.stopped for outcome in self.outcomes) and not any_failed:
             return True
-        if self.srun_code == EXIT_PAUSED and not self.outcomes:
+        if self.srun_code == EXIT_STOPPED and not self.outcomes:
             return True
         if not self.unwritable or self.has_final_record or self.srun_code:
             return False
@@ -232,7 +232,7 @@ class Evidence:
     @property
     def has_left(self) -> bool:
         """True if the ranks exited on their own, not because they were killed."""
-        return self.paused or self.has_final_record
+        return self.stopped or self.has_final_record
 
     @property
     def stop_exit_code(self) -> int:
@@ -240,7 +240,7 @@ class Evidence:
 
         srun's code may be that of tasks that Slurm killed later.
         """
-        return EXIT_PAUSED if self.has_left else 0
+        return EXIT_STOPPED if self.has_left else 0
 
     @cached_property
     def job_log(self) -> str:
@@ -307,7 +307,7 @@ class Evidence:
             asked = f"the {_ASKED_RESTART}"
             if self.stop_signal:
                 asked = f"the command exited with code 0 on {self.stop_signal}"
-            return asked if self.paused else "it is not known whether the command saved"
+            return asked if self.stopped else "it is not known whether the command saved"
         step, saved = self.final_record.step, self.final_record.saved
         at = f" at step {step}" if step is not None else ""
         if saved not in (-1, step):
@@ -330,7 +330,7 @@ def _done(evidence: Evidence) -> AttemptResult | None:
         return AttemptResult(
             Ended(cause=Cause.DONE, exit_code=0), (_summarize_report(evidence.run), *late)
         )
-    left = evidence.paused or evidence.final_record.cause == Cause.STOPPED
+    left = evidence.stopped or evidence.final_record.cause == Cause.STOPPED
     if evidence.code == 0 and not left and not evidence.keeps_records:
         line = _summarize_report(evidence.run)
         if not evidence.outcomes:  # `exit 0` before the step, or a custom launch line
@@ -371,7 +371,7 @@ def _node_lost(evidence: Evidence) -> AttemptResult | None:
 def _cancelled(evidence: Evidence) -> AttemptResult | None:
     if evidence.slurm_state is not Ending.CANCELLED:
         return None
-    code = evidence.stop_exit_code or evidence.code or EXIT_PAUSED
+    code = evidence.stop_exit_code or evidence.code or EXIT_STOPPED
     return AttemptResult(
         Ended(cause=Cause.CANCELLED, exit_code=code), (f"cancelled; {evidence.saved_clause}",)
     )
@@ -387,7 +387,7 @@ def _stopped(evidence: Evidence) -> AttemptResult | None:
     how = evidence.interrupted_by and f"{evidence.interrupted_by} to its batch script"
     by = how and f" by {how}"
     line = f"stopped{by}; {evidence.saved_clause}"
-    return AttemptResult(Ended(cause=Cause.STOPPED, exit_code=EXIT_PAUSED, how=how), (line,))
+    return AttemptResult(Ended(cause=Cause.STOPPED, exit_code=EXIT_STOPPED, how=how), (line,))
 
 
 def _ended_by_slurm(evidence: Evidence) -> AttemptResult | None:
@@ -455,13 +455,13 @@ def _signalled(evidence: Evidence) -> AttemptResult | None:
         line = f"{reason}: {evidence.saved_clause}"
         # The run's own clock stops it before Slurm's signal.
         how = OWN_CLOCK if reason == Cause.TIME_LIMIT else ""
-        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how), (line,))
+        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED, how=how), (line,))
     how = "" if evidence.attempt.stop_reason() is not None else f"its {_ASKED_RESTART}"
     if evidence.stop_signal:
         how = f"{evidence.stop_signal}, on which the command exited with code 0"
     code = end_codes.EXITED_ON_SIGNAL if evidence.stop_signal else ""
     return AttemptResult(
-        Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED, how=how, code=code),
+        Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED, how=how, code=code),
         (evidence.saved_clause,),
     )
 
@@ -503,7 +503,7 @@ def _failed(evidence: Evidence) -> AttemptResult | None:
                 (line,),
             )
         line = f"rank {failure.rank} got a signal to stop before it had installed a handler"
-        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_PAUSED), (line,))
+        return AttemptResult(Ended(cause=Cause.SIGNAL, exit_code=EXIT_STOPPED), (line,))
     if _is_late_step_end(evidence, failure):
         line = f"{failure.describe()}: Slurm ended this step late, in place of the lost node's"
         return AttemptResult(

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from clusterddp import log, polling
 from clusterddp.batch import step_watch
-from clusterddp.errors import EXIT_PAUSED, SlurmError
+from clusterddp.errors import EXIT_STOPPED, SlurmError
 from clusterddp.formatting import setting
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
@@ -175,7 +175,7 @@ def find_lost(
     If a rank failed with an error of its own, only nodes with ranks without a recorded end are
     contacted.
     """
-    if exit_code in (0, EXIT_PAUSED) or attempt.read_final_record():
+    if exit_code in (0, EXIT_STOPPED) or attempt.read_final_record():
         return {}
     outcomes = read_outcomes(attempt.outcomes)
     explained = any(_has_own_error(outcome) for outcome in outcomes)

@@ -277,7 +277,7 @@ def _end_hang(attempt: Attempt, end: Callable[[], None], note: Callable[[], None
 def _record_hung_ranks(
     attempt: Attempt, rank_stacks: list[RankStacks], world_size: int, seconds: float
 ) -> None:
-    """Record the ranks that are at another place than most; none if that is not certain.
+    """Record the ranks elsewhere than most ranks; none if that is not certain.
 
     Ranks that a loop's watchdog has named take precedence.
     """
@@ -289,22 +289,22 @@ def _record_hung_ranks(
     reason = f"no rank printed anything for {setting(seconds)}"
     if ranks:
         reason = f"{reason}; it is in {where}"
-    elif stacks.places(rank_stacks):
+    elif stacks.code_locations(rank_stacks):
         reason += "; the job's log has their stacks"
     note_hung(attempt.outcomes, ranks, reason, ended=True)
 
 
 def _elsewhere(rank_stacks: list[RankStacks], world_size: int) -> tuple[list[int], str]:
-    """Return the ranks that are at another place than most, and both places; none if uncertain.
+    """Return the ranks elsewhere than most ranks, and both locations; none if uncertain.
 
-    It is certain if every rank was read and the ranks are at two places, one of them with a
+    It is certain if every rank was read and the ranks are at two locations, one of them with a
     majority. Ranks of a torchrun agent are excluded: their numbers differ from those of the tasks.
     """
-    places = stacks.places(rank_stacks)
-    read = [rank for _, some in places for rank in some]
+    locations = stacks.code_locations(rank_stacks)
+    read = [rank for _, some in locations for rank in some]
     are_tasks = all(p.rank is None for each in rank_stacks for p in each.programs)
-    if are_tasks and sorted(read) == list(range(world_size)) and len(places) == 2:
-        (most, at_most), (place, elsewhere) = places
+    if are_tasks and sorted(read) == list(range(world_size)) and len(locations) == 2:
+        (most, at_most), (location, elsewhere) = locations
         if len(at_most) > len(elsewhere):
-            return elsewhere, f"{place}, most are in {most}"
+            return elsewhere, f"{location}, most are in {most}"
     return [], ""

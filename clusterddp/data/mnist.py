@@ -453,7 +453,7 @@ def put_into_place(draft: Path, root: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Offer:
+class SharedRef:
     """Location of a dataset in the memory of another process of this node."""
 
     pid: int
@@ -465,7 +465,7 @@ class Offer:
 
 
 @dataclass
-class Held:
+class SharedDataset:
     """The four files in memory, concatenated."""
 
     memory: "mmap.mmap | bytearray"
@@ -496,15 +496,15 @@ class Held:
         digests = "".join(hashlib.sha256(file).hexdigest() for file in files)
         return hashlib.sha256(digests.encode()).hexdigest()
 
-    def offer(self) -> Offer | None:
+    def ref(self) -> SharedRef | None:
         """Return what another rank of this node needs to map it; None if it cannot."""
         if self.handle is None:
             return None
         status = os.fstat(self.handle)
-        return Offer(os.getpid(), self.handle, (status.st_dev, status.st_ino), self.sizes)
+        return SharedRef(os.getpid(), self.handle, (status.st_dev, status.st_ino), self.sizes)
 
     def close(self) -> None:
-        """Withdraw the offer; tensors keep the memory that they need."""
+        """Stop sharing; tensors keep the memory that they need."""
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
@@ -516,38 +516,38 @@ class Reading:
     def __init__(self, dataset: str, data_dir: str, *, digest: bool) -> None:
         """digest: whether this rank will ask for the fingerprint."""
         self._dataset, self._data_dir = dataset, data_dir
-        self._held: Held | None = None
+        self._shared: SharedDataset | None = None
         self._sha256 = ""
         self._wants_digest = digest
         self._thread = threading.Thread(target=self._run, name="dataset", daemon=True)
         self._thread.start()
 
-    def held(self) -> Held:
+    def wait(self) -> SharedDataset:
         """Wait for the dataset; if reading it failed, try again, since it may exist now.
 
         Raises DataError like `read`.
         """
         self._thread.join()
-        if self._held is None:
-            self._held = read(self._dataset, self._data_dir)
-        return self._held
+        if self._shared is None:
+            self._shared = read(self._dataset, self._data_dir)
+        return self._shared
 
     def fingerprint(self) -> str:
         """Return the `fingerprint` of the bytes in use. Raises DataError."""
-        held = self.held()
-        self._sha256 = self._sha256 or held.digest()
+        shared = self.wait()
+        self._sha256 = self._sha256 or shared.digest()
         return self._sha256
 
     def _run(self) -> None:
-        # An error here is raised again, and then reported, by `held`.
+        # An error here is raised again, and then reported, by `wait`.
         with suppress(DataError, OSError, MemoryError):
             if not missing_files(folder(self._dataset, self._data_dir)):
-                self._held = read(self._dataset, self._data_dir)
+                self._shared = read(self._dataset, self._data_dir)
                 if self._wants_digest:
-                    self._sha256 = self._held.digest()
+                    self._sha256 = self._shared.digest()
 
 
-def read(dataset: str, data_dir: str) -> Held:
+def read(dataset: str, data_dir: str) -> SharedDataset:
     """Read the set. Raises DataError if it is missing, damaged or unreadable."""
     raw = check(dataset, data_dir, checksums=False).root / RAW
     try:
@@ -556,24 +556,24 @@ def read(dataset: str, data_dir: str) -> Held:
         raise unreadable(raw, error) from None
 
 
-def take(offer: Offer | None) -> Held:
-    """Map another rank's offer; raise OSError or ValueError if that is impossible."""
-    if offer is None:
+def take(ref: SharedRef | None) -> SharedDataset:
+    """Map the dataset of another rank; raise OSError or ValueError if that is impossible."""
+    if ref is None:
         raise ValueError("the first rank could not put it into shared memory")
     # Another process's descriptor can be anything, for example a pipe without a writer.
-    handle = os.open(f"/proc/{offer.pid}/fd/{offer.handle}", os.O_RDONLY | os.O_NONBLOCK)
+    handle = os.open(f"/proc/{ref.pid}/fd/{ref.handle}", os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(handle)
         # In this task's own PID namespace the number names another process.
-        is_it = (status.st_dev, status.st_ino) == offer.file
-        if not is_it or status.st_size != sum(offer.sizes):
+        is_it = (status.st_dev, status.st_ino) == ref.file
+        if not is_it or status.st_size != sum(ref.sizes):
             raise ValueError("its process id belongs to another process here")
-        return Held(_mapped(handle, status.st_size), offer.sizes)
+        return SharedDataset(_mapped(handle, status.st_size), ref.sizes)
     finally:
         os.close(handle)
 
 
-def _read_to_share(raw: Path) -> Held | None:
+def _read_to_share(raw: Path) -> SharedDataset | None:
     """Read the files into memory that others can map; None if the system lacks it."""
     try:
         handle = os.memfd_create("clusterddp-data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -583,7 +583,7 @@ def _read_to_share(raw: Path) -> Held | None:
         sizes = tuple(_append(handle, raw / name) for name in FILES)
         everything = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, everything | fcntl.F_SEAL_SEAL)
-        return Held(_mapped(handle, sum(sizes)), sizes, handle)
+        return SharedDataset(_mapped(handle, sum(sizes)), sizes, handle)
     except OSError:  # an error of the files is raised again in `_read`
         os.close(handle)
         return None
@@ -607,6 +607,6 @@ def _mapped(handle: int, size: int) -> mmap.mmap:
     return mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
 
 
-def _read(raw: Path) -> Held:
+def _read(raw: Path) -> SharedDataset:
     contents = [(raw / name).read_bytes() for name in FILES]
-    return Held(bytearray().join(contents), tuple(map(len, contents)))
+    return SharedDataset(bytearray().join(contents), tuple(map(len, contents)))

@@ -126,7 +126,7 @@ class Task:
     def __call__(self) -> None:
         """Run one rank with its own log.
 
-        Raises RuntimeError if it failed, for submitit to record, and SystemExit if it has paused,
+        Raises RuntimeError if it failed, for submitit to record, and SystemExit if it has stopped,
         so that submitit stores no result of an attempt that is not the last.
         """
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -145,7 +145,7 @@ class Task:
         if code:
             raise RuntimeError(f"the rank ended with exit code {code}; its log is {log.name}")
         outcome = read_outcome(attempt.outcomes, rank)
-        if outcome and outcome.paused:
+        if outcome and outcome.stopped:
             raise SystemExit(0)
 
     def checkpoint(self) -> object:

@@ -1,4 +1,4 @@
-"""A task's place in its run: its ranks and the rendezvous address.
+"""Ranks of a task and its rendezvous address.
 
 Derived from torch's variables, a Slurm step, flags, or defaults. Pure: reads no os.environ, opens
 no socket, starts no process. The caller exports the result.
@@ -13,7 +13,7 @@ from typing import Literal, NoReturn
 
 from clusterddp.errors import RequestError
 from clusterddp.ranks import variables
-from clusterddp.ranks.variables import Number, Place
+from clusterddp.ranks.variables import Number, RankLayout
 
 Origin = Literal["torch", "slurm", "single"]
 
@@ -33,7 +33,7 @@ _FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "TORCHELASTIC_", "PMI", "MASTER_")
 
 @dataclass(frozen=True)
 class DistEnv:
-    """A task's place in its run, in torch's terms; validated at construction.
+    """Ranks and rendezvous address of a task, in torch's terms; validated at construction.
 
     Raises DistEnvError if the numbers contradict each other, with the source of each number.
     """
@@ -54,7 +54,7 @@ class DistEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> DistEnv:
-        """Derive a task's place from its environment variables.
+        """Derive them from its environment variables.
 
         In this order: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together (torchrun, or exported
         by hand); a Slurm step (srun); a single process, also in a batch script or salloc shell.
@@ -119,7 +119,7 @@ class DistEnv:
 
 
 def of_hosts(rank: int, hosts: Sequence[str], master_addr: str, master_port: int) -> DistEnv:
-    """Return the place of a rank in an existing process group, from the host of each rank."""
+    """Return the environment of a rank in an existing process group, from the host of each rank."""
     names = tuple(dict.fromkeys(hosts))
     host = hosts[rank]
     return DistEnv(
@@ -159,8 +159,8 @@ def foreign_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def local_ranks(procs: int, port: int) -> list[DistEnv]:
-    """Return the places of `procs` ranks on this host with this rendezvous port."""
-    return [_placed(rank, procs, "127.0.0.1", port, procs) for rank in range(procs)]
+    """Return the environments of `procs` ranks on this host with this rendezvous port."""
+    return [_env_of(rank, procs, "127.0.0.1", port, procs) for rank in range(procs)]
 
 
 def from_flags(
@@ -171,7 +171,7 @@ def from_flags(
     local_rank: int | None,
     local_world_size: int | None,
 ) -> DistEnv | None:
-    """Return a rank's place from `train`'s flags of these names, or None if none is given.
+    """Return a rank's environment from `train`'s flags of these names, or None if none is given.
 
     Without local_world_size, all ranks are on one host; with it, each host has this number of
     consecutive ranks. Raises RequestError, quoting the flags.
@@ -205,7 +205,7 @@ def from_flags(
             "give that of rank 0's host. [CD0802]"
         )
     local_world_size = _ranks_per_host(rank, world_size, local_rank, local_world_size)
-    return _placed(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
+    return _env_of(rank, world_size, master_addr or "127.0.0.1", master_port or 0, local_world_size)
 
 
 def check_address(addr: str) -> None:
@@ -221,13 +221,13 @@ def check_address(addr: str) -> None:
         ) from None
 
 
-def _derived(environ: Mapping[str, str], origin: Origin, place: Place) -> DistEnv:
-    """Add the rendezvous address to a place: MASTER_ADDR and MASTER_PORT if set, else derived."""
-    addr, addr_source = "127.0.0.1", place.hosts_source
+def _derived(environ: Mapping[str, str], origin: Origin, layout: RankLayout) -> DistEnv:
+    """Add the rendezvous address to a layout: MASTER_ADDR and MASTER_PORT if set, else derived."""
+    addr, addr_source = "127.0.0.1", layout.hosts_source
     if "MASTER_ADDR" in environ:
         addr, addr_source = variables.text(environ, "MASTER_ADDR"), "MASTER_ADDR"
     elif origin == "slurm":
-        addr, addr_source = place.hosts[0], f"{place.hosts_source} (first host)"
+        addr, addr_source = layout.hosts[0], f"{layout.hosts_source} (first host)"
     if "MASTER_PORT" in environ:
         port = variables.number(environ, "MASTER_PORT")
         if origin != "torch" and not 1 <= port.value <= 65535:  # to DistEnv, 0 means any port
@@ -235,22 +235,22 @@ def _derived(environ: Mapping[str, str], origin: Origin, place: Place) -> DistEn
     elif origin == "slurm":
         port = _step_port(environ)
     else:
-        port = Number(0, f"{place.hosts_source}: any free port")
-    numbers = {**place.numbers, "master_port": port}
+        port = Number(0, f"{layout.hosts_source}: any free port")
+    numbers = {**layout.numbers, "master_port": port}
     return DistEnv(
         **{name: number.value for name, number in numbers.items()},
         master_addr=addr,
-        hostnames=place.hosts,
+        hostnames=layout.hosts,
         origin=origin,
         sources={
             **{name: number.source for name, number in numbers.items()},
             "master_addr": addr_source,
-            "hostnames": place.hosts_source,
+            "hostnames": layout.hosts_source,
         },
     )
 
 
-def _single(environ: Mapping[str, str]) -> Place:
+def _single(environ: Mapping[str, str]) -> RankLayout:
     variables.refuse_heterogeneous(environ)
     default = "default: single process"
     name = variables.first_set(environ, variables.JOB_ID)
@@ -261,7 +261,7 @@ def _single(environ: Mapping[str, str]) -> Place:
         **dict.fromkeys(("rank", "local_rank", "node_rank"), first),
         **dict.fromkeys(("world_size", "local_world_size", "num_nodes"), only),
     }
-    return Place(numbers, ("localhost",), default)
+    return RankLayout(numbers, ("localhost",), default)
 
 
 def _step_port(environ: Mapping[str, str]) -> Number:
@@ -300,7 +300,7 @@ def _ranks_per_host(
     return local_world_size
 
 
-def _placed(rank: int, world_size: int, addr: str, port: int, local_world_size: int) -> DistEnv:
+def _env_of(rank: int, world_size: int, addr: str, port: int, local_world_size: int) -> DistEnv:
     num_nodes = world_size // local_world_size
     return DistEnv(
         rank=rank,

@@ -31,7 +31,7 @@ _LAYOUT = {
     "node_rank": "GROUP_RANK",
     "num_nodes": "GROUP_WORLD_SIZE",
 }
-"""DistEnv's fields and torchrun's variables for a rank's node and its place there."""
+"""DistEnv's fields and torchrun's variables for a rank's node and its number there."""
 
 # Slurm reserves step ids from here on: batch, extern, interactive, pending (slurm/slurm.h).
 _FIRST_RESERVED_STEP_ID = 0xFFFFFFF0
@@ -65,8 +65,8 @@ class Number(NamedTuple):
     source: str
 
 
-class Place(NamedTuple):
-    """A task's place according to variables."""
+class RankLayout(NamedTuple):
+    """Ranks of a task according to its variables."""
 
     numbers: Mapping[str, Number]
     """Rank, world size and so on, by DistEnv's field names."""
@@ -119,7 +119,7 @@ def torch_variables_are_set(environ: Mapping[str, str]) -> bool:
     return True
 
 
-def read_torch_variables(environ: Mapping[str, str]) -> Place:
+def read_torch_variables(environ: Mapping[str, str]) -> RankLayout:
     """Read torch's variables and derive missing ones if they are unambiguous.
 
     Raises DistEnvError for variables that are empty, malformed or contradictory.
@@ -134,7 +134,7 @@ def read_torch_variables(environ: Mapping[str, str]) -> Place:
         hosts = tuple(_expanded(expand_nodelist, environ, hosts_source))
     elif layout["num_nodes"].value == 1:
         hosts, hosts_source = (text(environ, "MASTER_ADDR"),), "MASTER_ADDR"
-    return Place({"rank": rank, "world_size": world_size, **layout}, hosts, hosts_source)
+    return RankLayout({"rank": rank, "world_size": world_size, **layout}, hosts, hosts_source)
 
 
 def _step_agrees(environ: Mapping[str, str], rank: int, world_size: int) -> bool:
@@ -182,21 +182,21 @@ def _layout(
             "num_nodes": Number(1, assumed),
             "node_rank": Number(0, assumed),
         }
-    places = ("RANK", "WORLD_SIZE", *_LAYOUT.values(), "NODE_RANK")
+    names = ("RANK", "WORLD_SIZE", *_LAYOUT.values(), "NODE_RANK")
     evenly = "WORLD_SIZE over {}: the same number per node"
     share, nodes = layout.get("local_world_size"), layout.get("num_nodes")
     if share is None and world_size == 1:
         share = Number(1, "WORLD_SIZE")
     if share is None:
         if nodes is None or nodes.value < 1 or world_size % nodes.value:
-            refuse(environ, places, "LOCAL_WORLD_SIZE, the number of ranks on this node")
+            refuse(environ, names, "LOCAL_WORLD_SIZE, the number of ranks on this node")
         share = Number(world_size // nodes.value, evenly.format(nodes.source))
     if share.value < 1:
-        refuse(environ, places, "LOCAL_WORLD_SIZE of at least 1")
+        refuse(environ, names, "LOCAL_WORLD_SIZE of at least 1")
     if nodes is None:
         if world_size % share.value:
             needed = "GROUP_WORLD_SIZE, because LOCAL_WORLD_SIZE does not divide WORLD_SIZE"
-            refuse(environ, places, needed)
+            refuse(environ, names, needed)
         nodes = Number(world_size // share.value, evenly.format(share.source))
     blocks = f"RANK and {share.source}: consecutive ranks share a node"
     first = Number(0, nodes.source)
@@ -209,7 +209,7 @@ def _layout(
     return derived | layout
 
 
-def read_step(environ: Mapping[str, str]) -> Place:
+def read_step(environ: Mapping[str, str]) -> RankLayout:
     """Read a step's variables and check its lists against its counts. Raises DistEnvError."""
     refuse_heterogeneous(environ)
     rank = number(environ, required(environ, ("SLURM_PROCID",)))
@@ -245,7 +245,7 @@ def read_step(environ: Mapping[str, str]) -> Place:
         "local_world_size": Number(tasks_per_node[node_rank.value], entry),
         "num_nodes": num_nodes,
     }
-    return Place(numbers, hosts, hosts_name)
+    return RankLayout(numbers, hosts, hosts_name)
 
 
 def _expanded(expand: Callable[[str], list[T]], environ: Mapping[str, str], name: str) -> list[T]:

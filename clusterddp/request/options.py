@@ -467,10 +467,10 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
         if not Path(named).exists():
             raise RequestError(f"site configuration {named!r} does not exist. [CD0201]")
         return Path(named)
-    return next(filter(Path.is_file, site_places(environ, folder)), None)
+    return next(filter(Path.is_file, site_file_paths(environ, folder)), None)
 
 
-def site_places(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
+def site_file_paths(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
     """Return the default locations of site.cfg, in search order."""
     return folder / "site.cfg", user_file(environ), SYSTEM_FILE
 
@@ -478,10 +478,10 @@ def site_places(environ: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
 def unused_files(used: Path, environ: Mapping[str, str], folder: Path) -> list[Path]:
     """Return the site files that exist but are not read, because only one is."""
     named = environ.get("CLUSTERDDP_SITE")
-    places = [*([folder / named] if named else []), *site_places(environ, folder)]
+    paths = [*([folder / named] if named else []), *site_file_paths(environ, folder)]
     # os.path.isfile returns False, rather than raise, if a directory cannot be entered.
-    there = [place for place in dict.fromkeys(places) if os.path.isfile(place)]  # noqa: PTH113
-    return [place for place in there if not place.samefile(used)]
+    there = [path for path in dict.fromkeys(paths) if os.path.isfile(path)]  # noqa: PTH113
+    return [path for path in there if not path.samefile(used)]
 
 
 def lacking(now: Path, before: Path, known: Collection[str]) -> list[str]:

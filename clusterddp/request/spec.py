@@ -311,7 +311,7 @@ class JobSpec(Record):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         self._check_signal()
-        self._check_places()
+        self._check_paths()
         if self.after:
             self._check_after()
         if self.resources.spare_nodes:
@@ -365,7 +365,7 @@ class JobSpec(Record):
                 f"because the limit is {limit} s. Use a shorter lead after '@'. [CD0103]",
             )
 
-    def _check_places(self) -> None:
+    def _check_paths(self) -> None:
         """Raise OptionError for a directory that Slurm would rewrite in log paths."""
         run_dir = forms.text("--runs-dir", self.run_dir)
         rewritten = "%" in run_dir or "\\" in run_dir or run_dir != run_dir.strip()

@@ -7,7 +7,7 @@ are seconds since the epoch. `events` has the lines of events.jsonl.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from clusterddp.errors import EXIT_PAUSED
+from clusterddp.errors import EXIT_STOPPED
 from clusterddp.files import Loss
 
 ATTEMPT_FORMAT = 1
@@ -244,7 +244,7 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """Return whether it ended with a failure."""
-        return self.exit_code is not None and self.exit_code not in (0, EXIT_PAUSED)
+        return self.exit_code is not None and self.exit_code not in (0, EXIT_STOPPED)
 
     @property
     def left_early(self) -> bool:
@@ -261,9 +261,9 @@ class Outcome:
         return not continues
 
     @property
-    def paused(self) -> bool:
+    def stopped(self) -> bool:
         """Return whether it saved and exited on request, or asks for a restart."""
-        return self.exit_code == EXIT_PAUSED
+        return self.exit_code == EXIT_STOPPED
 
     @property
     def peer_lost(self) -> bool:

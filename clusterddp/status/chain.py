@@ -41,7 +41,7 @@ class Readiness(Enum):
     MET = "met"
     WAITS = "waits"
     """The run is queued or running."""
-    HELD = "held"
+    NEEDS_RESUME = "held"
     """The run needs a manual resumption."""
     NEVER = "never"
     """The run has reached another end."""
@@ -113,9 +113,9 @@ def judge_all(condition: str, known: Sequence[RunStatus]) -> Readiness:
     failed: at least one trial. A run counts as a sweep of one.
     """
     judged = {judge(condition, status) for status in known}
-    ends = (Readiness.NEVER, Readiness.HELD, Readiness.MET)
+    ends = (Readiness.NEVER, Readiness.NEEDS_RESUME, Readiness.MET)
     order = (Readiness.WAITS, Readiness.UNKNOWN, *(ends[::-1] if condition == FAILED else ends))
-    return next((each for each in order if each in judged), Readiness.HELD)
+    return next((each for each in order if each in judged), Readiness.NEEDS_RESUME)
 
 
 def judge(condition: str, status: RunStatus) -> Readiness:
@@ -126,11 +126,11 @@ def judge(condition: str, status: RunStatus) -> Readiness:
     if state == RunState.UNKNOWN and not status.is_forgotten:
         return Readiness.UNKNOWN
     if state == RunState.CREATED:
-        return Readiness.HELD
+        return Readiness.NEEDS_RESUME
     if condition == ANY:
         return Readiness.MET
     if state == RunState.STOPPED:
-        return Readiness.HELD
+        return Readiness.NEEDS_RESUME
     # Without a recorded end, it was killed.
     ended_well = state == RunState.DONE
     has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
@@ -191,7 +191,7 @@ def check(
                 f"any end with --after {each.run.name}:{ANY}, or do not wait with "
                 "--after ''. [CD1105]"
             )
-        if each.readiness is Readiness.HELD:
+        if each.readiness is Readiness.NEEDS_RESUME:
             raise RequestError(
                 f"{asked} needs a manual resumption. Submit it first: '{again}'. [CD1105]"
             )
@@ -325,7 +325,7 @@ def _release_if_due(run: RunDir, job_id: str, spec: JobSpec) -> None:
         awaited = check_awaited(spec)
         jobs = dependency(awaited)
         if not jobs and any(
-            each.readiness in (Readiness.WAITS, Readiness.HELD) for each in awaited
+            each.readiness in (Readiness.WAITS, Readiness.NEEDS_RESUME) for each in awaited
         ):
             return
         if jobs:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clusterddp import formatting, log, polling
-from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_PAUSED, RequestError
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, RequestError
 from clusterddp.run import events
 from clusterddp.run.attempt import attempt_offset
 from clusterddp.run.history import History
@@ -134,7 +134,7 @@ def how_it_ended(status: RunStatus) -> str:
 def log_end(run: RunDir, status: RunStatus) -> int:
     """Log how a run has ended; return the command's exit code: 0 done, 75 stopped, else 1."""
     log.info(f"{run.name}: {how_it_ended(status)}")
-    codes = {RunState.DONE: EXIT_DONE, RunState.STOPPED: EXIT_PAUSED}
+    codes = {RunState.DONE: EXIT_DONE, RunState.STOPPED: EXIT_STOPPED}
     return codes.get(status.state, EXIT_FAILED)
 
 

@@ -273,22 +273,22 @@ def format_stacks(rank_stacks: Sequence[RankStacks], *, whole: bool = False) -> 
         if program.threads:
             frames = program.threads[0].frames
             ways = ", ".join(sorted({entry.program.how for entry in group}))
-            lines.append(f"{_describe_ranks(group, total)} in {_place(frames)} ({ways})")
+            lines.append(f"{_describe_ranks(group, total)} in {_code_location(frames)} ({ways})")
             lines += _traceback(frames)
         else:
             lines.append(f"{_describe_ranks(group, total)}: {program.note}")
     return clean("\n".join(lines))
 
 
-def places(rank_stacks: Sequence[RankStacks]) -> list[tuple[str, list[int]]]:
-    """Return each place, `all_reduce (…)`, with its ranks, the most frequent first.
+def code_locations(rank_stacks: Sequence[RankStacks]) -> list[tuple[str, list[int]]]:
+    """Return each code location, `all_reduce (…)`, with its ranks, the most frequent first.
 
-    Stacks that differ only in the standard library, or in outer calls, have the same place.
+    Stacks that differ only in the standard library, or in outer calls, have the same location.
     """
     ranks: dict[str, list[int]] = {}
     for entry in _entries(rank_stacks):
         if entry.program.threads:
-            ranks.setdefault(_place(entry.program.threads[0].frames), []).append(entry.rank)
+            ranks.setdefault(_code_location(entry.program.threads[0].frames), []).append(entry.rank)
     return sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
 
 
@@ -325,7 +325,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def _place(frames: Sequence[Frame]) -> str:
+def _code_location(frames: Sequence[Frame]) -> str:
     """Return the innermost call outside the standard library, and its caller in the user's code."""
     if not frames:
         return "no Python function"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED
+from clusterddp.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 from clusterddp.formatting import moment, signal_name
 from clusterddp.processes.table import process_alive
 from clusterddp.run.events import (
@@ -99,7 +99,7 @@ NOT_LAUNCHED = "JobLaunchFailure"
 """Reason of a job whose script never ran: Slurm's exit code for it is meaningless."""
 BEGIN_TIME = "BeginTime"
 """Reason of a job that may not start yet: the start that Slurm shows is the earliest possible."""
-HELD_BACK = {"", "Dependency", BEGIN_TIME, HELD}
+WAITING_REASONS = {"", "Dependency", BEGIN_TIME, HELD}
 """Reasons of a job that waits for other runs (BeginTime after a requeue)."""
 NO_START = {*NEVER_STARTS, "Dependency", "JobHeldUser", "JobHeldAdmin", HELD, BEGIN_TIME}
 """Reasons for which Slurm's expected start is not a useful estimate."""
@@ -396,7 +396,7 @@ def _judge_code(code: int | None, job: JobState) -> tuple[RunState, str]:
         return FAILED, _WHY_FAILED[job.state]
     if code is None:
         return FAILED, "the run recorded its end without an exit code"
-    if code == EXIT_PAUSED:
+    if code == EXIT_STOPPED:
         return STOPPED, "stopped on request"
     if code == EXIT_INTERRUPTED:
         return STOPPED, "interrupted (Ctrl-C, or q in a debugger)"

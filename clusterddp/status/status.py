@@ -35,10 +35,10 @@ from clusterddp.status import end_codes
 from clusterddp.status.state import (
     ACTIVE,
     ENDED,
-    HELD_BACK,
     NEVER_STARTS,
     NO_START,
     NOT_LAUNCHED,
+    WAITING_REASONS,
     RunState,
     Submission,
     jobs_to_query,
@@ -376,7 +376,7 @@ def _cleaned(history: Sequence[events.Event]) -> str:
 
 def _waits(history: History, submission: Submission, job: JobState | None) -> events.Waits | None:
     """Find what the job waits for; None if Slurm now gives another reason."""
-    if submission.start.time or (job and job.reason not in HELD_BACK):
+    if submission.start.time or (job and job.reason not in WAITING_REASONS):
         return None
     waits = history.every(events.Waits)
     return next((event for event in waits[::-1] if event.job_id == submission.job_id), None)

@@ -24,7 +24,7 @@ from clusterddp.checkpoints.writer import Costs, Saver
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase, Progress
-from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, CheckpointError, TrainingError
+from clusterddp.errors import EXIT_INTERRUPTED, EXIT_STOPPED, CheckpointError, TrainingError
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import Interval
@@ -236,7 +236,7 @@ class Resumable:
         self._ended()
         if self.world_size > 1:
             dist.barrier()
-        code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_PAUSED
+        code = EXIT_INTERRUPTED if reason == "interrupt" else EXIT_STOPPED
         # torchrun's agent treats any other code as a failure; the record holds the reason.
         in_agent = "TORCHELASTIC_RUN_ID" in os.environ and self._in_run
         raise CheckpointExit(0 if in_agent else code, reason)

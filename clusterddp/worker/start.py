@@ -226,7 +226,7 @@ def load_datasets(
     device: torch.device,
     *,
     data_sha256: str,
-) -> tuple[Sets, mnist.Held | None]:
+) -> tuple[Sets, mnist.SharedDataset | None]:
     """Load the training and test sets; also return the data that this rank shares until `close`.
 
     Collective over the default process group. With --data-pipeline memory the first rank of a node
@@ -250,10 +250,10 @@ def load_datasets(
             )
         return reading.on(device), None
 
-    def read() -> mnist.Offer | None:
+    def read() -> mnist.SharedRef | None:
         if env.rank:  # rank 0 has already checked
             mnist.ensure(config.dataset, config.data_dir, {"synthetic": generate})
-        return reading.held().offer() if reading else None
+        return reading.wait().ref() if reading else None
 
     _read_on_first_rank(env, store, key, read)
     if config.data_pipeline == "loader":
@@ -266,15 +266,15 @@ def load_datasets(
             Loaded(test_set, device, config.num_workers),
         )
         return loaded, None
-    held = reading.held() if reading else _take(config, env, store, key)
-    train, test = (Images(*held.tensors(train=each), device) for each in (True, False))
-    return (train, test), held
+    shared = reading.wait() if reading else _take(config, env, store, key)
+    train, test = (Images(*shared.tensors(train=each), device) for each in (True, False))
+    return (train, test), shared
 
 
 def _read_on_first_rank(
-    env: DistEnv, store: RunStore, key: str, read: Callable[[], mnist.Offer | None]
+    env: DistEnv, store: RunStore, key: str, read: Callable[[], mnist.SharedRef | None]
 ) -> None:
-    """Read the dataset on the first rank of each node, and publish an offer for the other ranks.
+    """Read the dataset on the first rank of each node, and publish a reference for the other ranks.
 
     A user function thus downloads only once: rank 0 has already called it.
     """
@@ -282,8 +282,8 @@ def _read_on_first_rank(
     if env.local_rank == 0:
         message = {}
         try:
-            if offer := read():
-                message = dataclasses.asdict(offer)
+            if ref := read():
+                message = dataclasses.asdict(ref)
         except ClusterDDPError as error:
             fault, message = error, {"error": str(error)}
         rendezvous.put(store, key, message)
@@ -292,10 +292,10 @@ def _read_on_first_rank(
         raise fault
 
 
-def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> mnist.Held:
-    offer = files.load(mnist.Offer, _first_rank_message(store, env, key))
+def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> mnist.SharedDataset:
+    ref = files.load(mnist.SharedRef, _first_rank_message(store, env, key))
     try:
-        return mnist.take(offer)
+        return mnist.take(ref)
     except (OSError, ValueError) as error:
         log.info(
             f"rank {env.rank} on {socket.gethostname()} cannot map the dataset of its node's first "
@@ -306,7 +306,7 @@ def _take(config: TrainConfig, env: DistEnv, store: RunStore, key: str) -> mnist
 
 def _first_rank_message(store: RunStore, env: DistEnv, key: str) -> Mapping[str, object]:
     """Return the message of this node's first rank; raises PeerError if that rank failed."""
-    message = rendezvous.ask(store, env, key, "the offer of its node's first rank") or {}
+    message = rendezvous.ask(store, env, key, "the dataset of its node's first rank") or {}
     if "error" in message:
         raise PeerError(f"the first rank of this node has no dataset: {message['error']}")
     return message

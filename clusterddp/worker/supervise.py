@@ -25,7 +25,7 @@ from clusterddp import files, log, polling
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_PAUSED,
+    EXIT_STOPPED,
     ClusterDDPError,
     TrainingError,
     coded,
@@ -76,7 +76,7 @@ def supervise(
     is_command: exit code 0 does not imply success, so a signal that reaches the child first, and
         this process only after the child's end, is recorded as well.
 
-    Returns the child's exit code, or 128 + N if signal N ended it. Returns 0 for EXIT_PAUSED under
+    Returns the child's exit code, or 128 + N if signal N ended it. Returns 0 for EXIT_STOPPED under
     Slurm or an agent, because they would otherwise end the other ranks. `child` may exec. Call it
     before importing anything that starts threads: it forks. Raises TrainingError if the log cannot
     be written.
@@ -100,11 +100,11 @@ def supervise(
             lambda status: task.reported() or explain(status),
         )
         code = os.waitstatus_to_exitcode(status)
-        if code not in (0, EXIT_PAUSED) and own:
+        if code not in (0, EXIT_STOPPED) and own:
             from clusterddp.worker import lost_script  # seldom needed
 
             lost_script.requeue_if_lost(own, env)
-    if code == EXIT_PAUSED and not task.forwards:
+    if code == EXIT_STOPPED and not task.forwards:
         return 0
     return code if code >= 0 else 128 - code
 
@@ -254,7 +254,7 @@ class _Forked:
             global _reports  # noqa: PLW0603 -- a process has one parent
             _reports = self._reports[1]
             is_stopped = self._stop is not None and self._stop.exists()
-            code = EXIT_PAUSED if is_stopped else _run(self._child, self._mask)
+            code = EXIT_STOPPED if is_stopped else _run(self._child, self._mask)
             sys.stdout.flush()
             sys.stderr.flush()
         except KeyboardInterrupt:  # a second one, during the handling of the first
@@ -385,7 +385,7 @@ class Traces:
     def error(self, status: int) -> TaskError | None:
         """Return the error that led to the command's wait status; None if none is found."""
         code = os.waitstatus_to_exitcode(status)
-        if code in (0, EXIT_PAUSED):
+        if code in (0, EXIT_STOPPED):
             return None
         error = parse_error_file(self._error_file) if self._error_file else None
         if error or code != EXIT_FAILED:

@@ -21,7 +21,7 @@ from clusterddp.distributed import tcp_store
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    EXIT_PAUSED,
+    EXIT_STOPPED,
     PeerError,
     TrainingError,
     coded,
@@ -64,7 +64,7 @@ def run_task(
     attempt: int | None = None,
     signal_lead: int = 0,
 ) -> int:
-    """Train as one rank; return 0, EXIT_PAUSED or EXIT_INTERRUPTED.
+    """Train as one rank; return 0, EXIT_STOPPED or EXIT_INTERRUPTED.
 
     env: derived from os.environ if None.
     run_dir: if None, rank 0 chooses one, named after the time.
@@ -146,7 +146,7 @@ def _run(task: _Task) -> int:
         ending.claim()
     rendezvous.leave_group()
     rendezvous.leave(store, env)
-    return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_PAUSED)
+    return {"": EXIT_DONE, "interrupt": EXIT_INTERRUPTED}.get(reason, EXIT_STOPPED)
 
 
 def _require_packages() -> None:
@@ -320,7 +320,7 @@ def _train(
             joined.hello, attempt, device, agreed.precision, progress
         ):
             return preflight.FAILED
-        sets, held = start.load_datasets(
+        sets, shared = start.load_datasets(
             config, env, store, reading, device, data_sha256=agreed.data_sha256
         )
         if config.find_batch_size:
@@ -329,9 +329,9 @@ def _train(
         ending.training = training
         if config.user_functions:
             check_fit(config, training.model, *sets)
-        if held:
-            held.close()  # DDP has started on every rank, so all have mapped it
-            held = None  # a GPU has its own copy
+        if shared:
+            shared.close()  # DDP has started on every rank, so all have mapped it
+            shared = None  # a GPU has its own copy
         liveness_writer.sign = training.sign_of_life
         try:
             reason = train(training)

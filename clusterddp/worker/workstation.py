@@ -19,7 +19,7 @@ from clusterddp import log, version
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_PAUSED,
+    EXIT_STOPPED,
     RequestError,
     TrainingError,
     coded,
@@ -123,7 +123,7 @@ def train(
     if not any(statuses):
         return 0, None
     # Also without a signal to this process: `clusterddp stop` asks the ranks directly.
-    if attempt.end.exists() and set(statuses) <= {0, EXIT_PAUSED, EXIT_INTERRUPTED}:
+    if attempt.end.exists() and set(statuses) <= {0, EXIT_STOPPED, EXIT_INTERRUPTED}:
         return max(statuses), None
     if relay.number:
         log.info(f"ended before it had saved; the logs are in {run.logs}")

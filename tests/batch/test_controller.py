@@ -131,7 +131,7 @@ class Heard(controller.Signals):
 
     def __init__(self, *names: str) -> None:
         self.names = list(names)
-        self.were_held = True
+        self.were_blocked = True
 
     def wait(self, seconds: float | None) -> None:
         pass
@@ -375,9 +375,9 @@ def test_a_signal_that_came_before_python_could_hear_it_counts_near_the_time_lim
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(step_watch, "watch", lambda *_: None)
-    for were_held, code in ((True, 3), (False, 75)):
-        own, attempt = controller_of(tmp_path / str(were_held), monkeypatch, signal="B:USR1@120")
-        own._signals.were_held = were_held
+    for were_blocked, code in ((True, 3), (False, 75)):
+        own, attempt = controller_of(tmp_path / str(were_blocked), monkeypatch, signal="B:USR1@120")
+        own._signals.were_blocked = were_blocked
         assert own._start(attempt) == code
 
 

@@ -45,7 +45,7 @@ with log.to(print_to_job_log):
     code = finish(JobStart(run, "17"), Attempt(run, 1), int(sys.argv[2]), Policy(False, 0, 0))
 sys.exit(code)
 """
-PAUSED: dict[str, Any] = {"cause": "stopped", "reason": "signal", "step": 40}
+STOPPED: dict[str, Any] = {"cause": "stopped", "reason": "signal", "step": 40}
 
 
 @pytest.fixture
@@ -439,7 +439,7 @@ def test_a_signal_on_a_full_disk_names_the_disk_and_the_run_goes_on(
     workplace: Workplace, run: RunDir
 ) -> None:
     saved(run)
-    leave(run, **{**PAUSED, "step": 50, "saved": 40, "write_error": TROUBLE})
+    leave(run, **{**STOPPED, "step": 50, "saved": 40, "write_error": TROUBLE})
     got = finish_attempt(workplace, run, 0, requeue=True)
     assert "their last checkpoint is from step 40" in got.out
     assert TROUBLE in got.out
@@ -588,7 +588,7 @@ def test_a_run_that_was_interrupted_goes_back_into_the_queue(
     workplace: Workplace, run: RunDir, words: str
 ) -> None:
     slurm_says(workplace, words)
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert (got.code, got.err) == (0, "")
     assert "scontrol requeue 17" in workplace.calls
@@ -615,7 +615,7 @@ def test_a_preempted_job_is_left_to_slurm_where_slurm_requeues_it(
     slurms: bool,
 ) -> None:  # fmt: skip
     slurm_preempts(workplace, version, by, requeue, mode)
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 0, requeue=True)
     assert ("scontrol requeue 17" in workplace.calls) != slurms
     assert kinds(run)[-2:] == ["ended", "requeued"]
@@ -630,7 +630,7 @@ def test_slurm_does_not_requeue_a_preempted_job_whose_run_is_to_end(
     workplace: Workplace, run: RunDir, version: str, why: str
 ) -> None:
     slurm_preempts(workplace, version)
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     if why == "stop":
         add_event(run, "stop_requested", job_id="17", attempt=1)
     capped = {"max_requeues": 0} if why == "cap" else {}
@@ -648,7 +648,7 @@ def test_a_stop_while_the_requeue_is_left_to_slurm_takes_the_job_out_again(
     line = json.dumps({"event": event, "job_id": "17", "attempt": 1})
     slurm_preempts(workplace, late=f"echo {shlex.quote(line)} >>{run.events}")
     workplace.command("scancel", "exit 0")
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     assert finish_attempt(workplace, run, 0, requeue=True).code == 75
     assert workplace.calls[-1] == "scancel 17"
     assert last(run, "cancelled")["job_id"] == "17"
@@ -659,7 +659,7 @@ def test_what_slurm_or_a_person_has_decided_is_left(
     workplace: Workplace, run: RunDir, words: str
 ) -> None:
     slurm_says(workplace, words)
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     finish_attempt(workplace, run, 75, requeue=True)
     assert "scontrol requeue 17" not in workplace.calls
     assert kinds(run)[-1] == "ended"
@@ -667,7 +667,7 @@ def test_what_slurm_or_a_person_has_decided_is_left(
 
 def test_cancel_wins_whatever_slurm_shows(workplace: Workplace, run: RunDir) -> None:
     add_event(run, "cancelled", job_id="17")
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     assert finish_attempt(workplace, run, 75, requeue=True).code == 75
     assert last(run, "ended")["cause"] == "cancelled"
     assert workplace.calls == []
@@ -680,7 +680,7 @@ def test_where_requeue_is_refused_another_job_takes_the_place(
     workplace.command("sbatch", "/bin/cat >sent; echo '18;cluster'")
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\necho the script\n")
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75  # the run is not done: what waits for this job must not start
     assert "presently disabled" in got.out
@@ -707,7 +707,7 @@ def test_a_trial_with_a_script_of_its_own_is_no_element_of_the_next_job(
         trial = {"trial": (("lr", "1"),), "omit_directives": omitted}
         run.spec.write_text(dataclasses.replace(run.load_spec(), **trial).to_json())
         run.script.write_text(f"#!/bin/bash\n{lines}")
-        leave(run, **PAUSED)
+        leave(run, **STOPPED)
         assert finish_attempt(workplace, run, 75, requeue=True).code == 75
         assert last(run, "submitted")["job_id"] == job
         assert f"sbatch --parsable{argument}" in workplace.calls
@@ -720,7 +720,7 @@ def test_where_nothing_can_be_submitted_it_says_what_to_type(
     workplace.command("sbatch", "echo 'sbatch: error: not from a node' >&2; exit 1")
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\n")
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
     assert "resume with: clusterddp resume mnist" in got.out
@@ -735,7 +735,7 @@ def test_a_controller_that_is_away_is_waited_for(
     monkeypatch.setattr(polling, "SLURM_POLL_SECONDS", 0.01)
     away = "[ -f back ] || { : >back; echo 'Unable to contact slurm controller' >&2; exit 1; }"
     slurm_says(workplace, requeue=away)
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 0
     assert "trying again" in got.out
@@ -746,7 +746,7 @@ def test_a_rehearsal_is_only_told_what_a_cluster_would_do(
     workplace: Workplace, run: RunDir
 ) -> None:
     workplace.monkeypatch.setenv(REHEARSAL_VARIABLE, "x")
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     got = finish_attempt(workplace, run, 75, requeue=True)
     assert got.code == 75
     assert "a cluster would requeue the job now" in got.out
@@ -774,7 +774,7 @@ def test_an_element_of_an_array_is_told_its_own_command(
         Attempt(element, 1).ask_to_stop("stop")
     elif what == "cancelled":
         add_event(element, "cancelled", job_id="17")
-    leave(element, **(PAUSED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
+    leave(element, **(STOPPED if what != "stopped" else {"cause": "stopped", "reason": "stop"}))
     out = finish_attempt(workplace, element, 75, requeue=True).out
     assert f"resume with: {command}\n" in out
     assert "clusterddp resume" not in out
@@ -787,7 +787,7 @@ def test_a_stop_that_the_ranks_did_not_see_any_more_counts(
 ) -> None:
     """It came when they had already left for another reason."""
     if cause == "signal":
-        leave(run, **PAUSED)
+        leave(run, **STOPPED)
     else:
         record(run, 1, 1, error={"type": "ValueError", "message": "boom", "peer_lost": False})
     if how == "the event":
@@ -804,7 +804,7 @@ def test_a_stop_of_an_earlier_attempt_is_over(workplace: Workplace, run: RunDir)
     add_event(run, "stop_requested", job_id="17", attempt=1)
     add_event(run, "resume_requested")
     begun(run, 2)
-    leave(run, 2, **PAUSED)
+    leave(run, 2, **STOPPED)
     assert finish_attempt(workplace, run, 75, requeue=True, number=2).code == 0
     assert kinds(run)[-1] == "requeued"
 
@@ -961,7 +961,7 @@ def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(
     slurm_says(workplace, "JobState=PENDING")
     workplace.command("scancel", "exit 0")
     add_event(run, "stop_requested", job_id="17", attempt=1)
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     finish_attempt(workplace, run, 75, requeue=True)
     assert "scancel 17" in workplace.calls
     assert kinds(run)[-2:] == ["ended", "cancelled"]
@@ -979,7 +979,7 @@ def test_a_stop_during_the_requeue_takes_the_job_out_again(
     workplace.command("scancel", "exit 0")
     workplace.monkeypatch.setenv("SLURM_SUBMIT_DIR", str(workplace.folder))
     run.script.write_text("#!/bin/bash\n")
-    leave(run, **PAUSED)
+    leave(run, **STOPPED)
     finish_attempt(workplace, run, 75, requeue=True)
     job_id = "18" if refused else "17"
     assert workplace.calls[-1] == f"scancel {job_id}"

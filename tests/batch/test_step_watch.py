@@ -347,7 +347,7 @@ def test_no_rank_is_blamed_where_it_is_not_sure(
     watch(attempt, Sleep(), lambda: None)
     told = hang_that_ended_job(attempt.outcomes)
     assert told
-    seen = "; the job's log has their stacks" if any(stacks.places(ranks)) else ""
+    seen = "; the job's log has their stacks" if any(stacks.code_locations(ranks)) else ""
     assert (told.ranks, told.reason) == ((), f"no rank printed anything for 10m{seen}")
 
 

@@ -17,9 +17,9 @@ from clusterddp.data import mnist
 from clusterddp.data.download import import_from
 from clusterddp.data.mnist import (
     PUBLISHED,
-    Held,
-    Offer,
     Reading,
+    SharedDataset,
+    SharedRef,
     check,
     ensure,
     folder,
@@ -283,21 +283,21 @@ TAKES = """
 import json, sys
 from clusterddp.data import mnist
 from clusterddp import files
-held = mnist.take(files.load(mnist.Offer, json.loads(sys.argv[1])))
-pixels, labels = held.tensors(train=True)
+shared = mnist.take(files.load(mnist.SharedRef, json.loads(sys.argv[1])))
+pixels, labels = shared.tensors(train=True)
 print(int(pixels.sum()), int(labels.sum()), tuple(pixels.shape))
 """
 
 
 @pytest.fixture
-def held(synthetic_dir: Path) -> Held:
+def shared(synthetic_dir: Path) -> SharedDataset:
     return mnist.read("synthetic", str(synthetic_dir))
 
 
-def offer_of(held: Held) -> Offer:
-    offer = held.offer()
-    assert offer
-    return offer
+def ref_of(shared: SharedDataset) -> SharedRef:
+    ref = shared.ref()
+    assert ref
+    return ref
 
 
 @pytest.mark.parametrize(("train", "count"), [(True, 2_000), (False, 500)])
@@ -306,35 +306,35 @@ def test_the_copy_is_what_torchvision_reads(
 ) -> None:
     theirs = mnist.torchvision_set("synthetic", str(synthetic_dir), train=train)
     monkeypatch.setitem(sys.modules, "torchvision", None)  # which is not needed here
-    held = mnist.read("synthetic", str(synthetic_dir))
-    pixels, labels = held.tensors(train=train)
+    shared = mnist.read("synthetic", str(synthetic_dir))
+    pixels, labels = shared.tensors(train=train)
     assert pixels.shape == (count, 28, 28)
     for ours, expected in ((pixels, theirs.data), (labels, theirs.targets)):
         assert torch.equal(ours, expected)
         assert ours.dtype == expected.dtype
-    assert held.digest() == mnist.fingerprint("synthetic", str(synthetic_dir))
+    assert shared.digest() == mnist.fingerprint("synthetic", str(synthetic_dir))
 
 
-def test_another_process_maps_it_and_nobody_can_change_it(held: Held) -> None:
-    pixels, labels = held.tensors(train=True)
-    done = forked.run("-c", TAKES, json.dumps(asdict(offer_of(held))))
+def test_another_process_maps_it_and_nobody_can_change_it(shared: SharedDataset) -> None:
+    pixels, labels = shared.tensors(train=True)
+    done = forked.run("-c", TAKES, json.dumps(asdict(ref_of(shared))))
     assert done.stdout == f"{int(pixels.sum())} {int(labels.sum())} {tuple(pixels.shape)}\n"
-    assert held.handle is not None
+    assert shared.handle is not None
     with pytest.raises(PermissionError):
-        os.pwrite(held.handle, b"x", 0)
+        os.pwrite(shared.handle, b"x", 0)
     with pytest.raises(PermissionError):
-        os.ftruncate(held.handle, 0)
-    held.close()
-    assert held.offer() is None
-    assert torch.equal(held.tensors(train=True)[0], pixels), "the tensors stay"
+        os.ftruncate(shared.handle, 0)
+    shared.close()
+    assert shared.ref() is None
+    assert torch.equal(shared.tensors(train=True)[0], pixels), "the tensors stay"
 
 
-def test_an_offer_of_another_process_or_of_nothing_is_refused(held: Held) -> None:
-    offer = offer_of(held)
+def test_an_offer_of_another_process_or_of_nothing_is_refused(shared: SharedDataset) -> None:
+    ref = ref_of(shared)
     with pytest.raises(ValueError, match="another process"):
-        mnist.take(replace(offer, file=(0, 0)))
+        mnist.take(replace(ref, file=(0, 0)))
     with pytest.raises(OSError):
-        mnist.take(replace(offer, handle=1 << 20))
+        mnist.take(replace(ref, handle=1 << 20))
     with pytest.raises(ValueError, match="into shared memory"):
         mnist.take(None)
 
@@ -348,9 +348,9 @@ def test_without_shared_memory_the_files_are_read_all_the_same(
     for name in ("memfd_create", "sendfile"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, full)
-            held = mnist.read("synthetic", str(synthetic_dir))
-        assert held.offer() is None
-        assert held.digest() == mnist.fingerprint("synthetic", str(synthetic_dir))
+            shared = mnist.read("synthetic", str(synthetic_dir))
+        assert shared.ref() is None
+        assert shared.digest() == mnist.fingerprint("synthetic", str(synthetic_dir))
 
 
 def test_a_set_that_comes_after_the_reading_began_is_read(
@@ -358,7 +358,7 @@ def test_a_set_that_comes_after_the_reading_began_is_read(
 ) -> None:
     reading = Reading("synthetic", str(tmp_path), digest=True)
     with pytest.raises(DataError, match="missing"):
-        reading.held()
+        reading.wait()
     (tmp_path / "synthetic").symlink_to(synthetic_dir / "synthetic")
     assert reading.fingerprint() == mnist.fingerprint("synthetic", str(synthetic_dir))
     assert Reading("synthetic", str(tmp_path), digest=True).fingerprint() == reading.fingerprint()
@@ -370,23 +370,23 @@ def test_a_damaged_set_is_named(synthetic_dir: Path, tmp_path: Path) -> None:
     for name in mnist.FILES:
         (raw / name).write_bytes((synthetic_dir / "synthetic" / mnist.RAW / name).read_bytes()[:-1])
     with pytest.raises(DataError, match="truncated"):
-        Reading("synthetic", str(tmp_path), digest=False).held()
+        Reading("synthetic", str(tmp_path), digest=False).wait()
 
 
 def test_a_rank_that_cannot_map_it_says_so_and_reads_the_files(
-    held: Held, synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+    shared: SharedDataset, synthetic_dir: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     config = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
     env = DistEnv.from_environ({})
 
-    def take(offer: object) -> Held:
-        monkeypatch.setattr(rendezvous, "ask", lambda *_: offer)
+    def take(ref: object) -> SharedDataset:
+        monkeypatch.setattr(rendezvous, "ask", lambda *_: ref)
         return start._take(config, env, None, "data/0")  # type: ignore[arg-type]
 
-    whole = json.loads(json.dumps(asdict(offer_of(held))))
+    whole = json.loads(json.dumps(asdict(ref_of(shared))))
     assert take(whole).handle is None and not logged
-    for offer in ({**whole, "file": [0, 0]}, {}, None, {"sizes": "?"}):
-        assert take(offer).digest() == held.digest()
+    for ref in ({**whole, "file": [0, 0]}, {}, None, {"sizes": "?"}):
+        assert take(ref).digest() == shared.digest()
         assert "and reads the files" in logged.pop()
     with pytest.raises(PeerError, match="gone"):
         take({"error": "the files are gone"})

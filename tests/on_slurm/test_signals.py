@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.errors import EXIT_PAUSED
+from clusterddp.errors import EXIT_STOPPED
 from clusterddp.files import read_json
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
@@ -86,8 +86,8 @@ def stops_and_goes_on(
     assert left is not None
     assert left["cause"] == "stopped", logs(run)
     assert HELD_AT <= left["step"] < STEPS
-    paused = [read_json(first.outcomes / f"rank-{rank}.json") for rank in range(2)]
-    assert [(one or {}).get("exit_code") for one in paused] == [EXIT_PAUSED] * 2
+    stopped = [read_json(first.outcomes / f"rank-{rank}.json") for rank in range(2)]
+    assert [(one or {}).get("exit_code") for one in stopped] == [EXIT_STOPPED] * 2
     assert second.read_record().step == left["step"]
     assert not Attempt(run, 3).path.exists()
     # The submission's own line comes from the login host, perhaps after the start's.

@@ -577,8 +577,8 @@ def test_a_kill_that_srun_saw_first_is_told_apart_from_a_request_to_stop() -> No
 
 
 def test_a_rank_that_saved_and_left_has_not_failed() -> None:
-    paused = exited(0, 20.0, 75)
-    assert (paused.paused, paused.failed) == (True, False)
-    assert first_failure([paused, exited(1, 20.0, 75)]) is None
-    failure = first_failure([paused, exited(1, 21.0, 3)])
+    stopped = exited(0, 20.0, 75)
+    assert (stopped.stopped, stopped.failed) == (True, False)
+    assert first_failure([stopped, exited(1, 20.0, 75)]) is None
+    failure = first_failure([stopped, exited(1, 21.0, 3)])
     assert failure is not None and failure.rank == 1

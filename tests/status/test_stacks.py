@@ -21,11 +21,11 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
 from clusterddp.status.stacks import (
     RankStacks,
+    code_locations,
     decode_lines,
     encode_lines,
     format_stacks,
     gather,
-    places,
 )
 from tests.data.made_sets import NOBODY
 from tests.event_lines import add_event
@@ -67,7 +67,7 @@ def test_the_most_frequent_stack_is_told_once_and_the_odd_rank_is_named() -> Non
         '  File "/usr/lib/python3.11/multiprocessing/queues.py", line 113, in get',
         '  File "/usr/lib/python3.11/selectors.py", line 415, in select',
     ]
-    assert [len(ranks) for _, ranks in places(found)] == [61, 1]
+    assert [len(ranks) for _, ranks in code_locations(found)] == [61, 1]
 
 
 def test_all_in_one_place_are_all() -> None:

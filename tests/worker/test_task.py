@@ -23,7 +23,7 @@ from clusterddp.distributed.agreement import Hello
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    EXIT_PAUSED,
+    EXIT_STOPPED,
     DataError,
     PeerError,
     TrainingError,
@@ -183,8 +183,8 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint(
 @pytest.mark.parametrize(
     ("number", "code", "reason"),
     [
-        (signal.SIGUSR1, EXIT_PAUSED, "signal"),
-        (signal.SIGTERM, EXIT_PAUSED, "SIGTERM"),
+        (signal.SIGUSR1, EXIT_STOPPED, "signal"),
+        (signal.SIGTERM, EXIT_STOPPED, "SIGTERM"),
         (signal.SIGINT, EXIT_INTERRUPTED, "interrupt"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_signal_before_the_training_begins_is_noted_and_loses_nothing(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task, "_require_packages", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert run_task(config, tmp_path) == EXIT_PAUSED
+    assert run_task(config, tmp_path) == EXIT_STOPPED
     first = Attempt(RunDir(tmp_path), 1)
     assert json.loads(first.end.read_text())["step"] == 0
     assert [path.name for path in first.checkpoints.glob("*.pt")] == [name_of(0)]
@@ -293,7 +293,7 @@ def test_a_request_in_the_attempts_folder_stops_it(
     monkeypatch.setattr(stop, "ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(Journal, "step", step)
     settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
-    assert run_task(settings, tmp_path) == EXIT_PAUSED
+    assert run_task(settings, tmp_path) == EXIT_STOPPED
     assert json.loads(first.end.read_text())["reason"] == "stop"
 
 
@@ -303,7 +303,7 @@ def test_the_job_is_over_in_time_without_a_signal(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setattr(slurm, "seconds_left", lambda job_id: {"17": 8.0}[job_id])
     settings = make_config(synthetic_dir, max_steps=0, epochs=5000)
-    assert run_task(settings, tmp_path) == EXIT_PAUSED
+    assert run_task(settings, tmp_path) == EXIT_STOPPED
     assert json.loads(Attempt(RunDir(tmp_path), 1).end.read_text())["reason"] == "time limit"
 
 
@@ -426,7 +426,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     return captures
 
 
-@pytest.mark.parametrize("end", ["done", "paused", "failed"])
+@pytest.mark.parametrize("end", ["done", "stopped", "failed"])
 def test_a_graph_is_released_before_the_process_group_is_left(
     end: str, config: TrainConfig, tmp_path: Path, captures: Captures,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -444,7 +444,7 @@ def test_a_graph_is_released_before_the_process_group_is_left(
         assert captures.alive
         if end == "failed":
             raise RuntimeError("boom")
-        if end == "paused":
+        if end == "stopped":
             os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(dist, "destroy_process_group", left)
@@ -453,7 +453,7 @@ def test_a_graph_is_released_before_the_process_group_is_left(
         with pytest.raises(RuntimeError, match="boom"):
             run_task(config, tmp_path)
     else:
-        assert run_task(config, tmp_path) == (EXIT_DONE if end == "done" else EXIT_PAUSED)
+        assert run_task(config, tmp_path) == (EXIT_DONE if end == "done" else EXIT_STOPPED)
     assert (captures.made, alive_as_it_is_left) == (1, [0])
     if end == "done":
         report = read_json(RunDir(tmp_path).report)

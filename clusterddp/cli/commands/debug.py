@@ -10,7 +10,7 @@ import click
 from clusterddp import log
 from clusterddp.cli.options import SettingsCommand, config_option, given_by, options
 from clusterddp.cli.runs import RUNS_DIR_OPTION
-from clusterddp.errors import EXIT_INTERRUPTED, EXIT_PAUSED, RequestError
+from clusterddp.errors import EXIT_INTERRUPTED, EXIT_STOPPED, RequestError
 from clusterddp.processes import START_METHODS
 from clusterddp.ranks.dist_env import MAX_PROCS, DistEnv
 from clusterddp.request.spec import OPTIONS, JobSpec
@@ -99,7 +99,7 @@ def command(
             code, failure = run_task(config, run.path, DistEnv.from_environ({})), None
         record(code, failure)
         made = attempts.latest(run)
-        if code in (EXIT_PAUSED, EXIT_INTERRUPTED) and made and made.end.exists():
+        if code in (EXIT_STOPPED, EXIT_INTERRUPTED) and made and made.end.exists():
             log.info(f"resume with: {_again(spec, config, run, start_method)}")
         return code
 

@@ -153,8 +153,8 @@ def _print_table(
     if others:
         click.echo(f"skipped: {', '.join(map(str, others))}")
     elif site.path is None:
-        places = options.site_places(os.environ, Path.cwd())
-        click.echo(f"searched: {', '.join(map(str, places))}")
+        paths = options.site_file_paths(os.environ, Path.cwd())
+        click.echo(f"searched: {', '.join(map(str, paths))}")
     if site.clusters:
         click.echo(f"clusters: {', '.join(site.clusters)}")
     if not show_all:
