@@ -300,9 +300,9 @@ def _frames(text: str) -> tuple[Frame, ...]:
 _HOOKED = """\
 def _write():
     import json, os, shutil, sys, threading
-    folder = {directory!r}
-    if not os.path.exists(directory + "/wanted"):
-        shutil.rmtree(directory, ignore_errors=True)
+    folder = {folder!r}
+    if not os.path.exists(folder + "/wanted"):
+        shutil.rmtree(folder, ignore_errors=True)
         return
     names = {{t.ident: t.name for t in threading.enumerate()}}
     main, threads = threading.main_thread().ident, []
@@ -314,9 +314,9 @@ def _write():
                               line=frame.f_lineno or 0))
             frame = frame.f_back
         threads.append(dict(thread_name=names.get(ident) or "thread %d" % ident, frames=calls))
-    with open(directory + "/draft", "w") as file:
+    with open(folder + "/draft", "w") as file:
         json.dump(threads, file)
-    os.rename(directory + "/draft", directory + "/stacks")
+    os.rename(folder + "/draft", folder + "/stacks")
 _write()
 del _write
 """

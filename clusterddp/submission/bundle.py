@@ -56,23 +56,23 @@ def check():
             % (sys.executable, os.uname()[1], sys.version.split()[0])
         )
     path = os.path.realpath(sys.path[0])
-    directory, name = os.path.split(path)
+    folder, name = os.path.split(path)
     digest = digest_of(path)
     if not name.endswith("-%s.pyz" % digest):
         import shlex
 
         sys.exit(
             "clusterddp: %s was altered or damaged: its digest is %s. Replace it: "
-            "clusterddp resume %s --upgrade-clusterddp" % (path, digest, shlex.quote(directory))
+            "clusterddp resume %s --upgrade-clusterddp" % (path, digest, shlex.quote(folder))
         )
     sys.path[:1] = [path, path + "/CLICK"]
     import importlib.util
 
     bytecode = "%s.%s-" % (name[:-4], importlib.util.MAGIC_NUMBER.hex())
-    folder = os.path.join(directory, "__pycache__")
+    folder = os.path.join(folder, "__pycache__")
     try:
-        for name in os.listdir(directory):
-            file = os.path.join(directory, name)
+        for name in os.listdir(folder):
+            file = os.path.join(folder, name)
             if name.startswith(bytecode) and name.endswith("-%s.zip" % digest_of(file)):
                 sys.path[:0] = [file, file + "/CLICK"]
                 break

@@ -62,16 +62,16 @@ ADDRESS = "10.99.0.1"
 # A name server that counts what it is asked and never answers, and two ranks that meet at ADDRESS.
 NETWORK = """
 import json, os, socket, subprocess, sys, threading
-directory, hosts, ranks = sys.argv[1], sys.argv[2], sys.argv[3:]
+folder, hosts, ranks = sys.argv[1], sys.argv[2], sys.argv[3:]
 for argv in (["ip", "link", "set", "lo", "up"],
              ["ip", "address", "add", "10.99.0.1/32", "dev", "lo"]):
     subprocess.run(argv, check=True)
 slowly = "nameserver 10.99.0.1\\noptions timeout:30 attempts:5"
 for name, text in (("resolv.conf", slowly), ("hosts", hosts),
                    ("nsswitch.conf", "hosts: files dns")):
-    with open(f"{directory}/{name}", "w") as file:
+    with open(f"{folder}/{name}", "w") as file:
         file.write(text + chr(10))
-    subprocess.run(["mount", "--bind", f"{directory}/{name}", f"/etc/{name}"], check=True)
+    subprocess.run(["mount", "--bind", f"{folder}/{name}", f"/etc/{name}"], check=True)
 server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 server.bind(("10.99.0.1", 53))
 asked = set()  # as a resolver asks again after half a minute, with the same number

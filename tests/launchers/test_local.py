@@ -447,7 +447,7 @@ def test_a_restart_in_the_job_needs_an_agent(tmp_path: Path, template: str) -> N
     done = submit(tmp_path, "--max-restarts", "1", "--template", template, "--", "true")
     assert done.returncode == 2
     assert "--max-restarts 1" in done.stderr
-    assert "torchrun.sbatch.j2" in done.stderr
+    assert "--template torchrun" in done.stderr
     assert not (tmp_path / "jobs").exists()
 
 

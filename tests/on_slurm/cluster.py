@@ -679,7 +679,7 @@ else
         folder=${path%/*}
         mkdir -p "new$folder"
         if [ -d "$path" ]; then mkdir -p "new$path"; else [ -e "new$path" ] || : >"new$path"; fi
-        while [ "$folder" ]; do chmod a+x "new$folder"; folder=${directory%/*}; done
+        while [ "$folder" ]; do chmod a+x "new$folder"; folder=${folder%/*}; done
     done
     for path in "$@"; do mount --rbind "$path" "new$path"; done
     for path in /sys /dev; do mount --rbind "$path" "new$path"; done

@@ -103,7 +103,7 @@ class Site:
 # Hosts of a test share this machine's files: here each has its own storage and its own locks.
 _HOSTS_OWN = """
 umount /sys/fs/cgroup/unified 2>/dev/null || : # crun takes no two versions at once
-for directory in /var/lib/containers /run/containers /run/libpod /run/crun /run/user /dev/shm; do
+for folder in /var/lib/containers /run/containers /run/libpod /run/crun /run/user /dev/shm; do
     mkdir -p "$folder"
     mount -t tmpfs -o mode=1777 tmpfs "$folder"
 done
@@ -193,8 +193,8 @@ def test_torchruns_agents_in_containers_start_the_ranks_of_their_hosts(
 # As a site's srun with pyxis, of which the real one takes what is not for that plug-in.
 _PYXIS = """#!/bin/sh
 if [ "$1" = --help ]; then echo '  --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH'; exit; fi
-printf '%s\\n' "$@" >{directory}/words
-env >{directory}/environ
+printf '%s\\n' "$@" >{folder}/words
+env >{folder}/environ
 for word; do
     shift
     case $word in --container-* | --no-container-*) ;; *) set -- "$@" "$word" ;; esac

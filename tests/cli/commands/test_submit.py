@@ -543,7 +543,7 @@ def test_a_template_is_found_by_its_short_name_or_as_a_file_here(elsewhere: Path
         (elsewhere / "tt" / name).write_text(f"#!/bin/bash\necho {name}\n")
     for given in ("torchrun.sbatch.j2", "torchrun", "exact", "short", "short.j2"):
         assert f"echo {given}" in dry_run("--template", given, "--template-dir", "tt")
-    assert "'shor' is not found" in refusal("--dry-run", "--template=shor", "--template-dir=tt")
+    assert "'shor' not found" in refusal("--dry-run", "--template=shor", "--template-dir=tt")
 
 
 def sbatch_that_forecasts(folder: Path, monkeypatch: pytest.MonkeyPatch, forecast: str) -> Path:
