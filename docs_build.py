@@ -236,7 +236,9 @@ def _option_row(row: Option) -> tuple[str, ...]:
     forms = ", ".join([*row.flags, *negated]) + value
     if row.name == "requeue":
         forms = ", ".join([RequeueOption.FORM.replace("[no-]", ""), *negated, "--no-requeue"])
-    usual = _switch(row) if row.type is bool else str(row.text(row.default))
+    value = row.text(row.default)
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    usual = _switch(row) if row.type is bool else shown
     default = row.shown or ("" if row.default is None else usual)
     variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
     codes = "<br>".join(map(_code, variables))

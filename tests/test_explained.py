@@ -113,8 +113,8 @@ def test_every_code_has_its_page_and_every_page_its_code() -> None:
 
 def test_every_page_is_whole() -> None:
     for page in catalogue().values():
-        assert all((page.title, page.cause, page.look, page.remedy, page.example)), page.code
-        assert "`" in page.look or "message" in page.look.lower(), f"{page.code}: a command"
+        assert all((page.title, page.cause, page.check, page.remedy, page.example)), page.code
+        assert "`" in page.check or "message" in page.check.lower(), f"{page.code}: a command"
         assert not page.title.endswith("."), page.code
         assert page.code in page.example, f"{page.code}: the example ends with it"
         commands = re.findall(r"`[^`]+`", page.text.partition("```text")[0])

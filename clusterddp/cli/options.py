@@ -222,9 +222,8 @@ def source(ctx: click.Context, name: str) -> str:
 
 def _columns(parameter: click.Parameter, ctx: click.Context) -> tuple[str, str] | None:
     """Return the two columns of a parameter in --help: what to type, and its help."""
-    record = parameter.get_help_record(ctx)
-    if not record or not isinstance(parameter, click.Option):
-        return record
+    if not isinstance(parameter, click.Option) or not (record := parameter.get_help_record(ctx)):
+        return None
     short = [name for name in parameter.opts if name[1] != "-"]
     long = [name for name in parameter.opts if name[1] == "-"]
     typed = ", ".join([*short, *long[:1]])
@@ -364,13 +363,19 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+def _shown_default(value: object) -> bool | str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "on" if value is True else value is not False
+
+
 def _keywords(row: Option) -> dict[str, Any]:
     """Return the keyword arguments of click.option."""
     keywords = {
         "help": row.help,
         "metavar": row.metavar,
         "default": row.default,
-        "show_default": row.shown or row.type is not bool or (row.default and "on"),
+        "show_default": row.shown or _shown_default(row.default),
         "type": row.type,
     }
     if row.name in _SPECIAL:

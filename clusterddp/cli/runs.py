@@ -91,15 +91,18 @@ def act_on_each(
     return code
 
 
-def confirmed(question: str) -> bool:
-    """Ask for permission to remove something. Raises RequestError at the end of the input."""
-    click.echo(f"{question} [y/N] ", nl=False, err=True)
-    answer = sys.stdin.readline()
-    if not answer:
+def confirm(question: str, done: str) -> None:
+    """Ask a question on the terminal. Raises RequestError unless the answer is yes.
+
+    done: what is not done then, `removed`.
+    """
+    if not sys.stdin.isatty():
         raise errors.RequestError(
-            "no answer, so nothing was removed. Remove without asking: --yes [CD0109]"
+            f"nothing was {done}: there is no terminal to confirm on. To do it without asking, "
+            "add --yes. [CD0109]"
         )
-    return answer.strip().lower() in ("y", "yes")
+    if not click.confirm(question, err=True):
+        raise errors.RequestError(f"nothing was {done}. [CD0109]")
 
 
 def echo_failures(failures: Sequence[errors.ClusterDDPError]) -> int:

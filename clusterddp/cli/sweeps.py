@@ -48,8 +48,7 @@ def sweep_options(function: F) -> F:
         "--max-concurrent": {
             "type": click.IntRange(1),
             "metavar": "N",
-            "show_default": "all, or as before",
-            "help": "Maximum number of trials that run at once.",
+            "help": "Run at most N trials at once.",
         },
     }
     for name, keywords in reversed(rows.items()):

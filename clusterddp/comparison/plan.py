@@ -182,7 +182,7 @@ def requests(
         path = f"{os.path.abspath(root)}/{run_name}"
         if Path(path).exists():
             raise RequestError(
-                f"the run {run_name} exists already at {path}; choose another --name. [CD0503]"
+                f"the run {run_name} already exists at {path}. Choose another --run-name. [CD0503]"
             )
         spec = _job(row, run_name, path, base) if base else _here(row, run_name, path)
         planned.append((row, spec))

@@ -1,4 +1,4 @@
-"""Catalogue of codes: title, cause, where to look, remedy and an example of each.
+"""Catalogue of codes: title, cause, check, remedy and an example of each.
 
 The texts are Markdown files in this package, one per subject; docs/errors.md is generated from
 them. A code keeps its meaning, and the number of a removed code is not reused.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 _HEADING = re.compile(r"^## (CD\d{4})\n", re.MULTILINE)
-_SECTION = re.compile(r"^(Cause|Look|Remedy|Example):\s", re.MULTILINE)
+_SECTION = re.compile(r"^(Cause|Check|Remedy|Example):\s", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Page:
     """Title of its file."""
     title: str
     cause: str
-    look: str
+    check: str
     """Command that shows more."""
     remedy: str
     example: str
@@ -48,9 +48,9 @@ def catalogue() -> Mapping[str, Page]:
 def _page(code: str, subject: str, text: str) -> Page:
     title, *parts = _SECTION.split(text)
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    cause, look, remedy = (" ".join(sections[name].split()) for name in ("Cause", "Look", "Remedy"))
+    cause, check, remedy = (" ".join(sections[n].split()) for n in ("Cause", "Check", "Remedy"))
     example = sections["Example"].strip().strip("`").removeprefix("text").strip()
-    return Page(code, subject, title.strip(), cause, look, remedy, example, text)
+    return Page(code, subject, title.strip(), cause, check, remedy, example, text)
 
 
 def code_of(word: str) -> str:

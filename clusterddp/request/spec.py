@@ -80,14 +80,14 @@ class JobSpec(Record):
         "Python of the tasks.",
         PATH,
         "FILE",
-        shown="this one, or the image's python3",
+        shown="the Python that runs clusterddp, or the image's python3",
     )
     controller_python: str = option(
         sys.executable,
         "Python of the batch script, 3.10+.",
         PATH,
         "FILE",
-        shown="this one",
+        shown="the Python that runs clusterddp",
     )
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
@@ -243,10 +243,10 @@ class JobSpec(Record):
     )
     hang_timeout: float | None = option(
         None,
-        "Time without a training step, or without output from a COMMAND, until it counts as hung "
-        "and its stacks are logged; 0: never.",
+        "Time without a training step or output until the run counts as hung and its stacks are "
+        "logged; 0: never.",
         table.DURATION_OR_NEVER,
-        shown="60s for the training, 30m for a COMMAND",
+        shown="60s for the built-in training, 30m otherwise",
         group=table.FAULT_TOLERANCE,
     )
     on_hang: str = option(
@@ -765,7 +765,7 @@ class _Terms:
 
     force: bool = option(
         False,
-        "Submit even if no partition fits, or COMMAND is not on the PATH here.",
+        "Submit even if no partition fits, or a program is not on the PATH here.",
         group=table.RESOURCES,
         negatable=True,
     )

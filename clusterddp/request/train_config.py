@@ -172,7 +172,7 @@ class TrainConfig(Record):
         Choice(("auto", "nccl", "gloo")),
     )
     device: str = option("auto", "Device; auto: a GPU if any.", Choice(("auto", "cuda", "cpu")))
-    threads: int = option(0, "CPU threads per rank; 0: its CPUs.", WHOLE)
+    threads: int = option(0, "CPU threads per rank; 0: one per CPU of the rank.", WHOLE)
     numa_binding: str = option(
         "none",
         "Bind each rank to the CPUs near its GPU, as torchrun does.",
@@ -219,7 +219,7 @@ class TrainConfig(Record):
     )
     profile: str = option(
         "",
-        "Profile a rank (0) with torch.profiler.",
+        "Profile RANK (default 0) with torch.profiler.",
         Form("[0-9]+", "rank", "a number from 0"),
         "[RANK]",
         bare="0",

@@ -67,9 +67,8 @@ class Item:
         if self.kind == CHECKPOINT:
             return f"step {self.step} of attempt {int(PurePosixPath(self.path).parts[1])}"
         if self.kind == CODE:
-            count = len(self.files)
-            return f"{count:,} {'file' if count == 1 else 'files'} of its copy of the code"
-        return f"its own clusterddp, {self.path}"
+            return f"{formatting.count(len(self.files), 'file')} of its copy of the code"
+        return "bundled clusterddp"
 
 
 @dataclass(frozen=True)

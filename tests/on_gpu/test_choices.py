@@ -87,7 +87,7 @@ def compared(digits: Digits, folder: Path, *more: str) -> tuple[list[dict[str, A
     dataset, data_dir = digits
     done = subprocess.run(
         [
-            sys.executable, "-m", "clusterddp", "compare", "--name=a", f"--dataset={dataset}",
+            sys.executable, "-m", "clusterddp", "compare", "--run-name=a", f"--dataset={dataset}",
             f"--data-dir={data_dir}", "--device=cuda", "--threads=1", "--max-steps=50", *more,
         ],
         cwd=folder, capture_output=True, text=True, check=False, timeout=4 * START_SECONDS,

@@ -19,7 +19,7 @@ def test_one_rank_and_four_are_compared_job_after_job(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
 ) -> None:
     compare = [
-        *CLUSTERDDP, "compare", "--launcher=sbatch", "--name=a", "--world-sizes=4",
+        *CLUSTERDDP, "compare", "--launcher=sbatch", "--run-name=a", "--world-sizes=4",
         "--strategies=single,ddp", "--tasks-per-node=2", "--dataset=synthetic", "--threads=1",
         f"--data-dir={synthetic_dir}", "--max-steps=20", "--batch-size=16",
     ]  # fmt: skip

@@ -46,12 +46,12 @@ def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
 
 
 @command.command(name="clear", cls=SettingsCommand)
-@click.argument("hosts", nargs=-1, metavar="[HOST…]")
+@click.argument("hosts", nargs=-1, metavar="[HOST...]")
 @click.option("--all", "is_all", is_flag=True, help="Clear all of them.")
 @RUNS_DIR_OPTION
 @click.pass_context
 def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Path) -> None:
-    """Clear HOST…: runs may use these nodes again. A HOST may be a list, gpu[01-03].
+    """Clear HOSTs: runs may use these nodes again. A HOST may be a list, gpu[01-03].
 
     A job that already excludes a node does so until it is requeued. Unknown nodes are reported.
 

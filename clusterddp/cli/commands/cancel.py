@@ -1,6 +1,5 @@
 """`clusterddp cancel`: ends runs in Slurm or on this workstation."""
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
@@ -9,8 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.options import JSON_OPTION, SettingsCommand
-from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, act_on_each
-from clusterddp.errors import RequestError
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, act_on_each, confirm
 from clusterddp.status.status import RunStatus
 from clusterddp.status.stop import cancel
 
@@ -30,10 +28,8 @@ def command(run: tuple[str, ...], yes: bool, runs_dir: Path, as_json: bool) -> i
     Exit codes: 0 all are cancelled or had ended, 1 one could not be cancelled, 2 one does not
     exist, or the answer was not yes.
     """
-    confirm = None if yes else _confirm
-    return act_on_each(
-        runs_dir, run, cancel, attrgetter("message"), as_json=as_json, confirm=confirm
-    )
+    ask = None if yes else _confirm
+    return act_on_each(runs_dir, run, cancel, attrgetter("message"), as_json=as_json, confirm=ask)
 
 
 def _confirm(runs: Sequence[RunStatus]) -> None:
@@ -42,10 +38,4 @@ def _confirm(runs: Sequence[RunStatus]) -> None:
     if not counts:
         return
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
-    question = f"Cancel {counts.total()} runs ({states})?"
-    if not sys.stdin.isatty():
-        raise RequestError(
-            f"{question} No terminal to confirm on: nothing was cancelled. Add --yes. [CD0109]"
-        )
-    if not click.confirm(question, err=True):
-        raise RequestError("nothing was cancelled. [CD0109]")
+    confirm(f"Cancel {counts.total()} runs ({states})?", "cancelled")

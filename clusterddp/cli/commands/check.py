@@ -15,14 +15,14 @@ from clusterddp.submission.snapshot import top_of
 
 
 @click.command(name="check")
-@click.argument("files", metavar="FILE…", nargs=-1, required=True)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array, for scripts.")
 def command(files: tuple[str, ...], as_json: bool) -> int:
     """Find mistakes in your scripts without running them.
 
     FILE is an sbatch file or a Python training script; '-' reads standard input. Several files are
-    also cross-checked. Each finding has the line, the reason and a replacement: "will" if the files
-    prove it, otherwise "may". docs/check.md lists the rules.
+    also cross-checked. Each finding gives the line, the reason and a replacement. "will" is certain
+    from the files; "may" is not. docs/check.md lists the rules.
 
     Exit codes: 0 no findings, 1 findings, 2 a file cannot be read.
     """
@@ -58,5 +58,5 @@ def _summary(findings: list[Finding], files: int) -> str:
     sure = sum(finding.is_sure for finding in findings)
     if not findings:
         return f"clusterddp: no finding in {count(files, 'file')}"
-    will, may = f"{sure} will", f"{len(findings) - sure} may"
-    return f"clusterddp: {count(len(findings), 'finding')} in {count(files, 'file')}: {will}, {may}"
+    found = f"{count(len(findings), 'finding')} in {count(files, 'file')}"
+    return f"clusterddp: {found}: {sure} certain, {len(findings) - sure} possible"

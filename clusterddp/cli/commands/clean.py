@@ -10,19 +10,13 @@ import click
 
 from clusterddp import errors, formatting
 from clusterddp.cli.options import JSON_OPTION, DurationType, SettingsCommand, dry_run_option
-from clusterddp.cli.runs import (
-    RUN,
-    RUNS_DIR_OPTION,
-    confirmed,
-    echo_failures,
-    echo_json,
-)
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, confirm, echo_failures, echo_json
 from clusterddp.request.options import DURATION_OR_NEVER
 from clusterddp.run.run_dir import find_runs
 from clusterddp.status.find import find_sweep, find_sweeps, select_each
 from clusterddp.submission.clean import Cleaning, clean, plan
 
-_HEADER = ("NAME", "STATE", "BYTES", "PATH", "WHAT")
+_HEADER = ("NAME", "STATE", "SIZE", "PATH", "WHAT")
 
 
 @click.command(name="clean", cls=SettingsCommand)
@@ -61,9 +55,8 @@ def command(
     is skipped unless it is named. Even then its code, its clusterddp and the checkpoints of its
     current attempt stay. Links out of a run's directory are not followed.
 
-    Exit codes: 0 removed, nothing to remove, or the answer was no; 1 something could not be
-    removed; 2 usage error, no answer, or another process cleans or submits one of the runs;
-    130 interrupted.
+    Exit codes: 0 removed, or nothing to remove; 1 something could not be removed; 2 usage error,
+    the answer was not yes, or another process cleans or submits one of the runs; 130 interrupted.
     """
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json needs --yes or --dry-run, because it cannot ask.")
@@ -76,9 +69,8 @@ def command(
         _show(cleanings, named=bool(run))
     full = [cleaning for cleaning in cleanings if cleaning.items]
     if full and not dry_run:
-        if not (yes or confirmed(f"Remove {_sum(full)}?")):
-            click.echo("nothing was removed", err=True)
-            return errors.EXIT_DONE
+        if not yes:
+            confirm(f"Remove {_sum(full)}?", "removed")
         cleanings = []
         for each in full:
             try:
@@ -97,7 +89,7 @@ def command(
 def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
     """Print the items to remove, one per line; on stderr the runs that are skipped."""
     rows = [
-        (each.run.name, each.state, str(item.bytes), item.path, item.description)
+        (each.run.name, each.state, formatting.size(item.bytes), item.path, item.description)
         for each in cleanings
         for item in each.items
     ]
@@ -119,12 +111,11 @@ def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
 
 
 def _sum(cleanings: Sequence[Cleaning]) -> str:
-    """Return a text like `12 items of 3 runs, 1.2 GB (1234567890 bytes)`."""
+    """Return a text like `12 items of 3 runs, 1.2 GB`."""
     full = [cleaning for cleaning in cleanings if cleaning.items]
     items = formatting.count(sum(len(cleaning.items) for cleaning in full), "item")
-    size = sum(cleaning.bytes for cleaning in full)
-    of = formatting.count(len(full), "run")
-    return f"{items} of {of}, {formatting.size(size)} ({size} bytes)"
+    size = formatting.size(sum(cleaning.bytes for cleaning in full))
+    return f"{items} of {formatting.count(len(full), 'run')}, {size}"
 
 
 def _record(cleaning: Cleaning, *, removed: bool) -> dict[str, object]:

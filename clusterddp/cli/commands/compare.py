@@ -39,6 +39,7 @@ from clusterddp.submission.inputs import check_inputs, find_user_functions
 _FIXED: dict[str, object] = {
     **{"nodes": 1, "nodelist": None, "launcher": "sbatch", "job_name": None},
     **{"strategy": "ddp", "init_from": "", "find_batch_size": False},
+    **{"allow_launcher": False, "report_to": "", "on_hang": "report", "stacks": True},
 }
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
 _ALLOWED_WITH_OF = {"of", "runs_dir", "plot", "as_json"}
@@ -66,7 +67,6 @@ class CompareCommand(SettingsCommand):
 @click.command(
     name="compare",
     cls=CompareCommand,
-    epilog="Exit codes: 0 done, 1 a run failed, 2 usage error, 130 interrupted.",
 )
 @click.option(
     "--strategies",
@@ -97,13 +97,14 @@ class CompareCommand(SettingsCommand):
 @click.option(
     "--launcher",
     "where",
-    type=click.Choice(["debug", "sbatch"]),
-    default="debug",
+    type=click.Choice(["local", "sbatch"]),
+    default="local",
     show_default=True,
     help="Train here, one by one, or as jobs.",
 )
 @click.option(
-    "--name",
+    "--run-name",
+    "name",
     metavar="NAME",
     default=partial(time.strftime, "compare-%Y%m%d-%H%M%S"),
     show_default="compare-<time>",
@@ -148,6 +149,8 @@ def command(
     In Slurm, nodes have --gpus-per-node GPUs or --tasks-per-node ranks, and the jobs run one after
     the other. On CPUs the ranks of a host share all its CPUs, and a single rank uses all of them:
     --threads 1 compares equal devices.
+
+    Exit codes: 0 done, 1 a run failed, 2 usage error, 130 interrupted.
     """
     given = given_by(ctx)
     root = given.values["runs_dir"]
@@ -187,14 +190,14 @@ def command(
 
 def _rows(given: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | None, list[Row]]:
     """Return the configuration, the request of Slurm jobs (None for this machine) and the rows."""
-    _NAME.check("--name", name)
+    _NAME.check("--run-name", name)
     strategies = tuple(dict.fromkeys(given.values["strategies"].split(",")))
     for strategy in strategies:
         _STRATEGIES.check("--strategies", strategy)
     counts = given.values["world_sizes"]
     if counts is not None:
         _COUNTS.check("--world-sizes", counts)
-    if where == "debug":
+    if where == "local":
         flags = given.flags(row.parameter for row in REQUEST if row.name != "runs-dir")
         if flags:
             raise click.UsageError(f"{flags} needs --launcher sbatch.")

@@ -41,7 +41,9 @@ _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-nod
     "--site", metavar="FILE", help="site.cfg to use; 'clusterddp site' shows the one in effect."
 )
 @click.option("--cluster", metavar="NAME", help="Section [cluster:NAME] of site.cfg to use.")
-@click.option("--write", metavar="FILE", help="Propose a site.cfg; never overwrites.")
+@click.option(
+    "--write", metavar="FILE", help="Write a proposed site.cfg to FILE, which must not exist."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for scripts.")
 def command(write: str | None, as_json: bool, **typed: object) -> int:
     """Check the account, Slurm, directories and Python; queue nothing.

@@ -14,7 +14,7 @@ from clusterddp.explained import Page, catalogue, code_of, find, is_code
 
 
 @click.command(name="explain")
-@click.argument("typed", nargs=-1, metavar="[CODE… | WORDS]")
+@click.argument("typed", nargs=-1, metavar="[CODE... | WORDS]")
 @JSON_OPTION
 def command(typed: tuple[str, ...], as_json: bool) -> int:
     """Explain CODE, for example CD0401 from the end of a message.

@@ -16,7 +16,7 @@ from clusterddp.scripts.submit_line import Note, SubmitLine, translate
 from clusterddp.submission.fields import job_spec
 
 
-@click.command(name="import", epilog="Exit codes: 0 a line is printed; 2 FILE cannot be converted.")
+@click.command(name="import")
 @click.argument("file", metavar="FILE")
 @click.option("--json", "as_json", is_flag=True, help="Print line and notes as JSON.")
 def command(file: str, as_json: bool) -> int:
@@ -26,6 +26,8 @@ def command(file: str, as_json: bool) -> int:
     mpirun and the like become Slurm tasks, one per rank. Differences and omissions are printed on
     stderr with the file's line number. FILE is only read ('-' is standard input); nothing is
     submitted.
+
+    Exit codes: 0 a line is printed; 2 FILE cannot be converted.
     """
     text = _text(file)
     line = translate(sbatch_file.read(text, file))

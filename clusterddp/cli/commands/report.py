@@ -30,7 +30,7 @@ _HEADER = tuple(_NAMES.split())
 
 
 @click.command(name="report", cls=SettingsCommand)
-@click.argument("run_names", type=RUN, nargs=-1, metavar="[RUN]…")
+@click.argument("run_names", type=RUN, nargs=-1, metavar="[RUN...]")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 @click.option(

@@ -59,14 +59,8 @@ class ResumeCommand(WithCommand):
         ctx.default_map = {k: v for k, v in (ctx.default_map or {}).items() if k == "runs_dir"}
 
 
-@click.command(
-    name="resume",
-    cls=ResumeCommand,
-    epilog="Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is unknown whether "
-    "it was queued; 2 usage error, or refused; 75 with --wait: stopped after a checkpoint, can "
-    "resume; 130 interrupted.",
-)
-@click.argument("run", type=RUN, metavar="RUN [-- COMMAND…]")
+@click.command(name="resume", cls=ResumeCommand)
+@click.argument("run", type=RUN, metavar="RUN [-- COMMAND...]")
 @options([*_REQUEST_OPTIONS, *_TRAINING_OPTIONS], settings=False, defaults=False)
 @sweep_options
 @click.option(
@@ -77,7 +71,7 @@ class ResumeCommand(WithCommand):
 @click.option(
     "--upgrade-clusterddp",
     is_flag=True,
-    help="Use the clusterddp installed here (any option does so).",
+    help="Use the clusterddp installed here (implied by any option).",
 )
 @click.option(
     "--from-scratch",
@@ -128,6 +122,10 @@ def command(
     with the new values. It also renders an edited script again, without your edits.
 
     If none of the saved checkpoints can be used, the run starts at step 0 only with --from-scratch.
+
+    Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is unknown whether it was
+    queued; 2 usage error, or refused; 75 with --wait: stopped after a checkpoint, can resume; 130
+    interrupted.
     """
     if dry_run and wait:
         raise click.UsageError("--dry-run conflicts with --wait. Remove one of them.", ctx)

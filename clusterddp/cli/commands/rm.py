@@ -9,7 +9,7 @@ import click
 
 from clusterddp import errors, formatting
 from clusterddp.cli.options import SettingsCommand, dry_run_option
-from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, confirmed, echo_failures
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, confirm, echo_failures
 from clusterddp.status.find import find_sweep, select_each
 from clusterddp.submission.clean import plan_removals, remove_run
 
@@ -27,8 +27,8 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> i
     while it is queued or running, or if another run starts from its checkpoint. 'clusterddp clean'
     only frees disk space.
 
-    Exit codes: 0 removed, or the answer was no; 1 something could not be removed; 2 one does not
-    exist or may not be removed, or there was no answer.
+    Exit codes: 0 removed, 1 something could not be removed, 2 one does not exist or may not be
+    removed, or the answer was not yes.
     """
     runs, failed = select_each(runs_dir, run)
     sweeps = (find_sweep(runs_dir, text) for text in run)
@@ -48,9 +48,8 @@ def command(run: tuple[str, ...], dry_run: bool, yes: bool, runs_dir: Path) -> i
         state = f" ({each.state})" if each.state else ""
         click.echo(f"{each.run.path.absolute()}{state}: {formatting.size(each.bytes)}")
     if removals and not dry_run:
-        if not (yes or confirmed(f"Permanently remove {formatting.count(len(removals), 'run')}?")):
-            click.echo("nothing was removed", err=True)
-            removals = []
+        if not yes:
+            confirm(f"Permanently remove {formatting.count(len(removals), 'run')}?", "removed")
         for each in removals:
             try:
                 remove_run(each)

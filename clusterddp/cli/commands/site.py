@@ -109,9 +109,10 @@ def list_sites(as_json: bool) -> None:
 @click.argument("name", type=Completed("name", _names))
 @click.option("--force", is_flag=True, help="Replace an existing file; it is renamed.")
 def use_site(name: str, force: bool) -> None:
-    """Install the file for a public cluster as ~/.config/clusterddp/site.cfg.
+    """Install a site file.
 
-    Fill in the lines that depend on the user, for example '# account ='.
+    The file for the public cluster NAME becomes ~/.config/clusterddp/site.cfg. Fill in the lines
+    that depend on the user, for example '# account ='.
 
     Exit codes: 0 installed, 2 there is no such file, or another one exists.
     """

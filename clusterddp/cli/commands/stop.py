@@ -20,7 +20,9 @@ from clusterddp.status.stop import Stop, stop
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> int:
-    """Ask each RUN to checkpoint and exit: a run's or sweep's name, job id or directory, or 'lr-*'.
+    """Ask each RUN to checkpoint and exit.
+
+    RUN is a run's or sweep's name, job id or directory, or a pattern ('lr-*').
 
     All ranks save a checkpoint at the same step and exit within seconds. No other attempt follows
     until 'clusterddp resume RUN'. The job of a COMMAND gets SIGUSR1. A queued run is cancelled; an

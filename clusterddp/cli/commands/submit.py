@@ -55,11 +55,9 @@ class SubmitCommand(WithCommand):
 @click.command(
     cls=SubmitCommand,
     context_settings=main.HELP_SETTINGS,
-    options_metavar="[OPTIONS] [-- COMMAND…]",
+    options_metavar="[OPTIONS] [-- COMMAND...]",
     epilog="Precedence, highest first: flag, --config, CLUSTERDDP_<OPTION> variable, SBATCH_* "
-    "variables, site.cfg, --recipe, default. Exit codes: 0 submitted, with --wait done; 1 the run "
-    "failed, or it is unknown whether it was queued; 2 usage error, or refused; 75 with --wait: "
-    "stopped after a checkpoint, can resume; 130 interrupted.",
+    "variables, site.cfg, --recipe, default.",
 )
 @options(OPTIONS.values())
 @click.option("--run-name", metavar="NAME", help="Name of the run. [default: generated]")
@@ -103,6 +101,10 @@ def command(
     \b
     clusterddp submit --nodes 2 --gpus-per-node 4 -- python train.py
     clusterddp submit --sweep lr=0.1,0.3 -- python train.py --lr {lr}
+
+    Exit codes: 0 submitted, with --wait done; 1 the run failed, or it is unknown whether it was
+    queued; 2 usage error, or refused; 75 with --wait: stopped after a checkpoint, can resume; 130
+    interrupted.
     """
     for name in unused_variables(os.environ, REQUEST):
         click.echo(f"clusterddp: {name} is set, but this submission does not use it", err=True)

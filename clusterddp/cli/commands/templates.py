@@ -55,7 +55,9 @@ def show(name: str) -> None:
 @click.argument("name", type=NAME)
 @click.argument("target", type=click.Path(path_type=Path), default=Path())
 def copy(name: str, target: Path) -> None:
-    """Copy a shipped template to TARGET, a directory or a new file, to change it.
+    """Copy a template to a directory or file.
+
+    TARGET is a directory or a new file; the default is the current directory.
 
     Exit codes: 0 copied, 2 no such template, or TARGET exists or cannot be written.
     """

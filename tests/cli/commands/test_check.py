@@ -50,7 +50,7 @@ def test_a_finding_has_the_line_the_reason_and_the_line_to_write(tmp_path: Path)
     assert lines[6] == (
         r'  write: srun bash -c "torchrun --nnodes=2 --node_rank=\$SLURM_NODEID train.py"'
     )
-    assert done.stderr.decode() == "clusterddp: 2 findings in 1 file: 1 will, 1 may\n"
+    assert done.stderr.decode() == "clusterddp: 2 findings in 1 file: 1 certain, 1 possible\n"
 
 
 def test_a_training_for_one_device_is_named_as_such() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -189,23 +190,20 @@ def test_a_running_run_that_is_named_keeps_all_of_its_present_attempt(workplace:
 
 
 def test_it_asks_once_and_takes_no_answer_for_a_no(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b"):
         attempt(workplace.run(name, *DONE), 1, 100, 200)
     before = tree(workplace.root)
-    for answer, code, word in (("n\n", 0, "nothing was removed"), ("", 2, "no answer")):
-        (tmp_path / "answer").write_text(answer)
-        with (tmp_path / "answer").open() as stdin:
-            monkeypatch.setattr("sys.stdin", stdin)
-            got = workplace.invoke("clean")
-        assert (got.code, got.err.count("Remove 2 items of 2 runs")) == (code, 1)
-        assert word in got.err
-        assert tree(workplace.root) == before
-    (tmp_path / "answer").write_text("y\n")
-    with (tmp_path / "answer").open() as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        assert workplace.invoke("clean").code == 0
+    got = workplace.invoke("clean")
+    assert (got.code, "no terminal to confirm on" in got.err) == (2, True)
+    monkeypatch.setattr("sys.stdin", stdin := StringIO("n\ny\n"))
+    stdin.isatty = lambda: True  # type: ignore[method-assign]
+    got = workplace.invoke("clean")
+    assert (got.code, got.err.count("Remove 2 items of 2 runs")) == (2, 1)
+    assert "nothing was removed. [CD0109]" in got.err
+    assert tree(workplace.root) == before
+    assert workplace.invoke("clean").code == 0
     assert len(checkpoints(RunDir(workplace.root / "a"))) == 1
     assert "--json needs --yes or --dry-run" in workplace.invoke("clean", "--json").err
 

@@ -93,7 +93,7 @@ def rows_of(out: str) -> dict[str, dict[str, Any]]:
 
 
 def test_each_row_is_a_run_and_a_line_of_the_table(comparing: Answer, workplace: Workplace) -> None:
-    got = comparing("--name=a", "--world-sizes=1,4")
+    got = comparing("--run-name=a", "--world-sizes=1,4")
     assert got.code == 0
     head, single, dp, one, four = got.out.splitlines()[:5]
     assert head.split()[:3] == ["STRATEGY", "RANKS", "NODES"]
@@ -112,11 +112,11 @@ def test_each_row_is_a_run_and_a_line_of_the_table(comparing: Answer, workplace:
 def test_the_table_can_be_had_once_more_without_a_run(
     comparing: Answer, workplace: Workplace
 ) -> None:
-    first = comparing("--name=a", "--strategies=ddp,single", "--repeat=2", "--json")
+    first = comparing("--run-name=a", "--strategies=ddp,single", "--repeat=2", "--json")
     assert (workplace.root / "a-ddp-2-r2").is_dir()
     turns = [line.partition("] ")[2] for line in first.err.splitlines() if "…" in line]
     assert turns == ["single …", "ddp, 2 ranks …"] * 2
-    comparing("--name=a-ddp", "--strategies=single")  # another one, whose name begins like it
+    comparing("--run-name=a-ddp", "--strategies=single")  # another one, whose name begins like it
     again = comparing("--of=a", "--json")
     assert (again.code, again.err, rows_of(again.out)) == (0, "", rows_of(first.out))
     assert rows_of(again.out)["ddp 2"]["runs"] == ["a-ddp-2-r1", "a-ddp-2-r2"]
@@ -128,7 +128,7 @@ def test_the_table_can_be_had_once_more_without_a_run(
 
 
 def test_a_run_that_fails_is_told_and_the_others_go_on(comparing: Answer) -> None:
-    got = comparing("--name=a", "--strategies=single,ddp", "--json", first={"a-single": FAILS})
+    got = comparing("--run-name=a", "--strategies=single,ddp", "--json", first={"a-single": FAILS})
     assert got.code == 1
     rows = rows_of(got.out)
     assert (rows["single 1"]["state"], rows["single 1"]["why"]) == ("failed", "RuntimeError: boom")
@@ -139,7 +139,7 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(comparing: Answer) -> Non
 
 def test_a_run_that_dies_before_it_begins_has_failed(comparing: Answer) -> None:
     dies = {"a-single": "os.unlink(run + '/events.jsonl'); sys.exit('no such module')"}
-    got = comparing("--name=a", "--strategies=single", first=dies)
+    got = comparing("--run-name=a", "--strategies=single", first=dies)
     assert got.code == 1
     assert "failed: no such module" in got.out
 
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_the_run_under_way_and_shows_what_is_done(
     comparing: Answer, workplace: Workplace
 ) -> None:
     got = comparing(
-        "--name=a", "--strategies=single,ddp", "--world-sizes=2,4,8", "--json",
+        "--run-name=a", "--strategies=single,ddp", "--world-sizes=2,4,8", "--json",
         first={"a-ddp-4": INTERRUPTED},
     )  # fmt: skip
     assert got.code == 130
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_the_run_under_way_and_shows_what_is_done(
 
 
 def test_the_third_ctrl_c_ends_a_run_that_answers_none(comparing: Answer) -> None:
-    got = comparing("--name=a", "--strategies=single", first={"a-single": STAYS})
+    got = comparing("--run-name=a", "--strategies=single", first={"a-single": STAYS})
     assert got.code == 130
     assert "interrupted" in got.out
 
@@ -175,17 +175,17 @@ def test_dp_is_shown_as_many_gpus_as_it_is_to_drive(
         environ = json.loads((workplace.root / name / "environ.json").read_text())
         return environ.get("CUDA_VISIBLE_DEVICES")
 
-    got = rows_of(comparing("--name=a", "--world-sizes=2,4", "--json", gpus=3).out)
+    got = rows_of(comparing("--run-name=a", "--world-sizes=2,4", "--json", gpus=3).out)
     assert (shown("a-dp-2"), shown("a-ddp-2"), shown("a-single")) == ("0,1", None, None)
     assert got["ddp 4"]["why"] == got["dp 4"]["why"] == "needs 4 GPUs"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
-    comparing("--name=b", "--strategies=dp", gpus=3)
+    comparing("--run-name=b", "--strategies=dp", gpus=3)
     assert shown("b-dp-2") == "GPU-a,GPU-b"
     assert rows_of(comparing("--of=b", "--json").out)["dp 2"]["ranks"] == 1
 
 
 def test_dp_that_came_to_train_on_the_cpu_is_no_result(comparing: Answer) -> None:
-    got = comparing("--name=a", "--strategies=dp", gpus=2, first={"a-dp-2": "device = 'cpu'"})
+    got = comparing("--run-name=a", "--strategies=dp", gpus=2, first={"a-dp-2": "device = 'cpu'"})
     assert got.code == 1
     assert "failed: it saw no GPU, and the CPU has no DataParallel" in got.out
 
@@ -195,7 +195,7 @@ def test_runs_read_no_setting_but_what_the_command_line_gives(
 ) -> None:
     monkeypatch.setenv("CLUSTERDDP_BATCH_SIZE", "9")
     monkeypatch.setenv("CLUSTERDDP_PROFILE", "0")
-    comparing("--name=a", "--strategies=single", "--profile=")
+    comparing("--run-name=a", "--strategies=single", "--profile=")
     environ = json.loads((workplace.root / "a-single/environ.json").read_text())
     ours = {name: value for name, value in environ.items() if name.startswith("CLUSTERDDP_")}
     assert ours == {"CLUSTERDDP_SITE": os.devnull}
@@ -206,7 +206,7 @@ def test_runs_read_no_setting_but_what_the_command_line_gives(
 def test_a_dry_run_prints_the_commands_and_touches_nothing(workplace: Workplace) -> None:
     (workplace.folder / "site.cfg").write_text("[defaults]\nlr = 0.5\n")
     got = workplace.invoke(
-        "compare", "--name=a", "--dry-run", "--device=cpu", "--world-sizes=2", "--model=mlp"
+        "compare", "--run-name=a", "--dry-run", "--device=cpu", "--world-sizes=2", "--model=mlp"
     )
     assert got.code == 0, got.err
     missing, first, single, second, ddp = got.out.splitlines()
@@ -221,7 +221,7 @@ def test_a_dry_run_prints_the_commands_and_touches_nothing(workplace: Workplace)
 
 def test_under_slurm_a_dry_run_prints_the_scripts(workplace: Workplace) -> None:
     got = workplace.invoke(
-        "compare", "--launcher=sbatch", "--name=a", "--dry-run", "--gpus-per-node=a100:2",
+        "compare", "--launcher=sbatch", "--run-name=a", "--dry-run", "--gpus-per-node=a100:2",
         "--world-sizes=2,4", "--partition=gpu", "--dependency=afterok:9",
     )  # fmt: skip
     assert got.code == 0, got.err
@@ -248,7 +248,7 @@ def test_under_slurm_a_dry_run_prints_the_scripts(workplace: Workplace) -> None:
 
 def test_rows_whose_ranks_share_a_gpu_ask_for_it(workplace: Workplace) -> None:
     got = workplace.invoke(
-        "compare", "--launcher=sbatch", "--name=a", "--dry-run", "--gpus-per-node=1",
+        "compare", "--launcher=sbatch", "--run-name=a", "--dry-run", "--gpus-per-node=1",
         "--tasks-per-node=2", "--backend=gloo", "--strategies=single,ddp", "--world-sizes=2,4",
     )  # fmt: skip
     assert got.code == 0, got.err
@@ -260,7 +260,7 @@ def test_rows_whose_ranks_share_a_gpu_ask_for_it(workplace: Workplace) -> None:
 
 def test_a_comparison_of_what_no_graph_can_hold_says_so(workplace: Workplace) -> None:
     got = workplace.invoke(
-        "compare", "--launcher=sbatch", "--name=a", "--dry-run", "--gpus-per-node=2",
+        "compare", "--launcher=sbatch", "--run-name=a", "--dry-run", "--gpus-per-node=2",
         "--strategies=dp", "--cuda-graph=on",
     )  # fmt: skip
     assert got.code == 2
@@ -280,7 +280,7 @@ def test_each_job_waits_for_the_one_before_and_a_refused_one_is_a_row_that_faile
     for module in (compare, submit):
         monkeypatch.setattr(module, "check_inputs", lambda *args, **_: made_sure.append(args))
     got = comparing(
-        "--launcher=sbatch", "--name=a", "--strategies=ddp", "--tasks-per-node=2",
+        "--launcher=sbatch", "--run-name=a", "--strategies=ddp", "--tasks-per-node=2",
         "--world-sizes=1,2,4", "--dependency=afterok:9",
     )  # fmt: skip
     assert got.code == 130
@@ -312,7 +312,7 @@ def test_a_first_job_that_is_refused_is_an_error_and_leaves_nothing(
     comparing: Answer, workplace: Workplace
 ) -> None:
     workplace.command("sbatch", "echo 'invalid partition' >&2; exit 1")
-    got = comparing("--launcher=sbatch", "--name=a")
+    got = comparing("--launcher=sbatch", "--run-name=a")
     assert got.code == 2
     assert "invalid partition" in got.err
     assert list(workplace.root.iterdir()) == []
@@ -357,19 +357,19 @@ def test_a_name_is_carried_as_it_is_or_refused(
 ) -> None:
     if "\0" in name:
         return  # no command line can hold it
-    got = comparing(f"--name={name}", "--dry-run", "--strategies=single")
+    got = comparing(f"--run-name={name}", "--dry-run", "--strategies=single")
     if name == "plain":
         assert f"{workplace.root}/plain-single" in shlex.split(got.out)
     else:
         assert got.code == 2
-        assert "--name" in got.err
+        assert "--run-name" in got.err
 
 
 @pytest.mark.parametrize("folder", [name for name in CARRIED if name.strip() == name and name])
 def test_a_hostile_runs_dir_is_carried_as_it_is_or_refused(
     folder: str, comparing: Answer, workplace: Workplace
 ) -> None:
-    got = comparing("--name=a", "--strategies=single", "--json", f"--runs-dir={folder}")
+    got = comparing("--run-name=a", "--strategies=single", "--json", f"--runs-dir={folder}")
     if got.code == 2:
         assert "--runs-dir" in got.err
         assert set("%\\") & set(folder)
@@ -380,20 +380,20 @@ def test_a_hostile_runs_dir_is_carried_as_it_is_or_refused(
 
 
 def test_a_run_that_is_there_already_is_not_touched(comparing: Answer) -> None:
-    assert comparing("--name=a", "--strategies=single").code == 0
-    got = comparing("--name=a", "--strategies=ddp,single")
+    assert comparing("--run-name=a", "--strategies=single").code == 0
+    got = comparing("--run-name=a", "--strategies=ddp,single")
     assert got.code == 2
-    assert "a-single exists already" in got.err and "--name" in got.err
+    assert "a-single already exists" in got.err and "--run-name" in got.err
 
 
 def test_a_comparison_draws_a_picture_where_matplotlib_is(
     comparing: Answer, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got = comparing("--name=a", "--strategies=single")
+    got = comparing("--run-name=a", "--strategies=single")
     assert "no plot without matplotlib: pip install 'clusterddp[plots]'" in got.err
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(plots, "can_draw", lambda: True)
-    got = comparing("--name=b", "--strategies=single,ddp")
+    got = comparing("--run-name=b", "--strategies=single,ddp")
     assert "the plot is in jobs/b.png" in got.err
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
     assert comparing("--of=b", "--plot=b.svg").code == 0
@@ -417,7 +417,7 @@ def test_a_picture_of_runs_without_figures_is_not_claimed(
 def test_a_run_whose_request_is_damaged_is_left_out(
     comparing: Answer, workplace: Workplace
 ) -> None:
-    comparing("--name=a", "--strategies=single,ddp")
+    comparing("--run-name=a", "--strategies=single,ddp")
     (workplace.root / "a-single/spec.json").write_text("{}")
     got = comparing("--of=a", "--json")
     assert got.code == 0
@@ -431,15 +431,15 @@ def test_a_template_of_the_cluster_is_no_matter_of_this_workstation(
     comparing: Answer, workplace: Workplace
 ) -> None:
     (workplace.folder / "site.cfg").write_text("[defaults]\ntemplate-dir = /nowhere\n")
-    assert comparing("--name=a", "--strategies=single", "--dry-run").code == 0
-    assert comparing("--name=a", "--launcher=sbatch", "--dry-run").code == 2
+    assert comparing("--run-name=a", "--strategies=single", "--dry-run").code == 0
+    assert comparing("--run-name=a", "--launcher=sbatch", "--dry-run").code == 2
 
 
 def typed(folder: Path, data: Path, *argv: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
             sys.executable, "-m", "clusterddp", "compare", "--dataset=synthetic", "--threads=1",
-            f"--data-dir={data}", "--name=a", "--device=cpu", *argv,
+            f"--data-dir={data}", "--run-name=a", "--device=cpu", *argv,
         ],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=dying_with_us(),  # noqa: PLW1509 -- no threads here

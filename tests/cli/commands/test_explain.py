@@ -77,5 +77,5 @@ def test_a_number_that_is_no_code_is_looked_for_as_a_word() -> None:
 
 def test_json_has_the_sections() -> None:
     [page] = json.loads(explained("CD1212", "--json"))
-    assert set(page) == {"code", "subject", "title", "cause", "look", "remedy", "example"}
+    assert set(page) == {"code", "subject", "title", "cause", "check", "remedy", "example"}
     assert page["code"] == "CD1212" and "--batch-size" in page["remedy"]

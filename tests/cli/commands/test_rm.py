@@ -48,12 +48,13 @@ def test_a_run_that_is_over_goes_with_all_that_it_had(
     assert (own / "kept").is_file()
 
 
-@pytest.mark.parametrize(("answer", "code"), [("n\n", 0), ("\n", 0), ("", 2), ("y\n", 0)])
+@pytest.mark.parametrize(("answer", "code"), [("n\n", 2), ("\n", 2), ("y\n", 0)])
 def test_it_asks_first(
     answer: str, code: int, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workplace.run("one", *DONE)
-    monkeypatch.setattr(sys, "stdin", StringIO(answer))
+    monkeypatch.setattr(sys, "stdin", stdin := StringIO(answer))
+    stdin.isatty = lambda: True  # type: ignore[method-assign]
     done = workplace.invoke("rm", "one")
     assert done.code == code
     assert left(workplace) == ([] if answer == "y\n" else ["one"])
