@@ -125,7 +125,7 @@ def join_limited(items: Sequence[str], most: int, separator: str = " ") -> str:
 
 def job(job_id: str, launcher: str) -> str:
     """Name a job; for a rehearsal, which has no job, the local process that runs it."""
-    return f"process {job_id}" if launcher == "local" else f"job {job_id}"
+    return f"pid:{job_id}" if launcher == "local" else f"job {job_id}"
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -509,7 +509,7 @@ def _failed(evidence: Evidence) -> AttemptResult | None:
         return AttemptResult(
             Ended(cause=Cause.NODE_LOST, exit_code=evidence.code, first_failure=failure), (line,)
         )
-    log = f"see its log: clusterddp logs {run.cli_name} --rank {failure.rank}"
+    log = f"see its log: clusterddp logs --rank {failure.rank} {run.cli_name}"
     return AttemptResult(
         Ended(cause=Cause.FAILED, exit_code=evidence.code, first_failure=failure),
         (failure.describe(), log),

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from clusterddp import errors, files, log
-from clusterddp.cli.options import Completed
+from clusterddp.cli.options import Completed, source
 from clusterddp.launchers import SentJob
+from clusterddp.request.options import FLAG
 from clusterddp.request.spec import JobSpec
 from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir, find_runs
@@ -49,6 +50,12 @@ RUNS_DIR_OPTION = click.option(
     help="Directory for runs.",
 )
 """Same option as in `submit`."""
+
+
+def refuse_misspelt(ctx: click.Context, root: Path) -> None:
+    """Refuse a typed runs directory that does not exist."""
+    if source(ctx, "runs_dir") == FLAG and not root.is_dir():
+        raise errors.RequestError(f"--runs-dir: the directory '{root}' does not exist. [CD0501]")
 
 
 def act_on_each(
@@ -190,7 +197,8 @@ def follow_submitted(
         tree = Path(History.read(run).folder or Path.cwd())
         place = snapshot.code_location(run, tree)
         fields |= place
-        words += f"\n  code    {snapshot.format_code_location(run, place, tree)}" if place else ""
+        if place:
+            words += f"\n  workdir    {snapshot.format_code_location(run, place, tree)}"
     if not (wait or submission.stop):
         click.echo(json.dumps(fields) if as_json else words)
         return errors.EXIT_DONE

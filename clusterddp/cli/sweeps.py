@@ -147,15 +147,15 @@ def follow_sweep(
         words = f"running {spec.run_name} here, one trial at a time"
     words += (
         f": {count}, each {spec.layout}\n"
-        f"  files   {spec.run_dir}-INDEX\n"
-        f"  trials  clusterddp status {sweep.cli_name}\n"
-        f"  logs    clusterddp logs {runs[0].cli_name}\n"
-        f"  cancel  clusterddp cancel {sweep.cli_name}"
+        f"  directory  {spec.run_dir}-INDEX\n"
+        f"  trials     clusterddp status {sweep.cli_name}\n"
+        f"  logs       clusterddp logs {runs[0].cli_name}\n"
+        f"  cancel     clusterddp cancel {sweep.cli_name}"
     )
     if spec.sweep.sample_seed is not None:
-        words += f"\n  drawn   with --sample-seed {spec.sweep.sample_seed}"
+        words += f"\n  drawn      with --sample-seed {spec.sweep.sample_seed}"
     if sweep.code.is_dir():
-        words += f"\n  code    {sweep.code_folder}{spec.program.shared_code}"
+        words += f"\n  workdir    {sweep.code_folder}{spec.program.shared_code}"
     if not as_json:
         click.echo(words)
     code = errors.EXIT_DONE

@@ -50,8 +50,8 @@ class Row:
         """Build the row of a run from its request. Raises RequestError for a command's."""
         if spec.train is None:
             raise RequestError(
-                f"{spec.run_name} runs a command; only trainings can be compared, for they report "
-                "their figures. [CD0111]"
+                f"{spec.run_name} runs a COMMAND. Only runs of the built-in training can be "
+                "compared. [CD0111]"
             )
         ranks, gpus = spec.world_size, spec.resources.gpus_per_node
         devices = max(gpus, 1) if spec.train.strategy == "dp" else ranks

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from clusterddp import formatting
 from clusterddp.data import mnist
-from clusterddp.doctor.site_checks import BAD, GOOD, WARNING, Check, Diagnosis, in_thread, slurm
+from clusterddp.doctor.site_checks import ERROR, OK, WARNING, Check, Diagnosis, in_thread, slurm
 from clusterddp.errors import ClusterDDPError, DataError
 from clusterddp.processes.table import processes
 from clusterddp.request.options import is_reference
@@ -33,7 +33,7 @@ IMPORT_SECONDS = 45.0
 SLOW_IMPORT_SECONDS = 20.0
 MIN_BYTES, LOW_BYTES = 100 * 2**20, 10 * 2**30
 MIN_INODES, LOW_INODES = 1_000, 10_000
-"""Free space of the runs directory below which it is bad, or a warning."""
+"""Free space of the runs directory below which it is an error, or a warning."""
 SHARED_TYPES = (
     "nfs nfs4 lustre gpfs beegfs beegfs_nodev ceph fuse.ceph fuse.ceph-fuse cifs smb3 panfs wekafs "
     "glusterfs fuse.glusterfs orangefs pvfs2 gfs2 ocfs2 afs fuse.juicefs 9p virtiofs"
@@ -92,9 +92,9 @@ def _examine(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
             outcome = work.result(max(deadline - time.monotonic(), 0.0))
         except NoResultError:
             found = f"no response within {formatting.setting(MAX_SECONDS)}"
-            checks.append(Check(name, BAD, found, "check whether a file system or Slurm hangs"))
+            checks.append(Check(name, ERROR, found, "check whether a file system or Slurm hangs"))
         except (ClusterDDPError, OSError) as error:
-            checks.append(Check(name, BAD, str(error), "fix what the message names"))
+            checks.append(Check(name, ERROR, str(error), "fix what the message names"))
         else:
             if isinstance(outcome, Diagnosis):
                 diagnosis = outcome
@@ -103,7 +103,7 @@ def _examine(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
                 checks.append(outcome)
     has_gpus = any(check.facts.get("gpus") for check in checks)
     settings = {**diagnosis.settings}
-    if any(check.name == "python" and check.result == BAD for check in checks):
+    if any(check.name == "python" and check.result == ERROR for check in checks):
         settings["python"] = ""
     checked = tuple(_check_gpu_build(check) if has_gpus else check for check in checks)
     return dataclasses.replace(diagnosis, checks=checked, settings=settings)
@@ -126,7 +126,7 @@ def _end_commands() -> None:
 
 def _check_gpu_build(check: Check) -> Check:
     """Return the Python check, with a warning if its torch cannot use the site's GPUs."""
-    if check.result != GOOD or check.facts.get("has_gpu_build", True):
+    if check.result != OK or check.facts.get("has_gpu_build", True):
         return check
     advice = "install a torch build for the partitions' GPUs: this one is CPU-only"
     return dataclasses.replace(check, result=WARNING, advice=advice)
@@ -154,15 +154,15 @@ def runs_directory(run_dir: str, *, must_share: bool) -> Check:
     few = inodes is not None and inodes < MIN_INODES
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         advice = "choose a directory that you can write with --runs-dir"
-        return Check("runs directory", BAD, f"{found}; {place} cannot be written", advice, facts)
+        return Check("runs directory", ERROR, f"{found}; {place} cannot be written", advice, facts)
     if free < MIN_BYTES or few:
         advice = "free disk space there, or choose another directory with --runs-dir"
-        return Check("runs directory", BAD, f"{found}: too little", advice, facts)
+        return Check("runs directory", ERROR, f"{found}: too little", advice, facts)
     advices = [_sharing_advice(kind, is_shared, "--runs-dir")] if must_share else []
     if free < LOW_BYTES or (inodes is not None and inodes < LOW_INODES):
         advices.append("free disk space: checkpoints need it")
     advice = "; ".join(filter(None, advices))
-    return Check("runs directory", WARNING if advice else GOOD, found, advice, facts)
+    return Check("runs directory", WARNING if advice else OK, found, advice, facts)
 
 
 def _file_system(path: Path) -> tuple[str, bool | None]:
@@ -197,16 +197,15 @@ def _sharing_advice(kind: str, is_shared: bool | None, option: str) -> str:
     """Return the advice for a directory that the nodes may not share; empty if they do."""
     if is_shared:
         return ""
-    what = "a local" if is_shared is False else "an unknown"
-    remedy = f"make sure that all nodes mount it, or choose a shared directory with {option}"
-    return f"{kind} is {what} file system: {remedy}"
+    what = "usually local to one machine" if is_shared is False else "an unknown file system"
+    return f"{kind} is {what}. Use a shared directory ({option}), unless all nodes mount it"
 
 
 def dataset(spec: JobSpec, *, must_share: bool) -> Check:
     """Check that the dataset is complete, with its checksums."""
     train = spec.train
     if train is None or is_reference(train.dataset):
-        return Check("dataset", GOOD, "not checked: your own function loads it")
+        return Check("dataset", OK, "not checked: your own function loads it")
     root = mnist.folder(train.dataset, train.data_dir)
     try:
         info = mnist.check(train.dataset, train.data_dir, checksums=True)
@@ -216,15 +215,15 @@ def dataset(spec: JobSpec, *, must_share: bool) -> Check:
         facts: dict[str, object] = {"whole": False, "missing": is_absent}
         if is_absent and train.dataset == "synthetic":
             found = "does not exist yet: the submission generates it"
-            return Check("dataset", GOOD, found, facts=facts)
+            return Check("dataset", OK, found, facts=facts)
         ways = [re.sub(r" {2,}", ": ", line.strip()) for line in more.splitlines() if line.strip()]
         advice = "; ".join(ways) or "see 'clusterddp data --help'"
-        return Check("dataset", WARNING if is_absent else BAD, first.rstrip(":"), advice, facts)
+        return Check("dataset", WARNING if is_absent else ERROR, first.rstrip(":"), advice, facts)
     kind, is_shared = _file_system(info.root)
     facts = {"whole": True, "file_system": kind, "shared": is_shared}
     advice = _sharing_advice(kind, is_shared, "--data-dir") if must_share else ""
     found = f"{info.describe()}, checksums verified, on {kind}"
-    return Check("dataset", WARNING if advice else GOOD, found, advice, facts)
+    return Check("dataset", WARNING if advice else OK, found, advice, facts)
 
 
 def python(spec: JobSpec) -> Check:
@@ -236,7 +235,7 @@ def python(spec: JobSpec) -> Check:
     note = (
         " (the job's modules or setup lines may provide it)" if spec.modules or spec.setup else ""
     )
-    result = WARNING if note else BAD
+    result = WARNING if note else ERROR
     advice = f"activate an environment with torch, or choose its interpreter with --python{note}"
     began = time.monotonic()
     try:
@@ -266,7 +265,7 @@ def python(spec: JobSpec) -> Check:
     if seconds > SLOW_IMPORT_SECONDS:
         advice = "every start takes this long: use a faster file system or an image"
         return Check("python", WARNING, found, advice, facts)
-    return Check("python", GOOD, found, facts=facts)
+    return Check("python", OK, found, facts=facts)
 
 
 def _run(argv: Sequence[str]) -> tuple[int, str, str]:

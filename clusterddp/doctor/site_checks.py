@@ -24,7 +24,7 @@ from clusterddp.slurm.site import Partition, read_partitions
 
 T = TypeVar("T")
 
-GOOD, WARNING, BAD = "good", "warning", "bad"
+OK, WARNING, ERROR = "ok", "warning", "error"
 SHORT_KILL_WAIT = 10
 """Seconds from SIGTERM to SIGKILL below which saving a checkpoint may fail."""
 MAX_PARTITIONS = 12
@@ -55,7 +55,7 @@ class Check:
     result: str
     found: str
     advice: str = ""
-    """Step to take; empty if the result is good."""
+    """Step to take; empty if the result is ok."""
     facts: Mapping[str, object] = field(default_factory=dict)
     """Findings, for scripts."""
 
@@ -74,7 +74,7 @@ class Diagnosis:
     def result(self) -> str:
         """Worst result of the checks."""
         results = {check.result for check in self.checks}
-        return next((result for result in (BAD, WARNING) if result in results), GOOD)
+        return next((result for result in (ERROR, WARNING) if result in results), OK)
 
 
 def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
@@ -94,7 +94,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         config, records, known = config_asked.result(), records_asked.result(), known_asked.result()
     except SlurmError as error:
         advice = "try again later, or ask the administrators; 'scontrol ping' tests slurmctld"
-        return Diagnosis((Check("slurm", BAD, str(error).splitlines()[-1], advice),), {})
+        return Diagnosis((Check("slurm", ERROR, str(error).splitlines()[-1], advice),), {})
     own = [spec.resources.account] if spec.resources.account else accounts.result()
     groups = site.groups()
     closed = {name: site.why_closed(records.get(name, {}), groups, own) for name in known}
@@ -122,7 +122,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     facts = {"version": version, "cluster": cluster}
     gpus, settings = _gpus(with_gpus, outcomes, spec.resources)
     checks = [
-        Check("slurm", GOOD, f"Slurm {version}, cluster {cluster}, responds", facts=facts),
+        Check("slurm", OK, f"Slurm {version}, cluster {cluster}, responds", facts=facts),
         _submission(submitted, accounts.result(), spec),
         *(_partition(known[name], records.get(name, {}), tried.get(name)) for name in names),
         gpus,
@@ -193,8 +193,8 @@ def _outcome(asked: "Future[tuple[bool, str]]") -> tuple[bool, str]:
 
 
 def _severity(words: str) -> str:
-    """Return a warning for a transient refusal, bad for a permanent one."""
-    return WARNING if _TRANSIENT.search(words) else BAD
+    """Return a warning for a transient refusal, an error for a permanent one."""
+    return WARNING if _TRANSIENT.search(words) else ERROR
 
 
 def _submission(outcome: tuple[bool, str], accounts: Sequence[str], spec: JobSpec) -> Check:
@@ -203,7 +203,7 @@ def _submission(outcome: tuple[bool, str], accounts: Sequence[str], spec: JobSpe
     if accepted:
         starts = _STARTS.search(words)
         found = f"{asked}: accepted" + (f", would start at {starts[1]}" if starts else "")
-        return Check("submission", GOOD, found, facts={"accepted": True})
+        return Check("submission", OK, found, facts={"accepted": True})
     advice = "see the partitions below, and choose one with --partition"
     if re.search(r"account|association|permi|group|yours", words, re.IGNORECASE):
         own = f" (yours: {formatting.join_limited(accounts, 10, ', ')})" if accounts else ""
@@ -249,10 +249,10 @@ def _partition(
     if partition.is_default:
         parts.append("the default")
     if outcome is None:
-        return Check(name, GOOD, ", ".join([*parts, "not tried"]), facts=facts)
+        return Check(name, OK, ", ".join([*parts, "not tried"]), facts=facts)
     one = f"a one-{'GPU' if partition.gpus else 'node'} job"
     if accepted:
-        return Check(name, GOOD, ", ".join([*parts, f"accepts {one}"]), facts=facts)
+        return Check(name, OK, ", ".join([*parts, f"accepts {one}"]), facts=facts)
     advice = "choose another partition, or ask the administrators for access"
     if _severity(words) == WARNING:
         advice = "its nodes may be down, drained or reserved: see sinfo -R"
@@ -268,12 +268,12 @@ def _gpus(
     """
     asked = (resources.gpu_directive, resources.gpu_type)
     if not partition:
-        return Check("GPUs", GOOD, "no partition has GPUs: the ranks use gloo"), {}
+        return Check("GPUs", OK, "no partition has GPUs: the ranks use gloo"), {}
     taken = [form for form, outcome in outcomes.items() if outcome[0]]
     facts = {"partition": partition, "forms": [_gpu_directive(*form) for form in taken]}
     shown = ", ".join(_gpu_directive(*form) for form in taken)
     if asked in taken:
-        return Check("GPUs", GOOD, f"{partition} accepts {shown}", facts=facts), {}
+        return Check("GPUs", OK, f"{partition} accepts {shown}", facts=facts), {}
     found = f"{partition} rejects {_gpu_directive(*asked)}: {outcomes[asked][1]}"
     if not taken:
         advice = "ask the administrators how to request GPUs, or try again when nodes are up"
@@ -284,7 +284,7 @@ def _gpus(
         advice = f"{advice or 'give the type'}: --gpus-per-node {kind}:N"
     advice = advice or "omit the type in --gpus-per-node"
     settings = {"gpu-directive": form} if form != asked[0] else {}
-    return Check("GPUs", BAD, f"{found}; it accepts {shown}", advice, facts), settings
+    return Check("GPUs", ERROR, f"{found}; it accepts {shown}", advice, facts), settings
 
 
 def _gpu_directive(form: str, kind: str) -> str:
@@ -302,7 +302,7 @@ def _accounting(asked: "Future[None]", accounts: Sequence[str], config: Mapping[
         found = f"sacct cannot list ended jobs: {formatting.line(str(error))}"
         return Check("accounting", WARNING, found, advice, facts)
     own = f", your accounts: {formatting.join_limited(accounts, 10, ', ')}" if accounts else ""
-    return Check("accounting", GOOD, f"sacct responds, enforced: {enforced}{own}", facts=facts)
+    return Check("accounting", OK, f"sacct responds, enforced: {enforced}{own}", facts=facts)
 
 
 def _requeue(config: Mapping[str, str]) -> Check:
@@ -326,7 +326,7 @@ def _requeue(config: Mapping[str, str]) -> Check:
     if problems:
         return Check("requeue", WARNING, "; ".join(problems), "; ".join(advice), facts)
     lost = f"a lost node is detected after {facts['SlurmdTimeout'] or '300 sec'}"
-    return Check("requeue", GOOD, f"JobRequeue={facts['JobRequeue'] or '1'}, {lost}", facts=facts)
+    return Check("requeue", OK, f"JobRequeue={facts['JobRequeue'] or '1'}, {lost}", facts=facts)
 
 
 def _preemption(
@@ -337,7 +337,7 @@ def _preemption(
     of_partitions: dict[str, object] = {}
     facts = {"PreemptType": kind, "partitions": of_partitions}
     if kind == "none":
-        return Check("preemption", GOOD, "off (PreemptType=preempt/none)", facts=facts)
+        return Check("preemption", OK, "off (PreemptType=preempt/none)", facts=facts)
     if kind != "partition_prio":
         advice = "see: sacctmgr show qos format=Name,Preempt,PreemptMode,GraceTime"
         return Check("preemption", WARNING, f"PreemptType=preempt/{kind}", advice, facts)
@@ -361,8 +361,8 @@ def _preemption(
                 f"a preempted job has only {left} to save there: set --save-every accordingly"
             )
     if not found:
-        return Check("preemption", GOOD, f"nothing preempts {', '.join(used)}", "", facts)
-    result = WARNING if advices else GOOD
+        return Check("preemption", OK, f"nothing preempts {', '.join(used)}", "", facts)
+    result = WARNING if advices else OK
     return Check("preemption", result, "; ".join(found), "; ".join(advices), facts)
 
 
@@ -372,7 +372,7 @@ def _signals(config: Mapping[str, str]) -> Check:
     if _number(text) < SHORT_KILL_WAIT:
         advice = "keep --signal B:USR1@120, the training's default, sent before the time limit"
         return Check("signals", WARNING, found, advice, facts)
-    return Check("signals", GOOD, found, facts=facts)
+    return Check("signals", OK, found, facts=facts)
 
 
 def _number(text: str) -> int:

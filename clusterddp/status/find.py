@@ -29,8 +29,8 @@ def find_run(root: Path, text: str | None) -> RunDir:
     if text is None:
         if not runs:
             raise RequestError(
-                f"there is no run below {root}. Start one with 'clusterddp submit', or give the "
-                "directory of your runs with --runs-dir. [CD0501]"
+                f"there are no runs in the directory '{root}'. Start one with 'clusterddp submit', "
+                "or use --runs-dir DIR. [CD0501]"
             )
         return runs[-1]
     for run in runs:
@@ -58,18 +58,18 @@ def find_run(root: Path, text: str | None) -> RunDir:
     if others:
         paths = ", ".join(str(run.path) for run in others)
         raise RequestError(
-            f"there is no run {text!r} below {root}, but there are several elsewhere: {paths}. "
+            f"there is no run {text!r} in '{root}', but there are several elsewhere: {paths}. "
             "Give the directory of one of them. [CD0502]"
         )
     if not runs and not _is_run(text):
         raise RequestError(
-            f"there is no run {text!r}: {root} contains no runs. Give the directory of your runs "
-            "with --runs-dir. [CD0501]"
+            f"there is no run {text!r} in the directory '{root}', which has no runs. Use "
+            "--runs-dir DIR. [CD0501]"
         )
     hint = _hint(runs, text)
     if text and _is_run(text):
         hint = f" For the run in the directory of that name, type {'./' + text!r}."
-    raise RequestError(f"there is no run {text!r} below {root}.{hint} [CD0501]")
+    raise RequestError(f"there is no run {text!r} in '{root}'.{hint} [CD0501]")
 
 
 def is_run_of(root: Path, text: str) -> bool:
@@ -140,7 +140,7 @@ def select(root: Path, text: str) -> list[RunDir]:
         return [find_run(root, text)]
     found = [run for run in find_runs(root) if fnmatch.fnmatchcase(run.name, text)]
     if not found:
-        raise RequestError(f"no run below {root} matches {text!r}. [CD0501]")
+        raise RequestError(f"no run in '{root}' matches {text!r}. [CD0501]")
     return found
 
 

@@ -292,11 +292,11 @@ class _Watch:
         if status.state != self._logged[0]:
             self._pause = polling.FOLLOW_SLURM_POLL_SECONDS[0]
         self._logged = shown
-        job = f" as {formatting.job(status.job_id, status.launcher)}" if status.job_id else ""
+        job = f" as job {status.job_id}" if status.job_id else ""
         where = f" on {formatting.join_limited(status.hosts, 8)}" if status.hosts else ""
         text = status.state + (job if status.state == RunState.QUEUED else where)
         if status.state == RunState.QUEUED and status.launcher == "local":
-            self._log(f"starting{job}")
+            self._log("starting")
             return
         if status.state == RunState.RUNNING and status.restarts:
             text += f", attempt {status.attempt or status.restarts + 1}"

@@ -75,14 +75,9 @@ def read(run: RunDir, status: "RunStatus", ranks: Sequence[int] = ()) -> list[Ra
             f"{run.name} was started by hand, so the hosts of its ranks are unknown. Stacks need "
             "a run started with 'clusterddp submit'. [CD0507]"
         )
-    size = status.world_size or 0
     for rank in ranks:
-        if size and rank >= size:
-            raise RequestError(
-                f"--rank {rank}: {run.name} has {count(size, 'rank')}; name one of 0 to "
-                f"{size - 1}. [CD0102]"
-            )
-    return gather(run, ranks, workers=bool(ranks), world_size=size)
+        status.check_rank(rank)
+    return gather(run, ranks, workers=bool(ranks), world_size=status.world_size or 0)
 
 
 def gather(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp import files, formatting
-from clusterddp.errors import EXIT_INTERRUPTED, coded
+from clusterddp.errors import EXIT_INTERRUPTED, RequestError, coded
 from clusterddp.request.spec import JobSpec, submission_comment
 from clusterddp.run import bad_nodes, events
 from clusterddp.run.attempt import Attempt, latest, printed_bytes
@@ -166,6 +166,19 @@ class RunStatus:
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
+
+    def check_rank(self, rank: int) -> None:
+        """Raise RequestError if the run has no such rank."""
+        size = self.world_size
+        if size and rank >= size:
+            has = f"ranks 0 to {size - 1}" if size > 1 else "only rank 0"
+            raise RequestError(f"--rank {rank}: {self.name} has {has}. [CD0102]")
+
+    @property
+    def shown_job(self) -> str:
+        """Return the job's id as text, `89_0` or `pid:3158`; empty without a job."""
+        job = self.array_task or self.job_id
+        return f"pid:{job}" if job and self.launcher == "local" else job
 
 
 def run_status(
@@ -648,13 +661,18 @@ def _next_command(
     has_failed = state in (RunState.FAILED, RunState.UNKNOWN)
     if has_failed and has_checkpoint and not judged:
         return again
-    if failure:
+    if failure and not is_empty(run.rank_log(failure.rank)):
         return f"clusterddp logs --rank {failure.rank} {run.cli_name}"
     if has_failed:
         return f"clusterddp logs --job {run.cli_name}"
     if state == RunState.DONE and submission.is_local and is_silent:
         return f"clusterddp report {run.cli_name}"  # it printed to a terminal
     return f"clusterddp logs {run.cli_name}"
+
+
+def is_empty(log: Path) -> bool:
+    """Return whether a log exists and is empty."""
+    return log.is_file() and not log.stat().st_size
 
 
 def coalesce(*values: T | None) -> T | None:

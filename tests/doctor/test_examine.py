@@ -11,7 +11,7 @@ import pytest
 
 from clusterddp.doctor import examine
 from clusterddp.doctor.examine import dataset, file_system_type, python, runs_directory
-from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
+from clusterddp.doctor.site_checks import ERROR, OK, WARNING
 from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
@@ -58,13 +58,13 @@ def spec(folder: Path, **fields: object) -> JobSpec:
 @pytest.mark.parametrize(
     ("free", "inodes", "counted", "kind", "result", "words"),
     [
-        (2**40, 10**6, 10**7, "nfs4", GOOD, "1,024.0 GiB, 1,000,000 inodes"),
-        (2**40, 0, 0, "lustre", GOOD, "inodes not counted"),
+        (2**40, 10**6, 10**7, "nfs4", OK, "1,024.0 GiB, 1,000,000 inodes"),
+        (2**40, 0, 0, "lustre", OK, "inodes not counted"),
         (2**32, 10**6, 10**7, "nfs4", WARNING, "free disk space"),
         (2**40, 5_000, 10**7, "nfs4", WARNING, "free disk space"),
-        (2**20, 10**6, 10**7, "nfs4", BAD, "too little"),
-        (2**40, 10, 10**7, "nfs4", BAD, "too little"),
-        (2**40, 10**6, 10**7, "ext4", WARNING, "ext4 is a local file system"),
+        (2**20, 10**6, 10**7, "nfs4", ERROR, "too little"),
+        (2**40, 10, 10**7, "nfs4", ERROR, "too little"),
+        (2**40, 10**6, 10**7, "ext4", WARNING, "ext4 is usually local to one machine"),
         (2**40, 10**6, 10**7, "strangefs", WARNING, "strangefs is an unknown file system"),
     ],
 )
@@ -79,7 +79,7 @@ def test_the_runs_directory_is_judged_by_its_room_and_by_who_shares_it(
     assert check.result == result
     assert words in f"{check.found} {check.advice}"
     assert check.facts["free_bytes"] == free and check.facts["exists"] is False
-    assert bool(check.advice) == (result != GOOD)
+    assert bool(check.advice) == (result != OK)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -89,20 +89,20 @@ def test_where_there_is_no_slurm_a_local_folder_is_no_doubt(
     monkeypatch.setattr(examine, "LOW_BYTES", 0)
     monkeypatch.setattr(examine, "LOW_INODES", 0)
     monkeypatch.setattr(examine, "file_system_type", lambda *_: "ext4")
-    assert runs_directory(str(tmp_path / "doctor"), must_share=False).result == GOOD
+    assert runs_directory(str(tmp_path / "doctor"), must_share=False).result == OK
 
 
 def test_an_runs_dir_that_is_a_file_is_bad(tmp_path: Path) -> None:
     (tmp_path / "jobs").write_text("")
     check = runs_directory(str(tmp_path / "jobs" / "doctor"), must_share=False)
-    assert check.result == BAD and "cannot be written" in check.found
+    assert check.result == ERROR and "cannot be written" in check.found
 
 
 def test_a_dataset_is_whole_missing_or_damaged(tmp_path: Path, synthetic_dir: Path) -> None:
     whole = TrainConfig(dataset="synthetic", data_dir=str(synthetic_dir))
-    assert dataset(spec(tmp_path, train=whole), must_share=False).result == GOOD
+    assert dataset(spec(tmp_path, train=whole), must_share=False).result == OK
     made = dataset(spec(tmp_path), must_share=False)
-    assert made.result == GOOD and "the submission generates it" in made.found
+    assert made.result == OK and "the submission generates it" in made.found
     real = TrainConfig(data_dir=str(tmp_path / "data"))
     missing = dataset(spec(tmp_path, train=real), must_share=False)
     assert missing.result == WARNING and "clusterddp data fetch" in missing.advice
@@ -113,7 +113,7 @@ def test_a_dataset_is_whole_missing_or_damaged(tmp_path: Path, synthetic_dir: Pa
         content[-1] ^= path.name.startswith("train-images")
         (raw / path.name).write_bytes(content)
     damaged = dataset(spec(tmp_path), must_share=False)
-    assert damaged.result == BAD and "SHA-256" in damaged.found
+    assert damaged.result == ERROR and "SHA-256" in damaged.found
 
 
 def program(folder: Path, body: str) -> str:
@@ -134,13 +134,13 @@ def answer(version: str = "3.12.1", cuda: str = '"13.0"') -> str:
 @pytest.mark.parametrize(
     ("body", "result", "words"),
     [
-        (answer(), GOOD, "Python 3.12.1, torch 2.9, CUDA 13.0, imported in"),
-        (answer(cuda="null"), GOOD, "no CUDA"),
-        (answer(version="3.9.2"), BAD, "the tasks need Python 3.10"),
-        ("echo 'ModuleNotFoundError: no torch' >&2; exit 1", BAD, "no torch"),
-        ("exit 3", BAD, "exit code 3"),
-        ("echo '{}'", BAD, "does not import torch"),
-        ("echo 7", BAD, "does not import torch"),
+        (answer(), OK, "Python 3.12.1, torch 2.9, CUDA 13.0, imported in"),
+        (answer(cuda="null"), OK, "no CUDA"),
+        (answer(version="3.9.2"), ERROR, "the tasks need Python 3.10"),
+        ("echo 'ModuleNotFoundError: no torch' >&2; exit 1", ERROR, "no torch"),
+        ("exit 3", ERROR, "exit code 3"),
+        ("echo '{}'", ERROR, "does not import torch"),
+        ("echo 7", ERROR, "does not import torch"),
     ],
 )
 def test_the_python_is_judged_by_what_it_answers(
@@ -148,14 +148,14 @@ def test_the_python_is_judged_by_what_it_answers(
 ) -> None:
     check = python(spec(tmp_path, python=program(tmp_path, body)))
     assert check.result == result and words in check.found
-    assert bool(check.advice) == (result != GOOD)
+    assert bool(check.advice) == (result != OK)
 
 
 def test_a_python_that_is_not_there_is_bad_unless_the_jobs_modules_may_bring_it(
     tmp_path: Path,
 ) -> None:
     gone = spec(tmp_path, python=str(tmp_path / "gone"))
-    assert python(gone).result == BAD
+    assert python(gone).result == ERROR
     assert python(dataclasses.replace(gone, modules=("torch",))).result == WARNING
     assert python(dataclasses.replace(gone, wrapper=("env",))).result == WARNING
 
@@ -163,7 +163,7 @@ def test_a_python_that_is_not_there_is_bad_unless_the_jobs_modules_may_bring_it(
 def test_this_python_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "IMPORT_SECONDS", 240.0)  # on a busy machine
     check = python(spec(tmp_path, python=sys.executable))
-    assert check.facts["torch"] and check.result in (GOOD, WARNING)
+    assert check.facts["torch"] and check.result in (OK, WARNING)
 
 
 def test_an_import_that_hangs_is_killed_with_what_it_started(
@@ -184,11 +184,11 @@ def test_a_check_that_hangs_costs_its_own_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(examine, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(examine, "runs_directory", lambda *_, **__: released.wait(600))
-    monkeypatch.setattr(examine, "python", lambda _: examine.Check("python", GOOD, "here"))
+    monkeypatch.setattr(examine, "python", lambda _: examine.Check("python", OK, "here"))
     try:
         diagnosis = examine.examine(spec(tmp_path))
     finally:
         released.set()
     results = {check.name: check.result for check in diagnosis.checks}
-    assert results["runs directory"] == BAD and results["slurm"] == WARNING
-    assert diagnosis.result == BAD and "python" in results
+    assert results["runs directory"] == ERROR and results["slurm"] == WARNING
+    assert diagnosis.result == ERROR and "python" in results

@@ -80,7 +80,7 @@ def test_a_command_runs_on_every_rank_of_every_host(tmp_path: Path) -> None:
     show = "echo $RANK of $WORLD_SIZE on $SLURMD_NODENAME"
     done = submit(tmp_path, "--nodes", "2", "--tasks-per-node", "2", "--", "sh", "-c", show)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("started a as process ")
+    assert done.stdout.startswith("started a as pid:")
     logs = [(tmp_path / f"jobs/a/logs/rank-{rank}.log").read_text() for rank in range(4)]
     hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
     assert logs == [f"{rank} of 4 on {host}\n" for rank, host in enumerate(hosts)]

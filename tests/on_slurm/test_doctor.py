@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
+from clusterddp.doctor.site_checks import ERROR, OK, WARNING
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
 from tests.on_slurm.test_submit import CLUSTERDDP
@@ -48,9 +48,9 @@ def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
     checks = diagnosis(cluster, tmp_path)
     assert checks["code"] == 0, checks
     seen = results(checks)
-    assert seen["slurm"] == seen["submission"] == seen["GPUs"] == seen["preemption"] == GOOD
-    assert seen["signals"] == GOOD
-    assert seen["partition main"] == seen["partition high"] == GOOD
+    assert seen["slurm"] == seen["submission"] == seen["GPUs"] == seen["preemption"] == OK
+    assert seen["signals"] == OK
+    assert seen["partition main"] == seen["partition high"] == OK
     assert seen["accounting"] == WARNING  # no slurmdbd
     facts = checks["partition main"]["facts"]
     assert (facts["nodes"], facts["cpus"], facts["gpus"]) == (2, 16, 4)
@@ -62,7 +62,7 @@ def test_a_sites_partitions_forms_and_settings_are_seen_and_no_job_is_queued(
         "main": {"PreemptMode": "REQUEUE", "GraceTime": 15}
     }
     refused = diagnosis(cluster, tmp_path, "--partition", "gone", "--write", "site.cfg")
-    assert refused["code"] == 1 and refused["submission"]["result"] == BAD
+    assert refused["code"] == 1 and refused["submission"]["result"] == ERROR
     shown = cluster.run([*CLUSTERDDP, "site", "--site", str(tmp_path / "site.cfg")])
     assert shown.returncode == 0, shown.stderr
     assert jobs() <= before  # Slurm forgets ended ones meanwhile
@@ -75,8 +75,8 @@ def test_a_slurmctld_that_is_down_is_named_and_the_folders_are_checked(
 ) -> None:
     cluster.kill_slurmctld()
     checks = diagnosis(cluster, tmp_path)
-    assert checks["code"] == 1 and checks["slurm"]["result"] == BAD
-    assert checks["runs directory"]["result"] in (GOOD, WARNING)
+    assert checks["code"] == 1 and checks["slurm"]["result"] == ERROR
+    assert checks["runs directory"]["result"] in (OK, WARNING)
     assert "submission" not in checks
 
 
@@ -114,7 +114,7 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
         checks = diagnosis(site, home, who=AS_NOBODY)
         assert checks["code"] == 0, checks
         seen = results(checks)
-        assert seen["submission"] == seen["partition main"] == GOOD
+        assert seen["submission"] == seen["partition main"] == OK
         assert seen["partition high"] == seen["requeue"] == seen["preemption"] == WARNING
         assert seen["signals"] == WARNING  # KillWait=5
         assert "JobRequeue=0" in checks["requeue"]["found"]
@@ -122,9 +122,9 @@ def test_an_ordinary_user_sees_what_is_open_to_them_and_a_site_of_another_kind(
         assert "PreemptMode=CANCEL" in checks["preemption"]["found"]
         # 24.11 queues such a job, which waits for ever; 22.05 refuses it.
         closed = diagnosis(site, home, "--partition", "high", who=AS_NOBODY)
-        assert closed["code"] == 1 and closed["submission"]["result"] == BAD
+        assert closed["code"] == 1 and closed["submission"]["result"] == ERROR
         elsewhere = diagnosis(site, home, "--runs-dir", "/root-of-others", who=AS_NOBODY)
-        assert elsewhere["code"] == 1 and elsewhere["runs directory"]["result"] == BAD
+        assert elsewhere["code"] == 1 and elsewhere["runs directory"]["result"] == ERROR
         assert site.run(["squeue", "-h", "-t", "all"], check=True).stdout == ""
         as_root = diagnosis(site, home)
-        assert results(as_root)["partition high"] == GOOD
+        assert results(as_root)["partition high"] == OK

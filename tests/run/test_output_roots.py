@@ -47,7 +47,7 @@ def test_a_run_elsewhere_is_found(text: str, workplace: Workplace, another: Path
     shown = workplace.invoke("status", text)
     assert shown.code == 0
     assert f"clusterddp: {text} is {run.path}\n" in shown.err
-    assert f"files       {run.path}\n" in shown.out
+    assert f"directory   {run.path}\n" in shown.out
 
 
 @pytest.mark.parametrize("text", ["lr", "7"])
@@ -64,7 +64,7 @@ def test_a_run_of_this_folder_comes_first(workplace: Workplace, another: Path) -
     own.make(own.logs)
     own.spec.write_bytes((workplace.root / "one/spec.json").read_bytes())
     shown = workplace.invoke("status", "one")
-    assert "files       jobs/one\n" in shown.out.replace(f"{another}/", "")
+    assert "directory   jobs/one\n" in shown.out.replace(f"{another}/", "")
     assert " is " not in shown.err
 
 
@@ -84,7 +84,7 @@ def test_what_is_not_there_is_said_as_ever(workplace: Workplace, another: Path) 
     for text in ("nothing", "99", ".."):
         shown = workplace.invoke("status", text)
         assert shown.code == 2
-        assert f"there is no run '{text}': jobs contains no runs." in shown.err
+        assert f"there is no run '{text}' in the directory 'jobs', which has no runs." in shown.err
 
 
 def test_a_run_elsewhere_is_removed_by_its_directory_alone(

@@ -8,7 +8,7 @@ import click
 
 from clusterddp import formatting
 from clusterddp.cli.options import JSON_OPTION, SettingsCommand, source
-from clusterddp.cli.runs import RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.runs import RUNS_DIR_OPTION, echo_json, refuse_misspelt
 from clusterddp.errors import ClusterDDPError, RequestError
 from clusterddp.run import bad_nodes
 from clusterddp.run.bad_nodes import BadNode
@@ -19,6 +19,11 @@ _HEADER = ("NODE", "CAUSE", "AGE", "EXPIRES", "RUN", "ATTEMPT", "REASON")
 
 class BadNodesGroup(SettingsCommand, click.Group):
     """A group with its own options, which site.cfg can set."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, then the commands."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
 
 @click.group(name="bad-nodes", cls=BadNodesGroup, invoke_without_command=True)
@@ -35,7 +40,7 @@ def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand:
         return
-    _refuse_misspelt(ctx, runs_dir)
+    refuse_misspelt(ctx, runs_dir)
     nodes = sorted(_read(runs_dir).values(), key=lambda node: node.time, reverse=True)
     if as_json:
         echo_json([dataclasses.asdict(node) for node in nodes])
@@ -61,17 +66,15 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
         raise click.UsageError("Name the nodes to clear, or give --all.", ctx)
     if ctx.parent and source(ctx, "runs_dir") == "default":
         runs_dir = ctx.parent.params["runs_dir"]
-        _refuse_misspelt(ctx.parent, runs_dir)
-    _refuse_misspelt(ctx, runs_dir)
+        refuse_misspelt(ctx.parent, runs_dir)
+    refuse_misspelt(ctx, runs_dir)
     bad = _read(runs_dir)
     names = [name for host in hosts for name in expand_nodelist(text("HOST", host))]
     unknown = [formatting.line(name) for name in dict.fromkeys(names) if name not in bad]
     cleared = [name for name in dict.fromkeys(names) if name in bad]
     if unknown and not cleared:
-        on_it = formatting.join_limited(list(bad), 20, ", ") or "none"
-        raise RequestError(
-            f"{unknown[0]} is not marked bad in {runs_dir}. Marked bad: {on_it}. [CD1302]"
-        )
+        on_it = f" Marked bad: {formatting.join_limited(list(bad), 20, ', ')}." if bad else ""
+        raise RequestError(f"{unknown[0]} is not marked bad in {runs_dir}.{on_it} [CD1302]")
     cleared = cleared or list(bad)
     try:
         bad_nodes.clear(runs_dir, cleared)
@@ -91,14 +94,6 @@ class _Unreadable(ClusterDDPError):
 
     def __init__(self, root: Path, error: OSError) -> None:
         super().__init__(f"{root / bad_nodes.FILE_NAME}: {error.strerror}.")
-
-
-def _refuse_misspelt(ctx: click.Context, root: Path) -> None:
-    """Refuse a typed directory that does not exist."""
-    if source(ctx, "runs_dir") == "flag" and not root.exists():
-        raise RequestError(
-            f"--runs-dir: {root} does not exist. Name the directory of your runs. [CD0501]"
-        )
 
 
 def _read(root: Path) -> dict[str, BadNode]:

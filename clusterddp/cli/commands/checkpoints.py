@@ -54,7 +54,7 @@ def _why_none(run: RunDir) -> str:
             catalog.source(run)
     except CheckpointError as error:
         return f"clusterddp: {coded(error)}"
-    return f"{run.cli_name} has no checkpoints yet"
+    return f"{run.cli_name} has no checkpoints"
 
 
 def _row(entry: Entry, now: float) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def command(write: str | None, as_json: bool, **typed: object) -> int:
     site.cfg and defaults, as for a submission. It takes at most a minute. docs/doctor.md explains
     each line.
 
-    Exit codes: 0 nothing is bad, 1 something is, 2 usage error.
+    Exit codes: 0 no error found, 1 an error found, 2 usage error.
     """
     from clusterddp.doctor import examine, site_checks
 
@@ -88,7 +88,7 @@ def command(write: str | None, as_json: bool, **typed: object) -> int:
             _warn_if_hidden(before)
         shown = f"clusterddp site --site {shlex.quote(write)}"
         click.echo(f"clusterddp: wrote {write}. Review it, then check: {shown}", err=True)
-    return EXIT_FAILED if diagnosis.result == site_checks.BAD else EXIT_DONE
+    return EXIT_FAILED if diagnosis.result == site_checks.ERROR else EXIT_DONE
 
 
 def _suggest_site_files(diagnosis: "Diagnosis") -> None:

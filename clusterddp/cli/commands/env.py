@@ -25,8 +25,9 @@ from clusterddp.ranks.variables import parse_environment
 def command(source: str | None, as_json: bool) -> None:
     """Show this task's rank variables and the variables they come from.
 
-    In a Slurm step: srun clusterddp env. Exit codes: 0 shown, 1 the variables contradict each
-    other, 2 usage error.
+    In a Slurm step: srun clusterddp env.
+
+    Exit codes: 0 shown, 1 the variables contradict each other, 2 usage error.
     """
     environ = os.environ if source is None else parse_environment(_read(source))
     env = DistEnv.from_environ(environ)
@@ -60,7 +61,9 @@ def _as_table(env: DistEnv) -> str:
     shown = {name: str(getattr(env, name)) for name in _FIELDS}
     shown["hostnames"] = _shown_hosts(env.hostnames)
     rows = [(name, value, env.sources[name]) for name, value in shown.items()]
-    return formatting.table([("origin", env.origin, _ORIGINS[env.origin]), *rows])
+    return formatting.table(
+        [("NAME", "VALUE", "SOURCE"), ("origin", env.origin, _ORIGINS[env.origin]), *rows]
+    )
 
 
 _ORIGINS = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp import log
 from clusterddp.cli.options import SettingsCommand
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, follow
 from clusterddp.errors import RequestError
@@ -14,7 +15,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.status.find import find_run, select
 from clusterddp.status.follow import LogPrinter, check_logs, default_log
 from clusterddp.status.state import RunState
-from clusterddp.status.status import statuses
+from clusterddp.status.status import is_empty, statuses
 
 
 @click.command(name="logs", cls=SettingsCommand)
@@ -68,11 +69,7 @@ def command(
     run_dir = several[0] if several else find_run(runs_dir, None)
     [status] = statuses([run_dir])
     for rank in ranks:
-        if status.world_size is not None and rank >= status.world_size:
-            raise RequestError(
-                f"--rank {rank}: {run_dir.name} has {status.world_size} ranks. Use 0 to "
-                f"{status.world_size - 1}. [CD0102]"
-            )
+        status.check_rank(rank)
     paths = [run_dir.job_log] if job else []
     paths += [run_dir.rank_log(rank) for rank in dict.fromkeys(ranks)]
     if following:
@@ -85,6 +82,9 @@ def command(
     paths = paths or [default_log(run_dir, status)]
     check_logs(run_dir, status, paths)
     LogPrinter(paths, lines, sys.stdout.buffer).print_new(last=True)
+    for path in filter(is_empty, paths):
+        other = "" if job else f" For the job's messages: clusterddp logs --job {run_dir.cli_name}"
+        log.info(f"logs/{path.name} of {run_dir.name} is empty.{other}")
     return 0
 
 

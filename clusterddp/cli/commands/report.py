@@ -96,7 +96,8 @@ def command(
         return
     for option, value in (("--csv", csv is not None), ("--by", by), ("--over", over)):
         if value:
-            raise OptionError(option, " applies only to a sweep. Name one. [CD1104]")
+            named = ", ".join(run_names) or "the latest run"
+            raise OptionError(option, f" needs a sweep, but {named} is not one. [CD1104]")
     runs, wrong = select_each(runs_dir, run_names)
     if wrong:
         raise wrong[0]

@@ -178,8 +178,8 @@ def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
     job = formatting.job(done.job_id, spec.launcher)
     words = (
         f"submitted {spec.run_name} again as {job}: {spec.layout}; it {done.beginning}\n"
-        f"  status  clusterddp status {run.cli_name}\n"
-        f"  logs    clusterddp logs -f {run.cli_name}"
+        f"  status     clusterddp status {run.cli_name}\n"
+        f"  logs       clusterddp logs -f {run.cli_name}"
     )
     return follow_submitted(spec, run, sent, words, wait=wait, as_json=as_json, lines=0)
 

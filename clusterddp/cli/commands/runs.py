@@ -11,7 +11,7 @@ import click
 
 from clusterddp import formatting, polling
 from clusterddp.cli.options import JSON_OPTION, DurationType, SettingsCommand
-from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
+from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json, refuse_misspelt
 from clusterddp.errors import CODE_AT_END
 from clusterddp.request.options import Duration
 from clusterddp.run.run_dir import RunDir, SweepDir, find_runs
@@ -77,6 +77,7 @@ def command(
 
     Exit codes: 0 listed, 2 usage error, 130 --watch was ended by Ctrl-C.
     """
+    refuse_misspelt(click.get_current_context(), runs_dir)
     if watch is not None and as_json:
         raise click.UsageError("--watch conflicts with --json. Call 'runs --json' repeatedly.")
     if watch is not None:
@@ -156,7 +157,7 @@ def _watch(
 
 def _none(root: Path, state: Sequence[str]) -> str:
     among = f"{' or '.join(state)} " if state and find_runs(root) else ""
-    return f"no {among}runs below {root}"
+    return f"no {among}runs in '{root}'"
 
 
 def _lines(listed: Sequence[RunStatus | SweepStatus], width: int | None) -> list[str]:
@@ -197,14 +198,13 @@ def _row(status: RunStatus | SweepStatus, now: float) -> tuple[str, ...]:
         return status.name, status.state, job, status.layout, age, "-", "-", "-", trials
     since = status.submitted_time or status.started_time or status.created_time
     asked = f"{status.nodes}x{status.tasks_per_node}" if status.nodes else "-"
-    job = status.array_task or status.job_id or "-"
     left = status.seconds_left
     if status.expected_start is not None:
         left = max(status.expected_start - now, 0.0)
     return (
         status.name,
         status.state,
-        f"pid:{job}" if status.launcher == "local" else job,
+        status.shown_job or "-",
         asked,
         formatting.duration(now - since if since else None),
         formatting.steps(status.step, status.steps_planned, status.percent_done).replace(

@@ -95,14 +95,16 @@ def list_sites(as_json: bool) -> None:
     known = sites.read_sites()
     here = sites.fitting(known, cluster_name(os.environ), socket.gethostname())
     if as_json:
-        rows = [{**dataclasses.asdict(site), "fits": site.name in here} for site in known.values()]
-        click.echo(json.dumps(rows, indent=2))
+        listed = [
+            {**dataclasses.asdict(site), "fits": site.name in here} for site in known.values()
+        ]
+        click.echo(json.dumps(listed, indent=2))
     elif known:
-        table = [
+        rows = [
             ("*" if site.name in here else " ", site.name, site.title, site.tried)
             for site in known.values()
         ]
-        click.echo(formatting.table(table))
+        click.echo(formatting.table([("", "NAME", "CLUSTER", "TESTED"), *rows]))
 
 
 @command.command("use")
@@ -160,8 +162,8 @@ def _print_table(
         click.echo(f"clusters: {', '.join(site.clusters)}")
     if not show_all:
         rows = {name: row for name, row in rows.items() if row["source"] != options.DEFAULT}
-        words = "all other settings have" if rows else "all settings have"
-        click.echo(f"{words} their defaults: clusterddp site --all")
+        words = "All other settings" if rows else "All settings"
+        click.echo(f"{words} have their defaults; 'clusterddp site --all' lists them.")
     width = max(map(len, rows), default=0)
     shown = {name: _shown(OPTIONS[name].text(row["value"])) for name, row in rows.items()}
     values = min(max(map(len, shown.values()), default=0), 40)

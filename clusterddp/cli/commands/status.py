@@ -77,7 +77,7 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
         ("job", ", ".join(status.job_ids)),
         ("trials", f"{status.counts.get(RunState.DONE, 0)} of {len(status.trials)} done{throttle}"),
         ("submitted", formatting.moment(status.submitted_time)),
-        ("files", f"{status.directory}-INDEX"),
+        ("directory", f"{status.directory}-INDEX"),
         ("next", status.next_command),
     ]
     click.echo(_labelled(lines))
@@ -86,8 +86,8 @@ def _show_sweep(sweep: SweepDir, *, as_json: bool) -> None:
 
 def describe(status: RunStatus) -> str:
     """Format the status as lines of `label  value`; unknown values are omitted."""
-    launcher = f" ({status.launcher})" if status.launcher else ""
-    job = status.array_task or status.job_id
+    detail = "" if status.detail in status.first_failure else status.detail
+    is_shown = status.state == RunState.STOPPED or f"exit code {status.exit_code}" in status.why()
     took = "took {}" if status.has_ended else "running for {}"
     elapsed = formatting.duration(status.elapsed_seconds) if status.started_time else ""
     left = formatting.duration(status.seconds_left)
@@ -105,11 +105,11 @@ def describe(status: RunStatus) -> str:
     )
     lines = [
         ("run", status.name),
-        ("state", f"{status.state}: {status.detail}" if status.detail else status.state),
+        ("state", f"{status.state}: {detail}" if detail else status.state),
         ("failure", status.first_failure.replace("\n", f"\n{' ' * _WIDTH}")),
-        ("code", f"{status.code}: clusterddp explain {status.code}" if status.code else ""),
-        ("exit code", str(status.exit_code or "") if status.state != RunState.STOPPED else ""),
-        ("process" if status.launcher == "local" else "job", f"{job}{launcher}" if job else ""),
+        ("error code", f"{status.code}: clusterddp explain {status.code}" if status.code else ""),
+        ("exit code", "" if is_shown else str(status.exit_code or "")),
+        ("job", f"{status.shown_job} ({status.launcher})" if status.shown_job else ""),
         ("attempt", _attempt(status)),
         ("requested", status.layout),
         ("nodes", formatting.join_limited(status.hosts, 8)),
@@ -128,7 +128,7 @@ def describe(status: RunStatus) -> str:
         lines.append(("checkpoint", f"step {status.checkpoint_step}, {age} ago"))
     lines += [("excluded", f"{host}: {reason}") for host, reason in status.excluded_nodes.items()]
     lines += [("warning", text) for text in status.warnings]
-    lines += [("cleaned", status.cleaned), ("files", status.directory)]
+    lines += [("cleaned", status.cleaned), ("directory", status.directory)]
     if status.working_directory:
         output = describe_output_folder(status.working_directory)
         lines.append(("workdir", f"{status.working_directory}; {output}"))

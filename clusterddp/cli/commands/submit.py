@@ -205,10 +205,10 @@ def _submit(given: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bo
     words = (
         f"{'started' if spec.launcher == 'local' else 'submitted'} {spec.run_name} as {job}: "
         f"{spec.layout}\n"
-        f"  files   {spec.run_dir}\n"
-        f"  status  clusterddp status {run.cli_name}\n"
-        f"  logs    clusterddp logs -f {run.cli_name}\n"
-        f"  cancel  clusterddp cancel {run.cli_name}"
+        f"  directory  {spec.run_dir}\n"
+        f"  status     clusterddp status {run.cli_name}\n"
+        f"  logs       clusterddp logs -f {run.cli_name}\n"
+        f"  cancel     clusterddp cancel {run.cli_name}"
     )
     return follow_submitted(spec, run, submission, words, wait=wait, as_json=as_json)
 

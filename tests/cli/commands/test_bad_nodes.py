@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
 ) -> None:
     answer = workplace.invoke("bad-nodes", "--runs-dir", "jbos", *words)
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.startswith("clusterddp: --runs-dir: jbos does not exist.")
+    assert answer.err.startswith("clusterddp: --runs-dir: the directory 'jbos' does not exist.")
     assert answer.err.endswith(" [CD0501]\n")
     workplace.root.rmdir()
     assert workplace.invoke("bad-nodes").code == 0

@@ -124,7 +124,7 @@ def test_a_local_run_gets_sigterm(workplace: Workplace) -> None:
         event = submitted(job, launcher="local", pid=process.pid, time=time.time())
         run = workplace.run("here", event, started(job))
         got = workplace.invoke("cancel", "here")
-        assert (got.code, got.out) == (0, f"here: asked process {process.pid} to end it\n"), got.err
+        assert (got.code, got.out) == (0, f"here: asked pid:{process.pid} to end it\n"), got.err
         assert process.wait(timeout=90) == -signal.SIGTERM
         assert read_events(run)[-1]["event"] == "cancelled"
         assert "already ended: cancelled" in workplace.invoke("cancel", "here").out

@@ -75,7 +75,7 @@ def test_json_has_every_field(workplace: Workplace) -> None:
 def test_none_are_no_error(workplace: Workplace) -> None:
     workplace.run("one")
     got = workplace.invoke("checkpoints", "one")
-    assert (got.code, got.out, got.err) == (0, "", "one has no checkpoints yet\n")
+    assert (got.code, got.out, got.err) == (0, "", "one has no checkpoints\n")
     assert workplace.invoke("checkpoints", "one", "--json").out.strip() == "[]"
 
 
@@ -100,4 +100,4 @@ def test_a_folder_that_cannot_be_read_is_an_error(workplace: Workplace) -> None:
     made.checkpoints.rmdir()
     made.checkpoints.write_text("")
     got = workplace.invoke("checkpoints", "one")
-    assert got.code == 1 and "cannot be read" in got.err
+    assert got.code == 1 and "cannot read the directory" in got.err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.doctor.site_checks import BAD, GOOD, WARNING
+from clusterddp.doctor.site_checks import ERROR, OK, WARNING
 from tests import hostile
 from tests.cli.made_runs import Workplace, workplace
 from tests.waiting import PATIENCE, wait_for
@@ -93,14 +93,14 @@ def test_each_check_is_a_line_and_nothing_is_queued_or_written(site: Site) -> No
     assert all(len(line) <= 80 or " " not in line[25:] for line in got.out.splitlines())
     whole = re.sub(r"\n +", " ", got.out)
     lines = [line.split(maxsplit=1) for line in whole.splitlines()]
-    assert got.code == 0 and {line[0] for line in lines} <= {GOOD, WARNING}
+    assert got.code == 0 and {line[0] for line in lines} <= {OK, WARNING}
     names = (
         *("slurm", "submission", "partition cpu", "partition gpu", "GPUs", "accounting"),
         *("requeue", "preemption", "signals", "runs directory", "dataset", "python"),
     )
     assert len(lines) == len(names)
     assert all(line[1].startswith(name) for line, name in zip(lines, names, strict=True))
-    assert all((" To do: " in line[1]) == (line[0] != GOOD) for line in lines)
+    assert all((" To do: " in line[1]) == (line[0] != OK) for line in lines)
     calls = [call for call in site.workplace.calls if call.startswith("sbatch")]
     assert set(calls) == {"sbatch --test-only"}
     assert sorted(site.folder.rglob("*")) == sorted([*before, site.folder / "calls"])
@@ -117,12 +117,12 @@ def test_partitions_have_their_limits_and_defaults(site: Site) -> None:
 @pytest.mark.parametrize(
     ("refused", "words", "result", "found", "setting"),
     [
-        ("nothing is", "", GOOD, "gpu accepts --gpus-per-node=1, --gres=gpu:1", None),
-        ("gpus-per-node=", "error: use gres", BAD, "use gres; it accepts --gres=gpu:1", "gres"),
-        ("gpus-per-(node|task)=1$", "error: type", BAD, "it accepts --gres=gpu:1", "gres"),
-        ("(gpu:|gpus-per-(node|task)=)1$", "error: name a type", BAD,
+        ("nothing is", "", OK, "gpu accepts --gpus-per-node=1, --gres=gpu:1", None),
+        ("gpus-per-node=", "error: use gres", ERROR, "use gres; it accepts --gres=gpu:1", "gres"),
+        ("gpus-per-(node|task)=1$", "error: type", ERROR, "it accepts --gres=gpu:1", "gres"),
+        ("(gpu:|gpus-per-(node|task)=)1$", "error: name a type", ERROR,
          "it accepts --gpus-per-node=a100:1", None),
-        ("gres|gpus-per", "error: no GPUs for you", BAD, "it accepts none", None),
+        ("gres|gpus-per", "error: no GPUs for you", ERROR, "it accepts none", None),
         ("gres|gpus-per", "error: Nodes are not available", WARNING, "it accepts none", None),
     ],
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_the_form_in_which_gpus_are_asked_for_is_found_out(
     site: Site, refused: str, words: str, result: str, found: str, setting: str | None
 ) -> None:
     site.sbatch(refused, words)
-    diagnosis = site.diagnosis(code=1 if result == BAD else 0)
+    diagnosis = site.diagnosis(code=1 if result == ERROR else 0)
     [check] = [check for check in diagnosis["checks"] if check["name"] == "GPUs"]
     assert check["result"] == result and found in check["found"]
     assert (f"\ngpu-directive = {setting}\n" in diagnosis["site_cfg"]) == (setting is not None)
@@ -138,23 +138,23 @@ def test_the_form_in_which_gpus_are_asked_for_is_found_out(
 
 def test_a_type_that_is_asked_for_is_one_that_is_tried(site: Site) -> None:
     site.sbatch("(gpu:|gpus-per-(node|task)=)1$", "error: name a type")
-    assert site.check("GPUs", "--gpus-per-node", "a100:4")["result"] == GOOD
+    assert site.check("GPUs", "--gpus-per-node", "a100:4")["result"] == OK
 
 
 @pytest.mark.parametrize(
     ("name", "config", "result", "words"),
     [
-        ("requeue", {}, GOOD, "a lost node is detected after 300 sec"),
+        ("requeue", {}, OK, "a lost node is detected after 300 sec"),
         ("requeue", {"JobRequeue": "0"}, WARNING, "add --requeue for a COMMAND"),
         ("requeue", {"RequeueExit": "1-9,75"}, WARNING, "RequeueExit=1-9,75"),
         ("requeue", {"RequeueExitHold": "75"}, WARNING, "exits with 75"),
-        ("requeue", {"RequeueExit": "99"}, GOOD, "JobRequeue=1"),
+        ("requeue", {"RequeueExit": "99"}, OK, "JobRequeue=1"),
         ("requeue", {"SlurmdTimeout": "0 sec"}, WARNING, "never detected"),
-        ("signals", {}, GOOD, "KillWait=30 sec"),
+        ("signals", {}, OK, "KillWait=30 sec"),
         ("signals", {"KillWait": "2 sec"}, WARNING, "USR1@120"),
-        ("preemption", {}, GOOD, "off"),
+        ("preemption", {}, OK, "off"),
         ("preemption", {"PreemptType": "preempt/qos"}, WARNING, "sacctmgr show qos"),
-        ("preemption", {"PreemptType": "preempt/partition_prio"}, GOOD, "nothing preempts cpu"),
+        ("preemption", {"PreemptType": "preempt/partition_prio"}, OK, "nothing preempts cpu"),
     ],
 )
 def test_settings_of_slurm_conf_are_judged(
@@ -168,7 +168,7 @@ def test_settings_of_slurm_conf_are_judged(
 @pytest.mark.parametrize(
     ("mode", "grace", "result", "words"),
     [
-        ("REQUEUE", "60", GOOD, "PreemptMode=REQUEUE, GraceTime=60 s"),
+        ("REQUEUE", "60", OK, "PreemptMode=REQUEUE, GraceTime=60 s"),
         ("REQUEUE", "0", WARNING, "only 30 sec to save"),
         ("CANCEL", "60", WARNING, "clusterddp resume"),
     ],
@@ -179,24 +179,24 @@ def test_the_mode_of_the_partition_that_is_used_counts(
     site.scontrol(mode, grace, PreemptType="preempt/partition_prio", PreemptMode="REQUEUE")
     check = site.check("preemption")
     assert check["result"] == result and words in f"{check['found']} {check['advice']}"
-    assert site.check("preemption", "--partition", "gpu")["result"] == GOOD
+    assert site.check("preemption", "--partition", "gpu")["result"] == OK
 
 
 def test_a_refused_account_is_answered_with_the_accounts_that_there_are(site: Site) -> None:
     site.sbatch("account=maths", "error: Invalid account or account/partition combination")
     check = site.check("submission", "--account", "maths", code=1)
-    assert check["result"] == BAD and "yours: physics, chemistry" in check["advice"]
+    assert check["result"] == ERROR and "yours: physics, chemistry" in check["advice"]
 
 
 def test_a_partition_of_other_accounts_is_closed_although_slurm_takes_the_job(site: Site) -> None:
     site.scontrol(mode="OFF AllowAccounts=maths,history")
     diagnosis = site.diagnosis(code=1)
     checks = {check["name"]: check for check in diagnosis["checks"]}
-    assert checks["submission"]["result"] == BAD
+    assert checks["submission"]["result"] == ERROR
     assert checks["partition cpu"]["result"] == WARNING
     assert "AllowAccounts=maths,history" in checks["partition cpu"]["found"]
-    assert checks["partition gpu"]["result"] == GOOD
-    assert site.check("submission", "--account", "maths")["result"] == GOOD
+    assert checks["partition gpu"]["result"] == OK
+    assert site.check("submission", "--account", "maths")["result"] == OK
 
 
 def test_a_slurm_that_does_not_answer_leaves_the_other_checks(site: Site) -> None:
@@ -204,7 +204,7 @@ def test_a_slurm_that_does_not_answer_leaves_the_other_checks(site: Site) -> Non
     site.workplace.command("scontrol", f"echo '{words}' >&2; exit 1")
     diagnosis = site.diagnosis(code=1)
     results = {check["name"]: check["result"] for check in diagnosis["checks"]}
-    assert results["slurm"] == BAD and results["python"] == GOOD
+    assert results["slurm"] == ERROR and results["python"] == OK
     assert "submission" not in results
 
 
@@ -227,7 +227,7 @@ def test_a_torch_without_cuda_is_a_warning_where_there_are_gpus(site: Site) -> N
     site.workplace.command("python", PYTHON.replace('"13.0"', "null"))
     assert site.check("python")["result"] == WARNING
     site.workplace.command("sinfo", f"echo '{SINFO[0]}'")
-    assert site.check("python")["result"] == GOOD
+    assert site.check("python")["result"] == OK
 
 
 def write(site: Site, *argv: str) -> Any:

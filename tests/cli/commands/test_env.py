@@ -38,6 +38,7 @@ def test_the_table_shows_every_value_and_its_source() -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.split(maxsplit=2) for line in done.stdout.decode().splitlines()]
     assert rows == [
+        ["NAME", "VALUE", "SOURCE"],
         ["origin", "slurm", "a task of a Slurm step"],
         ["rank", "5", "SLURM_PROCID"],
         ["local_rank", "1", "SLURM_LOCALID"],
@@ -53,7 +54,7 @@ def test_the_table_shows_every_value_and_its_source() -> None:
 
 def test_the_columns_are_aligned() -> None:
     lines = run_env(environ=STEP).stdout.decode().splitlines()
-    assert len({line.index("SLURM_", 10) for line in lines[1:8]}) == 1
+    assert len({line.index("SLURM_", 10) for line in lines[2:9]}) == 1
 
 
 def test_json_holds_every_field_its_source_and_what_would_be_exported() -> None:

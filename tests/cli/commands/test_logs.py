@@ -112,7 +112,7 @@ def test_a_rank_beyond_the_last_is_a_wrong_request(workplace: Workplace) -> None
     workplace.run("one", submitted("1"), started("1"), ended("1", 0))
     got = workplace.invoke("logs", "-f", "--rank", "8")
     assert got.code == 2
-    assert "one has 8 ranks. Use 0 to 7" in got.err
+    assert "--rank 8: one has ranks 0 to 7. [CD0102]" in got.err
 
 
 def test_a_log_that_is_emptied_is_read_anew(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_logs_f_follows_files_that_do_not_exist_yet(workplace: Workplace) -> Non
     run = workplace.run("one", submitted("7", launcher="local", pid=os.getpid(), time=time.time()))
     follower = Follower("--rank", "0", "--rank", "1")
     try:
-        follower.wait_for("starting as process 7")
+        follower.wait_for("one: starting")
         write_logs(run, rank_1="late\nhalf")
         follower.wait_for("rank-1 | late\n")
         write_logs(run, rank_0="zero\n")

@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_written_and_two_forms_are_refused(
 def test_options_of_a_sweep_are_refused_for_a_run(sweep: SweepDir, workplace: Workplace) -> None:
     for option in ("--by=loss", "--over=seed", "--csv=-"):
         got = workplace.invoke("report", "lr-2", option)
-        assert (got.code, "applies only to a sweep" in got.err) == (2, True)
+        assert (got.code, "needs a sweep, but" in got.err) == (2, True)
     assert workplace.invoke("report", "lr-2").code == 0
     assert len(workplace.invoke("report", "lr", "lr-2").out.splitlines()) == 7
     assert len(workplace.invoke("report", "lr-[23]").out.splitlines()) == 3

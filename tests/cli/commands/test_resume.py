@@ -990,7 +990,7 @@ def test_a_rehearsal_that_runs_is_named_as_a_process(workplace: Workplace) -> No
     run, pid = rehearsal(workplace), os.getpid()
     here = {"launcher": "local", "pid": pid, "host": os.uname().nodename, "time": time.time()}
     run.events.write_text(json.dumps(submitted(str(pid), **here)) + "\n")
-    assert f") as process {pid}. Follow it with" in refused(workplace, run)
+    assert f") as pid:{pid}. Follow it with" in refused(workplace, run)
 
 
 def test_one_that_runs_on_another_machine_is_left_while_it_lives(workplace: Workplace) -> None:

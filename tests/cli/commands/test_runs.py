@@ -50,7 +50,7 @@ def test_the_process_of_a_rehearsal_is_no_job(workplace: Workplace) -> None:
     [_, row] = workplace.invoke("runs").out.splitlines()
     assert row.split()[:3] == ["one", "queued", f"pid:{pid}"]
     shown = workplace.invoke("status", "one").out
-    assert f"\nprocess     {pid} (local)\n" in shown and "\njob " not in shown
+    assert f"\njob         pid:{pid} (local)\n" in shown
 
 
 def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) -> None:
@@ -74,7 +74,7 @@ def test_the_latest_and_those_in_a_state_can_be_asked_for(workplace: Workplace) 
     assert workplace.invoke("runs", "--state", "dead").code == 2
     got = workplace.invoke("runs", "--state", "stopped")
     assert (got.code, got.out) == (0, "")
-    assert "no stopped runs below jobs" in got.err
+    assert "no stopped runs in 'jobs'" in got.err
 
 
 def test_a_line_is_as_wide_as_the_terminal_and_whole_where_there_is_none(
@@ -193,9 +193,10 @@ def test_json_is_a_list_of_statuses(workplace: Workplace) -> None:
 
 
 def test_no_runs_are_no_error(workplace: Workplace) -> None:
+    got = workplace.invoke("runs")
+    assert (got.code, got.out, got.err) == (0, "", "no runs in 'jobs'\n")
     got = workplace.invoke("runs", "--runs-dir", "elsewhere")
-    assert (got.code, got.out) == (0, "")
-    assert "no runs below elsewhere" in got.err
+    assert (got.code, "the directory 'elsewhere' does not exist" in got.err) == (2, True)
     assert workplace.invoke("runs", "--json").out.strip() == "[]"
 
 

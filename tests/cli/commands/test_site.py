@@ -123,6 +123,7 @@ def test_the_list_has_a_star_at_the_cluster_of_its_name(monkeypatch: pytest.Monk
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "Frontier")
     lines = CliRunner().invoke(cli, ["site", "list"]).output.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("*")] == ["frontier"]
+    assert lines.pop(0).split() == ["NAME", "CLUSTER", "TESTED"]
     assert len(lines) == len(read_sites()) and all("not tried" in line for line in lines)
     rows = json.loads(CliRunner().invoke(cli, ["site", "list", "--json"]).output)
     assert [row["name"] for row in rows] == list(read_sites())

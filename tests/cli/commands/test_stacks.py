@@ -119,7 +119,7 @@ def test_each_rank_of_a_command_is_shown_and_goes_on(rehearse: Begin, tmp_path: 
     assert "rank 1 on 127.0.0.1, process" in run.stacks("--rank", "1").stdout
     wrong = run.stacks("--rank", "4")
     assert wrong.returncode == 2
-    assert "name one of 0 to 3" in wrong.stderr
+    assert "has ranks 0 to 3." in wrong.stderr
     run.ends_well()
 
 

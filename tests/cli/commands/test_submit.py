@@ -734,7 +734,7 @@ def test_the_place_of_the_code_and_its_files_are_named(
     code = elsewhere / "jobs/a/code"
     copied = run("--run-name", "a", "--", "true")
     assert (
-        f"\n  code    {code}: a copy of {files} files of {elsewhere}; relative output"
+        f"\n  workdir    {code}: a copy of {files} files of {elsewhere}; relative output"
         in copied.stdout
     )
     told = json.loads(run("--run-name", "b", "--json", "--", "true").stdout)
@@ -742,7 +742,8 @@ def test_the_place_of_the_code_and_its_files_are_named(
     assert {name: told[name] for name in place} == place
     itself = run("--run-name", "c", "--no-snapshot", "--", "true")
     assert (
-        f"\n  code    {elsewhere} itself, " in itself.stdout and ": not copied\n" in itself.stdout
+        f"\n  workdir    {elsewhere} itself, " in itself.stdout
+        and ": not copied\n" in itself.stdout
     )
     assert "\n  code " not in run("--run-name", "d", "--dataset=synthetic", "--data-dir=.").stdout
 

@@ -651,7 +651,7 @@ def test_the_status_of_a_sweep_has_the_reasons_of_trials_that_failed(
         (["resume", "s-3", "--sweep", "n=1"], "s-3 is not a sweep"),
         (["resume", "s-3", "--", "/bin/true"], "the values of s-3 (n=3) cannot be changed"),
         (["resume", "nope", "--sweep", "n=1"], "there is no run 'nope'"),
-        (["resume", "x-*"], "no run below jobs matches"),
+        (["resume", "x-*"], "no run in 'jobs' matches"),
         (["logs", "-f", "s"], "-f follows one run, but s matches 10"),
         (["status", "x" * 300], "there is no run 'xxx"),
         (["submit", "--after", f"{'x' * 300}:any"], "--after: there is no run 'xxx"),
