@@ -121,7 +121,7 @@ def test_a_run_is_known_again_by_its_request() -> None:
 
     assert of("dp", gpus_per_node=4, tasks_per_node=1).name == "dp-4"
     assert (of("ddp", nodes=2, tasks_per_node=3).name, of("single").name) == ("ddp-6", "single")
-    with pytest.raises(RequestError, match="a runs a command"):
+    with pytest.raises(RequestError, match="a runs a COMMAND"):
         Row.of(JobSpec("a", "/a", Resources(), "python", command=("true",)))
 
 

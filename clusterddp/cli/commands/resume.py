@@ -146,11 +146,6 @@ def command(
         return _resume_each(given, runs_dir, run, terms, as_json=as_json)
     run_dir = sweep or find_run(runs_dir, run)
     done = resume(run_dir, partial(changed, given), terms, dry_run=dry_run)
-    if dry_run:
-        of_run = {"run": done.spec.run_name, "run_dir": done.spec.run_dir}
-        fields = {"sweep": sweep.name, "indices": done.indices} if sweep else of_run
-        echo_dry_run(done.spec, done.script, fields, indices=done.indices, as_json=as_json)
-        return EXIT_DONE
     return _follow(done, run_dir, wait=wait, as_json=as_json)
 
 
@@ -170,9 +165,14 @@ def _terms(given: Given, more: Sweep) -> Terms:
 
 
 def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
-    """Print the submission and follow it if requested. Return the exit code."""
+    """Print the submission or the dry run; follow it if requested. Return the exit code."""
     spec, sent = done.spec, done.submission
-    assert sent
+    if sent is None:  # a dry run
+        of_run = {"run": spec.run_name, "run_dir": spec.run_dir}
+        of_sweep = {"sweep": run.name, "indices": done.indices}
+        fields = of_sweep if isinstance(run, SweepDir) else of_run
+        echo_dry_run(spec, done.script, fields, indices=done.indices, as_json=as_json)
+        return EXIT_DONE
     if isinstance(run, SweepDir):
         return follow_sweep(spec, run.path, sent, done.indices, wait=wait, as_json=as_json)
     job = formatting.job(done.job_id, spec.launcher)
