@@ -45,7 +45,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay, resumable, stop
 from clusterddp.training.metrics import Lines
-from clusterddp.training.paces import Pace
+from clusterddp.training.paces import StepTimer
 from clusterddp.training.resumable import Resumable
 from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 
@@ -111,7 +111,7 @@ class Loop(Resumable):
         self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.part(self._objects)
         self._check_readable()
-        self.rank, self.world_size = agreement.world()
+        self.rank, self.world_size = agreement.rank_and_world_size()
         self._unlisten = stop.requested.listen()
         try:
             attempt, source = self._begin(folder)
@@ -131,7 +131,7 @@ class Loop(Resumable):
                 request=stop.requested,
                 deadline=self._deadline_of(attempt),
                 straggler_window=_STRAGGLER_SECONDS,
-                pace=Pace.of(modules, self.world_size, position.step, ready),
+                timer=StepTimer.of(modules, self.world_size, position.step, ready),
             )
         except BaseException:
             self._stop_listening()
@@ -337,8 +337,8 @@ class Loop(Resumable):
             self._liveness_writer.__enter__()
             poll_time_limit(self._deadline, os.environ)
             path, position = self.attempt.metrics, self._position
-            self._lines = Lines(path, log_every, position, self._shown_epoch, self._pace)
-        self._progress.mark(self.steps, Phase.OWN)
+            self._lines = Lines(path, log_every, position, self._shown_epoch, self._timer)
+        self._progress.mark(self.steps, Phase.USER_CODE)
         where: tuple[str, int] | None = ("127.0.0.1", 0)
         if self.world_size > 1:
             where = heartbeat.address_of_group()
@@ -358,7 +358,7 @@ class Loop(Resumable):
                 has_own_code=True,
             ).__enter__()
         atexit.register(self.close)
-        self._pace.clock.restart()
+        self._timer.clock.restart()
 
     def _settle(self, attempt: Attempt, hosts: list[str]) -> Path | None:
         """Choose on rank 0 the checkpoint to resume from and publish the attempt."""

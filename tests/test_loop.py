@@ -1049,7 +1049,7 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
     phases = []
 
     def note() -> None:
-        phases.append(Phase(loop._progress.place.phase).name)
+        phases.append(Phase(loop._progress.position.phase).name)
 
     for _ in loop.epochs(1):
         note()
@@ -1059,7 +1059,7 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
             note()
             loop.step()
             note()
-    waiting, rates = loop._spent().waiting, loop._pace.rates
+    waiting, rates = loop._spent().waiting, loop._timer.rates
     loop.close()
     return phases, waiting, len(rates) == world_size and all(rate > 0 for rate in rates)
 

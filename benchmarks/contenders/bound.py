@@ -18,7 +18,7 @@ from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.device import keep_freed
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import Step, build_optimizer
 
 
@@ -38,7 +38,7 @@ def main(*, exchange: bool = False) -> None:
 
     gradients = torch.zeros(sum(each.numel() for each in model.parameters()), device=device)
     step = Step(
-        model, build_optimizer(config, model, captured=captured), Tally(device),
+        model, build_optimizer(config, model, captured=captured), MetricSums(device),
         device=device, precision=asked.precision,
         exchanged=all_reduce if exchange else lambda: None,
     )  # fmt: skip

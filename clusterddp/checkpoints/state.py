@@ -112,7 +112,7 @@ def load_together(path: Path) -> Content:
     Collective over the default process group, if there is one; does not load shards. Raises
     CheckpointError like `load`, on all ranks if rank 0 cannot read the file.
     """
-    rank, world_size = agreement.world()
+    rank, world_size = agreement.rank_and_world_size()
     if world_size == 1:
         return load(path, shards=False)
     data, problem = b"", ("", "")

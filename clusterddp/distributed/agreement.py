@@ -1,6 +1,6 @@
 """Agreements of the ranks: before training on the open settings, during training on stops.
 
-Rank 0 checks all ranks' hellos and decides every setting left at `auto`. The decision is recorded,
+Rank 0 checks all ranks' infos and decides every setting left at `auto`. The decision is recorded,
 so that a later attempt decides the same. During training the ranks agree about twice a second
 whether to stop or to save: one exchange of a few numbers at a common step, so that all ranks learn
 of a request at the same step. The interval in steps follows from the exchanged step times.
@@ -40,7 +40,7 @@ _UNKNOWN = 10**9  # steps: more than any device does in POLL_SECONDS
 
 
 @dataclass(frozen=True)
-class Hello:
+class RankInfo:
     """Description that a rank sends of itself."""
 
     rank: int
@@ -72,57 +72,57 @@ class Hello:
         return f"rank {self.rank} on {self.host}"
 
 
-def assign_gpus(hellos: Sequence[Hello]) -> list[Hello]:
+def assign_gpus(infos: Sequence[RankInfo]) -> list[RankInfo]:
     """Assign each rank a different GPU among its visible ones, if there are enough.
 
     Keeps a rank's choice if possible. A site can show each task the GPUs of its socket and
     distribute tasks over sockets in turn: then a rank cannot choose without the others.
     """
-    owners: dict[tuple[str, str], Hello] = {}
+    owners: dict[tuple[str, str], RankInfo] = {}
 
-    def place(hello: Hello, tried: set[str]) -> bool:
+    def place(info: RankInfo, tried: set[str]) -> bool:
         """Find a GPU, perhaps another rank's that can move (Kuhn's bipartite matching)."""
         free_first = sorted(
-            hello.gpus, key=lambda gpu: ((hello.host, gpu) in owners, gpu != hello.gpu)
+            info.gpus, key=lambda gpu: ((info.host, gpu) in owners, gpu != info.gpu)
         )
         for gpu in free_first:
             if gpu not in tried:
                 tried.add(gpu)
-                owner = owners.get((hello.host, gpu))
+                owner = owners.get((info.host, gpu))
                 if owner is None or place(owner, tried):
-                    owners[hello.host, gpu] = hello
+                    owners[info.host, gpu] = info
                     return True
         return False
 
-    for hello in hellos:
-        place(hello, set())
-    own = {hello.rank: gpu for (_, gpu), hello in owners.items()}
+    for info in infos:
+        place(info, set())
+    own = {info.rank: gpu for (_, gpu), info in owners.items()}
     return [
-        dataclasses.replace(hello, gpu=gpu, device=f"cuda:{hello.gpus.index(gpu)}")
-        if (gpu := own.get(hello.rank))
-        else hello
-        for hello in hellos
+        dataclasses.replace(info, gpu=gpu, device=f"cuda:{info.gpus.index(gpu)}")
+        if (gpu := own.get(info.rank))
+        else info
+        for info in infos
     ]
 
 
 def decide(
-    config: TrainConfig, hellos: Sequence[Hello], recorded: Agreement | None = None
+    config: TrainConfig, infos: Sequence[RankInfo], recorded: Agreement | None = None
 ) -> Agreement:
     """Check that the ranks can train together and decide the settings left at auto.
 
     recorded: agreement of an earlier attempt, whose values are kept at the same world size.
     Raises TrainingError with the ranks that do not match.
     """
-    _check_alike(hellos)
-    shared = _shared_gpus(config, hellos)
-    _check_ranks(config, len(hellos))
-    kind, backend = hellos[0].kind, config.backend
-    threads = config.threads or min(hello.threads for hello in hellos)
-    if recorded and recorded.world_size == len(hellos):
+    _check_alike(infos)
+    shared = _shared_gpus(config, infos)
+    _check_ranks(config, len(infos))
+    kind, backend = infos[0].kind, config.backend
+    threads = config.threads or min(info.threads for info in infos)
+    if recorded and recorded.world_size == len(infos):
         if config.device == "auto" and recorded.kind not in ("", kind):
             raise TrainingError(
-                f"this run started on {recorded.kind}, but {hellos[0].name} now has "
-                f"{hellos[0].device}, which would change the weights. Give it "
+                f"this run started on {recorded.kind}, but {infos[0].name} now has "
+                f"{infos[0].device}, which would change the weights. Give it "
                 f"{recorded.kind} again, or force the change with --device {kind}. [CD0806]"
             )
         if backend == "auto" and recorded.kind == kind:
@@ -132,41 +132,41 @@ def decide(
     if precision == "auto" and recorded and recorded.kind == kind:
         precision = recorded.precision
     if precision == "auto":
-        precision = "bf16" if all(hello.bf16 for hello in hellos) else "fp32"
-    check_precision(config, precision, hellos)
-    warnings = [f"{hello.host}: {hello.warning}" for hello in hellos if hello.warning] + shared
+        precision = "bf16" if all(info.bf16 for info in infos) else "fp32"
+    check_precision(config, precision, infos)
+    warnings = [f"{info.host}: {info.warning}" for info in infos if info.warning] + shared
     if backend == "auto":
         # A single rank communicates with no other and skips the slow start of NCCL.
-        backend = "nccl" if kind == "cuda" and len(hellos) > 1 else "gloo"
+        backend = "nccl" if kind == "cuda" and len(infos) > 1 else "gloo"
     if backend == "nccl" and kind == "cpu":
         raise TrainingError(
-            f"--backend nccl needs GPUs, but {hellos[0].name} computes on the CPU. "
+            f"--backend nccl needs GPUs, but {infos[0].name} computes on the CPU. "
             "Use --backend gloo, or nodes with GPUs. [CD0807]"
         )
     return Agreement(
         backend=backend,
         kind=kind,
         threads=threads,
-        world_size=len(hellos),
+        world_size=len(infos),
         precision=precision,
-        cuda_graph=_wants_graph(config, kind, len(hellos), precision, backend, recorded),
-        hosts=tuple(dict.fromkeys(hello.host for hello in hellos)),
-        where=_where(hellos),
+        cuda_graph=_wants_graph(config, kind, len(infos), precision, backend, recorded),
+        hosts=tuple(dict.fromkeys(info.host for info in infos)),
+        where=_where(infos),
         warnings=tuple(dict.fromkeys(warnings)),
     )
 
 
-def check_precision(config: TrainConfig, precision: str, hellos: Sequence[Hello]) -> None:
+def check_precision(config: TrainConfig, precision: str, infos: Sequence[RankInfo]) -> None:
     """Raise TrainingError if a rank's device does not support the precision.
 
     precision: the requested one, or the recorded one if `config` leaves it open. Requested bf16
     passes, because torch emulates it slowly; so does bf16 on CPUs.
     """
     open_to_us = config.precision == "auto"
-    lacking = next((hello for hello in hellos if not hello.bf16), None)
+    lacking = next((info for info in infos if not info.bf16), None)
     if precision == "tf32":
-        lacking = next((hello for hello in hellos if hello.kind == "cpu"), lacking)
-    elif precision != "bf16" or not open_to_us or hellos[0].kind == "cpu":
+        lacking = next((info for info in infos if info.kind == "cpu"), lacking)
+    elif precision != "bf16" or not open_to_us or infos[0].kind == "cpu":
         return
     if lacking:
         wanted = f"this run started in {precision}" if open_to_us else f"--precision {precision}"
@@ -200,7 +200,7 @@ class Poll:
             self.step_seconds = (now - self._last[1]) / (step - self._last[0])
         wanted = int(POLL_SECONDS / self.step_seconds) if self.step_seconds else _UNKNOWN
         answer = torch.tensor([*wishes, -wanted], dtype=torch.int64, device=device())
-        largest(answer)
+        maximum(answer)
         *answers, slowest = answer.tolist()
         self.pace = -slowest
         # Adjust slowly: the first steps are often slower, or faster, than later ones.
@@ -253,31 +253,31 @@ def _check_ranks(config: TrainConfig, world_size: int) -> None:
         )
 
 
-def _check_alike(hellos: Sequence[Hello]) -> None:
-    first = hellos[0]
-    for hello in hellos:
-        if hello.torch != first.torch:
+def _check_alike(infos: Sequence[RankInfo]) -> None:
+    first = infos[0]
+    for info in infos:
+        if info.torch != first.torch:
             raise TrainingError(
-                f"{first.name} has torch {first.torch}, {hello.name} has torch {hello.torch}. "
+                f"{first.name} has torch {first.torch}, {info.name} has torch {info.torch}. "
                 "Use one environment on all hosts (--python). [CD0806]"
             )
-        if hello.kind != first.kind:
+        if info.kind != first.kind:
             raise TrainingError(
-                f"{first.name} computes on {first.device}, {hello.name} on {hello.device}. "
+                f"{first.name} computes on {first.device}, {info.name} on {info.device}. "
                 "Request GPUs for every rank, or use --device cpu. [CD0806]"
             )
 
 
-def _shared_gpus(config: TrainConfig, hellos: Sequence[Hello]) -> list[str]:
+def _shared_gpus(config: TrainConfig, infos: Sequence[RankInfo]) -> list[str]:
     """Return a warning for each GPU with several ranks; raise if sharing was not requested."""
-    ranks: dict[tuple[str, str], list[Hello]] = {}
-    for hello in hellos:
-        if hello.gpu:
-            ranks.setdefault((hello.host, hello.gpu), []).append(hello)
+    ranks: dict[tuple[str, str], list[RankInfo]] = {}
+    for info in infos:
+        if info.gpu:
+            ranks.setdefault((info.host, info.gpu), []).append(info)
     shared = {where: group for where, group in ranks.items() if len(group) > 1}
     for (host, gpu), group in shared.items():
         one, other = group[:2]
-        if config.backend != "gloo" and not all(hello.shares_gpu for hello in group):
+        if config.backend != "gloo" and not all(info.shares_gpu for info in group):
             raise TrainingError(
                 f"rank {one.rank} and rank {other.rank} are on one GPU of {host}: {gpu} "
                 f"({one.device} and {other.device}). Request as many GPUs as tasks on each node "
@@ -285,20 +285,20 @@ def _shared_gpus(config: TrainConfig, hellos: Sequence[Hello]) -> list[str]:
                 f"--device cpu. To share a GPU: --backend gloo, or {SHARING}. [CD0805]"
             )
     return [
-        f"{host}: ranks {', '.join(str(hello.rank) for hello in group)} share the time and memory "
+        f"{host}: ranks {', '.join(str(info.rank) for info in group)} share the time and memory "
         f"of a GPU ({gpu})"
         for (host, gpu), group in shared.items()
     ]
 
 
-def _where(hellos: Sequence[Hello]) -> tuple[str, ...]:
+def _where(infos: Sequence[RankInfo]) -> tuple[str, ...]:
     lines = []
-    for host, group in itertools.groupby(hellos, key=lambda hello: hello.host):
+    for host, group in itertools.groupby(infos, key=lambda info: info.host):
         members = list(group)
         ranks = f"rank {members[0].rank}"
         if len(members) > 1:
             ranks = f"ranks {members[0].rank}-{members[-1].rank}"
-        devices = ", ".join(dict.fromkeys(hello.device for hello in members))
+        devices = ", ".join(dict.fromkeys(info.device for info in members))
         lines.append(f"{ranks} on {host}: {devices}")
     return tuple(lines)
 
@@ -308,7 +308,7 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def world() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if has_group() else (0, 1)
 
@@ -320,7 +320,7 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def largest(values: torch.Tensor) -> None:
+def maximum(values: torch.Tensor) -> None:
     """Set each value to its maximum over all ranks."""
     if has_group():
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -329,7 +329,7 @@ def largest(values: torch.Tensor) -> None:
 
 def rows(values: list[float]) -> list[list[float]]:
     """Return the numbers of all ranks, one row per rank."""
-    if world()[1] == 1:
+    if rank_and_world_size()[1] == 1:
         return [values]
     sent = torch.tensor(values, dtype=torch.float64, device=device())
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
@@ -343,7 +343,7 @@ def gather(value: T, *, on_first: bool = False) -> list[T]:
 
     Collective over the default process group.
     """
-    rank, world_size = world()
+    rank, world_size = rank_and_world_size()
     if world_size == 1:
         return [value]
     data = bytearray(pickle.dumps(value))

@@ -41,10 +41,10 @@ class Phase(IntEnum):
     COUNT = 7, "adding up the evaluation after step {}"
     SAVE = 8, "saving after step {}"
     DONE = 9, "done after step {}"
-    OWN = 10, "in user code after step {}"
+    USER_CODE = 10, "in user code after step {}"
 
 
-class Place(NamedTuple):
+class TrainingPosition(NamedTuple):
     """Position of a rank in its training; later positions compare greater."""
 
     step: int
@@ -65,7 +65,7 @@ class Progress:
     __slots__ = ("state",)
 
     def __init__(self) -> None:
-        # Number of marks and place, replaced as one tuple, so that readers need no lock.
+        # Number of marks and position, replaced as one tuple, so that readers need no lock.
         self.state = (0, 0, 0, int(Phase.START))
 
     def mark(self, step: int, phase: int) -> None:
@@ -83,20 +83,20 @@ class Progress:
         self.state = (marks + 1, step, turn, phase)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> TrainingPosition:
         """Position at the last mark."""
-        return Place(*self.state[1:])
+        return TrainingPosition(*self.state[1:])
 
 
-class Posting(NamedTuple):
+class Heartbeat(NamedTuple):
     """Heartbeat of a rank."""
 
     host: str
-    place: Place
+    position: TrainingPosition
     still_seconds: float
     """Seconds since it last moved."""
     number: int
-    """Number of this posting; if it does not grow, the rank does not respond."""
+    """Number of this heartbeat; if it does not grow, the rank does not respond."""
     left: bool = False
 
     def to_json(self) -> str:
@@ -104,14 +104,14 @@ class Posting(NamedTuple):
         return json.dumps(self._asdict())
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Posting | None":
-        """Parse a posting; None for other content, because any client can write to the store."""
+    def from_json(cls, text: bytes) -> "Heartbeat | None":
+        """Parse a heartbeat; None for other content, because any client can write to the store."""
         try:
             fields = json.loads(text)
-            step, turn, phase = map(int, fields["place"])
+            step, turn, phase = map(int, fields["position"])
             return cls(
                 host=printable(str(fields["host"])),
-                place=Place(step, turn, Phase(phase)),
+                position=TrainingPosition(step, turn, Phase(phase)),
                 still_seconds=float(fields["still_seconds"]),
                 number=int(fields["number"]),
                 left=bool(fields["left"]),
@@ -120,34 +120,34 @@ class Posting(NamedTuple):
             return None
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """Postings of some ranks, read from the store at one moment."""
 
     ranks: range
-    postings: Mapping[int, Posting]
+    beats: Mapping[int, Heartbeat]
     suspect: str
     """The suspected rank, as posted by the reporting rank."""
 
 
-class Responses:
-    """Tracks which ranks respond: those whose posting numbers grow."""
+class ResponseTracker:
+    """Tracks which ranks respond: those whose heartbeat numbers grow."""
 
     def __init__(self, ranks: range, quiet: float) -> None:
         self.ranks, self._quiet = ranks, quiet
-        self._began = self._looked_at = 0.0
-        self._look: Look | None = None
+        self._began = self._snapshot_time = 0.0
+        self._snapshot: Snapshot | None = None
         # For each rank: number, time it was first read, whether it has grown since the start.
         self._numbers: dict[int, tuple[int | None, float, bool]] = {}
 
-    def update(self, look: Look, now: float) -> None:
+    def update(self, snapshot: Snapshot, now: float) -> None:
         """Add the store's latest answer, read at `now`."""
-        if look is self._look:
+        if snapshot is self._snapshot:
             return  # no new answer from the store, which is no evidence against a rank
-        if self._look is None:
+        if self._snapshot is None:
             self._began = now
-        self._look, self._looked_at = look, now
+        self._snapshot, self._snapshot_time = snapshot, now
         for rank in self.ranks:
-            number = look.postings[rank].number if rank in look.postings else None
+            number = snapshot.beats[rank].number if rank in snapshot.beats else None
             if rank not in self._numbers:
                 self._numbers[rank] = number, now, False
             elif number != self._numbers[rank][0]:
@@ -155,7 +155,7 @@ class Responses:
 
     def ready(self) -> bool:
         """Return whether the store was watched long enough to call a rank silent."""
-        return self._looked_at - self._began >= self._quiet
+        return self._snapshot_time - self._began >= self._quiet
 
     def silent(self, now: float, still_seconds: float) -> dict[int, float]:
         """Return the seconds since the last response of each rank that does not respond.
@@ -165,7 +165,7 @@ class Responses:
         return {
             rank: now - at if grown else still_seconds
             for rank, (_, at, grown) in self._numbers.items()
-            if self._looked_at - at >= self._quiet
+            if self._snapshot_time - at >= self._quiet
         }
 
 
@@ -190,7 +190,7 @@ def connect(env: DistEnv, environ: Mapping[str, str], timeout: float) -> Store:
     return PrefixStore(f"watchdog/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-class Board:
+class Exchange:
     """Connects to the store, posts and reads in a separate thread.
 
     The training does not depend on it and does not wait for the connection; a failed one is
@@ -203,19 +203,19 @@ class Board:
         connect: Callable[[], Store],
         rank: int,
         beat: float,
-        posting: Callable[[int, bool], Posting],
+        heartbeat: Callable[[int, bool], Heartbeat],
     ) -> None:
         self.wanted = range(0)
         self.suspect = ""
-        self.look: Look | None = None
+        self.snapshot: Snapshot | None = None
         self.rounds = 0
-        """Rounds of posting; 0 until the store responds."""
+        """Rounds of heartbeats; 0 until the store responds."""
         self.unconnected = ""
         """Error of the first attempt to connect."""
         self.failure = ""
         """Error after which the store is gone for good."""
         self.thread = threading.Thread(target=self._run, name="watchdog-store", daemon=True)
-        self._connect, self._rank, self._beat, self._posting = connect, rank, beat, posting
+        self._connect, self._rank, self._beat, self._heartbeat = connect, rank, beat, heartbeat
         self._stopping = threading.Event()
         self._present: set[str] = set()
         self._published = ""
@@ -253,14 +253,14 @@ class Board:
             store.set("suspect", self._published)
         if wanted := self.wanted:
             with suppress(dist.DistStoreError):  # late; the next round retries
-                self.look = self._read(store, wanted)
+                self.snapshot = self._read(store, wanted)
         self.rounds += 1
 
     def _post(self, store: Store, left: bool) -> None:
-        posting = self._posting(self.rounds, left)
-        store.set(f"progress/{self._rank}", posting.to_json())
+        heartbeat = self._heartbeat(self.rounds, left)
+        store.set(f"progress/{self._rank}", heartbeat.to_json())
 
-    def _read(self, store: Store, ranks: range) -> Look:
+    def _read(self, store: Store, ranks: range) -> Snapshot:
         # Reading a missing key would wait for it.
         keys = {f"progress/{rank}": rank for rank in ranks}
         missing = [key for key in (*keys, "suspect") if key not in self._present]
@@ -271,9 +271,9 @@ class Board:
         present = [key for key in (*keys, "suspect") if key in self._present]
         values = dict(zip(present, store.multi_get(present) if present else [], strict=True))
         suspect = printable(bytes(values.pop("suspect", b"")).decode(errors="replace"))
-        read = {keys[key]: Posting.from_json(bytes(value)) for key, value in values.items()}
-        postings = {rank: posting for rank, posting in read.items() if posting is not None}
-        return Look(ranks, postings, suspect)
+        read = {keys[key]: Heartbeat.from_json(bytes(value)) for key, value in values.items()}
+        beats = {rank: heartbeat for rank, heartbeat in read.items() if heartbeat is not None}
+        return Snapshot(ranks, beats, suspect)
 
 
 def _reason(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 The process group's timeout ends the wait if it raises an error, as gloo's does. NCCL's timeout
 ends the process without calling Python, so a rank that waits for a suspect exits before it. Each
-rank posts its position to a store from time to time; the postings are read only after a stall.
+rank posts its position to a store from time to time; the heartbeats are read only after a stall.
 """
 
 import os
@@ -20,12 +20,12 @@ from torch.distributed.distributed_c10d import Store
 
 from clusterddp import log
 from clusterddp.distributed import heartbeat
-from clusterddp.distributed.heartbeat import Board, Phase, Posting, Progress, Responses
+from clusterddp.distributed.heartbeat import Exchange, Heartbeat, Phase, Progress, ResponseTracker
 from clusterddp.formatting import duration
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.run.outcome import note_hung
 
-# A rank without a posting for this many beats does not respond.
+# A rank without a heartbeat for this many beats does not respond.
 _BEATS_OF_SILENCE = 4
 # Number of lower ranks that a waiting rank reads, to see whether one of them reports for all.
 _POSSIBLE_SPEAKERS = 16
@@ -51,8 +51,8 @@ def periods(watchdog: float, group_timeout: float, world_size: int) -> tuple[flo
     """Return `silent_seconds` and `beat_seconds`, so that the finding precedes the timeout.
 
     If the process group's timeout came first, the waiting ranks would end before the hanging one
-    is found. Then a third of the timeout is used, with more frequent postings; the store receives
-    at most 50 postings per second in total.
+    is found. Then a third of the timeout is used, with more frequent heartbeats; the store receives
+    at most 50 heartbeats per second in total.
     """
     fastest = world_size / 50
     beat = max(2.0, fastest)
@@ -76,9 +76,9 @@ class Watchdog:
     leave: called once with the reason if this rank cannot continue: no progress for
     `leave_seconds` and a suspected rank, or a rank that others wait for has left.
 
-    In user code (`Phase.OWN`), whose length is unknown, no time counts, and a rank that waits for
-    one in user code does not hang. A training with such code (`has_own_code`) prints stacks only
-    once a rank is suspected.
+    In user code (`Phase.USER_CODE`), whose length is unknown, no time counts, and a rank that waits
+    for one in user code does not hang. A training with such code (`has_own_code`) prints stacks
+    only once a rank is suspected.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Watchdog:
         self._host, self._silent_seconds, self._beat_seconds = host, silent_seconds, beat_seconds
         self._tick_seconds = min(self._beat_seconds, 1.0)
         self._quiet = _BEATS_OF_SILENCE * self._beat_seconds
-        self._board = (
-            Board(connect, env.rank, self._beat_seconds, self._posting) if connect else None
+        self._exchange = (
+            Exchange(connect, env.rank, self._beat_seconds, self._heartbeat) if connect else None
         )
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -115,7 +115,7 @@ class Watchdog:
         self._now, self._read_at = 0.0, clock()
         self._marks, self._moved_at = progress.state[0], 0.0
         self._rounds, self._round_at = 0, 0.0
-        self._responses: Responses | None = None  # during a stall
+        self._responses: ResponseTracker | None = None  # during a stall
         self._logged: tuple[str, tuple[int, ...]] | None = None
         self._unreachable = ""  # error of the store, once it is gone for good
         self._said_unconnected = self._deserted = False
@@ -140,8 +140,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self._tell_parent(self._silent_seconds + self._quiet)
         self._thread.start()
-        if self._board:
-            self._board.thread.start()
+        if self._exchange:
+            self._exchange.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,8 +151,8 @@ class Watchdog:
             self._thread.join(_STOP_SECONDS)
         if self._logged and self._progress.state[0] != self._marks:
             self._resume()  # it has moved since the last check
-        if self._board:
-            self._board.stop()
+        if self._exchange:
+            self._exchange.stop()
         self._tell_parent(0)
 
     def _watch(self) -> None:
@@ -164,14 +164,14 @@ class Watchdog:
         read_at = self._clock()
         self._now += min(read_at - self._read_at, 2 * self._tick_seconds)
         self._read_at = read_at
-        board = self._board
-        if board and board.rounds != self._rounds:
-            self._rounds, self._round_at = board.rounds, self._now
-        if board and board.failure and not self._unreachable:
-            self._give_up(board.failure)
-        if board and board.unconnected and not self._said_unconnected:
-            self._say_unconnected(board.unconnected)
-        is_own = self._progress.place.phase == Phase.OWN
+        exchange = self._exchange
+        if exchange and exchange.rounds != self._rounds:
+            self._rounds, self._round_at = exchange.rounds, self._now
+        if exchange and exchange.failure and not self._unreachable:
+            self._give_up(exchange.failure)
+        if exchange and exchange.unconnected and not self._said_unconnected:
+            self._say_unconnected(exchange.unconnected)
+        is_own = self._progress.position.phase == Phase.USER_CODE
         if self._progress.state[0] != self._marks or is_own:
             self._resume()
         elif self._still_seconds >= self._silent_seconds:
@@ -181,16 +181,16 @@ class Watchdog:
     def _still_seconds(self) -> float:
         return self._now - self._moved_at
 
-    def _posting(self, number: int, left: bool) -> Posting:
-        return Posting(self._host, self._progress.place, self._still_seconds, number, left)
+    def _heartbeat(self, number: int, left: bool) -> Heartbeat:
+        return Heartbeat(self._host, self._progress.position, self._still_seconds, number, left)
 
     def _resume(self) -> None:
         logged, still = self._logged, self._still_seconds
         self._marks, self._moved_at = self._progress.state[0], self._now
         self._logged, self._responses, self.suspect, self._deserted = None, None, "", False
         self._has_printed = False
-        if self._board:
-            self._board.wanted, self._board.suspect = range(0), ""
+        if self._exchange:
+            self._exchange.wanted, self._exchange.suspect = range(0), ""
         if logged:
             self._note(None)
             log.info(f"watchdog: training continues after {duration(still)}")
@@ -200,14 +200,14 @@ class Watchdog:
             self._look_at(range(min(self._env.rank, _POSSIBLE_SPEAKERS)))
             if not self._has_own_code:
                 self._print_stacks()
-        board, place = self._board, self._progress.place.words()
-        if board is None or self._unreachable or not board.rounds:
+        exchange, position = self._exchange, self._progress.position.words()
+        if exchange is None or self._unreachable or not exchange.rounds:
             others = "" if self._env.world_size == 1 else "; the state of other ranks is unknown"
-            self._log_finding(Finding("alone", (), f"{place}; this log has the stack{others}"))
+            self._log_finding(Finding("alone", (), f"{position}; this log has the stack{others}"))
         elif self._now - self._round_at > self._quiet + self._beat_seconds:
-            self._suspect_rank_0(board)
+            self._suspect_rank_0(exchange)
         else:
-            self._compare(board)
+            self._compare(exchange)
         self.suspect = self.suspect or self._unreachable
         if self._has_own_code and not self._has_printed and (self.suspect or self._logged):
             self._has_printed = True
@@ -215,55 +215,55 @@ class Watchdog:
         waited = self._deserted or self._still_seconds >= self._leave_seconds
         if self._leave and self.suspect and waited:
             leave, self._leave = self._leave, None
-            still = f"has not moved for {duration(self._still_seconds)}, {place}"
+            still = f"has not moved for {duration(self._still_seconds)}, {position}"
             leave(f"rank {self._env.rank} on {self._host} {still}: {self.suspect}")
 
     def _print_stacks(self) -> None:
         # A single write to the descriptor is not mixed with other ranks' lines, and avoids the
         # locks of sys.stderr, which the hanging thread may hold.
-        without = {self._thread.ident, self._board.thread.ident if self._board else None}
+        without = {self._thread.ident, self._exchange.thread.ident if self._exchange else None}
         text = (
             f"watchdog: rank {self._env.rank} on {self._host} has not moved for "
-            f"{duration(self._still_seconds)}, {self._progress.place.words()}. Its threads:\n"
+            f"{duration(self._still_seconds)}, {self._progress.position.words()}. Its threads:\n"
             f"{_stacks(without)}"
         )
         with suppress(OSError):  # stderr is closed
             os.write(_STDERR, text.encode(errors="replace"))
 
-    def _compare(self, board: Board) -> None:
+    def _compare(self, exchange: Exchange) -> None:
         """Check whether this rank reports for all; if so, report the rank that all wait for."""
-        look, responses, env = board.look, self._responses, self._env
+        snapshot, responses, env = exchange.snapshot, self._responses, self._env
         assert responses is not None, "the other ranks are read during a stall"
-        if look is None or look.ranks != responses.ranks:
+        if snapshot is None or snapshot.ranks != responses.ranks:
             return  # no answer yet
-        responses.update(look, self._now)
+        responses.update(snapshot, self._now)
         if not responses.ready():
             return
-        gone = {rank for rank, posting in look.postings.items() if posting.left}
+        gone = {rank for rank, beat in snapshot.beats.items() if beat.left}
         silent = {
             rank: seconds
             for rank, seconds in responses.silent(self._now, self._still_seconds).items()
             if rank not in gone and rank != env.rank
         }
-        own = [each for each in look.postings.values() if each.place.phase == Phase.OWN]
+        own = [each for each in snapshot.beats.values() if each.position.phase == Phase.USER_CODE]
         if any(
             rank < env.rank and rank not in silent and rank not in gone for rank in responses.ranks
         ):
-            self.suspect = look.suspect  # the reporting rank's suspect
+            self.suspect = snapshot.suspect  # the reporting rank's suspect
         elif len(responses.ranks) < env.world_size:
             self._look_at(range(env.world_size))
         elif silent or all(each.left for each in own):
-            self._log_finding(judge(look.postings, silent, env.world_size, self._silent_seconds))
-            board.suspect = self.suspect
+            self._log_finding(judge(snapshot.beats, silent, env.world_size, self._silent_seconds))
+            exchange.suspect = self.suspect
 
     def _look_at(self, ranks: range) -> None:
         if self._env.rank == 0:
             ranks = range(self._env.world_size)
-        self._responses = Responses(ranks, self._quiet)
-        if self._board:
-            self._board.wanted = ranks
+        self._responses = ResponseTracker(ranks, self._quiet)
+        if self._exchange:
+            self._exchange.wanted = ranks
 
-    def _suspect_rank_0(self, board: Board) -> None:
+    def _suspect_rank_0(self, exchange: Exchange) -> None:
         """Report rank 0, because its store does not respond.
 
         Without a store no rank can be elected to report: rank 1 does it, and the first rank of the
@@ -271,8 +271,8 @@ class Watchdog:
         """
         env = self._env
         speaks = env.rank == 1 or (env.node_rank == 1 and env.local_rank == 0)
-        posting = board.look.postings.get(0) if board.look else None
-        host = posting.host if posting else (*env.hostnames, env.master_addr)[0]
+        beat = exchange.snapshot.beats.get(0) if exchange.snapshot else None
+        host = beat.host if beat else (*env.hostnames, env.master_addr)[0]
         finding = Finding(
             "silent",
             (0,),
@@ -282,7 +282,7 @@ class Watchdog:
             "it did not respond, nor did its store (stopped or cut off)",
         )
         self._log_finding(finding, aloud=speaks)
-        # When the store responds again, the others' postings were delayed as well.
+        # When the store responds again, the others' heartbeats were delayed as well.
         self._look_at(self._responses.ranks if self._responses else range(0))
 
     def _give_up(self, failure: str) -> None:
@@ -330,30 +330,30 @@ def noting(folder: Path) -> Callable[[Finding | None], None]:
 
 
 def judge(
-    postings: Mapping[int, Posting],
+    beats: Mapping[int, Heartbeat],
     silent: Mapping[int, float],
     world_size: int,
     silent_seconds: float,
 ) -> Finding:
     """Find the ranks that block the others after `silent_seconds` without progress.
 
-    postings: the newest of each rank that ever posted. silent: seconds since the last response of
+    beats: the newest of each rank that ever posted. silent: seconds since the last response of
     each rank that no longer responds.
     """
     if silent:
         # Before the ranks that left: they may have left because of this one.
-        return _silence(postings, silent)
-    left = [r for r, each in postings.items() if each.left and each.place.phase != Phase.DONE]
+        return _silence(beats, silent)
+    left = [r for r, each in beats.items() if each.left and each.position.phase != Phase.DONE]
     if left:
-        place = postings[min(left)].place
+        position = beats[min(left)].position
         return Finding(
             "left",
             tuple(sorted(left)),
-            f"{_names(left, postings)} left the training, {place.words()}; "
+            f"{_names(left, beats)} left the training, {position.words()}; "
             f"the log of rank {min(left)} says why",
         )
-    places = [posting.place for posting in postings.values()]
-    lowest, highest = min(places), max(places)
+    positions = [beat.position for beat in beats.values()]
+    lowest, highest = min(positions), max(positions)
     if lowest == highest:
         return Finding(
             "level",
@@ -361,8 +361,8 @@ def judge(
             f"all {world_size} ranks are at the same position, {lowest.words()}; "
             "their logs have their stacks",
         )
-    behind = sorted(rank for rank, posting in postings.items() if posting.place == lowest)
-    moved = min(postings[rank].still_seconds for rank in behind)
+    behind = sorted(rank for rank, beat in beats.items() if beat.position == lowest)
+    moved = min(beats[rank].still_seconds for rank in behind)
     if moved < silent_seconds:
         hint = f"last moved {duration(moved)} ago"
     else:
@@ -371,33 +371,33 @@ def judge(
     return Finding(
         "behind",
         tuple(behind),
-        f"{_names(behind, postings)} {'is' if len(behind) == 1 else 'are'} behind: {where}; {hint}",
+        f"{_names(behind, beats)} {'is' if len(behind) == 1 else 'are'} behind: {where}; {hint}",
         where,
     )
 
 
-def _silence(postings: Mapping[int, Posting], silent: Mapping[int, float]) -> Finding:
+def _silence(beats: Mapping[int, Heartbeat], silent: Mapping[int, float]) -> Finding:
     first = min(silent)
     sign = (
         f"rank {first} last responded {duration(silent[first])} ago, "
-        f"{postings[first].place.words()}"
-        if first in postings
+        f"{beats[first].position.words()}"
+        if first in beats
         else f"rank {first} never responded"
     )
     why = "not respond (stopped, cut off, or stuck in native code)"
     return Finding(
         "silent",
         tuple(sorted(silent)),
-        f"{_names(silent, postings)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
+        f"{_names(silent, beats)} {'does' if len(silent) == 1 else 'do'} {why}: {sign}",
         f"it did {why}",
     )
 
 
-def _names(ranks: Sequence[int] | Mapping[int, object], postings: Mapping[int, Posting]) -> str:
+def _names(ranks: Sequence[int] | Mapping[int, object], beats: Mapping[int, Heartbeat]) -> str:
     """Format ranks: `rank 2 on h02`, `ranks 8, 9 on h02 and rank 12 on h03`."""
     hosts: dict[str, list[int]] = {}
     for rank in sorted(ranks)[:16]:
-        hosts.setdefault(f" on {postings[rank].host}" if rank in postings else "", []).append(rank)
+        hosts.setdefault(f" on {beats[rank].host}" if rank in beats else "", []).append(rank)
     groups = [
         f"{'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}{host}"
         for host, some in hosts.items()

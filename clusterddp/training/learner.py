@@ -26,8 +26,8 @@ from clusterddp.run.records import Agreement
 from clusterddp.training import device as devices
 from clusterddp.training import step
 from clusterddp.training.cuda_graph import GraphedStep, SideStream
-from clusterddp.training.metrics import Tally
-from clusterddp.training.paces import Waiting
+from clusterddp.training.metrics import MetricSums
+from clusterddp.training.paces import ExchangeWait
 from clusterddp.training.step import Compiled, Step
 
 _ROTATION_DEGREES = 10.0
@@ -67,9 +67,9 @@ class Learner:
         seed_generators(config.seed + rank)  # from here each rank draws different numbers
         if resume_content is not None:
             self._restore(resume_content)
-        self.tally = Tally(device)
+        self.tally = MetricSums(device)
         is_seen = not (agreed.cuda_graph or config.sync_batchnorm)
-        self.waiting = Waiting(device, knows=agreed.world_size == 1 or is_seen)
+        self.waiting = ExchangeWait(device, is_measurable=agreed.world_size == 1 or is_seen)
         aside = SideStream(device) if agreed.cuda_graph else None
         self._aside = aside or nullcontext
         with self._aside():

@@ -38,7 +38,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement, EvaluationRecord, MetricsLine, RankReport, WorstImage
 from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
-from clusterddp.training.paces import Pace, Paces, of_ranks
+from clusterddp.training.paces import StepTimer, Throughputs, of_ranks
 from clusterddp.training.profiling import Profiler
 from clusterddp.training.resumable import CheckpointExit, Resumable
 from clusterddp.training.step import Schedule
@@ -98,8 +98,8 @@ class Training(Resumable):
     """Latest evaluation of the whole test set; NaN before the first."""
     capture_seconds = 0.0
     """Seconds of the preparation before the first step: a pass without an update, or a capture."""
-    _logged_paces = Paces()
-    """Paces up to the latest line of metrics."""
+    _logged_paces = Throughputs()
+    """Throughputs up to the latest line of metrics."""
     _evaluated = -1
     """Step of the latest evaluation."""
     _line_step = -math.inf
@@ -122,7 +122,7 @@ class Training(Resumable):
         """request: this rank's. deadline: the job's, on rank 0. resume_content: a checkpoint's."""
         self.config, self.agreed, self.device = config, agreed, device
         self.train_set, self.test_set = train_set, test_set
-        rank, _ = agreement.world()
+        rank, _ = agreement.rank_and_world_size()
         content = resume_content
         self.learner = Learner(
             config, agreed, rank=rank, device=device, mark=self._mark, resume_content=content
@@ -139,7 +139,7 @@ class Training(Resumable):
             request=request,
             deadline=deadline or Deadline(),
             straggler_window=config.straggler_window,
-            pace=Pace(self.learner.waiting, position.step),
+            timer=StepTimer(self.learner.waiting, position.step),
             progress=progress,
         )
         if content and content["world_size"] == agreed.world_size:
@@ -276,7 +276,7 @@ class Training(Resumable):
         return step < self.last_step and super()._asks(step)
 
     def _mark(self, phase: Phase) -> None:
-        if phase != Phase.OWN:  # no user code runs here
+        if phase != Phase.USER_CODE:  # no user code runs here
             super()._mark(phase)
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:

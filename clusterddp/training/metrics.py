@@ -25,7 +25,7 @@ from clusterddp.files import append_line, read_lines
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import MetricsLine
-from clusterddp.training.paces import Pace
+from clusterddp.training.paces import StepTimer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -66,11 +66,11 @@ class Lines:
     """Rank 0's lines of a Loop: one per second, or one every few steps."""
 
     def __init__(
-        self, path: Path, every: int, position: Position, epoch: Callable[[], int], pace: Pace
+        self, path: Path, every: int, position: Position, epoch: Callable[[], int], timer: StepTimer
     ) -> None:
         """every: steps; 0 is by the clock. position: updated by the loop. epoch: from 1."""
         self._file, self._every, self._position = MetricsFile(path), every, position
-        self._epoch, self._pace = epoch, pace
+        self._epoch, self._timer = epoch, timer
         self._metrics: Mapping[str, Any] = {}
         self._written, self._printed = -1, -math.inf
         self._at, self._from = time.monotonic(), replace(position)
@@ -91,7 +91,7 @@ class Lines:
         self._written, self._at = position.step, time.monotonic()
         seconds, images = position.seconds - since.seconds, position.images - since.images
         rate = {"images_per_second": images / seconds} if images and seconds else {}
-        self.write("train", {**self._metrics, **rate}, self._pace.rates)
+        self.write("train", {**self._metrics, **rate}, self._timer.rates)
 
     def write(self, kind: str, metrics: Mapping[str, Any], rates: Iterable[float] = ()) -> None:
         """Write a line, and print it if due; kind: `train` or `eval`."""
@@ -128,7 +128,7 @@ class Journal:
     ) -> None:
         self._file = MetricsFile(attempt.metrics) if rank == 0 else None
         self._bar: tqdm | None = None
-        self._board: Board | None = None
+        self._board: TensorBoardWriter | None = None
         self._at_end = ExitStack()
         self._start_step, self._known = start.step, set[str]()
         if rank != 0:
@@ -142,7 +142,7 @@ class Journal:
             history = list(read_lines(MetricsLine, attempt.metrics))
         self._known.update(line.kind for line in history if line.step == start.step)
         if config.tensorboard:
-            self._board = Board(attempt.path / "tensorboard", config, history)
+            self._board = TensorBoardWriter(attempt.path / "tensorboard", config, history)
             self._at_end.callback(self._board.close)
 
     def add(self, line: MetricsLine) -> None:
@@ -232,7 +232,7 @@ def _on_audit_event(event: str, _arguments: tuple[object, ...]) -> None:
             bar.clear_line()
 
 
-class Board:
+class TensorBoardWriter:
     """Rank 0's TensorBoard writer of `train/loss`, `eval/accuracy` and so on.
 
     Its failures never stop the training. SummaryWriter writes from a separate thread, so the error
@@ -302,7 +302,7 @@ class Board:
             )
 
 
-class Tally:
+class MetricSums:
     """Sums of loss and correct predictions since the last line of metrics, on the device.
 
     Only `collect` moves them to the CPU, so that a GPU does not wait at every step.

@@ -32,24 +32,24 @@ _SPANS = 6
 """Number of consecutive slow spans before a report, so that a single hiccup is not reported."""
 
 
-class Waiting:
+class ExchangeWait:
     """Total waiting time of a rank; it counts nothing without parameters to watch."""
 
     def __init__(
         self,
         device: torch.device,
         *,
-        knows: bool = True,
+        is_measurable: bool = True,
         finds_end: bool = False,
         ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """knows: whether ranks wait for each other only in a visible exchange of gradients; false
-        within a graph or if layers communicate as well.
+        """is_measurable: whether ranks wait for each other only in a visible gradient exchange;
+        false within a graph or if layers communicate as well.
 
         finds_end: call `done` at the end of each backward pass; else the caller does.
         ready: called when the last gradient of a pass is ready.
         """
-        self._knows, self._finds_end, self._tell_ready = knows, finds_end, ready
+        self._is_measurable, self._finds_end, self._tell_ready = is_measurable, finds_end, ready
         self.on_gpu = device.type == "cuda"
         self._ready: float | torch.cuda.Event | None = None
         self._seconds = 0.0
@@ -75,7 +75,7 @@ class Waiting:
         if came:
             _hook(came[-1], self._note)
         else:
-            self._knows = False
+            self._is_measurable = False
 
     def done(self) -> None:
         """Count the wait that ends when the backward pass returns."""
@@ -94,7 +94,7 @@ class Waiting:
         self._seconds += sum(begin.elapsed_time(end) for begin, end in self._events) / 1000.0
         seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
-        return seconds if self._knows else math.nan
+        return seconds if self._is_measurable else math.nan
 
     def _note(self, _: Tensor) -> None:
         self._tell_ready()
@@ -118,15 +118,15 @@ def _event() -> "torch.cuda.Event":
 
 
 @dataclass(frozen=True)
-class Paces:
+class Throughputs:
     """Images trained by each rank, and its seconds without the time spent waiting."""
 
     images: Sequence[float] = ()
     seconds: Sequence[float] = ()
 
-    def __sub__(self, earlier: "Paces") -> "Paces":
+    def __sub__(self, earlier: "Throughputs") -> "Throughputs":
         """Subtract the paces of an earlier span."""
-        return self + Paces(*([-each for each in part] for part in vars(earlier).values()))
+        return self + Throughputs(*([-each for each in part] for part in vars(earlier).values()))
 
     @property
     def images_per_second(self) -> list[float]:
@@ -136,11 +136,11 @@ class Paces:
         both = zip(self.images, self.seconds, strict=True)
         return [images / max(seconds, 1e-9) for images, seconds in both]
 
-    def __add__(self, more: "Paces") -> "Paces":
+    def __add__(self, more: "Throughputs") -> "Throughputs":
         """Add the paces of a later span of the same ranks."""
         images = zip_longest(self.images, more.images, fillvalue=0.0)
         seconds = zip_longest(self.seconds, more.seconds, fillvalue=0.0)
-        return Paces([*map(sum, images)], [*map(sum, seconds)])
+        return Throughputs([*map(sum, images)], [*map(sum, seconds)])
 
 
 class Stopwatch:
@@ -179,10 +179,10 @@ class Stopwatch:
             self.start()
 
 
-class Pace:
+class StepTimer:
     """Measures the steps of this rank."""
 
-    def __init__(self, waiting: Waiting, step: int) -> None:
+    def __init__(self, waiting: ExchangeWait, step: int) -> None:
         self.clock, self.images = Stopwatch(), 0
         self.rates: list[float] = []
         """Recent images/s of each rank; empty if unknown."""
@@ -192,19 +192,19 @@ class Pace:
     @classmethod
     def of(
         cls, modules: Sequence[nn.Module], world_size: int, step: int, ready: Callable[[], None]
-    ) -> "Pace":
-        """Return a Pace that starts at a step and measures waiting in one DDP module's exchange.
+    ) -> "StepTimer":
+        """Return a timer that starts at a step and measures waiting in one DDP module's exchange.
 
         ready: called when the last gradient of a pass is ready; in the first step at every one.
         """
         layers = [layer for module in modules for layer in module.modules()]
         is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
         device = next(modules[0].parameters()).device if is_seen else agreement.device()
-        knows = world_size == 1 or is_seen
-        pace = cls(Waiting(device, knows=knows, finds_end=True, ready=ready), step)
+        is_known = world_size == 1 or is_seen
+        timer = cls(ExchangeWait(device, is_measurable=is_known, finds_end=True, ready=ready), step)
         if is_seen:
-            pace._first_pass.enter_context(pace._waiting.learn(modules[0]))
-        return pace
+            timer._first_pass.enter_context(timer._waiting.learn(modules[0]))
+        return timer
 
     def stop(self, *, exact: bool) -> None:
         """End a step; exact: after the GPU's queued work is done."""
@@ -214,7 +214,7 @@ class Pace:
         self.clock.stop()
         self._first_pass.close()
 
-    def exchange(self, step: int) -> tuple[Paces, int, float] | None:
+    def exchange(self, step: int) -> tuple[Throughputs, int, float] | None:
         """Exchange the paces of all ranks since the last call; collective.
 
         Returns the paces, the number of steps and this rank's seconds; None without a step.
@@ -226,12 +226,12 @@ class Pace:
         seconds = elapsed - self._last[2]
         self._last = step, self.images, elapsed
         counts, busy = zip(*agreement.rows([images, seconds - self._waiting.take()]), strict=True)
-        paces = Paces(counts if all(counts) else [steps] * len(counts), busy)
+        paces = Throughputs(counts if all(counts) else [steps] * len(counts), busy)
         self.rates = paces.images_per_second if all(counts) else []
         return paces, steps, seconds
 
 
-def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
+def of_ranks(paces: Throughputs, device: torch.device) -> list[RankReport]:
     """Return host, memory and throughput of each rank. Collective over the default group."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     everyone = agreement.gather((host, peak_bytes(device)))
@@ -244,7 +244,7 @@ def of_ranks(paces: Paces, device: torch.device) -> list[RankReport]:
 
 
 @dataclass
-class _Spell:
+class _SlowPeriod:
     """Consecutive spans in which a rank was slow."""
 
     seconds: float = 0.0
@@ -268,19 +268,19 @@ class Stragglers:
 
     A rank is reported when its speed stays below SLOW of the other ranks' median for `patience`
     seconds of training and 50 steps, and reported as recovered after as long at normal speed.
-    Without known speeds (`Waiting`) or with a single rank nothing is reported.
+    Without known speeds (`ExchangeWait`) or with a single rank nothing is reported.
     """
 
     def __init__(self, attempt: Attempt, rank: int, patience: float) -> None:
         """patience: seconds; 0 is never."""
         self._attempt, self._patience = attempt, patience
         self._is_on = rank == 0 and patience > 0
-        self._spells: dict[int, _Spell] = {}
+        self._periods: dict[int, _SlowPeriod] = {}
         self._records: list[SlowRank] = []
         self._host: Callable[[int], str] = self._recorded_host
         self._begin_span()
 
-    def add(self, paces: Paces, *, steps: int, seconds: float, step: int, now: float) -> None:
+    def add(self, paces: Throughputs, *, steps: int, seconds: float, step: int, now: float) -> None:
         """Add the ranks' paces over some steps and seconds of training, up to `step` at `now`."""
         if not self._is_on or len(paces.seconds) < 2:
             return
@@ -298,64 +298,64 @@ class Stragglers:
                 write_record(self._attempt.stragglers, SlowRanks(tuple(self._records)))
 
     def _begin_span(self) -> None:
-        self._paces, self._steps, self._seconds = Paces(), 0, 0.0
+        self._paces, self._steps, self._seconds = Throughputs(), 0, 0.0
 
     def _judge(self, rank: int, share: float, step: int, now: float) -> None:
         if share < SLOW:
             self._slow(rank, share, step, now)
-        elif rank in self._spells:
+        elif rank in self._periods:
             self._fine(rank, step, now)
 
     def _slow(self, rank: int, share: float, step: int, now: float) -> None:
-        new = _Spell(since=now - self._seconds, since_step=step - self._steps)
-        spell = self._spells.setdefault(rank, new)
-        spell.seconds += self._seconds
-        spell.steps += self._steps
-        spell.slowness += share * self._seconds
-        spell.fine_seconds, spell.fine_steps = 0.0, 0
-        if spell.record is None:
-            if not self._is_long(spell.seconds, spell.steps):
+        new = _SlowPeriod(since=now - self._seconds, since_step=step - self._steps)
+        period = self._periods.setdefault(rank, new)
+        period.seconds += self._seconds
+        period.steps += self._steps
+        period.slowness += share * self._seconds
+        period.fine_seconds, period.fine_steps = 0.0, 0
+        if period.record is None:
+            if not self._is_long(period.seconds, period.steps):
                 return
-            spell.record = SlowRank(
-                rank, self._host(rank), since=round(spell.since, 3), first_step=spell.since_step
+            period.record = SlowRank(
+                rank, self._host(rank), since=round(period.since, 3), first_step=period.since_step
             )
-            self._records.append(spell.record)
+            self._records.append(period.record)
             log.warning(
-                f"straggler: {spell.record.name} has computed at {spell.relative_speed:.0%} of the "
-                f"other ranks' median speed for {duration(spell.seconds)} and {spell.steps:,} "
-                "steps. The others wait for it. [CD0818]"
+                f"straggler: {period.record.name} has computed at {period.relative_speed:.0%} of "
+                f"the other ranks' median speed for {duration(period.seconds)} and "
+                f"{period.steps:,} steps. The others wait for it. [CD0818]"
             )
-        self._renew(spell, until=None)
+        self._renew(period, until=None)
 
     def _fine(self, rank: int, step: int, now: float) -> None:
-        spell = self._spells[rank]
-        spell.fine_seconds += self._seconds
-        spell.fine_steps += self._steps
-        if spell.record is None:
-            del self._spells[rank]
-        elif self._is_long(spell.fine_seconds, spell.fine_steps):
+        period = self._periods[rank]
+        period.fine_seconds += self._seconds
+        period.fine_steps += self._steps
+        if period.record is None:
+            del self._periods[rank]
+        elif self._is_long(period.fine_seconds, period.fine_steps):
             log.info(
-                f"straggler: {spell.record.name} has recovered for "
-                f"{duration(spell.fine_seconds)}, at step {step:,}; it was slow for "
-                f"{duration(spell.seconds)}, at {spell.relative_speed:.0%}"
+                f"straggler: {period.record.name} has recovered for "
+                f"{duration(period.fine_seconds)}, at step {step:,}; it was slow for "
+                f"{duration(period.seconds)}, at {period.relative_speed:.0%}"
             )
-            self._renew(spell, until=round(now - spell.fine_seconds, 3))
-            del self._spells[rank]
+            self._renew(period, until=round(now - period.fine_seconds, 3))
+            del self._periods[rank]
 
     def _is_long(self, seconds: float, steps: int) -> bool:
         return seconds >= self._patience and steps >= _MIN_STEPS
 
-    def _renew(self, spell: _Spell, until: float | None) -> None:
+    def _renew(self, period: _SlowPeriod, until: float | None) -> None:
         """Update the record."""
-        assert spell.record, "the straggler was reported"
+        assert period.record, "the straggler was reported"
         fresh = replace(
-            spell.record,
-            relative_speed=round(spell.relative_speed, 3),
-            seconds=round(spell.seconds, 1),
-            steps=spell.steps,
+            period.record,
+            relative_speed=round(period.relative_speed, 3),
+            seconds=round(period.seconds, 1),
+            steps=period.steps,
             until=until,
         )
-        self._records[self._records.index(spell.record)] = spell.record = fresh
+        self._records[self._records.index(period.record)] = period.record = fresh
 
     def _recorded_host(self, rank: int) -> str:
         """Return a rank's host from its parent's record; empty without one."""

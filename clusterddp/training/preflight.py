@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clusterddp import formatting, log
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.distributed.heartbeat import Phase, Progress
 from clusterddp.preflight import evaluation
 from clusterddp.preflight.evaluation import RankMeasurements, Result, format_rate
@@ -38,15 +38,15 @@ _EXCHANGE_SECONDS = 0.1
 
 
 def nodes_pass(
-    hello: Hello, attempt: Attempt, device: torch.device, precision: str, progress: Progress
+    info: RankInfo, attempt: Attempt, device: torch.device, precision: str, progress: Progress
 ) -> bool:
     """Check the nodes; return whether the ranks can train. Collective over the default group.
 
-    hello: this rank's. precision: the training's, restored after a GPU's products. The watchdog
+    info: this rank's. precision: the training's, restored after a GPU's products. The watchdog
     finds a rank that hangs here. Nodes already marked bad are used, because the job has no others.
     """
     try:
-        return _Checks(hello, attempt, device, precision, progress).run()
+        return _Checks(info, attempt, device, precision, progress).run()
     finally:
         if device.type == "cuda":  # leave all memory to the training
             torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ class _Checks:
 
     def __init__(
         self,
-        hello: Hello,
+        info: RankInfo,
         attempt: Attempt,
         device: torch.device,
         precision: str,
@@ -66,7 +66,7 @@ class _Checks:
     ) -> None:
         model = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._own = RankMeasurements(
-            hello.rank, hello.local_rank, hello.host, hello.device, model=model
+            info.rank, info.local_rank, info.host, info.device, model=model
         )
         self._attempt, self._device, self._precision = attempt, device, precision
         self._progress = progress

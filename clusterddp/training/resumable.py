@@ -34,7 +34,7 @@ from clusterddp.run.records import FinalRecord, Liveness, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
-from clusterddp.training.paces import Pace, Paces, Stragglers
+from clusterddp.training.paces import StepTimer, Stragglers, Throughputs
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Resumable:
         request: StopRequest,
         deadline: Deadline,
         straggler_window: float,
-        pace: Pace,
+        timer: StepTimer,
         progress: Progress | None = None,
     ) -> None:
         """states: contents of a checkpoint by name; shards: the sharded ones among them.
@@ -94,13 +94,13 @@ class Resumable:
         layouts.
         position: progress of the training, which this object advances.
         request: stop request of this rank; any rank's stops all. deadline: known on rank 0.
-        pace: measures this rank's steps.
+        timer: measures this rank's steps.
         """
         self.attempt = attempt
         self.is_resumed = is_resumed
         """Whether it started from a checkpoint."""
-        self.rank, self.world_size = agreement.world()
-        self._position, self._pace = position, pace
+        self.rank, self.world_size = agreement.rank_and_world_size()
+        self._position, self._timer = position, timer
         self._shards, self._wrappers = shards or {}, wrappers or {}
         self._whole = {name: each for name, each in states.items() if name not in self._shards}
         self._arranged = dict(arranged or {})
@@ -114,7 +114,7 @@ class Resumable:
         self._best: Best | None = None
         self._first_step: float | None = None
         """Start time of the attempt's first step, once it starts."""
-        self._paces = Paces()
+        self._paces = Throughputs()
         """Images and seconds of each rank in this attempt."""
         self._stragglers = Stragglers(attempt, self.rank, straggler_window)
         self._saving = Interval.parse(save_every)
@@ -162,14 +162,14 @@ class Resumable:
             raise RuntimeError("call loop.batches() inside `for … in loop.epochs(…)`")
         self._has_batches = True
         iterator = self._rest_of(loader)
-        self._pace.clock.restart()  # the time before belongs to the epoch's own code
+        self._timer.clock.restart()  # the time before belongs to the epoch's own code
         while True:
-            self._pace.clock.start()
+            self._timer.clock.start()
             self._mark(Phase.DATA)
             batch = next(iterator, _END)
             if batch is _END:
-                self._pace.clock.stop()
-                self._mark(Phase.OWN)
+                self._timer.clock.stop()
+                self._mark(Phase.USER_CODE)
                 return
             self._mark(Phase.FORWARD)
             yield cast(T, batch)
@@ -208,8 +208,8 @@ class Resumable:
         else:
             self._save_or_exit(reason, save)
         if not self._has_batches:
-            self._pace.clock.start()
-        self._mark(Phase.OWN)
+            self._timer.clock.start()
+        self._mark(Phase.USER_CODE)
 
     def stop_requested(self) -> str:
         """Return why all ranks must stop, empty if they need not; collective.
@@ -223,8 +223,8 @@ class Resumable:
         if self._saved_step == self.steps:
             return
         self._flush()
-        place = self._progress.place
-        with self._pace.clock.excluding():
+        place = self._progress.position
+        with self._timer.clock.excluding():
             self._save()
         self._progress.mark(place.step, place.phase)
 
@@ -381,19 +381,19 @@ class Resumable:
 
     def _stop_clock(self, *, exact: bool) -> None:
         """Stop counting time as training; exact: after the GPU's queued work is done."""
-        self._pace.stop(exact=exact)
-        self._position.seconds = self._earlier_seconds + self._pace.clock.elapsed
+        self._timer.stop(exact=exact)
+        self._position.seconds = self._earlier_seconds + self._timer.clock.elapsed
 
     def _count(self, samples: int) -> None:
         """Add a batch of this rank to the counts."""
-        self._pace.images += samples
+        self._timer.images += samples
         self._position.step_in_epoch += 1
         self._position.samples += samples * self.world_size
         self._position.images += samples * self.world_size
 
     def _account(self) -> None:
         """Exchange the ranks' measurements since the last call and add them up."""
-        if exchanged := self._pace.exchange(self.steps):
+        if exchanged := self._timer.exchange(self.steps):
             paces, steps, seconds = exchanged
             self._accounted += seconds
             self._waited += seconds - fmean(paces.seconds)
@@ -412,7 +412,7 @@ class Resumable:
 
         Steps without measurements yet count like the steps before them.
         """
-        accounted, waited, trained = self._accounted, self._waited, self._pace.clock.elapsed
+        accounted, waited, trained = self._accounted, self._waited, self._timer.clock.elapsed
         part = min(max(waited / accounted, 0.0), 1.0) if accounted else 0.0
         return Spent(
             self._first_step and round(self._first_step, 3),

@@ -27,7 +27,7 @@ from clusterddp.errors import TrainingError
 from clusterddp.request.options import is_reference
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 
 NoSync = Callable[[], AbstractContextManager[None]]
 """Returns a context that does not exchange gradients, like DDP's `no_sync`."""
@@ -46,7 +46,7 @@ class Step:
     model: Callable[[Tensor], Tensor]
     """Model from images to scores, with its DDP wrapper if any."""
     optimizer: Optimizer
-    tally: Tally
+    tally: MetricSums
     device: torch.device
     precision: str = "fp32"
     gradient_accumulation_steps: int = 1

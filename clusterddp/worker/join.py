@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from clusterddp import files, log
 from clusterddp.distributed import agreement, rendezvous, tcp_store
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import ClusterDDPError, TrainingError, coded
 from clusterddp.processes import change_environment, hardware
@@ -46,7 +46,7 @@ _APART_SECONDS = 0.5
 class Joined:
     """Result of the rendezvous for one rank."""
 
-    hello: Hello
+    info: RankInfo
     agreed: Agreement
     device: torch.device
     checks_nodes: bool = False
@@ -74,7 +74,7 @@ def join(
     env: DistEnv,
     store: RunStore,
     environ: Mapping[str, str],
-    settle: Callable[[list[Hello]], Agreement],
+    settle: Callable[[list[RankInfo]], Agreement],
     lookups: tcp_store.Lookups | None,
 ) -> Joined:
     """Send this rank's information to rank 0, get the common settings, join the process group.
@@ -85,12 +85,12 @@ def join(
     Raises ClusterDDPError; PeerError if another rank caused the failure.
     """
     try:
-        hello = describe_rank(config, env, environ)
+        info = describe_rank(config, env, environ)
     except ClusterDDPError as error:
         rendezvous.report_refusal(store, env, error)
         raise
     checks_nodes = bool(environ.get(FULL_PREFLIGHT_VARIABLE))
-    joined = _rendezvous(config, env, store, hello, settle, checks_nodes)
+    joined = _rendezvous(config, env, store, info, settle, checks_nodes)
     agreed = joined.agreed
     interface = ""
     if lookups and agreed.backend == "gloo" and tcp_store.GLOO_INTERFACE not in environ:
@@ -98,7 +98,7 @@ def join(
     defaults = _variables(config, joined, interface)
     change_environment({name: environ.get(name, value) for name, value in defaults.items()})
     _init_group(config, joined, env, store)
-    log_settings(config, agreed, joined.hello, env)
+    log_settings(config, agreed, joined.info, env)
     return joined
 
 
@@ -106,19 +106,19 @@ def _rendezvous(
     config: TrainConfig,
     env: DistEnv,
     store: RunStore,
-    hello: Hello,
-    settle: Callable[[list[Hello]], Agreement],
+    info: RankInfo,
+    settle: Callable[[list[RankInfo]], Agreement],
     checks_nodes: bool,
 ) -> Joined:
     """Exchange information with all ranks; rank 0 also compares the hosts' clocks."""
     senders: dict[int, str] = {}
 
-    def decide(hellos: list[rendezvous.Message]) -> rendezvous.Message:
-        ranks = [rank for each in hellos if (rank := files.load(Hello, each))]
-        assert len(ranks) == env.world_size, "every rank sends a complete hello"
-        ranks = agreement.assign_gpus(sorted(ranks, key=lambda hello: hello.rank))
+    def decide(infos: list[rendezvous.Message]) -> rendezvous.Message:
+        ranks = [rank for each in infos if (rank := files.load(RankInfo, each))]
+        assert len(ranks) == env.world_size, "every rank sends a complete message"
+        ranks = agreement.assign_gpus(sorted(ranks, key=lambda info: info.rank))
         agreed = settle(ranks)
-        senders.update(rendezvous.clock_senders(hellos))
+        senders.update(rendezvous.clock_senders(infos))
         answer = _Answer(
             devices=tuple(rank.device for rank in ranks),
             send_clock=tuple(sorted(senders)),
@@ -131,20 +131,20 @@ def _rendezvous(
     is_own = is_reference(config.dataset)
     patience = _OWN_DATA_SECONDS if is_own else rendezvous.GRACE_SECONDS
     timeout = config.rendezvous_timeout
-    decision = rendezvous.agree(store, env, vars(hello), decide, timeout, patience)
+    decision = rendezvous.agree(store, env, vars(info), decide, timeout, patience)
     agreed, answer = files.load(Agreement, decision), files.load(_Answer, decision)
     assert agreed and answer, "rank 0 sends a complete agreement"
-    hello = dataclasses.replace(hello, device=answer.devices[env.rank])
+    info = dataclasses.replace(info, device=answer.devices[env.rank])
     if env.rank in answer.send_clock:
         rendezvous.send_clock(store, env, time.time())
-    joined = Joined(hello, agreed, torch.device(hello.device), answer.checks_nodes)
+    joined = Joined(info, agreed, torch.device(info.device), answer.checks_nodes)
     if senders:
         ahead = rendezvous.collect_clocks(store, env, senders, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
         if apart:
             log.warning(f"clocks differ from rank 0's host: {', '.join(apart)} [CD0908]")
         with suppress(OSError):  # on a full disk the record is lost
-            note_clocks(joined.attempt.outcomes, {hello.host: 0.0, **ahead})
+            note_clocks(joined.attempt.outcomes, {info.host: 0.0, **ahead})
     return joined
 
 
@@ -171,7 +171,7 @@ def _variables(config: TrainConfig, joined: Joined, interface: str) -> dict[str,
     return {name: value for name, value in variables.items() if value}
 
 
-def describe_rank(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> Hello:
+def describe_rank(config: TrainConfig, env: DistEnv, environ: Mapping[str, str]) -> RankInfo:
     """Choose the device of this rank, and return the rank's information for rank 0.
 
     Raises TrainingError if the rank cannot train here.
@@ -203,7 +203,7 @@ def describe_rank(config: TrainConfig, env: DistEnv, environ: Mapping[str, str])
                 "a GPU rank has one CPU: training, NCCL, data loading and checkpoints compete for "
                 "it. Request more, such as --cpus-per-task 4"
             )
-    return Hello(
+    return RankInfo(
         rank=env.rank,
         world_size=env.world_size,
         local_rank=env.local_rank,
@@ -285,11 +285,11 @@ def _init_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunSto
     )
 
 
-def log_settings(config: TrainConfig, agreed: Agreement, hello: Hello, env: DistEnv) -> None:
+def log_settings(config: TrainConfig, agreed: Agreement, info: RankInfo, env: DistEnv) -> None:
     """Log this rank's device; on rank 0 also the common settings."""
     log.info(
-        f"rank {env.rank} of {env.world_size} on {hello.host} (local rank {env.local_rank}): "
-        f"{hello.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
+        f"rank {env.rank} of {env.world_size} on {info.host} (local rank {env.local_rank}): "
+        f"{info.device}, {agreed.threads} {'thread' if agreed.threads == 1 else 'threads'}, "
         f"{agreed.backend}"
     )
     if env.rank:

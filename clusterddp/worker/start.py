@@ -22,7 +22,7 @@ from clusterddp.data.loader import Images, Loaded
 from clusterddp.data.synthetic import generate
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.distributed.rendezvous import RunStore
 from clusterddp.errors import CheckpointError, ClusterDDPError, DataError, PeerError, TrainingError
 from clusterddp.ranks.dist_env import DistEnv
@@ -39,7 +39,7 @@ def settle_attempt(
     run_dir: Path | None,
     number: int | None,
     environ: Mapping[str, str],
-    hellos: Sequence[Hello],
+    infos: Sequence[RankInfo],
     fingerprint: Callable[[], str] | None = None,
 ) -> Agreement:
     """Determine and publish, on rank 0, the common settings of all ranks in this attempt.
@@ -52,7 +52,7 @@ def settle_attempt(
     """
     run = RunDir((run_dir or Path("jobs", time.strftime("train-%Y%m%d-%H%M%S"))).resolve())
     recorded = files.read(Agreement, run.resolved)
-    terms = agreement.decide(config, hellos, recorded)
+    terms = agreement.decide(config, infos, recorded)
     data_sha256 = _check_data(config, recorded, fingerprint)
     with writing(f"the run directory {run.path}", "Choose a directory that this host can write."):
         run.make(run.attempts)
@@ -60,7 +60,7 @@ def settle_attempt(
         job_id, patience = environ.get("SLURM_JOB_ID", ""), config.rendezvous_timeout
         attempt = resumable.take_attempt(run, number, job_id, patience)
         origin = _choose_checkpoint(config, attempt, recorded, terms.world_size, data_sha256)
-        agreement.check_precision(config, origin.precision, hellos)
+        agreement.check_precision(config, origin.precision, infos)
         if origin.precision == "fp16" and config.cuda_graph == "on":
             raise TrainingError(
                 f"--cuda-graph on conflicts with fp16, the precision of the checkpoint "

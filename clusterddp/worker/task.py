@@ -287,7 +287,7 @@ def _watchdog(
         progress,
         silent_seconds=config.hang_timeout,
         group_seconds=config.process_group_timeout,
-        host=joined.hello.host,
+        host=joined.info.host,
         note=noting(joined.attempt.outcomes),
         beat=supervise.gil_watch.beat if supervise.gil_watch else lambda _: None,
         leave=partial(ending.leave, joined.attempt) if joined.agreed.backend == "nccl" else None,
@@ -317,7 +317,7 @@ def _train(
         if env.rank == 0:
             poll_time_limit(deadline, os.environ)
         if joined.checks_nodes and not preflight.nodes_pass(
-            joined.hello, attempt, device, agreed.precision, progress
+            joined.info, attempt, device, agreed.precision, progress
         ):
             return preflight.FAILED
         sets, shared = start.load_datasets(
@@ -373,7 +373,7 @@ def _begin_training(
 def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
     size, said = joined.agreed.batch_size, (str(error).splitlines() or [type(error).__name__])[0]
     return TrainingError(
-        f"{joined.hello.device} of {joined.hello.host} has too little memory for this model with "
+        f"{joined.info.device} of {joined.info.host} has too little memory for this model with "
         f"{size:,} images per rank and step: {said} Lower --batch-size, or split the step with "
         "--gradient-accumulation-steps; --find-batch-size finds the largest size. [CD0811]"
     )

@@ -25,7 +25,7 @@ from clusterddp.training.learner import check_fit
 from clusterddp.worker import start
 from clusterddp.worker.task import run_task
 from tests.training.ranks import run_ranks
-from tests.training.trainings import generator_states, hello
+from tests.training.trainings import generator_states, info
 
 CPU = torch.device("cpu")
 MODULE = """
@@ -236,7 +236,7 @@ def test_a_run_is_not_gone_on_with_on_another_set(own: Any, tmp_path: Path) -> N
     def decide(sets: OwnSets) -> str:
         settings = config(data_dir=str(tmp_path))
         return start.settle_attempt(
-            settings, run.path, None, {"SLURM_JOB_ID": "7"}, [hello(0, 1)], sets.fingerprint
+            settings, run.path, None, {"SLURM_JOB_ID": "7"}, [info(0, 1)], sets.fingerprint
         ).data_sha256
 
     first = sets_of(own, "floats, labels")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.distributed import agreement
-from clusterddp.distributed.agreement import POLL_SECONDS, Hello, Poll, decide
+from clusterddp.distributed.agreement import POLL_SECONDS, Poll, RankInfo, decide
 from clusterddp.errors import TrainingError
 from clusterddp.files import load
 from clusterddp.request.train_config import TrainConfig
@@ -17,21 +17,21 @@ from clusterddp.run.records import Agreement
 from tests.training.ranks import run_ranks
 
 
-def hello(rank: int, **fields: Any) -> Hello:
-    known = Hello(
+def info(rank: int, **fields: Any) -> RankInfo:
+    known = RankInfo(
         rank=rank, world_size=4, local_rank=rank % 2, host=f"h0{1 + rank // 2}", pid=100 + rank,
         kind="cpu", device="cpu", gpu="", threads=4, torch="2.9",
     )  # fmt: skip
     return dataclasses.replace(known, **fields)
 
 
-def gpu(rank: int, **fields: Any) -> Hello:
+def gpu(rank: int, **fields: Any) -> RankInfo:
     known = {"kind": "cuda", "device": f"cuda:{rank % 2}", "gpu": f"GPU-{rank}"}
-    return hello(rank, **{**known, **fields})
+    return info(rank, **{**known, **fields})
 
 
 def test_the_backend_follows_the_devices() -> None:
-    assert decide(TrainConfig(), [hello(0), hello(1)]).backend == "gloo"
+    assert decide(TrainConfig(), [info(0), info(1)]).backend == "gloo"
     assert decide(TrainConfig(), [gpu(0), gpu(1)]).backend == "nccl"
     assert decide(TrainConfig(backend="gloo"), [gpu(0), gpu(1)]).backend == "gloo"
 
@@ -44,23 +44,23 @@ def test_a_gpu_alone_starts_no_nccl_unless_told_to() -> None:
 
 
 def test_the_fewest_threads_hold_for_all_unless_asked_for() -> None:
-    ranks = [hello(0, threads=8), hello(1, threads=2)]
+    ranks = [info(0, threads=8), info(1, threads=2)]
     assert decide(TrainConfig(), ranks).threads == 2
     assert decide(TrainConfig(threads=5), ranks).threads == 5
 
 
 @pytest.mark.parametrize(
-    ("hellos", "message"),
+    ("infos", "message"),
     [
         ([gpu(0), gpu(1, gpu="GPU-0")], "rank 0 and rank 1 are on one GPU of h01: GPU-0"),
         ([gpu(0), gpu(1, gpu="GPU-0", shares_gpu=True)], "rank 0 and rank 1 are on one GPU of h01"),
-        ([hello(0), hello(1, torch="2.8")], "rank 0 on h01 has torch 2.9, rank 1 on h01 .* 2.8"),
-        ([hello(0), hello(1), gpu(2)], "rank 0 on h01 computes on cpu, rank 2 on h02 on cuda:0"),
+        ([info(0), info(1, torch="2.8")], "rank 0 on h01 has torch 2.9, rank 1 on h01 .* 2.8"),
+        ([info(0), info(1), gpu(2)], "rank 0 on h01 computes on cpu, rank 2 on h02 on cuda:0"),
     ],
 )
-def test_ranks_that_do_not_fit_together_are_named(hellos: list[Hello], message: str) -> None:
+def test_ranks_that_do_not_fit_together_are_named(infos: list[RankInfo], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        decide(TrainConfig(), hellos)
+        decide(TrainConfig(), infos)
 
 
 def test_one_gpu_number_on_two_hosts_is_no_clash() -> None:
@@ -69,15 +69,15 @@ def test_one_gpu_number_on_two_hosts_is_no_clash() -> None:
 
 def test_nccl_without_gpus_is_refused() -> None:
     with pytest.raises(TrainingError, match=r"--backend nccl.*rank 0 on h01 computes on the CPU"):
-        decide(TrainConfig(backend="nccl"), [hello(0)])
+        decide(TrainConfig(backend="nccl"), [info(0)])
 
 
 def test_a_run_that_starts_again_takes_its_first_decisions() -> None:
-    first = decide(TrainConfig(), [hello(0, threads=2), hello(1, threads=2)])
-    again = [hello(0, threads=8), hello(1, threads=8)]
+    first = decide(TrainConfig(), [info(0, threads=2), info(1, threads=2)])
+    again = [info(0, threads=8), info(1, threads=8)]
     assert decide(TrainConfig(), again, first).threads == 2
     assert decide(TrainConfig(threads=3), again, first).threads == 3
-    assert decide(TrainConfig(), [*again, hello(2, threads=8)], first).threads == 8
+    assert decide(TrainConfig(), [*again, info(2, threads=8)], first).threads == 8
     with pytest.raises(TrainingError, match=r"started on cpu.*cuda:0.*--device cuda"):
         decide(TrainConfig(), [gpu(0), gpu(1)], first)
     assert decide(TrainConfig(device="cuda"), [gpu(0), gpu(1)], first).backend == "nccl"
@@ -92,7 +92,7 @@ def test_it_is_told_who_is_where_and_what_to_know() -> None:
 
 
 def test_it_travels_as_json() -> None:
-    terms = decide(TrainConfig(), [hello(0), hello(2)])
+    terms = decide(TrainConfig(), [info(0), info(2)])
     agreed = dataclasses.replace(terms, run_dir="runs/one", attempt=2, global_batch_size=64)
     content = json.loads(json.dumps({**asdict(agreed), "sent": 0.1}))
     assert load(Agreement, content) == agreed
@@ -101,15 +101,15 @@ def test_it_travels_as_json() -> None:
 @pytest.mark.parametrize("strategy", ["dp", "single"])
 def test_a_strategy_of_one_process_is_refused_with_several(strategy: str) -> None:
     config = TrainConfig(strategy=strategy)
-    assert decide(config, [hello(0)]).world_size == 1
+    assert decide(config, [info(0)]).world_size == 1
     with pytest.raises(TrainingError, match=f"--strategy {strategy} .* one process, but 2 were"):
-        decide(config, [hello(0), hello(1)])
+        decide(config, [info(0), info(1)])
 
 
 def test_a_rank_that_does_not_exist_cannot_be_profiled() -> None:
-    assert decide(TrainConfig(profile="1"), [hello(0), hello(1)]).world_size == 2
+    assert decide(TrainConfig(profile="1"), [info(0), info(1)]).world_size == 2
     with pytest.raises(TrainingError, match=r"--profile 2: there is no such rank\. Use 0 to 1"):
-        decide(TrainConfig(profile="2"), [hello(0), hello(1)])
+        decide(TrainConfig(profile="2"), [info(0), info(1)])
 
 
 class Clock:

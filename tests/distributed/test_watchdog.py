@@ -17,12 +17,12 @@ from torch.distributed import TCPStore
 
 from clusterddp import log
 from clusterddp.distributed import heartbeat
-from clusterddp.distributed.heartbeat import Look, Phase, Posting, Progress
+from clusterddp.distributed.heartbeat import Heartbeat, Phase, Progress, Snapshot
 from clusterddp.distributed.watchdog import Finding, Watchdog, judge, periods
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.worker.workstation import free_port
 from tests.distributed.meetings import env
-from tests.distributed.test_heartbeat import posting
+from tests.distributed.test_heartbeat import beat
 from tests.forked import CONTEXT
 from tests.waiting import PATIENCE, wait_for
 
@@ -84,7 +84,7 @@ def test_no_time_counts_in_code_of_a_ranks_own(
 ) -> None:
     clock, progress = Clock(), Progress()
     dog = alone(clock, progress, has_own_code=True)
-    for phase, told in ((Phase.OWN, 0), (Phase.FORWARD, 1), (Phase.OWN, 2)):
+    for phase, told in ((Phase.USER_CODE, 0), (Phase.FORWARD, 1), (Phase.USER_CODE, 2)):
         progress.mark(58, phase)
         for _ in range(35):
             clock.now += 1
@@ -96,9 +96,9 @@ def test_no_time_counts_in_code_of_a_ranks_own(
 @pytest.mark.parametrize(
     ("other", "silent", "words"),
     [
-        (Phase.OWN, False, ""),
+        (Phase.USER_CODE, False, ""),
         (Phase.FORWARD, False, "rank 1 on h01 is behind: in the forward pass of step 58"),
-        (Phase.OWN, True, "rank 1 on h01 does not respond"),
+        (Phase.USER_CODE, True, "rank 1 on h01 does not respond"),
     ],
 )
 def test_nobody_hangs_who_waits_for_a_rank_in_code_of_its_own(
@@ -109,15 +109,17 @@ def test_nobody_hangs_who_waits_for_a_rank_in_code_of_its_own(
         dist.HashStore, env(0, 2, 1), progress, silent_seconds=30, beat_seconds=2, host="h00",
         has_own_code=True, clock=clock,
     )  # fmt: skip
-    board = dog._board
-    assert board is not None
+    exchange = dog._exchange
+    assert exchange is not None
     progress.mark(58, BACKWARD)
     for _ in range(50):
         clock.now += 1
         number += not silent
-        postings = {0: posting(58, BACKWARD, host="h00"), 1: posting(58, other)}
-        board.look = Look(range(2), {r: p._replace(number=number) for r, p in postings.items()}, "")
-        board.rounds += 1
+        beats = {0: beat(58, BACKWARD, host="h00"), 1: beat(58, other)}
+        exchange.snapshot = Snapshot(
+            range(2), {r: b._replace(number=number) for r, b in beats.items()}, ""
+        )
+        exchange.rounds += 1
         dog._tick()
     assert bool(logged) == bool(words) == ("has not moved for" in capfd.readouterr().err)
     assert words in "".join(logged)
@@ -137,7 +139,7 @@ def test_the_time_for_which_a_process_was_stopped_is_no_silence(logged: list[str
     [
         (60, 600, 2, (60, 2.0)),
         (60, 600, 64, (60, 2.0)),
-        (60, 600, 1000, (60, 20.0)),  # the store sees at most 50 postings a second
+        (60, 600, 1000, (60, 20.0)),  # the store sees at most 50 beats a second
         (60, 60, 2, (20, 2.0)),
         (60, 12, 2, (4, 0.5)),
         (60, 12, 1000, (4, 20.0)),  # no rank posts so often that the store gets too much
@@ -190,9 +192,9 @@ def test_a_rank_leaves_once_for_a_suspect_and_never_without_one(logged: list[str
     progress.mark(58, BACKWARD)
     pass_time(200)
     assert not told, "nobody is suspected"
-    board = dog._board
-    assert board is not None
-    board.failure = "Broken pipe"
+    exchange = dog._exchange
+    assert exchange is not None
+    exchange.failure = "Broken pipe"
     progress.mark(59, BACKWARD)
     pass_time(100)
     assert not told, "it has moved since"
@@ -329,9 +331,9 @@ def train(
     )  # fmt: skip
     threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
     with dog:
-        board = dog._board
-        assert board is not None
-        wait_for(lambda: board.rounds > 0, "this rank's first posting")
+        exchange = dog._exchange
+        assert exchange is not None
+        wait_for(lambda: exchange.rounds > 0, "this rank's first heartbeat")
         tell("trains")
         try:
             exchange(progress, hang)
@@ -475,7 +477,7 @@ env = DistEnv.from_environ({{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127
 dog = Watchdog(partial(connect, env, {{}}, {PATIENCE}), env, Progress(), silent_seconds=0.2,
                beat_seconds=0.1, host="h01")
 with dog:
-    while not dog._board.rounds:
+    while not dog._exchange.rounds:
         time.sleep(0.02)
     os.kill({agent.process.pid}, {int(signal.SIGSTOP)})
     deadline = time.monotonic() + {PATIENCE}
@@ -496,48 +498,48 @@ DATA, BACKWARD = Phase.DATA, Phase.BACKWARD
 
 
 @pytest.mark.parametrize(
-    ("postings", "silent", "kind", "ranks", "words"),
+    ("beats", "silent", "kind", "ranks", "words"),
     [
-        pytest.param([posting(57, BACKWARD), posting(57, BACKWARD), posting(56, BACKWARD,
+        pytest.param([beat(57, BACKWARD), beat(57, BACKWARD), beat(56, BACKWARD,
           host="h02")], {2: 31.4}, "silent", (2,),
          ["rank 2 on h02 does not respond",
           "rank 2 last responded 31.4s ago, exchanging the gradients of step 56"],
          id="stopped"),
-        pytest.param([posting(57, BACKWARD), posting(58, BACKWARD)], {1: 31}, "silent", (1,),
+        pytest.param([beat(57, BACKWARD), beat(58, BACKWARD)], {1: 31}, "silent", (1,),
          ["rank 1 on h01 does not respond"], id="stopped where it is ahead"),
-        pytest.param([posting(58, BACKWARD), posting(58, DATA, host="h02"), posting(58, BACKWARD)],
+        pytest.param([beat(58, BACKWARD), beat(58, DATA, host="h02"), beat(58, BACKWARD)],
          {}, "behind", (1,),
          ["rank 1 on h02 is behind: fetching the batch of step 58, while others are "
           "exchanging the gradients of step 58", "its log has its stack"], id="behind"),
-        pytest.param([posting(58, Phase.SAVE), posting(59, BACKWARD), posting(59, BACKWARD)], {},
+        pytest.param([beat(58, Phase.SAVE), beat(59, BACKWARD), beat(59, BACKWARD)], {},
          "behind", (0,), ["rank 0 on h01 is behind: saving after step 58"],
          id="rank 0's save comes before the next step"),
-        pytest.param([posting(58, Phase.COUNT), posting(58, Phase.EVALUATE, still=3.0)], {},
+        pytest.param([beat(58, Phase.COUNT), beat(58, Phase.EVALUATE, still=3.0)], {},
          "behind", (1,),
          ["rank 1 on h01 is behind: evaluating after step 58", "last moved 3.0s ago"], id="slow"),
-        pytest.param([posting(1, DATA), posting(0, Phase.START), posting(0, Phase.START,
+        pytest.param([beat(1, DATA), beat(0, Phase.START), beat(0, Phase.START,
           host="h02")], {}, "behind", (1, 2),
          ["rank 1 on h01 and rank 2 on h02 are behind: starting,", "their logs have"],
          id="two behind"),
-        pytest.param([posting(58, BACKWARD)] * 3, {}, "level", (),
+        pytest.param([beat(58, BACKWARD)] * 3, {}, "level", (),
          ["all 3 ranks are at the same position, exchanging the gradients of step 58"], id="level"),
-        pytest.param([posting(58, BACKWARD), posting(57, Phase.UPDATE, left=True), posting(58,
+        pytest.param([beat(58, BACKWARD), beat(57, Phase.UPDATE, left=True), beat(58,
           BACKWARD)], {}, "left", (1,),
          ["rank 1 on h01 left the training, updating the weights in step 57", "log of rank 1"],
          id="left"),
-        pytest.param([posting(58, BACKWARD), posting(58, BACKWARD), posting(58, BACKWARD,
+        pytest.param([beat(58, BACKWARD), beat(58, BACKWARD), beat(58, BACKWARD,
           left=True)], {1: 31}, "silent", (1,), ["rank 1 on h01 does not respond"],
          id="left for the want of the silent one"),
-        pytest.param([posting(60, Phase.DONE, left=True), posting(60, Phase.SAVE)], {}, "behind",
+        pytest.param([beat(60, Phase.DONE, left=True), beat(60, Phase.SAVE)], {}, "behind",
          (1,), ["rank 1 on h01 is behind: saving after step 60, while others are done"],
          id="done is no desertion"),
     ],
 )  # fmt: skip
 def test_the_rank_to_blame_is_named(
-    postings: list[Posting], silent: dict[int, float], kind: str, ranks: tuple[int, ...],
+    beats: list[Heartbeat], silent: dict[int, float], kind: str, ranks: tuple[int, ...],
     words: list[str],
 ) -> None:  # fmt: skip
-    finding = judge(dict(enumerate(postings)), silent, len(postings), silent_seconds=30)
+    finding = judge(dict(enumerate(beats)), silent, len(beats), silent_seconds=30)
     assert (finding.kind, finding.ranks) == (kind, ranks)
     for some in words:
         assert some in finding.text
@@ -546,13 +548,13 @@ def test_the_rank_to_blame_is_named(
 
 
 def test_a_rank_that_never_posted_is_named() -> None:
-    finding = judge({0: posting(1, BACKWARD)}, {1: 31}, 2, 30)
+    finding = judge({0: beat(1, BACKWARD)}, {1: 31}, 2, 30)
     assert finding.ranks == (1,)
     assert "rank 1 does not respond" in finding.text and "never responded" in finding.text
 
 
 def test_many_silent_ranks_fit_in_a_line() -> None:
-    seen = {rank: posting(9, BACKWARD, host=f"h{rank // 8:03}") for rank in range(1000)}
+    seen = {rank: beat(9, BACKWARD, host=f"h{rank // 8:03}") for rank in range(1000)}
     finding = judge(seen, dict.fromkeys(range(8, 1000), 31.0), 1000, 30)
     assert "ranks 8, 9, 10, 11, 12, 13, 14, 15 on h001 and ranks 16" in finding.text
     assert "and 976 more do not respond" in finding.text

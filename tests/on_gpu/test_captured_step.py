@@ -19,7 +19,7 @@ from clusterddp.run.records import Agreement
 from clusterddp.training.batch_size import OUT_OF_MEMORY, Trial
 from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.learner import Learner
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import Step, build_optimizer
 from tests.on_gpu.hand_started import END_SECONDS, pid_of, started, trained, warnings_in
 from tests.training.ranks import run_ranks
@@ -175,7 +175,7 @@ def _fall_back(rank: int, _: int, graphed: bool) -> tuple[str, str, int]:
     torch.manual_seed(0)
     model = Looking().to(GPU)
     optimizer = build_optimizer(TrainConfig(optimizer="sgd"), model, captured=graphed)
-    step = Step(model, optimizer, Tally(GPU), device=GPU)
+    step = Step(model, optimizer, MetricSums(GPU), device=GPU)
     train = GraphedStep(step, model, 32, falls_back=True) if graphed else step
     for batch in _batches([32, 32, 7, 32]):
         step.set_lr(2.0**-6)

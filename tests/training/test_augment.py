@@ -15,7 +15,7 @@ from clusterddp.data.loader import Images
 from clusterddp.models import nets
 from clusterddp.request.train_config import AUGMENTATIONS, RECIPES, TrainConfig
 from clusterddp.training import learner
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import Schedule, Step
 from tests.training import trainings
 from tests.training.ranks import run_ranks
@@ -47,7 +47,7 @@ def test_label_smoothing_is_in_the_training_loss() -> None:
         torch.manual_seed(0)
         model = nets.build("convnet")
         expected = cross_entropy(model(images), labels, label_smoothing=smoothing).item()
-        tally = Tally(CPU)
+        tally = MetricSums(CPU)
         step = Step(
             model, torch.optim.SGD(model.parameters(), 0.1), tally,
             device=CPU, label_smoothing=smoothing,

@@ -11,7 +11,7 @@ from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training import cuda_graph
 from clusterddp.training.cuda_graph import GraphedStep
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import Step, build_optimizer
 from tests.training.capturing import REFUSED, Captures, Graph
 
@@ -35,7 +35,7 @@ def graphed_step(model: nn.Module, kind: str = "sgd", **settings: Any) -> Step:
     adam = optim.AdamW(model.parameters(), 0.01, weight_decay=0.1, fused=True)
     sgd = optim.SGD(model.parameters(), 0.1, momentum=0.9)
     update = adam if kind == "adamw" else sgd
-    return Step(model, update, Tally(CPU), device=CPU, **settings)
+    return Step(model, update, MetricSums(CPU), device=CPU, **settings)
 
 
 def batches(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
@@ -218,7 +218,7 @@ def test_on_a_gpu_the_replayed_step_trains_as_the_plain_one_does(
         torch.manual_seed(0)
         model = nets.build("convnet").to(device)
         update = build_optimizer(config, model, captured=captured)
-        ours = Step(model, update, Tally(device), device=device)
+        ours = Step(model, update, MetricSums(device), device=device)
         train = GraphedStep(ours, model, 16) if captured else ours
         for images, labels in batches([16, 16, 16, 5]):
             ours.set_lr(0.01)

@@ -401,7 +401,7 @@ def test_who_waits_for_the_last_checkpoint_is_saving(
     ours, wait = build(settings, agree(settings, tmp_path, 1)), writer.Saver.wait
 
     def waiting(self: writer.Saver) -> bool:
-        said.append(ours._progress.place.words())
+        said.append(ours._progress.position.words())
         return wait(self)
 
     monkeypatch.setattr(writer.Saver, "wait", waiting)

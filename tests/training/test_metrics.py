@@ -23,8 +23,8 @@ from clusterddp.run.records import MetricsLine
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import metrics
 from clusterddp.training.loop import train
-from clusterddp.training.metrics import Journal, Tally
-from clusterddp.training.paces import Pace, Paces, Waiting, of_ranks
+from clusterddp.training.metrics import Journal, MetricSums
+from clusterddp.training.paces import ExchangeWait, StepTimer, Throughputs, of_ranks
 from tests.training.ranks import run_ranks
 from tests.training.trainings import agree, build, config
 
@@ -165,7 +165,7 @@ def test_closed_bars_are_let_go_and_leave_a_single_hook(monkeypatch: pytest.Monk
 
 
 def test_sums_start_anew_after_each_line(alone: None) -> None:
-    tally = Tally(torch.device("cpu"))
+    tally = MetricSums(torch.device("cpu"))
     scores = torch.eye(10)[:4]
     tally.add(torch.tensor(2.0), scores, torch.tensor([0, 1, 2, 9]))
     tally.count(4)
@@ -186,7 +186,7 @@ def test_waiting_is_from_the_last_gradient_to_the_end_of_the_backward_pass(
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     clock = iter([10.0, 17.0, 20.0, 20.5])
-    waiting = Waiting(CPU)
+    waiting = ExchangeWait(CPU)
     with waiting.learn(model):
         model(torch.ones(1, 3)).sum().backward()
     waiting.done()
@@ -207,10 +207,10 @@ def test_waiting_is_from_the_last_gradient_to_the_end_of_the_backward_pass(
 
 
 def test_paces_add_up_rank_by_rank() -> None:
-    paces = Paces()
+    paces = Throughputs()
     assert paces.images_per_second == []
-    paces += Paces([100, 100], [1.0, 2.0])
-    paces += Paces([100, 100], [1.0, 2.0])
+    paces += Throughputs([100, 100], [1.0, 2.0])
+    paces += Throughputs([100, 100], [1.0, 2.0])
     assert paces.images == [200, 200]
     assert paces.images_per_second == [100.0, 50.0]
 
@@ -252,9 +252,9 @@ def test_the_rank_that_others_wait_for_is_the_slowest(synthetic_dir: Path, tmp_p
 
 
 def test_what_is_not_known_is_not_told(alone: None) -> None:
-    assert of_ranks(Paces(), CPU)[0].images_per_second is None
-    assert math.isnan(Waiting(CPU, knows=False).take())
-    pace = Pace(Waiting(CPU, knows=False), 0)
+    assert of_ranks(Throughputs(), CPU)[0].images_per_second is None
+    assert math.isnan(ExchangeWait(CPU, is_measurable=False).take())
+    pace = StepTimer(ExchangeWait(CPU, is_measurable=False), 0)
     pace.images = 4
     exchanged = pace.exchange(1)
     assert exchanged

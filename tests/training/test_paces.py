@@ -13,7 +13,7 @@ from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.history import History
 from clusterddp.run.records import AttemptRecord, SlowRank, SlowRanks
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training.paces import Paces, Stragglers, shares
+from clusterddp.training.paces import Stragglers, Throughputs, shares
 
 FINE, SLOW = 1.0, 0.5
 NOW = 1000.0
@@ -44,7 +44,7 @@ class Run:
             self.now += 10.0
             seconds = [5.0 if known else float("nan")] * 4
             images = [500.0 * (speed if each == rank else 1.0) for each in range(4)]
-            paces = Paces(images, seconds)
+            paces = Throughputs(images, seconds)
             self._of[0].add(
                 paces, steps=self.steps_a_line, seconds=10.0, step=self.step, now=self.now
             )
@@ -132,7 +132,7 @@ def test_nobody_is_named_where_it_is_off_or_too_few_steps_are_known(
 def test_unknown_speeds_name_nobody(attempt: Attempt, logged: list[str]) -> None:
     Run(attempt).lines(30, SLOW, known=False)
     alone = Stragglers(attempt, 0, 60.0)
-    alone.add(Paces([10.0], [1.0]), steps=1000, seconds=100.0, step=1000, now=NOW)
+    alone.add(Throughputs([10.0], [1.0]), steps=1000, seconds=100.0, step=1000, now=NOW)
     assert (logged, attempt.stragglers.exists()) == ([], False)
 
 

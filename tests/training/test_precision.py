@@ -14,17 +14,17 @@ import torch.distributed as dist
 from clusterddp.checkpoints import catalog, state
 from clusterddp.data import loader, mnist
 from clusterddp.distributed import agreement
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training.loop import train
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import DTYPES, Compiled, Step, use_tf32
 from clusterddp.worker import join, start
 from tests.training.ranks import run_ranks
-from tests.training.trainings import CPU, agree, build, config, hello, train_alone, train_rank
+from tests.training.trainings import CPU, agree, build, config, info, train_alone, train_rank
 
 PRECISIONS = tuple(DTYPES)
 
@@ -155,9 +155,9 @@ def test_what_the_model_itself_raises_is_no_matter_of_the_compiler(
 # What is agreed on -------------------------------------------------------------------------------
 
 
-def hellos(kind: str, bf16: list[bool]) -> list[Hello]:
+def infos(kind: str, bf16: list[bool]) -> list[RankInfo]:
     return [
-        replace(hello(rank, len(bf16)), kind=kind, gpu=f"gpu{rank}", bf16=able)
+        replace(info(rank, len(bf16)), kind=kind, gpu=f"gpu{rank}", bf16=able)
         for rank, able in enumerate(bf16)
     ]
 
@@ -166,7 +166,7 @@ def decided(
     options: dict[str, Any], kind: str, bf16: list[bool], recorded: Agreement | None = None
 ) -> Agreement:
     settings = config(Path("data"), **{"device": "auto", **options})
-    return agreement.decide(settings, hellos(kind, bf16), recorded)
+    return agreement.decide(settings, infos(kind, bf16), recorded)
 
 
 def test_auto_is_bf16_where_every_rank_computes_in_it() -> None:
@@ -260,7 +260,7 @@ def test_bf16_of_a_checkpoint_is_refused_on_a_gpu_without_it(
     later = config(
         synthetic_dir, init_from=str(tmp_path / "first"), device="auto", allow_config_change=True
     )  # fmt: skip
-    old_gpu = hellos("cuda", [False])
+    old_gpu = infos("cuda", [False])
     with pytest.raises(TrainingError, match="started in bf16, which rank 0"):
         start.settle_attempt(later, tmp_path / "later", None, {}, old_gpu)
 
@@ -277,7 +277,7 @@ def test_a_step_in_fp16_as_a_checkpoint_was_trained_is_not_captured(
     def settled(**options: Any) -> Agreement:
         later = config(synthetic_dir, model="mlp", **more, **options)
         own = {"SLURM_JOB_ID": "7"}  # all of one job: none waits for the one before
-        return start.settle_attempt(later, tmp_path / "later", None, own, hellos("cuda", [True]))
+        return start.settle_attempt(later, tmp_path / "later", None, own, infos("cuda", [True]))
 
     with pytest.raises(
         TrainingError, match=r"--cuda-graph on conflicts with fp16, .*Omit --cuda-graph, or"
@@ -319,7 +319,7 @@ def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     torch.backends.cudnn.allow_tf32 = precision != "tf32"
     agreed = Agreement("gloo", "cuda", threads=torch.get_num_threads(), precision=precision)
-    joined = join.Joined(hello(0, 1), agreed, torch.device("cuda", 0))
+    joined = join.Joined(info(0, 1), agreed, torch.device("cuda", 0))
     env = DistEnv.from_environ({})
     join._init_group(TrainConfig(), joined, env, dist.HashStore())
     dist.destroy_process_group()
@@ -351,7 +351,7 @@ def test_on_a_gpu_a_step_of_fp16_that_overflows_is_skipped(
 ) -> None:
     device = torch.device("cuda")
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).to(device)
-    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), Tally(device), device, "fp16")
+    step = Step(model, torch.optim.SGD(model.parameters(), 0.1), MetricSums(device), device, "fp16")
     images, labels = torch.rand(8, 1, 28, 28, device=device), torch.arange(8, device=device)
     step(images, labels)
     before, scale = [each.clone() for each in model.parameters()], step.scaler.get_scale()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.distributed.heartbeat import Progress
 from clusterddp.files import append_json_line
 from clusterddp.preflight import evaluation
@@ -65,12 +65,13 @@ def checked(rank: int, world_size: int, folder: str, hook: str = "") -> tuple[bo
     # How fast these processes are beside each other is a matter of this host's load.
     evaluation.SLOW_PRODUCT, evaluation.SLOW_SHARE = math.inf, 0.0
     preflight._SPAN_SECONDS = preflight._EXCHANGE_SECONDS = 0.01
-    hello = cast(
-        Hello, SimpleNamespace(rank=rank, local_rank=rank % 2, host=f"h{rank // 2}", device="cpu")
+    info = cast(
+        RankInfo,
+        SimpleNamespace(rank=rank, local_rank=rank % 2, host=f"h{rank // 2}", device="cpu"),
     )
     progress, attempt = Progress(), Attempt(RunDir(Path(folder)), 1)
-    passes = preflight.nodes_pass(hello, attempt, CPU, "fp32", progress)
-    return passes, progress.state[0], progress.place.words()
+    passes = preflight.nodes_pass(info, attempt, CPU, "fp32", progress)
+    return passes, progress.state[0], progress.position.words()
 
 
 def record(folder: Path) -> Any:

@@ -13,7 +13,7 @@ from clusterddp.models import nets
 from clusterddp.request.train_config import OPTIMIZERS, TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import step as steps
-from clusterddp.training.metrics import Tally
+from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import Schedule, Step, build_optimizer
 from clusterddp.worker import join
 
@@ -29,7 +29,7 @@ def digits(count: int = 40) -> tuple[Tensor, Tensor]:
 
 def step(model: nn.Module, **settings: Any) -> Step:
     bare = model.module if isinstance(model, DistributedDataParallel) else model
-    return Step(model, optim.SGD(bare.parameters(), 0.1), Tally(CPU), device=CPU, **settings)
+    return Step(model, optim.SGD(bare.parameters(), 0.1), MetricSums(CPU), device=CPU, **settings)
 
 
 def net() -> nn.Module:
@@ -111,7 +111,7 @@ def test_each_phase_is_told_of_as_it_begins() -> None:
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)])
 def test_the_rate_is_set_where_the_optimizer_reads_it(rate: float | Tensor) -> None:
     model = net()
-    ours = Step(model, optim.SGD(model.parameters(), rate), Tally(CPU), device=CPU)
+    ours = Step(model, optim.SGD(model.parameters(), rate), MetricSums(CPU), device=CPU)
     held = ours.optimizer.param_groups[0]["lr"]
     ours.set_lr(0.25)
     now = ours.optimizer.param_groups[0]["lr"]

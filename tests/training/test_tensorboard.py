@@ -10,7 +10,7 @@ import pytest
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import MetricsLine
-from clusterddp.training.metrics import Board
+from clusterddp.training.metrics import TensorBoardWriter
 
 pytest.importorskip("tensorboard", reason="an extra: pip install 'clusterddp[tensorboard]'")
 
@@ -26,8 +26,8 @@ def evaluation(step: int) -> MetricsLine:
     return train(step, 0.25, "eval")
 
 
-def board(folder: Path, history: Iterable[MetricsLine] = ()) -> Board:
-    return Board(folder, CONFIG, history)
+def board(folder: Path, history: Iterable[MetricsLine] = ()) -> TensorBoardWriter:
+    return TensorBoardWriter(folder, CONFIG, history)
 
 
 def read(folder: Path) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp.checkpoints import state
 from clusterddp.data import mnist
 from clusterddp.data.loader import Images
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
@@ -49,8 +49,8 @@ def config(data_dir: Path, **fields: Any) -> TrainConfig:
     return TrainConfig(data_dir=str(data_dir), **{**defaults, **fields})
 
 
-def hello(rank: int, world_size: int) -> Hello:
-    return Hello(
+def info(rank: int, world_size: int) -> RankInfo:
+    return RankInfo(
         rank=rank, world_size=world_size, local_rank=rank, host="h01", pid=100 + rank, kind="cpu",
         device="cpu", gpu="", threads=1, torch=torch.__version__,
     )  # fmt: skip
@@ -60,8 +60,8 @@ def agree(
     settings: TrainConfig, run: Path, world_size: int = 1, *, number: int | None = None
 ) -> Agreement:
     """As rank 0 decides. All starts are of one job, so that none waits for another."""
-    hellos = [hello(rank, world_size) for rank in range(world_size)]
-    return start.settle_attempt(settings, run, number, {"SLURM_JOB_ID": "7"}, hellos)
+    infos = [info(rank, world_size) for rank in range(world_size)]
+    return start.settle_attempt(settings, run, number, {"SLURM_JOB_ID": "7"}, infos)
 
 
 def build(settings: TrainConfig, agreed: Agreement, **more: Any) -> Training:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from clusterddp.data import mnist
 from clusterddp.distributed import agreement, rendezvous
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.errors import TrainingError
 from clusterddp.ranks.dist_env import DistEnv, local_ranks
 from clusterddp.ranks.variables import own_mig_device
@@ -63,7 +63,7 @@ def meet(
     nccl: tuple[int, ...] = (2, 30, 7), **environ: str,
 ) -> tuple[list[str], Agreement]:  # fmt: skip
     """The GPU of each rank of the host, and what its ranks agree on."""
-    hellos = []
+    infos = []
     for task, env in enumerate(local_ranks(len(host.shown), 29500)):
         shown = host.shown[task]
         own = {"CUDA_VISIBLE_DEVICES": shown} if shown is not None else {}
@@ -78,15 +78,15 @@ def meet(
             "nccl.version": lambda: nccl,
         }.items():
             monkeypatch.setattr(f"torch.cuda.{name}", value)
-        hellos.append(
+        infos.append(
             join.describe_rank(config, env, {"SLURM_CPUS_PER_TASK": "8", **environ, **own})
         )
-    placed = agreement.assign_gpus(hellos)
-    for task, hello in enumerate(placed):  # what the identifier says is what the number leads to
-        if not hello.gpu.startswith("MIG-"):
+    placed = agreement.assign_gpus(infos)
+    for task, info in enumerate(placed):  # what the identifier says is what the number leads to
+        if not info.gpu.startswith("MIG-"):
             own = host.enumerated(task, host.shown[task])
-            assert own[int(hello.device.removeprefix("cuda:"))] == hello.gpu
-    return [hello.gpu for hello in placed], agreement.decide(config, placed)
+            assert own[int(info.device.removeprefix("cuda:"))] == info.gpu
+    return [info.gpu for info in placed], agreement.decide(config, placed)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_one_rank_of_a_node_reads_and_each_writes_what_is_its_own(ranks: Ranks) 
 
 
 def joined(backend: str, world_size: int = 2) -> Joined:
-    hello = Hello(0, world_size, 0, "h01", 7, "cpu", "cpu", "", 1, torch.__version__)
+    info = RankInfo(0, world_size, 0, "h01", 7, "cpu", "cpu", "", 1, torch.__version__)
     agreed = Agreement(
         backend=backend, kind="cpu", threads=1, world_size=world_size, run_dir="/jobs/a", attempt=3
     )
-    return Joined(hello, agreed, torch.device("cpu"))
+    return Joined(info, agreed, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

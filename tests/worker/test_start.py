@@ -27,11 +27,11 @@ from clusterddp.worker import start
 from tests.checkpoints.made_checkpoints import DAMAGE
 from tests.event_lines import add_event
 from tests.training import trainings
-from tests.training.trainings import CPU, agree, config, hello, train_alone
+from tests.training.trainings import CPU, agree, config, info, train_alone
 
 
 def decide(settings: TrainConfig, run: Path, job_id: str) -> start.Agreement:
-    return start.settle_attempt(settings, run, None, {"SLURM_JOB_ID": job_id}, [hello(0, 1)])
+    return start.settle_attempt(settings, run, None, {"SLURM_JOB_ID": job_id}, [info(0, 1)])
 
 
 def test_a_set_that_ranks_share_costs_one_barrier_and_is_withdrawn_later(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from clusterddp.checkpoints.catalog import name_of
 from clusterddp.distributed import agreement, rendezvous, tcp_store
-from clusterddp.distributed.agreement import Hello
+from clusterddp.distributed.agreement import RankInfo
 from clusterddp.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -395,8 +395,8 @@ def test_a_rank_computes_on_the_device_that_rank_0_gives_it(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    def assign_gpus(hellos: Sequence[Hello]) -> list[Hello]:
-        return [dataclasses.replace(hello, device="cpu:0") for hello in hellos]
+    def assign_gpus(infos: Sequence[RankInfo]) -> list[RankInfo]:
+        return [dataclasses.replace(info, device="cpu:0") for info in infos]
 
     monkeypatch.setattr(agreement, "assign_gpus", assign_gpus)
     run_task(config, tmp_path / "run")
