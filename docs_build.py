@@ -32,7 +32,7 @@ from clusterddp.version import __version__
 ROOT = Path(__file__).parent
 REFERENCE = ROOT / "docs" / "reference"
 ERRORS = ROOT / "docs" / "errors.md"
-_OF_ERRORS = """\
+_ERRORS_HEAD = """\
 # Errors and their codes
 
 Every refusal, warning and verdict ends with a code, `[CD0401]`. `clusterddp explain CODE` prints
@@ -126,7 +126,7 @@ def errors_page(heading: Callable[[str, str], str] = "### {}\n\n**{}**".format) 
     def begin(part: re.Match[str]) -> str:
         return heading(*part.groups())
 
-    parts = [_OF_ERRORS]
+    parts = [_ERRORS_HEAD]
     for path in sorted(explained.FOLDER.glob("*.md")):
         text = re.sub(r"^#", "##", path.read_text(), flags=re.MULTILINE)
         parts.append(re.sub(r"^### (CD\d{4})\n\n(.+)$", begin, text, flags=re.MULTILINE))

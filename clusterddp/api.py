@@ -33,7 +33,7 @@ from clusterddp.status.find import DEFAULT_ROOT
 from clusterddp.status.stacks import RankStacks
 from clusterddp.status.state import latest_submission
 from clusterddp.status.status import RunStatus, statuses
-from clusterddp.status.stop import Cancellation, Stop
+from clusterddp.status.stop import CancelResult, StopResult
 from clusterddp.submission import resume as resuming
 from clusterddp.submission import submit as submitting
 from clusterddp.submission.fields import (
@@ -162,7 +162,7 @@ class Run:
         """
         return stacks.read(self._run, self.status(), [] if rank is None else [rank])
 
-    def stop(self) -> Stop:
+    def stop(self) -> StopResult:
         """Ask the run to save a checkpoint and exit; it does not restart until `resume`.
 
         A queued run is cancelled; an ended run is not changed. Raises RequestError or SlurmError if
@@ -170,7 +170,7 @@ class Run:
         """
         return stopping.stop(self._run, self.status())
 
-    def cancel(self) -> Cancellation:
+    def cancel(self) -> CancelResult:
         """End the run now, through Slurm or its process on this workstation.
 
         Raises RequestError or SlurmError if that fails.

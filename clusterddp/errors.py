@@ -60,7 +60,7 @@ class OptionError(RequestError):
     def __init__(self, option: str, problem: str = "", *, code: str = "") -> None:
         """Begin the message with the typed option, `--nodes` or `--nodes 2`."""
         self.option = option.partition(" ")[0]
-        super().__init__(option + problem, code=code or _OF_OPTIONS.get(self.option, ""))
+        super().__init__(option + problem, code=code or _CODE_BY_OPTION.get(self.option, ""))
 
     def saying(self, more: str) -> "OptionError":
         """Return the same error with more text at the end."""
@@ -68,7 +68,7 @@ class OptionError(RequestError):
         return OptionError(self.option, f"{problem} {more}", code=self.code)
 
 
-_OF_OPTIONS = {
+_CODE_BY_OPTION = {
     "--after": "CD1105",
     "--by": "CD1104",
     "--container-image": "CD1004",

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 DEFAULT_FOLDER = "jobs"
 """Default runs directory, relative to the current directory."""
-_PATIENCE_SECONDS = 60.0
+_OTHER_LOOP_SECONDS = 60.0
 _STRAGGLER_SECONDS = 60.0
 _WATCHDOG_SECONDS = 300.0
 """Time without progress between a batch and its step before the hanging rank is reported."""
@@ -233,7 +233,7 @@ class Loop(Resumable):
         if self.rank == 0:
             try:
                 run = own.run if own else _run_of(folder)
-                self._check_alone(run, own)
+                self._refuse_second_loop(run, own)
                 if not own:
                     run.make(run.attempts)
                     with suppress(RequestError):  # a path or argument that no script can hold
@@ -241,8 +241,8 @@ class Loop(Resumable):
                         resumable.record_request(run, self.world_size, hosts, command=command)
                 job_id = os.environ.get("SLURM_JOB_ID", "")
                 number = own.number if own else None
-                attempt = resumable.take_attempt(run, number, job_id, _PATIENCE_SECONDS)
-                source = self._settle(attempt, hosts)
+                attempt = resumable.take_attempt(run, number, job_id, _OTHER_LOOP_SECONDS)
+                source = self._publish_attempt(attempt, hosts)
                 settled = str(attempt.path), str(source or ""), None
             except CheckpointError as error:
                 settled = coded(error), "", CheckpointError
@@ -287,7 +287,7 @@ class Loop(Resumable):
         spec = attempt.run.read_spec() if self._in_run and self.rank == 0 else None
         return Deadline(spec.signal_lead if spec else 0)
 
-    def _check_alone(self, run: RunDir, own: Attempt | None) -> None:
+    def _refuse_second_loop(self, run: RunDir, own: Attempt | None) -> None:
         """Raise TrainingError if another loop writes to the run as well."""
         each = "pass each a different Loop(folder=…)."
         if run.path in Loop._folders:
@@ -343,7 +343,7 @@ class Loop(Resumable):
         if self.world_size > 1:
             where = heartbeat.address_of_group()
         spec = self.attempt.run.read_spec() if self._in_run else None
-        given = spec.hang_timeout if spec and not spec.is_usual("hang_timeout") else None
+        given = spec.hang_timeout if spec and not spec.has_default("hang_timeout") else None
         seconds = _WATCHDOG_SECONDS if given is None else given
         if where and seconds:  # without an address no rank learns which one the others wait for
             env = dist_env.of_hosts(self.rank, self._hosts, *where)
@@ -360,7 +360,7 @@ class Loop(Resumable):
         atexit.register(self.close)
         self._timer.clock.restart()
 
-    def _settle(self, attempt: Attempt, hosts: list[str]) -> Path | None:
+    def _publish_attempt(self, attempt: Attempt, hosts: list[str]) -> Path | None:
         """Choose on rank 0 the checkpoint to resume from and publish the attempt."""
         source, is_own = resumable.source_of(attempt)
         step = 0

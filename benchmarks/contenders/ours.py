@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.contenders.serving import request, serve
 from benchmarks.contenders.timing import entered
 from clusterddp.data import mnist
-from clusterddp.data.loader import Images, Loaded, as_images
+from clusterddp.data.loader import Images, Loader, as_images
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import begin
 from clusterddp.run.records import Agreement
@@ -43,12 +43,12 @@ def main() -> None:
         precision=asked.precision, **settings,
     )  # fmt: skip
     held = mnist.read("mnist", asked.root)
-    train_set: Images | Loaded
+    train_set: Images | Loader
     train_set, test_set = (Images(*held.tensors(train=train), device) for train in (True, False))
     few = Images(test_set._pixels[:64], test_set._labels[:64], device)
     if config.data_pipeline == "loader":
         files = mnist.torchvision_set("mnist", asked.root, train=True)
-        train_set = Loaded(files, device, config.num_workers)
+        train_set = Loader(files, device, config.num_workers)
     if options.get("usual_layout"):
         vars(steps)["as_images"] = _in_the_usual_layout
 

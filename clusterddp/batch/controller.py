@@ -26,7 +26,7 @@ from clusterddp import files, formatting, log, polling, version
 from clusterddp.batch import finish, spares, step_watch
 from clusterddp.batch.begin import begin_attempt
 from clusterddp.batch.job import JobStart
-from clusterddp.batch.step_watch import Step
+from clusterddp.batch.step_watch import SrunProcess
 from clusterddp.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
@@ -79,7 +79,7 @@ _WATCHES_SECONDS = 5.0
 
 P = ParamSpec("P")
 
-_OF_RANKS, _OF_PREFLIGHT = range(5), range(20, 25)
+_RANK_CANDIDATES, _PREFLIGHT_CANDIDATES = range(5), range(20, 25)
 """Candidates of `master_port`."""
 
 
@@ -356,7 +356,7 @@ class Controller:
                 nodes = expand_nodelist(os.environ.get("SLURM_JOB_NODELIST", ""))
         if self._preflight(attempt, nodes):
             return EXIT_FAILED
-        code = self._run_lines(attempt)
+        code = self._run_script(attempt)
         return EXIT_FAILED if self._full_preflight(attempt) else code
 
     def _resumes_in_job(self, code: int) -> bool:
@@ -473,17 +473,17 @@ class Controller:
         self._mark_bad(attempt, idle, is_remark=True)
         if not failed:
             return {}
-        why_used = self._why_used(failed, record, known)
-        fresh = {host: why for host, why in failed.items() if not why_used or host not in known}
-        self._mark_bad(attempt, fresh, is_remark=bool(why_used))
-        if why_used:
-            used = f"{why_used}, used anyway: {', '.join(failed)}"
+        reason = self._reason_to_use(failed, record, known)
+        fresh = {host: why for host, why in failed.items() if not reason or host not in known}
+        self._mark_bad(attempt, fresh, is_remark=bool(reason))
+        if reason:
+            used = f"{reason}, used anyway: {', '.join(failed)}"
             log.info(used)
             preflight.note(attempt, used)
             return {}
         return failed
 
-    def _why_used(
+    def _reason_to_use(
         self, failed: Mapping[str, str], record: PreflightRecord, known: Collection[str]
     ) -> str:
         """Return why the tasks start on failed nodes; empty if they do not."""
@@ -522,33 +522,33 @@ class Controller:
         except OSError as error:
             log.warning(f"cannot record the nodes that have failed: {error.strerror}. [CD1302]")
 
-    def _run_lines(self, attempt: Attempt) -> int:
+    def _run_script(self, attempt: Attempt) -> int:
         """Run the script's lines, which start the tasks. Return their exit code."""
         if not self._signals.were_blocked and self._may_be_past_signal():
             self._handle(["USR1"])
         self._is_job_ending()
         if self._is_ending:
             return 128 + signal.SIGTERM
-        if self._is_stopped or (self._unsent and not self._spec.program.sees_marks):
+        if self._is_stopped or (self._unsent and not self._spec.program.reads_stop_file):
             return EXIT_STOPPED  # asked to stop before any task started
-        lines = subprocess.Popen(
+        script = subprocess.Popen(
             [*_interpreter(self._script), str(self._script)],
             env=self._environment(attempt),
             stdin=subprocess.DEVNULL,
             preexec_fn=_child_setup(),  # noqa: PLW1509 -- threads only wait then
         )
-        step = Step(lines.pid, attempt)
+        step = SrunProcess(script.pid, attempt)
         try:
             if not is_rehearsal(os.environ):
                 self._watch_step(attempt, step)
                 if self._allocation:
                     self._watch_nodes(attempt, step)
             self._watch_hangs(attempt, step)
-            code = self._await(lines, step)
+            code = self._await(script, step)
         finally:
-            if lines.poll() is None:  # a bug here: no result may be recorded while tasks run
+            if script.poll() is None:  # a bug here: no result may be recorded while tasks run
                 step.signal(signal.SIGTERM)
-                lines.wait()
+                script.wait()
         if step.process():  # started in the background
             log.info("the script's lines ended before the tasks that they started; ending these")
             step.signal(signal.SIGTERM)
@@ -605,8 +605,8 @@ class Controller:
             return nothing
         return {CODE_VARIABLE: os.path.realpath(self._run.code), CODE_OF_VARIABLE: str(top)}
 
-    def _await(self, lines: "subprocess.Popen[bytes]", step: Step) -> int:
-        while (code := lines.poll()) is None:
+    def _await(self, script: "subprocess.Popen[bytes]", step: SrunProcess) -> int:
+        while (code := script.poll()) is None:
             has_begun = step.has_begun or step.process() is not None
             self._signals.wait(None if has_begun and not self._unsent else _POLL_SECONDS)
             self._handle(self._signals.take())
@@ -632,7 +632,7 @@ class Controller:
                 self._stop(f"SIG{name}")
                 name = "USR1"  # noqa: PLW2901 -- srun handles the other two itself
             marked = self._attempt is not None and _create_if_missing(self._attempt.stop)
-            if not (marked and self._spec.program.sees_marks):
+            if not (marked and self._spec.program.reads_stop_file):
                 self._unsent.append(name)
 
     def _stop(self, by: str) -> None:
@@ -646,14 +646,14 @@ class Controller:
             if self._attempt:
                 self._attempt.ask_to_stop("stop")
 
-    def _watch_step(self, attempt: Attempt, step: Step) -> None:
+    def _watch_step(self, attempt: Attempt, step: SrunProcess) -> None:
         """Start a thread that ends the step when srun hangs on a lost task-exit message."""
         spec = self._spec
         job = slurm_job_name(os.environ, self._job_id)
         grace = polling.AGENT_STEP_EXIT_SECONDS if spec.max_restarts else polling.SRUN_EXIT_SECONDS
         self._watch(step_watch.watch, attempt, job, spec.world_size, step.srun, grace)
 
-    def _watch_nodes(self, attempt: Attempt, step: Step) -> None:
+    def _watch_nodes(self, attempt: Attempt, step: SrunProcess) -> None:
         """Start a thread that ends the step after the loss of a node, and records lost spares."""
         of_step = {*self._nodes}
         nodes = spares.NodeWatch(attempt, self._others(), self._idle())
@@ -668,7 +668,7 @@ class Controller:
 
         self._watch(watch)
 
-    def _watch_hangs(self, attempt: Attempt, step: Step) -> None:
+    def _watch_hangs(self, attempt: Attempt, step: SrunProcess) -> None:
         """Start the threads that report a hang or end the job for it."""
         spec = self._spec
 
@@ -741,7 +741,7 @@ def preflight_ports(job_id: int, restart: int, starts: int = 0) -> list[int]:
     They are in the range that a site opens for the ranks, and differ from the ports of the ranks of
     this attempt.
     """
-    return [master_port(job_id, starts, restart, candidate) for candidate in _OF_PREFLIGHT]
+    return [master_port(job_id, starts, restart, candidate) for candidate in _PREFLIGHT_CANDIDATES]
 
 
 def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
@@ -751,5 +751,5 @@ def free_master_port(job_id: int, restart: int, starts: int = 0) -> int:
     starts: attempts that this start of the job began earlier.
     """
     listening = listening_ports()
-    ports = [master_port(job_id, starts, restart, candidate) for candidate in _OF_RANKS]
+    ports = [master_port(job_id, starts, restart, candidate) for candidate in _RANK_CANDIDATES]
     return next((port for port in ports if port not in listening), ports[-1])

@@ -47,7 +47,7 @@ def finish(job: JobStart, attempt: Attempt, exit_code: int, policy: Policy) -> i
     """
     history, result = _determine_result(job, attempt, exit_code, policy)
     _conclude(job, attempt, result, history)
-    if result.decision.go_on:
+    if result.decision.restarts:
         requeued = _restart(job, attempt, result.decision.why)
         # The exit code must not say that the run is done: an afterok dependency would believe it.
         return 0 if requeued else result.exit_code
@@ -79,7 +79,7 @@ def resume_in_job(
     history, result = _determine_result(job, attempt, exit_code, replace(policy, requeue=True))
     is_withdrawn = job.withdrawal_cause(history)
     is_ending = slurm.ending(job.name, job.restart) is not Ending.NONE
-    if not result.decision.go_on or is_withdrawn or is_ending:
+    if not result.decision.restarts or is_withdrawn or is_ending:
         return []
     _mark_bad_nodes(job, attempt, result, history)
     history = history.again()

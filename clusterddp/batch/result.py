@@ -125,7 +125,7 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
         ended,
         remark="; ".join(filter(None, (ended.remark, *(remark for remark, _ in remarks)))),
         write_error=write_error,
-        why="" if decision.go_on or ended.cause == Cause.DONE else decision.why,
+        why="" if decision.restarts or ended.cause == Cause.DONE else decision.why,
     )
     return AttemptResult(ended, tuple(lines), decision, evidence.lost_nodes, hardware, asked)
 

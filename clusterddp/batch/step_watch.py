@@ -36,7 +36,7 @@ from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
 
 
-class Step:
+class SrunProcess:
     """Process, among the script's lines, that starts the tasks: srun, or a stand-in for it."""
 
     def __init__(self, lines: int, attempt: Attempt) -> None:

@@ -90,7 +90,7 @@ def values_of(spec: JobSpec) -> dict[str, Any]:
         "signal": spec.signal or "none",
     }
     # The defaults of these depend on the rest of the request.
-    values |= {name: None for name in ("signal", "requeue", "hang_timeout") if spec.is_usual(name)}
+    values |= {key: None for key in ("signal", "requeue", "hang_timeout") if spec.has_default(key)}
     return {name: None if value == "" else value for name, value in values.items()}
 
 

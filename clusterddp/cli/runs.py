@@ -22,9 +22,9 @@ from clusterddp.status.state import RunState
 from clusterddp.status.status import RunStatus, statuses
 
 if TYPE_CHECKING:
-    from clusterddp.status.stop import Cancellation, Send, Stop
+    from clusterddp.status.stop import CancelResult, Send, StopResult
 
-_Result = TypeVar("_Result", bound="Stop | Cancellation")
+_Result = TypeVar("_Result", bound="StopResult | CancelResult")
 _LAST_LINES = 20
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clusterddp import launchers, log, version
 from clusterddp.comparison import results
-from clusterddp.comparison.results import Row, Trial
+from clusterddp.comparison.results import Row, RowRun
 from clusterddp.errors import ClusterDDPError, RequestError, coded
 from clusterddp.formatting import count
 from clusterddp.processes import hardware
@@ -252,7 +252,7 @@ def dry_run(
         yield launchers.load(sent.launcher).prepare(sent, template_folder).removesuffix("\n")
 
 
-def train_here(planned: Planned) -> tuple[list[Trial], int]:
+def train_here(planned: Planned) -> tuple[list[RowRun], int]:
     """Train one after the other, as two at once would share the machine.
 
     Returns the result of each, and the signal that asked for an end, or 0. Such a signal is passed
@@ -265,7 +265,7 @@ def train_here(planned: Planned) -> tuple[list[Trial], int]:
         relay.listen()
         for number, (row, spec) in enumerate(planned, 1):
             if relay.number:
-                trials.append(Trial(row, why=results.INTERRUPTED))
+                trials.append(RowRun(row, why=results.INTERRUPTED))
                 continue
             which = f"[{number}/{len(planned)}] {results.label(row)}"
             log.info(f"{which} …")
@@ -274,7 +274,7 @@ def train_here(planned: Planned) -> tuple[list[Trial], int]:
     return trials, relay.number
 
 
-def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
+def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> RowRun:
     with RunDir.create(spec, None) as run:
         # Each of several ranks has its own log, and debug prints a copy of rank 0's.
         log = run.rank_log(0) if row.ranks == 1 else run.job_log
@@ -285,10 +285,11 @@ def _train(row: Row, spec: JobSpec, under_way: "_UnderWay") -> Trial:
             [code] = group.wait()
         result = results.trial(row, run, run_status(run, {}))
     if code and under_way.requests:
-        return Trial(row, run.name, results.INTERRUPTED)
+        return RowRun(row, run.name, results.INTERRUPTED)
     # Before its start, or after its recorded end.
     if code and result.state in (RunState.CREATED, RunState.DONE):
-        return Trial(row, run.name, RunState.FAILED, results.last_words(run) or f"exit code {code}")
+        why = results.last_words(run) or f"exit code {code}"
+        return RowRun(row, run.name, RunState.FAILED, why)
     return result
 
 
@@ -341,7 +342,7 @@ class Interrupted(Exception):
 
 def train_as_jobs(
     planned: Planned, template_folder: Path | None, snapshot_limit_mb: float, *, force: bool
-) -> list[Trial]:
+) -> list[RowRun]:
     """Submit all and wait for their ends; returns the result of each.
 
     force: also where no partition can give what is asked for.
@@ -350,7 +351,7 @@ def train_as_jobs(
     another was queued is a failed row. Raises RequestError or SlurmError when the first cannot be
     queued, and Interrupted after a Ctrl-C.
     """
-    trials: list[Trial] = []
+    trials: list[RowRun] = []
     try:
         refused = _submit(planned, template_folder, snapshot_limit_mb, force=force)
         for number, (row, spec) in enumerate(planned, 1):
@@ -370,7 +371,7 @@ def train_as_jobs(
 
 def _submit(
     planned: Planned, template_folder: Path | None, snapshot_limit_mb: float, *, force: bool
-) -> dict[str, Trial]:
+) -> dict[str, RowRun]:
     """Submit all; returns those that were refused, by the names of their runs."""
     refused = {}
     before = ""
@@ -385,7 +386,7 @@ def _submit(
             if not before:
                 raise
             why = f"not submitted: {error}".partition("\n")[0]
-            refused[spec.run_name] = Trial(row, state=RunState.FAILED, why=why)
+            refused[spec.run_name] = RowRun(row, state=RunState.FAILED, why=why)
         else:
             before = submission.job_id
     return refused

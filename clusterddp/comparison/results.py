@@ -26,11 +26,11 @@ _LAST_BYTES = 4096
 _NAMES = "STRATEGY RANKS NODES TRAIN-TIME TOTAL-TIME IMAGES/S SPEEDUP EFFICIENCY TEST-ACCURACY"
 _HEADER = f"{_NAMES} PEAK-MEMORY".split()
 _IN_WORDS: dict[object, str] = {True: "CUDA graphs", False: "no CUDA graphs"}
-_OF_ALL = 3  # columns of a row without figures
+_PLAIN_COLUMNS = 3  # columns of a row without figures
 _MEDIANS = ("train_seconds", "total_seconds", "images_per_second", "accuracy")
 _COUNTS = ("peak_memory_bytes", "steps", "threads", "train_images")
 # The settings in which the rows of one comparison differ on purpose.
-_OF_A_ROW = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm"}
+_ROW_FIELDS = {"strategy", "batch_size", "lr", "lr_scaling", "sync_batchnorm"}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Trial:
+class RowRun:
     """One run of a row and its result, or the cause for which it was not run."""
 
     row: Row
@@ -137,12 +137,12 @@ def label(row: Row | RowSummary) -> str:
     return f"{row.strategy}, {count(row.devices, 'GPU' if row.strategy == 'dp' else 'rank')}"
 
 
-def results(trials: Sequence[Trial]) -> list[RowSummary]:
+def results(trials: Sequence[RowRun]) -> list[RowSummary]:
     """Summarize the trials of each row: single first, then dp, then ddp.
 
     The baseline is single, or if it has no figures the row with the fewest devices.
     """
-    by_row: dict[Row, list[Trial]] = {}
+    by_row: dict[Row, list[RowRun]] = {}
     for trial in trials:
         by_row.setdefault(trial.row, []).append(trial)
     order = sorted(by_row, key=lambda row: (-STRATEGIES.index(row.strategy), row.devices))
@@ -177,7 +177,7 @@ def scaling(lines: Sequence[RowSummary], title: str) -> Scaling:
     return Scaling(title, sizes, (base.images_per_second or 0.0) / base.devices, unit="devices")
 
 
-def _medians(row: Row, trials: Sequence[Trial]) -> RowSummary:
+def _medians(row: Row, trials: Sequence[RowRun]) -> RowSummary:
     done = [trial for trial in trials if trial.state == RunState.DONE]
     short = next((trial for trial in trials if trial.state != RunState.DONE), None)
     why = short.why if short else ""
@@ -206,7 +206,7 @@ def _medians(row: Row, trials: Sequence[Trial]) -> RowSummary:
     )
 
 
-def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
+def trials_of(root: Path, texts: Sequence[str]) -> list[RowRun]:
     """Read the results of runs; each text names a comparison, or a run as `find_run` takes it.
 
     A run of a comparison with a damaged request is left out, which is logged. Raises RequestError
@@ -234,18 +234,18 @@ def trials_of(root: Path, texts: Sequence[str]) -> list[Trial]:
     ]
 
 
-def trial(row: Row, run: RunDir, status: RunStatus) -> Trial:
+def trial(row: Row, run: RunDir, status: RunStatus) -> RowRun:
     """Read the result of a run."""
     if status.state == RunState.DONE:
         report = latest_report(run, status.attempt)
         if row.strategy == "dp" and report and report.device == "cpu":
-            return Trial(
+            return RowRun(
                 row, run.name, RunState.FAILED, "it saw no GPU, and the CPU has no DataParallel"
             )
-        return Trial(row, run.name, RunState.DONE, report=report)
+        return RowRun(row, run.name, RunState.DONE, report=report)
     if status.exit_code == EXIT_INTERRUPTED:
-        return Trial(row, run.name, INTERRUPTED)
-    return Trial(row, run.name, status.state, _why(run, status))
+        return RowRun(row, run.name, INTERRUPTED)
+    return RowRun(row, run.name, status.state, _why(run, status))
 
 
 def last_words(run: RunDir) -> str:
@@ -268,13 +268,13 @@ def table(lines: Sequence[RowSummary]) -> str:
     rows = [_HEADER, *(_cells(line) for line in lines)]
     full = [row for row in rows if len(row) >= len(_HEADER)]
     widths = [
-        max(len(row[column]) for row in (rows if column < _OF_ALL else full))
+        max(len(row[column]) for row in (rows if column < _PLAIN_COLUMNS else full))
         for column in range(len(_HEADER))
     ]
     return "\n".join(_line(row, widths) for row in rows)
 
 
-def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -> list[str]:
+def notes(trials: Sequence[RowRun], lines: Sequence[RowSummary], hardware: str) -> list[str]:
     """List the conditions of the figures, one or two sentences per note.
 
     hardware: CPU or GPU models if known; the runs do not report them.
@@ -307,7 +307,7 @@ def notes(trials: Sequence[Trial], lines: Sequence[RowSummary], hardware: str) -
         )
     lines_of_text += _describe_differences(trials)
     settings = [name for name, _ in differences([trial.row.train for trial in trials])]
-    different = [f"--{name.replace('_', '-')}" for name in settings if name not in _OF_A_ROW]
+    different = [f"--{name.replace('_', '-')}" for name in settings if name not in _ROW_FIELDS]
     if different:
         lines_of_text.append(f"the runs differ in {', '.join(different)}")
     return [formatting.line(note) for note in lines_of_text]
@@ -331,7 +331,7 @@ def _capture(reports: Sequence[Report]) -> str:
     return f", without the preparation of the first ({spread}{max(seconds):.2f} s)"
 
 
-def _describe_differences(trials: Sequence[Trial]) -> list[str]:
+def _describe_differences(trials: Sequence[RowRun]) -> list[str]:
     """Report rows in which `auto` resolved differently: the comparison is not fair then."""
     told = []
     for name, remedy in (("precision", "one --precision"), ("cuda_graph", "--cuda-graph off")):
@@ -346,7 +346,7 @@ def _describe_differences(trials: Sequence[Trial]) -> list[str]:
     return told
 
 
-def figures(trial: Trial) -> str:
+def figures(trial: RowRun) -> str:
     """Format speed and accuracy of a run in one line."""
     [line] = results([trial])
     if line.images_per_second is None:
@@ -383,7 +383,7 @@ def _cells(line: RowSummary) -> list[str]:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     """Align words left and figures right; a cell beyond the columns stays unaligned."""
-    padded = widths if len(cells) >= len(widths) else widths[:_OF_ALL]
+    padded = widths if len(cells) >= len(widths) else widths[:_PLAIN_COLUMNS]
     shown = [
         cell.ljust(width) if column < 2 else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(cells, padded, strict=False))

@@ -92,10 +92,10 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
     with mnist.draft_beside(root) as draft:
         raw = draft / mnist.RAW
         try:
-            with _offered(source) as offers:
-                for name, offer in _choose(offers).items():
-                    log.info(f"reading {offer.path}")
-                    _copy(offer, raw / name)
+            with _list_entries(source) as entries:
+                for name, entry in _choose(entries).items():
+                    log.info(f"reading {entry.path}")
+                    _copy(entry, raw / name)
             mnist.inspect(raw)
             mnist.check_labels(raw)
         except DataError as fault:
@@ -110,26 +110,26 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _Entry:
     """One of the four files in some form: its place in the source, and a function to open it."""
 
     path: PurePath
     open: Callable[[], IO[bytes] | None]
-    """Returns None only for files that are not regular; those are never offered."""
+    """Returns None only for files that are not regular; those are never listed."""
 
 
 @contextmanager
-def _offered(source: Path) -> Iterator[list[_Offer]]:
+def _list_entries(source: Path) -> Iterator[list[_Entry]]:
     """List the files of the source with known names; archive members are only ever streamed."""
     if os.path.isdir(source):  # noqa: PTH112 -- Path's raises without permission
-        offers = []
+        entries = []
         for place, folders, names in os.walk(source, onerror=_refuse):
             folders[:] = sorted(name for name in folders if not name.startswith(mnist.DRAFT_PREFIX))
             for path in (Path(place, name) for name in sorted(names)):
                 # os.path.isfile does not raise, unlike Path's; without it a pipe would block.
                 if mnist.standard_name(path.name) and os.path.isfile(path):  # noqa: PTH113
-                    offers.append(_Offer(path, _opener(path)))
-        yield offers
+                    entries.append(_Entry(path, _opener(path)))
+        yield entries
         return
     try:
         archive = tarfile.open(source)  # noqa: SIM115 -- closed below; its errors are handled separately
@@ -142,7 +142,7 @@ def _offered(source: Path) -> Iterator[list[_Offer]]:
     with archive:
         # Only regular files: a link or device could lead out of the archive.
         yield [
-            _Offer(PurePosixPath(member.name), partial(archive.extractfile, member))
+            _Entry(PurePosixPath(member.name), partial(archive.extractfile, member))
             for member in members
             if member.isreg() and mnist.standard_name(PurePosixPath(member.name).name)
         ]
@@ -156,15 +156,15 @@ def _opener(path: Path) -> Callable[[], IO[bytes]]:
     return lambda: path.open("rb")
 
 
-def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
-    """Choose one offer for each of the four files; raise DataError if the choice is ambiguous.
+def _choose(entries: list[_Entry]) -> dict[str, _Entry]:
+    """Choose one entry for each of the four files; raise DataError if the choice is ambiguous.
 
     Prefers a directory with all four files over scattered files, and plain over gzipped files.
     """
-    folders: dict[PurePath, dict[str, _Offer]] = {}
-    for offer in sorted(offers, key=lambda offer: offer.path.suffix != ".gz"):
-        name = str(mnist.standard_name(offer.path.name))
-        folders.setdefault(offer.path.parent, {})[name] = offer  # the plain one comes last
+    folders: dict[PurePath, dict[str, _Entry]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.path.suffix != ".gz"):
+        name = str(mnist.standard_name(entry.path.name))
+        folders.setdefault(entry.path.parent, {})[name] = entry  # the plain one comes last
     complete = {place: each for place, each in folders.items() if len(each) == len(mnist.FILES)}
     if len(complete) > 1:
         places = ", ".join(sorted(str(place) for place in complete))
@@ -183,32 +183,32 @@ def _choose(offers: list[_Offer]) -> dict[str, _Offer]:
         )
     for name, same in spread.items():
         if len(same) > 1:
-            places = ", ".join(sorted(str(offer.path) for offer in same))
+            places = ", ".join(sorted(str(entry.path) for entry in same))
             raise DataError(f"it contains {name} more than once: {places}. Keep one. [CD0604]")
     return {name: same[0] for name, same in spread.items()}
 
 
-def _copy(offer: _Offer, target: Path) -> None:
+def _copy(entry: _Entry, target: Path) -> None:
     """Stream one file into the draft, unpacked; raises DataError for an unreadable one."""
     with target.open("wb") as file:
         try:
-            stream = offer.open()
+            stream = entry.open()
         except _UNREADABLE as error:
-            raise DataError(f"{offer.path} cannot be read: {_words(error)}. [CD0607]") from None
+            raise DataError(f"{entry.path} cannot be read: {_words(error)}. [CD0607]") from None
         assert stream
         with stream:
-            plain = gzip.GzipFile(fileobj=stream) if offer.path.suffix == ".gz" else stream
+            plain = gzip.GzipFile(fileobj=stream) if entry.path.suffix == ".gz" else stream
             while True:
                 try:
                     block = plain.read(1 << 20)
                 except _UNREADABLE as error:
-                    raise DataError(f"{offer.path} is damaged: {_words(error)}. [CD0604]") from None
+                    raise DataError(f"{entry.path} is damaged: {_words(error)}. [CD0604]") from None
                 if not block:
                     return
                 file.write(block)
                 if file.tell() > _MAX_FILE_BYTES:
                     raise DataError(
-                        f"{offer.path} unpacks to over 1 GiB, more than any set has. [CD0604]"
+                        f"{entry.path} unpacks to over 1 GiB, more than any set has. [CD0604]"
                     )
 
 

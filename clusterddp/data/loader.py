@@ -1,6 +1,6 @@
 """Distributes a dataset's images over the ranks and reads them in batches.
 
-`Images` keeps the set in memory on the rank's device; `Loaded` reads single images with torch's
+`Images` keeps the set in memory on the rank's device; `Loader` reads single images with torch's
 DataLoader, for sets that do not fit in memory. Code that draws random numbers here either seeds the
 generators of torch, Python and numpy or leaves them unchanged.
 """
@@ -52,7 +52,7 @@ class Images:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield unmodified images and labels (N,) in the order of these indices.
 
-        salt: unused; seeds random transforms in `Loaded`.
+        salt: unused; seeds random transforms in `Loader`.
         """
         stretch = max(_STRETCH // batch_size, 1) * batch_size
         order = order.to(self._labels.device)
@@ -132,7 +132,7 @@ class Items(Protocol):
     def __getitem__(self, index: int, /) -> object: ...
 
 
-class Loaded:
+class Loader:
     """Any map-style dataset of (image, label) pairs, with the interface of `Images`."""
 
     def __init__(self, dataset: Items, device: torch.device, workers: int) -> None:
@@ -157,7 +157,7 @@ class Loaded:
         indices = order.tolist()
         cuts = range(0, len(indices), batch_size)
         loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            _Salted(self._dataset, salt),
+            _SeededPerBatch(self._dataset, salt),
             batch_sampler=[indices[cut : cut + batch_size] for cut in cuts],
             # A single batch (DDP's warm-up has one) is not worth a process.
             num_workers=self._workers if len(cuts) > 1 else 0,
@@ -179,7 +179,7 @@ class Loaded:
         self._classes = classes
 
 
-class _Salted(Dataset[tuple[Tensor, Tensor]]):
+class _SeededPerBatch(Dataset[tuple[Tensor, Tensor]]):
     """Dataset that seeds the random generators for each batch."""
 
     def __init__(self, dataset: Items, salt: int) -> None:

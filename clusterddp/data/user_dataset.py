@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from clusterddp.data.loader import Images, Loaded, seed_generators
+from clusterddp.data.loader import Images, Loader, seed_generators
 from clusterddp.errors import DataError
 from clusterddp.request import user_functions
 from clusterddp.request.train_config import TrainConfig
@@ -65,20 +65,20 @@ class OwnSets:
             self._sha256 = digest.hexdigest()
         return self._sha256
 
-    def on(self, device: torch.device) -> tuple[Images | Loaded, Images | Loaded]:
+    def on(self, device: torch.device) -> tuple[Images | Loader, Images | Loader]:
         """Return the training and the test set on this device. Raises like `load`."""
         self.load()
         train, test = (self._readable(self._given[train], device) for train in (True, False))
         self._given = {}  # frees the host's memory: a GPU has copies of the tensors
         return train, test
 
-    def _readable(self, given: Any, device: torch.device) -> Images | Loaded:
+    def _readable(self, given: Any, device: torch.device) -> Images | Loader:
         if isinstance(given, tuple):
             images, labels = given
             if self._config.data_pipeline == "memory":
                 return Images(images, labels, device)
             given = TensorDataset(images, labels)
-        return Loaded(given, device, self._config.num_workers)
+        return Loader(given, device, self._config.num_workers)
 
     def _checked(self, given: Any, *, train: bool) -> Any:
         """Return a pair as (float32 or bytes, int64), a dataset unchanged; raises DataError."""

@@ -149,7 +149,7 @@ def _check_gpus(spec: JobSpec, gpus: list[str]) -> None:
     if not spec.shares_gpus:
         raise RequestError(
             f"--nodes {nodes} and --gpus-per-node {each}: {counts}. Request fewer{instead}, or "
-            f"let ranks share a GPU: {spec.sharing}. [CD1305]"
+            f"let ranks share a GPU: {spec.sharing_options}. [CD1305]"
         )
     log.warning(f"{counts}: the hosts share them. [CD1305]")
 

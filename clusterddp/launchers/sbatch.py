@@ -181,7 +181,7 @@ def agent_cpus(spec: JobSpec) -> int:
     resources = spec.resources
     if resources.cpus_per_task:
         return resources.cpus_per_task * resources.tasks_per_node
-    is_open = not spec.says_cpus and "cpus-per-task" not in spec.omit_directives
+    is_open = not spec.sets_cpus and "cpus-per-task" not in spec.omit_directives
     return resources.tasks_per_node if is_open and resources.tasks_per_node > 1 else 0
 
 
@@ -390,7 +390,7 @@ def _gpus(resources: Resources, tasks_per_node: int) -> str:
     return f"{name}{resources.gpu_type}:{count}" if resources.gpu_type else f"{name}{count}"
 
 
-_OF_SPEC = (
+_SPEC_FIELDS = (
     "run_name run_dir python controller_python resources environment pass_environment modules "
     "setup teardown srun_args network_interface wrapper"
 )
@@ -400,7 +400,7 @@ _OF_SPEC = (
 def _context(spec: JobSpec) -> dict[str, object]:
     """Return the names that a template can use; `docs/templates.md` lists them."""
     return {
-        **{name: getattr(spec, name) for name in _OF_SPEC.split()},
+        **{name: getattr(spec, name) for name in _SPEC_FIELDS.split()},
         "spec": spec,
         "version": __version__,
         "directives": directives(spec),

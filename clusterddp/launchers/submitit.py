@@ -184,7 +184,7 @@ class Task:
             return False
         gains = steps_gained(attempt, history.spec)
         starts = history.past_attempts_with(attempt.number, cause=Cause.SIGNAL, steps_gained=gains)
-        return decide(self.policy, Cause.SIGNAL, starts).go_on
+        return decide(self.policy, Cause.SIGNAL, starts).restarts
 
 
 def _do_nothing(*_: object) -> None:

@@ -37,7 +37,7 @@ _END_SECONDS = 3.0
 _MAX_CONNECTIONS = 4096
 _MAX_BYTES = 64 << 10
 """Longest accepted line; lines to the probes grow with the nodes and are not limited."""
-_OF_TASKS = {
+_TASK_VARIABLES = {
     *("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU"),
     *("SLURM_TRES_BIND", "SLURM_TRES_PER_TASK"),
 }
@@ -407,7 +407,7 @@ def started(
     with log.open("wb") as output:
         srun = subprocess.Popen(
             argv,
-            env={name: value for name, value in environ.items() if name not in _OF_TASKS},
+            env={name: value for name, value in environ.items() if name not in _TASK_VARIABLES},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

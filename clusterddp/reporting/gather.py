@@ -27,7 +27,7 @@ from clusterddp.status.status import RunStatus, coalesce, latest_report
 
 _MAX_SIDE = 512
 _MAX_CONFUSIONS = 20
-_OF_STATUS = (
+_STATUS = (
     *("name", "state", "detail", "first_failure", "directory", "job_id", "launcher", "preflight"),
 )
 _NOT_PRINTED = ("steps", "epochs", "resumed_from", "attempt", "saving", "restart")
@@ -115,8 +115,8 @@ class RunReport:
         own = asdict(self)
         status, figures = own.pop("status"), own.pop("figures")
         figures |= {"step": figures["steps"], "epoch": figures["epochs"]}
-        of_status = {name: status[name] for name in _OF_STATUS}
-        left = {name: figures[name] for name in figures if name not in (*_OF_STATUS, *_NOT_PRINTED)}
+        of_status = {name: status[name] for name in _STATUS}
+        left = {name: figures[name] for name in figures if name not in (*_STATUS, *_NOT_PRINTED)}
         return {**of_status, **left, **own}
 
 

@@ -27,10 +27,10 @@ USUAL = ("accuracy", "loss")
 LARGEST = 1e100
 """Upper bound of plotted values, so that an axis can add its margin."""
 _TRAINING = "train_"
-_OF_REPORT = (*USUAL, "train_seconds", "images_per_second", "peak_memory_bytes")
+_REPORT_FIELDS = (*USUAL, "train_seconds", "images_per_second", "peak_memory_bytes")
 _OWN_NAMES = {"seconds": "train_seconds", "images_per_second": "images_per_second"}
 _NO_METRICS = frozenset({"kind", "step", "epoch", "time", "rank_images_per_second"})
-_OF_TRAINING = ("images_per_second", "lr")  # also in evaluation lines, but not test metrics
+_TRAINING_FIELDS = ("images_per_second", "lr")  # also in evaluation lines, but not test metrics
 _LATEST_LINES = 50  # training lines searched for the latest value of each metric
 _MAX_STEPS = 200  # per curve: more make no visible difference
 _WORDS = (
@@ -196,7 +196,7 @@ def lower_is_better(metric: str) -> bool:
 
 def label(metric: str) -> str:
     """Return the display name of a metric: `test accuracy`, `training loss`, `train seconds`."""
-    if metric in _OF_REPORT and metric not in USUAL:
+    if metric in _REPORT_FIELDS and metric not in USUAL:
         return metric.replace("_", " ")
     name = metric.removeprefix(_TRAINING)
     return f"test {name}" if name == metric else f"training {name}"
@@ -319,10 +319,10 @@ def _metrics(run: RunDir, report: Report | None) -> dict[str, float]:
         prefix = "" if line["kind"] == "eval" else _TRAINING
         for name, content in line.items():
             value = None if name in _NO_METRICS else _number(content)
-            if value is None or (not prefix and name in _OF_TRAINING):
+            if value is None or (not prefix and name in _TRAINING_FIELDS):
                 continue
             metrics[_OWN_NAMES.get(name) or f"{prefix}{name}"] = value
-    for name in _OF_REPORT if report else ():
+    for name in _REPORT_FIELDS if report else ():
         value = _number(getattr(report, name))
         if value is not None:
             metrics[name] = value
@@ -335,7 +335,7 @@ def _without(swept: Sequence[str], metrics: Mapping[str, float]) -> dict[str, fl
     Accuracy, loss and the values of report.json stay: they are metrics whatever is swept.
     """
     names = {*swept, *(f"{_TRAINING}{name}" for name in swept if name not in USUAL)}
-    return {n: v for n, v in metrics.items() if n not in names or n in _OF_REPORT}
+    return {n: v for n, v in metrics.items() if n not in names or n in _REPORT_FIELDS}
 
 
 def _number(value: object) -> float | None:
@@ -379,9 +379,9 @@ def _metric(asked: str, known: set[str], swept: Sequence[str]) -> str:
         why = "is a swept option" if asked in swept else "is not recorded by any trial"
         raise OptionError("--by", f" {asked} {why}. {choice}.")
     usual = [*USUAL, *(f"{_TRAINING}{name}" for name in USUAL)]
-    own = sorted(known - {*usual, *_OF_REPORT})
+    own = sorted(known - {*usual, *_REPORT_FIELDS})
     tested = [name for name in own if not name.startswith(_TRAINING)]
-    order = [*USUAL, *tested, *usual, *own, *_OF_REPORT]
+    order = [*USUAL, *tested, *usual, *own, *_REPORT_FIELDS]
     return next((name for name in order if name in known), "")
 
 

@@ -31,7 +31,7 @@ Writer: TypeAlias = Callable[[str], str]
 _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
 _LIST = "trial"
 """Variable of the batch script with a trial's training options."""
-_OF_COMMANDS = {
+_COMMAND_REFUSALS = {
     "report_to": "the training writes metrics.jsonl, and TensorBoard logs with --tensorboard",
 }
 """Fields of a request that the training does not use, and why."""
@@ -55,7 +55,7 @@ class _Program(Record):
     """Whether an attempt is known to resume from the previous one's checkpoint; see `JobSpec`."""
     keeps_records = False
     """Whether its ranks always record their steps and their end; otherwise only a Loop does."""
-    sees_marks = False
+    reads_stop_file = False
     """Whether its ranks notice a stop request without a signal."""
     watches_output = True
     """Whether a hang is found by the output of its ranks; otherwise by their watchdog."""
@@ -114,13 +114,13 @@ class BuiltIn(_Program):
     starter = "train"
     resumable = True
     keeps_records = True
-    sees_marks = True
+    reads_stop_file = True
     watches_output = False
     preflights = PREFLIGHTS
     rank = "GPU rank"
     restart_phrase = "start again"
     packages = "torch, numpy"
-    refused = _OF_COMMANDS
+    refused = _COMMAND_REFUSALS
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

@@ -55,7 +55,7 @@ _BASH_OWNS = (
     "EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD IFS LINENO PIPESTATUS POSIXLY_CORRECT PPID RANDOM "
     "SECONDS SHELLOPTS SHLVL SRANDOM UID"
 )
-_SPARES_OWN = (
+_NODE_OPTIONS = (
     "--nodes -N --nodelist -w --exclude -x --relative -r --exclusive --overlap --nodefile -F"
 )
 """Arguments of srun that select the nodes of a Slurm step."""
@@ -307,7 +307,7 @@ class JobSpec(Record):
         self._check_program()
         for name, value in self.program.fields_at(self.hang_timeout).items():
             object.__setattr__(self, name, value)
-        for name, value in self._usual().items():
+        for name, value in self._defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         self._check_signal()
@@ -323,13 +323,13 @@ class JobSpec(Record):
             raise OptionError(
                 f"--tasks-per-node {tasks}",
                 f" conflicts with --gpus-per-node {gpus}: there are more tasks than GPUs. Use one "
-                f"task per GPU (the default). To let ranks share a GPU: {self.sharing}.",
+                f"task per GPU (the default). To let ranks share a GPU: {self.sharing_options}.",
             )
         self._check_notify()
         if self.sweep:
             self._check_sweep()
 
-    def _usual(self) -> dict[str, object]:
+    def _defaults(self) -> dict[str, object]:
         """Return the defaults that depend on other fields, by field."""
         resumable = self.program.resumable if self.resumable is None else self.resumable
         limit = forms.limit_seconds(self.resources.time)  # Slurm looks at limits twice a minute
@@ -343,7 +343,7 @@ class JobSpec(Record):
 
     def _check_program(self) -> None:
         """Raise RequestError for a program that cannot start, or an option it does not use."""
-        if self.on_hang == END and self.hang_timeout == 0 and not self.is_usual("hang_timeout"):
+        if self.on_hang == END and self.hang_timeout == 0 and not self.has_default("hang_timeout"):
             raise OptionError(
                 "--on-hang end",
                 " conflicts with --hang-timeout 0, which reports no hang. Remove one of them. "
@@ -503,7 +503,7 @@ class JobSpec(Record):
             for text in self.srun_args
             for word in shlex.split(text)
         ]
-        taken = next((word for word in words if word in _SPARES_OWN.split()), "")
+        taken = next((word for word in words if word in _NODE_OPTIONS.split()), "")
         if taken:
             raise OptionError(
                 asked,
@@ -640,7 +640,7 @@ class JobSpec(Record):
         return by_gloo or by_nccl or SHARED_GPUS in self.pass_environment
 
     @property
-    def sharing(self) -> str:
+    def sharing_options(self) -> str:
         """Return the options that let several ranks share a GPU."""
         by_gloo = "--backend gloo, or " if "backend" in self.program.options else ""
         return f"{by_gloo}--env {SHARING}"
@@ -651,7 +651,7 @@ class JobSpec(Record):
         return self.resources.layout
 
     @property
-    def says_cpus(self) -> bool:
+    def sets_cpus(self) -> bool:
         """Return whether the request sets the CPUs of a rank: a number, or the whole node."""
         directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
         by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
@@ -692,9 +692,9 @@ class JobSpec(Record):
         """Return the seconds between Slurm's signal and the time limit; 0 without a signal."""
         return int((self.signal or "").rpartition("@")[2] or 0)
 
-    def is_usual(self, name: str) -> bool:
+    def has_default(self, name: str) -> bool:
         """Return whether a field has its default, for a default that depends on other fields."""
-        return bool(getattr(self, name) == self._usual()[name])
+        return bool(getattr(self, name) == self._defaults()[name])
 
     def to_json(self) -> str:
         """Return the run's record of its request, without values of variables passed by name."""
@@ -718,7 +718,7 @@ class JobSpec(Record):
         }
         if isinstance(asked.get("train"), dict):  # the request's own field has it
             asked["train"].pop("hang_timeout", None)
-        unsaid = [name for name, usual in self._usual().items() if getattr(self, name) == usual]
+        unsaid = [name for name, usual in self._defaults().items() if getattr(self, name) == usual]
         if self.controller_python == self.python and not (self.wrapper or self.container_image):
             unsaid.append("controller_python")
         return {name: value for name, value in asked.items() if name not in unsaid}
@@ -760,7 +760,7 @@ def submission_comment(run_name: str) -> str:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Terms:
+class SubmitOptions:
     """Options of a submission that are not part of its request."""
 
     force: bool = option(
@@ -785,7 +785,7 @@ class _Terms:
     runs_dir: str = option("jobs", "Directory for runs.", names="DIR", group=table.GENERAL)
 
 
-_RECORDS = ((Resources, table.RESOURCES), (JobSpec, table.LAUNCH), (_Terms, table.LAUNCH))
+_RECORDS = ((Resources, table.RESOURCES), (JobSpec, table.LAUNCH), (SubmitOptions, table.LAUNCH))
 _ROWS = (row for record, group in _RECORDS for row in table.options_of(record, group))
 REQUEST = tuple(sorted(_ROWS, key=lambda option: table.GROUPS.index(option.group)))
 """Options of the request, in the order of --help."""

@@ -445,7 +445,7 @@ def named_hardware(error: TaskError | None, exit_code: int | None, log: str) -> 
 
 
 _CRASHES = {128 + getattr(signal, f"SIG{name}") for name in ("SEGV", "ABRT", "ILL", "FPE", "BUS")}
-_OF_DEVICE = re.compile(r"(?:RuntimeError|(?:torch\.)?AcceleratorError): (?:CUDA|cuDNN) error\b")
+_DEVICE_ERROR = re.compile(r"(?:RuntimeError|(?:torch\.)?AcceleratorError): (?:CUDA|cuDNN) error\b")
 
 
 def may_be_hardware(reason: str, exit_code: int | None) -> bool:
@@ -454,4 +454,4 @@ def may_be_hardware(reason: str, exit_code: int | None) -> bool:
     reason: as recorded. Crash signals and errors of the device count; exceptions of the program,
     its own exit codes and kills do not.
     """
-    return exit_code in _CRASHES or _OF_DEVICE.match(reason) is not None
+    return exit_code in _CRASHES or _DEVICE_ERROR.match(reason) is not None

@@ -280,7 +280,7 @@ class Policy:
 class Decision:
     """Decision on another attempt, with the reason for the user."""
 
-    go_on: bool
+    restarts: bool
     why: str
     code: str = ""
     """Error code of what prevents the next attempt; empty if the end itself does."""

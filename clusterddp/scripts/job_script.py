@@ -15,7 +15,7 @@ from clusterddp.request import nested_launcher
 from clusterddp.request.nested_launcher import NestedLauncher
 from clusterddp.scripts import sbatch_file, shell
 from clusterddp.scripts.python_file import PythonFile
-from clusterddp.scripts.sbatch_file import SbatchFile, Step
+from clusterddp.scripts.sbatch_file import SbatchFile, SrunCommand
 from clusterddp.scripts.shell import (
     Assignment,
     Command,
@@ -37,7 +37,7 @@ _STAGES = frozenset(_NAMES_OF_STAGES.split())
 """Programs that only prepare a job."""
 DERIVED = frozenset({*forms.RANK_VARIABLES, "SRUN_CPUS_PER_TASK"})
 """Variables that clusterddp sets for each task or for srun."""
-_OF_THE_SHELL = frozenset({"exec", "command", "time", "eval"})
+_SHELL_WORDS = frozenset({"exec", "command", "time", "eval"})
 """Shell words that may precede a program."""
 
 _ENDING = re.compile(r"[ \t]*(&&|;|\n)\s*")
@@ -48,7 +48,7 @@ DIRECTIVES_OF_LAYOUT = frozenset(
 """Directives that determine the layout together."""
 MPI = frozenset({"mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "orterun", "prterun"})
 _ALL_GPUS = re.compile(r"SLURM_GPUS_ON_NODE|SLURM_GPUS_PER_NODE|nvidia-smi")
-_OF_NODES = re.compile(r"SLURM_NNODES|SLURM_JOB_NUM_NODES")
+_NODE_COUNT = re.compile(r"SLURM_NNODES|SLURM_JOB_NUM_NODES")
 
 Note = Callable[[int, str, str], None]
 """Function that takes a line number, its text, and a remark on it."""
@@ -62,7 +62,7 @@ class Run:
     script: Script
     """Text that the command's values belong to."""
     line: int
-    step: Step | None = None
+    step: SrunCommand | None = None
     in_own_shell: bool = False
     """True if a shell in the task reads it: `srun bash -c '…'`."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class JobScript:
         names = ("gpus-per-node", "gpus-per-task", "gpus", "gpus-per-socket")
         return self.file.value(*names) is not None or "gpu" in (self.file.value("gres") or "")
 
-    def asks_for_gpus_in(self, step: Step) -> bool:
+    def asks_for_gpus_in(self, step: SrunCommand) -> bool:
         """Return whether the job or the step requests GPUs."""
         names = ("gpus-per-node", "gpus-per-task", "gpus", "gpus-per-socket", "gres")
         return self.asks_for_gpus or step.value(*names, "tres-per-task") is not None
@@ -236,7 +236,7 @@ class JobScript:
 
     # Steps
 
-    def step_nodes(self, step: Step) -> int | None:
+    def step_nodes(self, step: SrunCommand) -> int | None:
         if step.value("het-group", "pack-group") is not None:
             return None
         value = step.value("nodes")
@@ -246,7 +246,7 @@ class JobScript:
             return None
         return self.nodes
 
-    def step_tasks(self, step: Step) -> int | None:
+    def step_tasks(self, step: SrunCommand) -> int | None:
         """Return the number of tasks of a step, or None if unknown.
 
         SLURM_NTASKS holds the job's task count; srun obeys it over its own --nodes and
@@ -267,7 +267,7 @@ class JobScript:
         number = self.number(per_node)
         return nodes * number if nodes and number else None
 
-    def visible_gpus(self, step: Step) -> int | None:
+    def visible_gpus(self, step: SrunCommand) -> int | None:
         """Return how many GPUs each task of a step sees; None if unknown or restricted."""
         names = ("gpus-per-task", "gpu-bind", "tres-bind", "ntasks-per-gpu", "exclusive")
         if self.file.value(*names) is not None or self.file.value("gpus-per-node", "gres") is None:
@@ -292,7 +292,7 @@ class JobScript:
             for command in self.file.script.commands
         )
 
-    def step_tasks_per_node(self, step: Step) -> int | None:
+    def step_tasks_per_node(self, step: SrunCommand) -> int | None:
         """Return the highest number of a step's tasks on one node, or None if unknown."""
         tasks, nodes = self.step_tasks(step), self.step_nodes(step)
         if tasks and nodes:
@@ -312,7 +312,7 @@ class JobScript:
         return runs
 
     @cached_property
-    def in_tasks(self) -> list[tuple[Run, Step]]:
+    def in_tasks(self) -> list[tuple[Run, SrunCommand]]:
         """Return the commands of the tasks, with their steps."""
         return [(run, run.step) for run in self.runs if run.step]
 
@@ -396,7 +396,7 @@ def _is_continued(line: str) -> bool:
     return line.endswith("\\") and not line.lstrip().startswith("#")
 
 
-def _of_task(step: Step, script: Script) -> Iterator[Run]:
+def _of_task(step: SrunCommand, script: Script) -> Iterator[Run]:
     """Yield the commands of each task: the step's program, or the commands of its `bash -c`."""
     words = step.program
     command = Command(
@@ -486,7 +486,7 @@ class Training:
     """The training command of a file: a step, or a program of the batch shell."""
 
     command: Command
-    step: Step | None
+    step: SrunCommand | None
     program: tuple[Word, ...]
     """Words of each task's command; a `bash -c` with one command is unwrapped."""
     text: str = ""
@@ -531,7 +531,7 @@ def _evaluated(file: SbatchFile, command: Command) -> tuple[Word, ...]:
 
 
 def _without_shells_words(words: tuple[Word, ...]) -> tuple[Word, ...]:
-    while words and words[0].text in _OF_THE_SHELL:
+    while words and words[0].text in _SHELL_WORDS:
         words = words[1:]
     return words
 
@@ -718,7 +718,7 @@ class _LayoutReader:
         sources = " ".join(each.source for each in self.file.script.expanded(typed))
         if gpus and (typed in ("gpu", "auto") or _ALL_GPUS.search(sources)):
             return gpus
-        if gpus and of_all and _OF_NODES.search(sources):  # a count per node
+        if gpus and of_all and _NODE_COUNT.search(sources):  # a count per node
             return gpus
         why = f"the number of ranks is unknown; now it is {gpus or 1} per node"
         self.note(self.where, self.file.script.with_sources(typed), why)

@@ -20,7 +20,7 @@ _RANK = re.compile(
     r"|SLURM_(?:PROCID|LOCALID|NODEID)|(?:LOCAL_|GROUP_|NODE_)?RANK",
     re.IGNORECASE,
 )
-_OF_GPU = re.compile(r"r?gpu(?:_?id)?", re.IGNORECASE)
+_GPU_NAME = re.compile(r"r?gpu(?:_?id)?", re.IGNORECASE)
 """Names of ranks that single-device scripts use, too."""
 _LOCAL_RANK = re.compile(r"(?:ddp_)?local_?(?:rank|id)|SLURM_LOCALID|LOCAL_RANK", re.IGNORECASE)
 _MAIN = re.compile(
@@ -43,7 +43,7 @@ _DISTRIBUTED = frozenset(_DISTRIBUTED_NAMES.split())
 _MAX_BITS = 10_000
 _MAX_VALUES = 30
 """Assignments of one name to follow; more occur only in generated code."""
-_OF_ENV = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_ENV_NAMES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 """Variables that init_process_group reads."""
 _STARTERS = frozenset({"Process", "start_processes", "elastic_launch", "execv", "execvp"})
 """Calls with which a script starts its own ranks."""
@@ -156,10 +156,10 @@ class PythonFile:
     def knows_no_rank(self) -> bool:
         """Return whether it never refers to ranks, imported modules not considered."""
         found = {*self.names_in(self.tree), *self.imported.values()}
-        names = {each for each in found if not _OF_GPU.fullmatch(each) and " " not in each}
+        names = {each for each in found if not _GPU_NAME.fullmatch(each) and " " not in each}
         return (
             not self.spawns
-            and not names & (_OF_ENV | _STARTERS)
+            and not names & (_ENV_NAMES | _STARTERS)
             and not any("distributed" in name or _is_rank(name) for name in names)
         )
 
@@ -300,7 +300,7 @@ class PythonFile:
             if not of_torch or not by_env or len(call.args) > 1 or {None, "store"} & given.keys():
                 continue
             if self.always_runs(call):
-                names = {name for name in _OF_ENV if name.lower() not in given}
+                names = {name for name in _ENV_NAMES if name.lower() not in given}
                 return call.lineno, frozenset(names - self.variables_set)
         return 0, frozenset()
 
@@ -323,7 +323,7 @@ class PythonFile:
                     keys = [each for each in node.args if not isinstance(each, ast.Dict)]
             for key in keys:
                 if not isinstance(key, ast.Constant):
-                    return set(_OF_ENV)  # any of them
+                    return set(_ENV_NAMES)  # any of them
                 names.add(str(key.value))
         return names
 

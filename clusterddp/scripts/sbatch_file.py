@@ -98,7 +98,7 @@ class Directive(Option):
 
 
 @dataclass(frozen=True)
-class Step:
+class SrunCommand:
     """A command that srun starts in the tasks."""
 
     command: Command
@@ -136,7 +136,7 @@ class SbatchFile:
         return self.text.split("\n")
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[SrunCommand]:
         """Return the steps in order, including those in functions and conditions."""
         return list(steps(self.script.commands))
 
@@ -273,7 +273,7 @@ def nearest_name(name: str) -> str:
     return "".join(difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
 
 
-def steps(commands: Sequence[Command]) -> Iterator[Step]:
+def steps(commands: Sequence[Command]) -> Iterator[SrunCommand]:
     """Yield the steps among commands; srun may follow time, exec, timeout …"""
     for command in commands:
         texts = command.texts
@@ -288,7 +288,7 @@ def steps(commands: Sequence[Command]) -> Iterator[Step]:
             for option in read_options
         )
         environment = tuple((each.name, each.text) for each in command.assignments)
-        yield Step(command, placed, words[begin:], environment)
+        yield SrunCommand(command, placed, words[begin:], environment)
 
 
 @dataclass(frozen=True, eq=False)

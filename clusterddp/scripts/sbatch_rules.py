@@ -13,13 +13,13 @@ from clusterddp.request.nested_launcher import START_PYTHON
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.findings import Found, Rules
 from clusterddp.scripts.job_script import JobScript, Run, in_loop
-from clusterddp.scripts.sbatch_file import Directive, Step
+from clusterddp.scripts.sbatch_file import Directive, SrunCommand
 from clusterddp.scripts.shell import Command, Expansion, Script, is_known, on_one_line, typed
 
 SBATCH_RULES = rule = Rules()
 
 
-_OF_A_TASK = {
+_TASK_VARIABLES = {
     "SLURM_PROCID": "0, the batch script's own",
     "SLURM_LOCALID": "0, the batch script's own",
     "SLURM_NODEID": "0, the first node's",
@@ -46,10 +46,10 @@ _NUMBERS = {"0": "EXIT", "1": "HUP", "2": "INT", "10": "USR1", "12": "USR2", "15
 _QUICK = frozenset({"echo", "printf", "date", "exit", ":", "true"})
 _QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'|\\.", re.DOTALL)
 _AGENT = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
-_OF_ONE_AGENT = re.compile(r"PET_NNODES|SLURM_(?:PROCID|NODEID)")
+_AGENT_WORDS = re.compile(r"PET_NNODES|SLURM_(?:PROCID|NODEID)")
 """Words of a script whose agents find each other, or get separate parts of the work."""
-_OF_TASKS = re.compile("|".join(_OF_A_TASK))
-_TELL_TASKS = _OF_A_TASK.keys() | {"NODE_RANK", "node_rank", "machine_rank"}
+_TASK_WORDS = re.compile("|".join(_TASK_VARIABLES))
+_TELL_TASKS = _TASK_VARIABLES.keys() | {"NODE_RANK", "node_rank", "machine_rank"}
 """Names in a script whose tasks may each start some of the ranks."""
 _JOB_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 
@@ -95,7 +95,7 @@ def agents_apart(job: JobScript) -> Iterator[Found]:
             continue
         tasks, line = job.step_tasks(step) or 1, job.line(run.line)
         typed = _AGENT.search(line)
-        is_meant = {"nnodes", "standalone"} & run.options.keys() or _OF_ONE_AGENT.search(job.typed)
+        is_meant = {"nnodes", "standalone"} & run.options.keys() or _AGENT_WORDS.search(job.typed)
         if tasks < 2 or job.step_tasks_per_node(step) != 1 or is_meant or not typed:
             continue
         options = " --nnodes=$SLURM_JOB_NUM_NODES"
@@ -123,7 +123,7 @@ def spawn_per_task(job: JobScript) -> Iterator[Found]:
         if not script or not named or run.starts or not tasks or tasks <= (nodes or 1):
             continue
         by_task = _TELL_TASKS & set(script.names_in(script.tree))
-        if by_task or _OF_TASKS.search(step.command.source):
+        if by_task or _TASK_WORDS.search(step.command.source):
             continue
         if line := script.always_spawns:
             yield Found(
@@ -135,7 +135,7 @@ def spawn_per_task(job: JobScript) -> Iterator[Found]:
             )
 
 
-def _one_task_per_node(job: JobScript, step: Step) -> str:
+def _one_task_per_node(job: JobScript, step: SrunCommand) -> str:
     """Return a step's line with one task per node; without --ntasks srun keeps the job's count."""
     nodes = job.step_nodes(step) or '"$SLURM_JOB_NUM_NODES"'
     source = on_one_line(step.command.source)
@@ -276,7 +276,7 @@ def batch_shell_rank(job: JobScript) -> Iterator[Found]:
             for expansion in job.expanded_by_batch(run, text):
                 several = nodes if expansion.name == "SLURM_NODEID" else tasks
                 key = (expansion.line, expansion.name)
-                if expansion.name not in _OF_A_TASK or several == 1 or key in reported:
+                if expansion.name not in _TASK_VARIABLES or several == 1 or key in reported:
                     continue
                 own = run.launcher if run.launcher and run.launcher.command == run.texts else None
                 of_launcher = run.command.texts[: own.last] if own else run.command.texts
@@ -287,7 +287,7 @@ def batch_shell_rank(job: JobScript) -> Iterator[Found]:
                     expansion.line,
                     bool(several),
                     f"the batch shell expands {expansion.source} before srun starts, so every "
-                    f"task gets {_OF_A_TASK[expansion.name]}.",
+                    f"task gets {_TASK_VARIABLES[expansion.name]}.",
                     _left_to_task(job, run, expansion),
                 )
         yield from _one_rank_for_all(job, run)
@@ -321,7 +321,7 @@ def _exported_ranks(job: JobScript) -> Iterator[Found]:
         for assignment in run.command.assignments:
             is_exported = assignment.exported or assignment.name in job.file.script.exported
             names = {each.name for each in job.expanded_by_batch(run, assignment.text)}
-            if assignment.name in _RANKS and is_exported and names.intersection(_OF_A_TASK):
+            if assignment.name in _RANKS and is_exported and names.intersection(_TASK_VARIABLES):
                 ranks[assignment.name] = assignment.line
     for reader, step in job.in_tasks:
         read = [name for name in ranks if _reads_ranks(reader, name)]
@@ -362,7 +362,7 @@ def _left_to_task(job: JobScript, run: Run, expansion: Expansion) -> str:
 
 
 def _in_task_shell(
-    job: JobScript, step: Step, before: str = "", left: str = "", of_rank: str = ""
+    job: JobScript, step: SrunCommand, before: str = "", left: str = "", of_rank: str = ""
 ) -> str:
     """Return a step's line whose tasks run the program through a shell.
 
@@ -699,7 +699,7 @@ def cpus_for_srun(job: JobScript) -> Iterator[Found]:
         return
 
 
-def _with_cpus(job: JobScript, step: Step) -> str:
+def _with_cpus(job: JobScript, step: SrunCommand) -> str:
     """Return the step's line with the job's CPUs: as srun's option, or exported before it."""
     source = on_one_line(step.command.source)
     option = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
@@ -852,7 +852,7 @@ def more_tasks_than_gpus(job: JobScript) -> Iterator[Found]:
             )
 
 
-def _with_tasks(job: JobScript, step: Step, each: int) -> tuple[int, str]:
+def _with_tasks(job: JobScript, step: SrunCommand, each: int) -> tuple[int, str]:
     """Return the line that sets the task count, and its text with `each` tasks per node."""
     of_step = [option for option in step.options if option.name in ("ntasks", "ntasks-per-node")]
     total, per_node = job.file.directive("ntasks"), job.file.directive("ntasks-per-node")

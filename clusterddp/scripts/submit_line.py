@@ -36,8 +36,8 @@ _LOGS = frozenset({"output", "error", "open-mode", "input"})
 _LOG_PLACE = "not carried over: logs are in the run's directory, logs/rank-R.log"
 _UNKNOWN = "not carried over: only the batch shell knows its value"
 _ARGUMENT = "an argument of the script or of a function has no value here: write the value"
-_OF_ARGUMENT = re.compile(r"(?<!\\)\$(?:\{?[1-9]|[#@*]|\{[#@*]\})")
-_OF_SBATCH = frozenset({"parsable", "quiet", "verbose", "get-user-env"})
+_ARGUMENT_USE = re.compile(r"(?<!\\)\$(?:\{?[1-9]|[#@*]|\{[#@*]\})")
+_SBATCH_ONLY = frozenset({"parsable", "quiet", "verbose", "get-user-env"})
 """Options of sbatch that do not concern the job."""
 _SAME = frozenset({"requeue", "no-requeue", "wait", "test-only", "exclusive"})
 """Flags of sbatch that submit has as well."""
@@ -45,7 +45,7 @@ _OPTIONS_OF_STEP = (
     "nodes ntasks ntasks-per-node cpus-per-task label unbuffered kill-on-bad-exit wait quiet jobid "
     "nodelist relative exclusive exact overlap no-container-mount-home"
 )
-_OF_STEP = frozenset(_OPTIONS_OF_STEP.split())
+_STEP_ONLY = frozenset(_OPTIONS_OF_STEP.split())
 """Options of srun that the run's own srun sets or does not need."""
 _SIGNAL = re.compile(
     r"(?P<batch>[BR]*:)?(?:SIG)?(?P<name>\w+)(?:@(?P<seconds>\d+))?", re.IGNORECASE
@@ -53,7 +53,7 @@ _SIGNAL = re.compile(
 _BYTES = re.compile(r"(\d+[KMGT])i?B", re.IGNORECASE)
 """Size such as 4GB or 4GiB; sbatch only uses the first letter of the unit."""
 _SIGNALS = {"10": "USR1", "12": "USR2", "15": "TERM"}
-_OF_MODULES = re.compile(r"PATH$|HOME$|ROOT$|DIR$|PREFIX$|FLAGS$|MODULE", re.IGNORECASE)
+_MODULE_NAME = re.compile(r"PATH$|HOME$|ROOT$|DIR$|PREFIX$|FLAGS$|MODULE", re.IGNORECASE)
 """Variables that modules set, too, so the order matters."""
 _LOADS = frozenset({"load", "add"})
 _VERBS_OF_ML = (
@@ -271,7 +271,7 @@ class _Translation:
             self.option(directive, value)
         elif name in REPLACED:
             line.note(directive.line, directive.text, f"not carried over: use {REPLACED[name]}")
-        elif name not in _OF_SBATCH:
+        elif name not in _SBATCH_ONLY:
             line.add("sbatch", name if value is None else f"{name}={value}")
 
     def option(self, directive: Directive, value: str | None) -> None:
@@ -314,7 +314,7 @@ class _Translation:
         for option in step.options:
             name, value, source = option.name, option.value, self.with_sources(option.source)
             is_jobs_own = name in of_gpus and (value == file.value(name) or not asks_for_gpus)
-            if name in _OF_STEP or is_jobs_own:
+            if name in _STEP_ONLY or is_jobs_own:
                 continue
             if name in _LOGS:
                 line.note(option.line, source, _LOG_PLACE)
@@ -663,7 +663,7 @@ class _Translation:
             return None
         lines = []
         for each in command.assignments:
-            by_modules = after_others and _OF_MODULES.search(each.name)
+            by_modules = after_others and _MODULE_NAME.search(each.name)
             if _is_secret(each) or (self.is_plain(each) and not by_modules):
                 self.variable(each.name, each.text, command.line, each.name)
             elif each.name not in DERIVED:
@@ -820,7 +820,7 @@ def _function(statement: Statement) -> str:
 
 def _reads_argument(text: str) -> bool:
     """Return whether a text uses an argument of the script outside single quotes."""
-    return _OF_ARGUMENT.search(re.sub(r"'[^']*'", "", text)) is not None
+    return _ARGUMENT_USE.search(re.sub(r"'[^']*'", "", text)) is not None
 
 
 def _is_secret(assignment: Assignment) -> bool:

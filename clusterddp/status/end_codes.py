@@ -51,7 +51,7 @@ NEVER_STARTS, NOT_RESUMED = "CD0408", "CD1225"
 # Messages of clusterddp name a signal at the beginning or after the launcher (`outcome`); a user's
 # exception can contain the same text anywhere.
 _DIED = r"^(its launcher .* was )?"
-_OF_REASONS = (
+_CODE_BY_REASON = (
     (
         r"OutOfMemoryError|(CUDA|HIP)( driver)?( error:)? out of memory|CUBLAS_STATUS_ALLOC_FAILED",
         "CD1212",
@@ -101,5 +101,5 @@ def code_of_failure(failure: Failure, outcomes: Sequence[Outcome] = (), hardware
         return HUNG
     if error and error.code:
         return error.code
-    found = (code for words, code in _OF_REASONS if re.search(words, failure.reason))
+    found = (code for words, code in _CODE_BY_REASON if re.search(words, failure.reason))
     return next(found, "CD1215" if error and error.peer_lost else CRASH)

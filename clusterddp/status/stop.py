@@ -20,13 +20,13 @@ from clusterddp.slurm import client as slurm
 from clusterddp.status.state import ENDED, RunState, Submission, latest_submission
 from clusterddp.status.status import RunStatus, run_status, statuses
 
-_Result = TypeVar("_Result", bound="Stop | Cancellation")
+_Result = TypeVar("_Result", bound="StopResult | CancelResult")
 Send = Callable[[str], None]
 """Function that cancels a job by its id; `apply_to_all` collects the ids instead."""
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopResult:
     """Result of `stop` for one run."""
 
     name: str
@@ -40,7 +40,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Cancellation:
+class CancelResult:
     """Result of `cancel` for one run."""
 
     name: str
@@ -50,7 +50,7 @@ class Cancellation:
     message: str
 
 
-def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
+def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResult:
     """Ask a run to save a checkpoint and exit; cancel it if it still waits in the queue.
 
 
@@ -61,7 +61,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
     history = History.read(run)
     if awaits_turn(history):
         given_up = cancel(run, status, send)
-        return Stop(
+        return StopResult(
             run.name,
             given_up.job_id,
             False,
@@ -79,21 +79,21 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
                 f"{run.name}: {attempt.path} cannot be written: {error.strerror}. [CD0504]"
             ) from None
         message = f"{run.name}: asked attempt {attempt.number} to save a checkpoint and exit"
-        return Stop(run.name, status.job_id, True, False, message)
+        return StopResult(run.name, status.job_id, True, False, message)
     if submission is None or status.state == RunState.CREATED:
         message = f"{run.name} was never submitted: nothing to stop"
-        return Stop(run.name, "", False, False, message)
+        return StopResult(run.name, "", False, False, message)
     again = run.resume_command
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
-        return Stop(run.name, submission.job_id, False, False, message)
+        return StopResult(run.name, submission.job_id, False, False, message)
     if status.state == RunState.QUEUED:
         result = cancel(run, status, send)
         where = "had not started"
         if submission.is_local:
             where = "was still starting and had nothing to save"
         message = f"{run.name} {where}: cancelled"
-        return Stop(run.name, submission.job_id, False, result.cancelled, message, again)
+        return StopResult(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
         events.add(
             run.events, events.StopRequested(job_id=submission.job_id, attempt=status.attempt)
@@ -109,7 +109,8 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Stop:
             f"'clusterddp cancel {run.cli_name}', or free disk space there. [CD0504]"
         ) from None
     doubt = f" ({status.detail})" if status.state == RunState.UNKNOWN else ""
-    return Stop(run.name, submission.job_id, True, False, f"{run.name}: {asked}{doubt}", again)
+    message = f"{run.name}: {asked}{doubt}"
+    return StopResult(run.name, submission.job_id, True, False, message, again)
 
 
 def apply_to_all(
@@ -159,7 +160,7 @@ def _record_cancel_failure(run: RunDir) -> None:
             events.add(run.events, events.CancelFailed(job_id=submission.job_id))
 
 
-def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancellation:
+def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> CancelResult:
     """End a run; record the request first, so that the end does not count as a failure.
 
     send: passes the job to scancel. If the request cannot be recorded, a warning is logged and the
@@ -175,16 +176,16 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             f"{run.name}: its ranks were started by hand. End them where they were started, or use "
             f"'clusterddp stop {run.cli_name}'"
         )
-        return Cancellation(run.name, status.job_id, False, message)
+        return CancelResult(run.name, status.job_id, False, message)
     if status.state in ENDED:
         message = f"{run.name} has already ended: {status.state}"
-        return Cancellation(run.name, submission.job_id if submission else "", False, message)
+        return CancelResult(run.name, submission.job_id if submission else "", False, message)
     if submission is None or status.state == RunState.CREATED:
         message = f"{run.name} was never submitted: nothing to cancel"
-        return Cancellation(run.name, "", False, message)
+        return CancelResult(run.name, "", False, message)
     if status.is_forgotten:
         message = f"{run.name}: Slurm no longer knows job {submission.job_id}: nothing to cancel"
-        return Cancellation(run.name, submission.job_id, False, message)
+        return CancelResult(run.name, submission.job_id, False, message)
     if submission.is_local and submission.is_alive is None:
         where = submission.host or "another machine"
         raise RequestError(
@@ -214,7 +215,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> Cancell
             ) from None
         raise
     who = name if submission.is_local else f"Slurm ({name})"
-    return Cancellation(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
+    return CancelResult(run.name, submission.job_id, True, f"{run.name}: asked {who} to end it")
 
 
 def awaits_turn(history: History) -> bool:
@@ -232,7 +233,7 @@ def awaits_turn(history: History) -> bool:
     return not has_begun and process_alive(last.pid, last.host, last.time) is not False
 
 
-def _cancel_before_turn(run: RunDir, send: Send) -> Cancellation:
+def _cancel_before_turn(run: RunDir, send: Send) -> CancelResult:
     """Cancel a trial that waits for its turn; raises RequestError if this cannot be recorded."""
     try:
         events.add(run.events, events.CancelRequested())
@@ -240,7 +241,7 @@ def _cancel_before_turn(run: RunDir, send: Send) -> Cancellation:
         raise RequestError(f"{run.path} cannot be written: {error.strerror}. [CD0504]") from None
     if not awaits_turn(History.read(run)):  # it has started since
         return cancel(run, run_status(run, {}), send)
-    return Cancellation(run.name, "", True, f"{run.name}: cancelled before it started")
+    return CancelResult(run.name, "", True, f"{run.name}: cancelled before it started")
 
 
 def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:

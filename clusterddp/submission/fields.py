@@ -36,7 +36,7 @@ CONTAINER = ("container_image", "container_runtime", "container_mount", "contain
 """Parameters of the container options."""
 IMAGES_PYTHON = "python3"
 """Default interpreter of the tasks in an image."""
-_OF_GPUS = {"device": "cuda", "backend": "nccl", "precision": "tf32", "cuda_graph": "on"}
+_GPU_VALUES = {"device": "cuda", "backend": "nccl", "precision": "tf32", "cuda_graph": "on"}
 """Values of options that require GPUs."""
 _FURTHER = ("chdir", "comment", "gres", "nice")
 _KNOWN_DIRECTIVES = {*DIRECTIVES, *REPLACED, *PASSED_ON.values(), *_FURTHER}
@@ -159,7 +159,7 @@ def changed(given: Given, before: JobSpec) -> JobSpec:
     fields |= _of_command(given, before, fields["resources"])
     if fields.get("signal") == "none":
         fields["signal"] = ""
-    elif "signal" not in typed and before.is_usual("signal"):
+    elif "signal" not in typed and before.has_default("signal"):
         fields["signal"] = None  # the default follows the time limit
     return dataclasses.replace(before, **fields)
 
@@ -327,7 +327,7 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
             f"--preflight {spec.preflight} is the same as quick for a COMMAND: its further checks "
             "need the built-in training"
         )
-    if gpus and not (spec.says_cpus or "cpus-per-task" in spec.omit_directives):
+    if gpus and not (spec.sets_cpus or "cpus-per-task" in spec.omit_directives):
         gets = f"each {program.rank} gets one CPU unless the partition sets DefCpuPerGPU"
         if "torchrun" in spec.template:  # its agents request the CPUs of their ranks
             gets = "each rank gets one CPU, whatever the partition's DefCpuPerGPU"
@@ -335,10 +335,10 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
             f"{gets}. That is too few for a GPU's steps, NCCL, data loading and checkpoints: add "
             "for example --cpus-per-task 4, or set cpus-per-task in site.cfg"
         )
-    wanted = [name for name, value in _OF_GPUS.items() if program.options.get(name) == value]
+    wanted = [name for name, value in _GPU_VALUES.items() if program.options.get(name) == value]
     if wanted and not gpus:
         found.append(
-            f"--{wanted[0].replace('_', '-')} {_OF_GPUS[wanted[0]]} needs GPUs, but none are "
+            f"--{wanted[0].replace('_', '-')} {_GPU_VALUES[wanted[0]]} needs GPUs, but none are "
             "requested: add --gpus-per-node N unless the partition provides them anyway"
         )
     return tuple(f"{each}." for each in found)

@@ -28,7 +28,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 """Package directories of a base environment, not source trees."""
 _UP = re.compile(r"/?\.\.(?:/[^\s*]*)?")
 _LONGEST = 60
-_OF_TEXTS = ("replace", "split", "startswith", "endswith", "strip", "count", "find")
+_STRING_METHODS = ("replace", "split", "startswith", "endswith", "strip", "count", "find")
 """String methods whose argument is a pattern, not a path."""
 
 
@@ -233,7 +233,7 @@ def _is_looked_for(above: ast.AST | None) -> bool:
     """Return whether a string is a comparison operand or a search pattern rather than a path."""
     is_method = isinstance(above, ast.Call) and isinstance(above.func, ast.Attribute)
     name = above.func.attr if is_method else ""  # type: ignore[union-attr]
-    return isinstance(above, ast.Compare) or name in _OF_TEXTS
+    return isinstance(above, ast.Compare) or name in _STRING_METHODS
 
 
 def levels_up(path: str) -> int:

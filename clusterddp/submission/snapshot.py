@@ -38,7 +38,7 @@ _LINKED = frozenset({".venv", "node_modules"})
 _MARKS = ("pyvenv.cfg", "conda-meta", "MNIST/raw")
 """Paths that identify directories of environments (venv, conda) and datasets (`clusterddp data`,
 torchvision)."""
-_OF_A_RUN = ("spec.json", "events.jsonl")
+_RUN_RECORDS = ("spec.json", "events.jsonl")
 """Records that identify a run's directory, which is not code below any --runs-dir."""
 _OUTPUTS = re.compile(
     r"(out|outputs?|checkpoints?|ckpts?|runs?|results?|logs?|lightning_logs|wandb|mlruns|work_dirs"
@@ -563,7 +563,7 @@ class _Folders:
                 # them through the copied link would write to the original.
                 and _is_real_folder(path)
                 and not any(os.path.lexists(f"{path}/{mark}") for mark in _MARKS)
-                and not all(os.path.lexists(f"{path}/{record}") for record in _OF_A_RUN)
+                and not all(os.path.lexists(f"{path}/{record}") for record in _RUN_RECORDS)
             )
         return self._known[name]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from clusterddp import log
-from clusterddp.data.loader import Images, Loaded
+from clusterddp.data.loader import Images, Loader
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.request.train_config import TrainConfig
@@ -41,7 +41,7 @@ _NOTES = ("", NEXT_TOO_LARGE, *_ASKED, OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True)
-class Tried:
+class SizeResult:
     """Outcome of a size on one rank or on all: an entry of batch_sizes.json."""
 
     batch_size: int
@@ -59,11 +59,11 @@ def find(
     agreed: Agreement,
     *,
     rank: int,
-    train_set: Images | Loaded,
+    train_set: Images | Loader,
     device: torch.device,
     request: StopRequest,
     mark: Callable[[int, int], None] = lambda *_: None,
-) -> tuple[list[Tried], str]:
+) -> tuple[list[SizeResult], str]:
     """Try sizes until one does not fit or, on CPUs, is not faster; rank 0 logs the outcomes.
 
     Collective over the default process group. Every rank returns the same rows, and the reason if
@@ -74,13 +74,13 @@ def find(
     report = log.info if rank == 0 else lambda _: None
     trial = Trial(config, agreed, rank, train_set, device)
 
-    def tried(size: int) -> Tried:
+    def tried(size: int) -> SizeResult:
         alone = trial(size, lambda: mark(size, Phase.FORWARD))
         mark(size, Phase.LOG)
         return _together(alone, request.reason, agreed.world_size, device)
 
     most = len(train_set) // agreed.world_size // config.gradient_accumulation_steps
-    rows = list[Tried]()
+    rows = list[SizeResult]()
     report(f"{'batch per rank':>14}  {'images/s':>10}  {'memory per rank':>15}")
     for row in search(sizes(config.batch_size, most), tried, to_the_end=device.type == "cuda"):
         report(
@@ -106,8 +106,8 @@ def sizes(wanted: int, most: int) -> list[int]:
 
 
 def search(
-    sizes: Iterable[int], tried: Callable[[int], Tried], *, to_the_end: bool
-) -> Iterator[Tried]:
+    sizes: Iterable[int], tried: Callable[[int], SizeResult], *, to_the_end: bool
+) -> Iterator[SizeResult]:
     """Yield the outcome of each size in turn. `tried` returns the outcome on all ranks.
 
     to_the_end: stop only at a size that does not fit; else also after two that are not faster.
@@ -124,7 +124,7 @@ def search(
             return
 
 
-def best(rows: Sequence[Tried]) -> Tried:
+def best(rows: Sequence[SizeResult]) -> SizeResult:
     """Return the smallest size about as fast as the fastest: larger ones only mean fewer steps.
 
     Raises TrainingError if none fits.
@@ -139,7 +139,7 @@ def best(rows: Sequence[Tried]) -> Tried:
     return next(row for row in fitting if row.images_per_second >= enough)
 
 
-def advice(config: TrainConfig, rows: Sequence[Tried]) -> str:
+def advice(config: TrainConfig, rows: Sequence[SizeResult]) -> str:
     """Return the advice: a size, and a learning rate that suits it. Raises as `best` does."""
     size = best(rows).batch_size
     factor = size / config.batch_size
@@ -160,11 +160,11 @@ class Trial:
     config: TrainConfig
     agreed: Agreement
     rank: int
-    train_set: Images | Loaded
+    train_set: Images | Loader
     device: torch.device
     clock: Callable[[], float] = time.perf_counter
 
-    def __call__(self, size: int, mark: Callable[[], None] = lambda: None) -> Tried:
+    def __call__(self, size: int, mark: Callable[[], None] = lambda: None) -> SizeResult:
         """Return the outcome on this rank; `mark` is called at each phase of a step."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -182,7 +182,7 @@ class Trial:
         peak = peak_bytes(self.device)
         if not note and not on_gpu and self._is_risky(peak - before):
             note = NEXT_TOO_LARGE
-        return Tried(size, speed, peak, note)
+        return SizeResult(size, speed, peak, note)
 
     def _speed(self, size: int, mark: Callable[[], None]) -> float:
         """Measure the images per second."""
@@ -233,7 +233,7 @@ class Trial:
         return free is not None and growth > _SHARE * free / neighbours
 
 
-def _together(alone: Tried, reason: str, world_size: int, device: torch.device) -> Tried:
+def _together(alone: SizeResult, reason: str, world_size: int, device: torch.device) -> SizeResult:
     """Return the outcome of a size on all ranks, at the pace of the slowest.
 
     reason: why this rank was asked to stop, one of `stop.REASONS`.
@@ -244,7 +244,7 @@ def _together(alone: Tried, reason: str, world_size: int, device: torch.device) 
     most = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     slowest, memory, code = most.tolist()
-    return Tried(alone.batch_size, -slowest * world_size, int(memory), _NOTES[int(code)])
+    return SizeResult(alone.batch_size, -slowest * world_size, int(memory), _NOTES[int(code)])
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from clusterddp.checkpoints import state
 from clusterddp.checkpoints.state import Content, Stateful
-from clusterddp.data.loader import Images, Loaded, as_images, generators_kept, seed_generators
+from clusterddp.data.loader import Images, Loader, as_images, generators_kept, seed_generators
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import DataError, TrainingError
 from clusterddp.models import nets
@@ -160,7 +160,7 @@ class Learner:
 
 
 def check_fit(
-    config: TrainConfig, model: nn.Module, train_set: Images | Loaded, test_set: Images | Loaded
+    config: TrainConfig, model: nn.Module, train_set: Images | Loader, test_set: Images | Loader
 ) -> None:
     """Check that model and data fit: try one image, compare labels with the model's classes.
 

@@ -23,7 +23,7 @@ from clusterddp.checkpoints.state import Content, Position
 from clusterddp.checkpoints.writer import Saver
 from clusterddp.data.loader import (
     Images,
-    Loaded,
+    Loader,
     as_images,
     evaluation_order,
     generators_kept,
@@ -80,7 +80,7 @@ class Result:
     worst: tuple[WorstImage, ...] = ()
     """Images with the highest loss, in descending order, without their pixels."""
 
-    def record(self, step: int, test_set: Images | Loaded) -> EvaluationRecord:
+    def record(self, step: int, test_set: Images | Loader) -> EvaluationRecord:
         """Return the record of this result, including the pixels of the worst images."""
         order = torch.tensor([image.index for image in self.worst], dtype=torch.int64)
         shown = [image for batch, _ in test_set.batches(order, BATCH) for image in batch.cpu()]
@@ -110,8 +110,8 @@ class Training(Resumable):
         config: TrainConfig,
         agreed: Agreement,
         device: torch.device,
-        train_set: Images | Loaded,
-        test_set: Images | Loaded,
+        train_set: Images | Loader,
+        test_set: Images | Loader,
         attempt: Attempt,
         request: StopRequest,
         *,
@@ -381,7 +381,7 @@ class Training(Resumable):
 
 def evaluate(
     model: nn.Module,
-    test_set: Images | Loaded,
+    test_set: Images | Loader,
     device: torch.device,
     autocast: Callable[[], AbstractContextManager[None]],
     mark: Callable[[Phase], None] = lambda _: None,

@@ -25,7 +25,7 @@ from clusterddp.run.records import Liveness
 
 REASONS = ("", "signal", "SIGTERM", "interrupt", "stop", "time limit")
 """Reasons to stop; ranks exchange the index in this list, and the highest wins."""
-_OF_SIGNAL = {
+_REASON_BY_SIGNAL = {
     signal.SIGUSR1: "signal",
     signal.SIGUSR2: "signal",
     signal.SIGTERM: "SIGTERM",
@@ -72,7 +72,7 @@ class StopRequest:
         # An ignored SIGHUP comes from nohup and stays ignored.
         before = {
             number: signal.signal(number, self._take)
-            for number in _OF_SIGNAL
+            for number in _REASON_BY_SIGNAL
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
         }
 
@@ -94,7 +94,7 @@ class StopRequest:
             # Nothing to save yet, and the agent would wait half a minute before SIGKILL.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.note(_OF_SIGNAL[signal.Signals(number)])
+        self.note(_REASON_BY_SIGNAL[signal.Signals(number)])
 
 
 def _may_start_again(environ: Mapping[str, str]) -> bool:

@@ -43,7 +43,7 @@ _APART_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinResult:
     """Result of the rendezvous for one rank."""
 
     info: RankInfo
@@ -76,7 +76,7 @@ def join(
     environ: Mapping[str, str],
     settle: Callable[[list[RankInfo]], Agreement],
     lookups: tcp_store.Lookups | None,
-) -> Joined:
+) -> JoinResult:
     """Send this rank's information to rank 0, get the common settings, join the process group.
 
     settle: determines the common settings on rank 0.
@@ -109,7 +109,7 @@ def _rendezvous(
     info: RankInfo,
     settle: Callable[[list[RankInfo]], Agreement],
     checks_nodes: bool,
-) -> Joined:
+) -> JoinResult:
     """Exchange information with all ranks; rank 0 also compares the hosts' clocks."""
     senders: dict[int, str] = {}
 
@@ -137,7 +137,7 @@ def _rendezvous(
     info = dataclasses.replace(info, device=answer.devices[env.rank])
     if env.rank in answer.send_clock:
         rendezvous.send_clock(store, env, time.time())
-    joined = Joined(info, agreed, torch.device(info.device), answer.checks_nodes)
+    joined = JoinResult(info, agreed, torch.device(info.device), answer.checks_nodes)
     if senders:
         ahead = rendezvous.collect_clocks(store, env, senders, answer.sent)
         apart = [f"{host} {s:+.1f} s" for host, s in ahead.items() if abs(s) >= _APART_SECONDS]
@@ -148,7 +148,7 @@ def _rendezvous(
     return joined
 
 
-def _variables(config: TrainConfig, joined: Joined, interface: str) -> dict[str, str]:
+def _variables(config: TrainConfig, joined: JoinResult, interface: str) -> dict[str, str]:
     """Return default values of variables that torch and its libraries read.
 
     interface: the network interface for gloo, if it had to be detected.
@@ -260,7 +260,7 @@ def usable_threads(environ: Mapping[str, str], local_world_size: int) -> int:
     return max(usable // local_world_size, 1)
 
 
-def _init_group(config: TrainConfig, joined: Joined, env: DistEnv, store: RunStore) -> None:
+def _init_group(config: TrainConfig, joined: JoinResult, env: DistEnv, store: RunStore) -> None:
     agreed, device = joined.agreed, joined.device
     ends_first = config.hang_timeout and agreed.backend == "nccl"
     timeout = config.process_group_timeout + (_NCCL_GRACE_SECONDS if ends_first else 0)

@@ -18,7 +18,7 @@ from clusterddp.checkpoints import catalog, state
 from clusterddp.checkpoints.catalog import Best
 from clusterddp.checkpoints.state import Content
 from clusterddp.data import mnist
-from clusterddp.data.loader import Images, Loaded
+from clusterddp.data.loader import Images, Loader
 from clusterddp.data.synthetic import generate
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed import agreement, rendezvous
@@ -215,7 +215,7 @@ def _publish(
     return agreed
 
 
-Sets = tuple[Images | Loaded, Images | Loaded]
+Sets = tuple[Images | Loader, Images | Loader]
 
 
 def load_datasets(
@@ -262,8 +262,8 @@ def load_datasets(
             for each in (True, False)
         )
         loaded = (
-            Loaded(train_set, device, config.num_workers),
-            Loaded(test_set, device, config.num_workers),
+            Loader(train_set, device, config.num_workers),
+            Loader(test_set, device, config.num_workers),
         )
         return loaded, None
     shared = reading.wait() if reading else _take(config, env, store, key)

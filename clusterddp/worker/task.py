@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from clusterddp.distributed.rendezvous import RunStore
     from clusterddp.distributed.watchdog import Watchdog
     from clusterddp.training.loop import Training
-    from clusterddp.worker.join import Joined
+    from clusterddp.worker.join import JoinResult
     from clusterddp.worker.start import Sets
 
     _Reading = mnist.Reading | OwnSets
@@ -278,7 +278,7 @@ class _Ending:
 
 
 def _watchdog(
-    config: TrainConfig, env: DistEnv, joined: "Joined", progress: "Progress", ending: _Ending
+    config: TrainConfig, env: DistEnv, joined: "JoinResult", progress: "Progress", ending: _Ending
 ) -> "Watchdog":
     from clusterddp.distributed.watchdog import Watchdog, noting
 
@@ -297,7 +297,7 @@ def _watchdog(
 
 def _train(
     task: _Task,
-    joined: "Joined",
+    joined: "JoinResult",
     store: "RunStore",
     reading: "_Reading | None",
     progress: "Progress",
@@ -350,7 +350,7 @@ def _train(
 
 
 def _begin_training(
-    task: _Task, joined: "Joined", sets: "Sets", progress: "Progress"
+    task: _Task, joined: "JoinResult", sets: "Sets", progress: "Progress"
 ) -> "Training":
     """Build the training, from its checkpoint if there is one; collective."""
     from clusterddp.checkpoints import state
@@ -370,7 +370,7 @@ def _begin_training(
     )
 
 
-def _too_large(joined: "Joined", error: BaseException) -> TrainingError:
+def _too_large(joined: "JoinResult", error: BaseException) -> TrainingError:
     size, said = joined.agreed.batch_size, (str(error).splitlines() or [type(error).__name__])[0]
     return TrainingError(
         f"{joined.info.device} of {joined.info.host} has too little memory for this model with "
@@ -390,7 +390,7 @@ def _finish_save(training: "Training") -> None:
                 bounded(end, seconds)
 
 
-def _find_batch_size(task: _Task, joined: "Joined", sets: "Sets", progress: "Progress") -> str:
+def _find_batch_size(task: _Task, joined: "JoinResult", sets: "Sets", progress: "Progress") -> str:
     """Try batch sizes instead of training; return as `_train` does."""
     from clusterddp.models import nets
     from clusterddp.training import batch_size

@@ -178,7 +178,7 @@ def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
         return PreflightRecord("", 1.0, {"h03": "/dev/shm: full"})
 
     monkeypatch.setattr(preflight, "check", check)
-    monkeypatch.setattr(own, "_run_lines", lambda *_: 0)
+    monkeypatch.setattr(own, "_run_script", lambda *_: 0)
     assert [own._start(attempt) for _ in range(2)] == [0, 0]
     assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
     assert (list(spares.bad(attempt.run)), blamed_in(attempt)) == (["h03"], set())

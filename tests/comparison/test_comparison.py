@@ -11,8 +11,8 @@ import pytest
 from clusterddp.comparison.plan import Hosts, plan
 from clusterddp.comparison.results import (
     Row,
+    RowRun,
     RowSummary,
-    Trial,
     label,
     notes,
     results,
@@ -125,14 +125,14 @@ def test_a_run_is_known_again_by_its_request() -> None:
         Row.of(JobSpec("a", "/a", Resources(), "python", command=("true",)))
 
 
-def trial(row: Row, rate: float, **more: Any) -> Trial:
+def trial(row: Row, rate: float, **more: Any) -> RowRun:
     report = {
         "images_per_second": rate, "train_seconds": 6000 / rate, "total_seconds": 9.0,
         "accuracy": 0.9, "peak_memory_bytes": 512_000_000, "steps": 100, "threads": 1,
         "hosts": ["h01"], "device": "cpu", "precision": "bf16", "versions": {"torch": "2.9"},
         **more,
     }  # fmt: skip
-    return Trial(row, f"a-{row.name}", RunState.DONE, report=load(Report, report))
+    return RowRun(row, f"a-{row.name}", RunState.DONE, report=load(Report, report))
 
 
 SINGLE, DP, DDP = plan(CONFIG, ALL, [4], Hosts(gpus=4, on_gpus=True))
@@ -147,7 +147,7 @@ def test_speed_up_is_against_single_and_efficiency_is_a_device_s_share() -> None
 
 def test_without_single_the_fewest_devices_are_the_baseline() -> None:
     two = dataclasses.replace(DDP, devices=2)
-    for lost in ([], [Trial(SINGLE, state="failed", why="boom")]):
+    for lost in ([], [RowRun(SINGLE, state="failed", why="boom")]):
         lines = {label(line): line for line in results([trial(DDP, 300), trial(two, 200), *lost])}
         assert lines["ddp, 2 ranks"].baseline
         assert lines["ddp, 4 ranks"].speedup == 1.5
@@ -162,7 +162,7 @@ def test_repeated_rows_give_medians_and_the_spread() -> None:
     assert line.images_per_second_by_run == (100, 130, 110)
     assert "110 (100 to 130)" in table([line])
     assert any("medians" in note for note in notes(trials, [line], ""))
-    [line] = results([*trials[:2], Trial(SINGLE, "b", "failed", "boom")])
+    [line] = results([*trials[:2], RowRun(SINGLE, "b", "failed", "boom")])
     assert (line.state, line.why, line.images_per_second) == ("failed", "1 of 3: boom", 115)
     assert table([line]).splitlines()[1].endswith("488 MiB  failed: 1 of 3: boom")
 
@@ -170,8 +170,8 @@ def test_repeated_rows_give_medians_and_the_spread() -> None:
 def test_the_table_has_a_line_for_every_row_also_for_those_without_figures() -> None:
     trials = [
         trial(SINGLE, 1000, peak_memory_bytes=None),
-        Trial(DP, why="needs 4 GPUs"),
-        Trial(DDP, "a-ddp-4", "failed", "rank 1 on h01 failed first: RuntimeError: boom"),
+        RowRun(DP, why="needs 4 GPUs"),
+        RowRun(DDP, "a-ddp-4", "failed", "rank 1 on h01 failed first: RuntimeError: boom"),
     ]
     assert table(results(trials)).splitlines() == [
         "STRATEGY  RANKS       NODES  TRAIN-TIME  TOTAL-TIME  IMAGES/S  SPEEDUP  EFFICIENCY  "
@@ -183,7 +183,7 @@ def test_the_table_has_a_line_for_every_row_also_for_those_without_figures() -> 
     ]
 
 
-def noted(*trials: Trial) -> str:
+def noted(*trials: RowRun) -> str:
     return "\n".join(notes(trials, results(trials), "2 x Fast"))
 
 
@@ -197,11 +197,11 @@ def test_the_notes_say_what_the_figures_rest_on() -> None:
     assert "60 images per step, divided" in noted(trial(strong[0], 100), trial(strong[2], 200))
     other = dataclasses.replace(DDP, train=dataclasses.replace(CONFIG, model="mlp", seed=1))
     assert "the runs differ in --model, --seed" in noted(trial(SINGLE, 100), trial(other, 200))
-    assert noted(Trial(SINGLE, state="failed")) == ""
+    assert noted(RowRun(SINGLE, state="failed")) == ""
 
 
 def test_the_notes_say_what_held_for_all_rows_and_what_did_not() -> None:
-    def on_gpu(row: Row, rate: float, **more: Any) -> Trial:
+    def on_gpu(row: Row, rate: float, **more: Any) -> RowRun:
         return trial(row, rate, device="cuda", **more)
 
     assert "cuda, bf16, no CUDA graphs, threads" in noted(on_gpu(SINGLE, 100), on_gpu(DDP, 200))
@@ -236,7 +236,7 @@ def test_a_batch_that_a_small_dataset_does_not_fill_is_told_as_it_is() -> None:
     few = [trial(row, 100, train_images=100) for row in (SINGLE, DP, DDP)]
     assert [line.images_per_device for line in results(few)] == [60, 25, 25]
     assert "mnist, 25, 60 images per device and step;" in noted(few[0], few[2])
-    missing = Trial(dataclasses.replace(DDP, devices=2), why="needs 2 GPUs")
+    missing = RowRun(dataclasses.replace(DDP, devices=2), why="needs 2 GPUs")
     assert "mnist, 25 images per device and step: N" in noted(few[2], missing)
 
 
@@ -258,7 +258,7 @@ def test_a_damaged_report_takes_nothing_from_what_the_others_tell(damage: Any) -
 def test_what_strangers_wrote_moves_no_cursor() -> None:
     evil = "a\x1b[2Jb\nc"
     said = noted(trial(SINGLE, 100, hosts=[evil], device=evil, versions={"torch": evil}))
-    said += table(results([Trial(SINGLE, state="failed", why=evil)]))
+    said += table(results([RowRun(SINGLE, state="failed", why=evil)]))
     assert "\x1b" not in said
     assert said.count("a\\x1b[2Jb c") == 4
 
@@ -276,7 +276,7 @@ def test_the_picture_is_of_the_kind_that_its_name_says_and_names_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    lines = results([trial(SINGLE, 100), trial(SINGLE, 120), trial(DDP, 300), Trial(DP, why="x")])
+    lines = results([trial(SINGLE, 100), trial(SINGLE, 120), trial(DDP, 300), RowRun(DP, why="x")])
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     plots.save_scaling(
         scaling(lines, "mine"), tmp_path / "a.svg", ["on a$x$b", f"convnet on {'long ' * 40}"]

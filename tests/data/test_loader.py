@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from clusterddp.data import mnist
 from clusterddp.data.loader import (
     Images,
-    Loaded,
+    Loader,
     as_images,
     evaluation_order,
     generators_kept,
@@ -138,7 +138,7 @@ def test_at_the_end_of_an_epoch_no_batch_is_left() -> None:
 def test_it_gives_the_batches_that_are_kept_in_memory_too(
     synthetic_dir: Path, workers: int
 ) -> None:
-    loaded = Loaded(
+    loaded = Loader(
         mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, workers
     )
     kept = in_memory(synthetic_dir)
@@ -151,7 +151,7 @@ def test_it_gives_the_batches_that_are_kept_in_memory_too(
 
 
 def test_reading_draws_no_number_of_the_ranks_own(synthetic_dir: Path) -> None:
-    loaded = Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, 1)
+    loaded = Loader(mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, 1)
     before = torch.get_rng_state()
     list(loaded.batches(torch.arange(40), 20))
     assert torch.equal(before, torch.get_rng_state())
@@ -161,7 +161,7 @@ def test_a_signal_to_every_process_of_the_step_leaves_the_reading_alone(
     synthetic_dir: Path,
 ) -> None:
     """As Slurm sends it: the rank is to save, and does not know how without its workers."""
-    loaded = Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, 2)
+    loaded = Loader(mnist.torchvision_set("synthetic", str(synthetic_dir), train=True), CPU, 2)
     batches = loaded.batches(torch.arange(200), 20)
     next(batches), next(batches)  # one from each: both are at work
     workers = multiprocessing.active_children()
@@ -189,7 +189,7 @@ class AtOnce(Noisy):
 
 def drawn(workers: int = 0, seen: int = 0, salt: int = 0, kind: type[Noisy] = Noisy) -> Tensor:
     """What is drawn for the batches of an epoch of 100 images, after those that were seen."""
-    loaded = Loaded(kind([None] * 100), CPU, workers)
+    loaded = Loader(kind([None] * 100), CPU, workers)
     batches = loaded.batches(torch.arange(100)[seen:], 20, salt)
     return torch.stack([images for images, _ in batches])
 
@@ -217,7 +217,7 @@ def test_a_dataset_that_reads_batches_at_once_is_left_to_do_so() -> None:
 
 
 def test_an_epoch_that_is_over_has_no_batch(synthetic_dir: Path) -> None:
-    loaded = Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=False), CPU, 2)
+    loaded = Loader(mnist.torchvision_set("synthetic", str(synthetic_dir), train=False), CPU, 2)
     assert list(loaded.batches(torch.arange(0), 20)) == []
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clusterddp.checkpoints import state
-from clusterddp.data.loader import Loaded
+from clusterddp.data.loader import Loader
 from clusterddp.models import nets
 from clusterddp.training.loop import train
 from tests.training.ranks import run_ranks
@@ -49,8 +49,8 @@ def _train(rank: int, world_size: int, run: Path, workers: int, stop: int = -1) 
     dist.broadcast_object_list(box)
     assert box[0] is not None
     ours = build(
-        settings, box[0], train_set=Loaded(Turned([None] * 50), CPU, workers),
-        test_set=Loaded(Turned([None] * 20), CPU, workers),
+        settings, box[0], train_set=Loader(Turned([None] * 50), CPU, workers),
+        test_set=Loader(Turned([None] * 20), CPU, workers),
     )  # fmt: skip
     asked_at_once(ours, stop)
     train(ours)

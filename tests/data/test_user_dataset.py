@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterddp.data.loader import Images, Loaded
+from clusterddp.data.loader import Images, Loader
 from clusterddp.data.user_dataset import OwnSets
 from clusterddp.distributed.rendezvous import Identity, RunStore
 from clusterddp.errors import ClusterDDPError, DataError, TrainingError
@@ -102,7 +102,7 @@ def sets_of(own: Any, expression: str, **fields: Any) -> OwnSets:
     return OwnSets(config(**fields))
 
 
-def batch(given: Images | Loaded) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(given: Images | Loader) -> tuple[torch.Tensor, torch.Tensor]:
     [found] = given.batches(torch.tensor([1, 0]), 2)
     return found
 
@@ -114,10 +114,10 @@ def batch(given: Images | Loaded) -> tuple[torch.Tensor, torch.Tensor]:
         ("[floats, labels.int()]", Images, torch.float32, (2, 3, 8, 8)),
         ("floats.double(), labels.byte()", Images, torch.float32, (2, 3, 8, 8)),
         ("floats.flatten(1).half(), labels", Images, torch.float32, (2, 192)),
-        ("Items(list(zip(floats, labels)))", Loaded, torch.float32, (2, 3, 8, 8)),
-        ("Items(list(zip(floats.double(), labels.tolist())))", Loaded, torch.float32, (2, 3, 8, 8)),
-        ("list(zip(pixels, labels.int().numpy()))", Loaded, torch.uint8, (2, 20, 20)),
-        ("torch.utils.data.TensorDataset(floats, labels)", Loaded, torch.float32, (2, 3, 8, 8)),
+        ("Items(list(zip(floats, labels)))", Loader, torch.float32, (2, 3, 8, 8)),
+        ("Items(list(zip(floats.double(), labels.tolist())))", Loader, torch.float32, (2, 3, 8, 8)),
+        ("list(zip(pixels, labels.int().numpy()))", Loader, torch.uint8, (2, 20, 20)),
+        ("torch.utils.data.TensorDataset(floats, labels)", Loader, torch.float32, (2, 3, 8, 8)),
     ],
 )
 def test_tensors_stay_in_memory_and_a_dataset_is_read_by_the_loader(
@@ -132,7 +132,7 @@ def test_tensors_stay_in_memory_and_a_dataset_is_read_by_the_loader(
 
 def test_with_the_loader_tensors_are_read_by_it_as_well(own: Any) -> None:
     train, _ = sets_of(own, "floats, labels", data_pipeline="loader").on(CPU)
-    assert isinstance(train, Loaded)
+    assert isinstance(train, Loader)
     assert torch.equal(batch(train)[0], own.floats[[1, 0]])
 
 

@@ -67,35 +67,35 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "causes", "go_on", "words"), DECISIONS)
-def test_what_follows(policy: Policy, causes: list[str], go_on: bool, words: str) -> None:
+@pytest.mark.parametrize(("policy", "causes", "restarts", "words"), DECISIONS)
+def test_what_follows(policy: Policy, causes: list[str], restarts: bool, words: str) -> None:
     decision = decide(policy, causes[-1], ends(*causes))
-    assert (decision.go_on, words in decision.why) == (go_on, True), decision
+    assert (decision.restarts, words in decision.why) == (restarts, True), decision
 
 
 def test_a_command_without_a_loop_is_not_requeued_where_nobody_asked_for_it() -> None:
     undecided = Policy(False, 20, 0, requeues_loops=True)
     decision = decide(undecided, PREEMPTED, ends(PREEMPTED, steps_gained=None))
-    assert (decision.go_on, decision.code) == (False, "CD1221")
+    assert (decision.restarts, decision.code) == (False, "CD1221")
 
 
 def test_a_command_that_left_with_0_at_a_signal_is_put_back_once() -> None:
     first, again = (
         PastAttempt(number, PREEMPTED, None, stopped_by_signal=True) for number in (1, 2)
     )
-    assert decide(USUAL, PREEMPTED, [first]).go_on
+    assert decide(USUAL, PREEMPTED, [first]).restarts
     decision = decide(USUAL, PREEMPTED, [first, again])
-    assert (decision.go_on, decision.code) == (False, "CD1229")
+    assert (decision.restarts, decision.code) == (False, "CD1229")
     with_loop = PastAttempt(2, PREEMPTED, 5, stopped_by_signal=True)  # whose steps are known
     assert decide(
         USUAL, PREEMPTED, [PastAttempt(1, PREEMPTED, 5, stopped_by_signal=True), with_loop]
-    ).go_on
+    ).restarts
 
 
 @pytest.mark.parametrize("cause", [SIGNAL, TIME_LIMIT, PREEMPTED, FAILED, REQUEUED])
 def test_nothing_follows_a_request_to_stop(cause: str) -> None:
     decision = decide(Policy(True, 20, 5), cause, ends(cause), stop_requested=True)
-    assert (decision.go_on, decision.why) == (False, STOP_ASKED)
+    assert (decision.restarts, decision.why) == (False, STOP_ASKED)
 
 
 def test_a_run_that_is_done_is_done_also_when_it_was_asked_to_stop() -> None:
@@ -115,14 +115,14 @@ FRUITLESS: list[tuple[list[tuple[str, int | None]], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "go_on"), FRUITLESS)
+@pytest.mark.parametrize(("told", "restarts"), FRUITLESS)
 def test_two_starts_in_a_row_without_a_step_end_it(
-    told: list[tuple[str, int | None]], go_on: bool
+    told: list[tuple[str, int | None]], restarts: bool
 ) -> None:
     starts = [PastAttempt(number, cause, steps) for number, (cause, steps) in enumerate(told, 1)]
     decision = decide(USUAL, told[-1][0], starts)
-    assert decision.go_on is go_on
-    assert go_on or "2 attempts in a row made no progress" in decision.why
+    assert decision.restarts is restarts
+    assert restarts or "2 attempts in a row made no progress" in decision.why
 
 
 # -- from a run's records ----------------------------------------------------------------------

@@ -13,7 +13,13 @@ from clusterddp.models import nets
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
 from clusterddp.training import batch_size, cuda_graph
-from clusterddp.training.batch_size import NEXT_TOO_LARGE, NO_FASTER, OUT_OF_MEMORY, Trial, Tried
+from clusterddp.training.batch_size import (
+    NEXT_TOO_LARGE,
+    NO_FASTER,
+    OUT_OF_MEMORY,
+    SizeResult,
+    Trial,
+)
 from clusterddp.training.stop import StopRequest
 from tests.training.capturing import Captures
 from tests.training.ranks import run_ranks
@@ -88,7 +94,9 @@ def test_sizes_double_pass_the_wanted_one_and_end_at_the_share_of_a_rank(
     assert batch_size.sizes(wanted, most) == expected
 
 
-def searched(speeds: Sequence[float], last: str = "", *, to_the_end: bool = False) -> list[Tried]:
+def searched(
+    speeds: Sequence[float], last: str = "", *, to_the_end: bool = False
+) -> list[SizeResult]:
     """What comes of sizes 16, 32, … at these speeds; the last one has this note."""
     *others, final = rows(*speeds)
     results = iter([*others, dataclasses.replace(final, note=last)])
@@ -115,9 +123,9 @@ def test_memory_that_gets_short_ends_the_search() -> None:
     assert [row.note for row in searched([100, 200], NEXT_TOO_LARGE)] == ["", NEXT_TOO_LARGE]
 
 
-def rows(*speeds: float, failed: bool = False) -> list[Tried]:
-    done = [Tried(16 << n, speed, MIB) for n, speed in enumerate(speeds)]
-    return [*done, Tried(16 << len(speeds), 0.0, MIB, OUT_OF_MEMORY)] if failed else done
+def rows(*speeds: float, failed: bool = False) -> list[SizeResult]:
+    done = [SizeResult(16 << n, speed, MIB) for n, speed in enumerate(speeds)]
+    return [*done, SizeResult(16 << len(speeds), 0.0, MIB, OUT_OF_MEMORY)] if failed else done
 
 
 @pytest.mark.parametrize(
@@ -229,12 +237,14 @@ def test_a_cpu_is_not_filled_up(
     assert (tried.note == NEXT_TOO_LARGE) is full and tried.memory_bytes == 600 * MIB
 
 
-def together(rank: int, world_size: int) -> Tried:
-    alone = Tried(16, 100.0 - rank, rank * MIB, "" if rank else NEXT_TOO_LARGE)
+def together(rank: int, world_size: int) -> SizeResult:
+    alone = SizeResult(16, 100.0 - rank, rank * MIB, "" if rank else NEXT_TOO_LARGE)
     return batch_size._together(alone, "", world_size, CPU)
 
 
-def find(rank: int, world_size: int) -> tuple[list[Tried], list[str], list[tuple[int, int]], Tried]:
+def find(
+    rank: int, world_size: int
+) -> tuple[list[SizeResult], list[str], list[tuple[int, int]], SizeResult]:
     """On the last rank a batch of 128 does not fit."""
     Limited.passes = []
     Limited.most = 64 if rank == world_size - 1 else 10**6
@@ -250,7 +260,7 @@ def find(rank: int, world_size: int) -> tuple[list[Tried], list[str], list[tuple
     return tried, said, marks, together(rank, world_size)
 
 
-def find_until_asked(rank: int, world_size: int) -> tuple[list[Tried], str, list[str]]:
+def find_until_asked(rank: int, world_size: int) -> tuple[list[SizeResult], str, list[str]]:
     """Rank 1 is asked to stop while the first size is tried."""
     request, said = StopRequest(), []
     if rank == 1:
@@ -273,7 +283,7 @@ def test_a_request_to_one_rank_ends_it_on_all_after_that_size() -> None:
 def test_ranks_agree_although_one_of_them_has_no_memory_left() -> None:
     (first, said, marks, both), (second, silence, _, same) = run_ranks(2, find)
     assert first == second and not silence
-    assert both == same == Tried(16, 2 * 99.0, MIB, NEXT_TOO_LARGE)
+    assert both == same == SizeResult(16, 2 * 99.0, MIB, NEXT_TOO_LARGE)
     assert first[-1].batch_size <= 128
     assert {row.batch_size for row in first if row.note == OUT_OF_MEMORY} <= {128}
     assert all(row.images_per_second > 0 for row in first if row.note != OUT_OF_MEMORY)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clusterddp.checkpoints import catalog, state, writer
-from clusterddp.data.loader import Images, Loaded
+from clusterddp.data.loader import Images, Loader
 from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.files import read_json_lines
 from clusterddp.request.train_config import TrainConfig
@@ -751,7 +751,7 @@ class Turned(list[tuple[Tensor, int]]):
 
 def test_evaluating_takes_no_random_number_from_the_training(alone: None) -> None:
     [(images, labels)] = floats().batches(torch.arange(len(SEEN)), len(SEEN))
-    turned = Loaded(Turned(zip(images, labels, strict=True)), CPU, 0)
+    turned = Loader(Turned(zip(images, labels, strict=True)), CPU, 0)
     for model, test_set in ((Draws(), floats()), (Reads(), turned)):
         before = generator_states()
         loop.evaluate(model, test_set, CPU, nullcontext).record(7, test_set)
@@ -777,5 +777,5 @@ def test_their_pixels_are_kept_as_bytes() -> None:
     assert list(base64.b64decode(kept.pixels)) == [4, 5, 6, 7]
     # Other values are stretched over the whole range; of several channels it is the first.
     pairs = [(torch.tensor([[[-1.0, 0.0], [0.0, 1.0]]] * 3), 0)] * 2
-    [kept] = result.record(7, Loaded(pairs, CPU, 0)).worst
+    [kept] = result.record(7, Loader(pairs, CPU, 0)).worst
     assert list(base64.b64decode(kept.pixels)) == [0, 127, 127, 255]

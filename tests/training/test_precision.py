@@ -103,7 +103,7 @@ def test_reading_by_the_loader_trains_to_the_very_weights(
     kept = build(settings, agree(settings, tmp_path / "kept"))
     train(kept)
     sets = [
-        loader.Loaded(mnist.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
+        loader.Loader(mnist.torchvision_set("synthetic", str(synthetic_dir), train=train), CPU, 2)
         for train in (True, False)
     ]
     agreed = agree(settings, tmp_path / "read")
@@ -319,7 +319,7 @@ def test_a_gpu_rounds_to_tf32_where_that_was_chosen_and_only_there(
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     torch.backends.cudnn.allow_tf32 = precision != "tf32"
     agreed = Agreement("gloo", "cuda", threads=torch.get_num_threads(), precision=precision)
-    joined = join.Joined(info(0, 1), agreed, torch.device("cuda", 0))
+    joined = join.JoinResult(info(0, 1), agreed, torch.device("cuda", 0))
     env = DistEnv.from_environ({})
     join._init_group(TrainConfig(), joined, env, dist.HashStore())
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ from clusterddp.run.attempt import Attempt
 from clusterddp.run.records import Agreement
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker import join
-from clusterddp.worker.join import Joined
+from clusterddp.worker.join import JoinResult
 from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
 
@@ -266,12 +266,12 @@ def test_one_rank_of_a_node_reads_and_each_writes_what_is_its_own(ranks: Ranks) 
     assert resumed, "the second start went on from a checkpoint"
 
 
-def joined(backend: str, world_size: int = 2) -> Joined:
+def joined(backend: str, world_size: int = 2) -> JoinResult:
     info = RankInfo(0, world_size, 0, "h01", 7, "cpu", "cpu", "", 1, torch.__version__)
     agreed = Agreement(
         backend=backend, kind="cpu", threads=1, world_size=world_size, run_dir="/jobs/a", attempt=3
     )
-    return Joined(info, agreed, torch.device("cpu"))
+    return JoinResult(info, agreed, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

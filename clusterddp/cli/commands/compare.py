@@ -22,7 +22,7 @@ from clusterddp.cli.options import (
 )
 from clusterddp.cli.runs import echo_json
 from clusterddp.comparison import plan, results
-from clusterddp.comparison.results import Row, Trial
+from clusterddp.comparison.results import Row, RowRun
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.processes import hardware
 from clusterddp.reporting import plots
@@ -183,7 +183,7 @@ def command(
         _print_interrupted(name, root, interrupted)
         return EXIT_INTERRUPTED
     failed = any(trial.state != RunState.DONE for trial in trials)
-    trials += [Trial(row, why=row.missing) for row in rows if row.missing]
+    trials += [RowRun(row, why=row.missing) for row in rows if row.missing]
     code = _show(trials, name, as_json, _default_plot(root, name) if plot is None else plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
@@ -231,7 +231,7 @@ def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> N
     )
 
 
-def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -> int:
+def _show(trials: Sequence[RowRun], name: str, as_json: bool, plot: str | None) -> int:
     """Print the table or its JSON, and save the plot. Return 1 if it cannot be saved."""
     lines = results.results(trials)
     remarks = results.notes(trials, lines, _hardware(trials))
@@ -255,7 +255,7 @@ def _show(trials: Sequence[Trial], name: str, as_json: bool, plot: str | None) -
     return EXIT_DONE
 
 
-def _hardware(trials: Sequence[Trial]) -> str:
+def _hardware(trials: Sequence[RowRun]) -> str:
     """Describe the CPUs of this machine if all runs trained on it; otherwise an empty text."""
     reports = [trial.report for trial in trials if trial.report]
     if not reports or any(report.hosts != (socket.gethostname(),) for report in reports):

@@ -33,14 +33,14 @@ from clusterddp.submission.resume import Resumption, Terms, resume
 # A run keeps these options. Directives are edited in its script, and its own checkpoints take
 # precedence over another run's.
 _FIXED = {"omit-directive", "init-from"}
-_OF_COMMAND = {"env", "module", "setup"}
-_OF_FILES = {"template_dir", "snapshot_limit"}
+_COMMAND_FIELDS = {"env", "module", "setup"}
+_FILE_FIELDS = {"template_dir", "snapshot_limit"}
 _TRAINING_OPTIONS = [row for row in TRAINING if row.name not in _FIXED]
 _REQUEST_OPTIONS = [
     row
     for row in REQUEST
     if (row.group in (RESOURCES, FAULT_TOLERANCE, OUTPUT) and row.name not in _FIXED)
-    or row.parameter in ("python", "controller_python", *CONTAINER, *_OF_COMMAND, *_OF_FILES)
+    or row.parameter in ("python", "controller_python", *CONTAINER, *_COMMAND_FIELDS, *_FILE_FIELDS)
 ]
 
 

@@ -11,7 +11,7 @@ from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, act_on_each
 from clusterddp.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status.state import RunState
-from clusterddp.status.stop import Stop, stop
+from clusterddp.status.stop import StopResult, stop
 
 
 @click.command(name="stop", cls=SettingsCommand)
@@ -35,7 +35,7 @@ def command(run: tuple[str, ...], wait: bool, runs_dir: Path, as_json: bool) -> 
     return act_on_each(runs_dir, run, stop, _describe, as_json=as_json, wait=waiting)
 
 
-def _describe(result: Stop) -> str:
+def _describe(result: StopResult) -> str:
     again = f"\n  resume with: {result.next_command}" if result.next_command else ""
     return f"{result.message}{again}"
 
