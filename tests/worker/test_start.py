@@ -45,7 +45,7 @@ def test_a_set_that_ranks_share_costs_one_barrier_and_is_withdrawn_later(
     sets, held = start.load_datasets(settings, env, store, reading, CPU, data_sha256="")
     assert [len(each) for each in sets] == [2_000, 500]
     assert len(barriers) == 1
-    assert held and held.offer(), "a rank that is late can still map it"
+    assert held and held.ref(), "a rank that is late can still map it"
 
 
 def test_a_first_start_lays_out_its_attempt_and_records_it(
