@@ -1067,7 +1067,7 @@ def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str]
 def test_the_watchdog_counts_between_a_batch_and_its_step_alone(tmp_path: Path) -> None:
     """And what each rank waits for others is known, of which its pace follows."""
     for phases, waiting, has_rates in run_ranks(2, rank_is_watched, tmp_path):
-        assert phases == ["OWN", *["FORWARD", "BACKWARD", "OWN"] * 3]
+        assert phases == ["USER_CODE", *["FORWARD", "BACKWARD", "USER_CODE"] * 3]
         assert waiting is not None and has_rates
 
 
