@@ -957,7 +957,7 @@ def test_a_sharded_state_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     assert said == other and len(said) == 8
     for refusals in (said[:2], said[2:4], said[5:7]):
         assert "Loop(average=…)" in refusals[0] and "full_tensor()" in refusals[0]
-        assert "the SGD has parameters of no one module" in refusals[1]
+        assert "the SGD does not belong to a module passed to Loop" in refusals[1]
     for told, words in ((said[4], "size mismatch for model.weight"), (said[7], "model.0.weight")):
         assert "does not fit this loop's states: " in told and words in told
 
