@@ -142,7 +142,7 @@ def test_a_failure_that_a_cluster_would_start_again_is_one_here(tmp_path: Path) 
     found = status(tmp_path)
     named = "rank 0 on 127.0.0.1 failed first: exit code 7 (logs/rank-0.log)"
     assert (found["state"], found["first_failure"]) == ("failed", named)
-    assert found["next_command"] == "clusterddp logs --rank 0 a"
+    assert found["next_command"] == "clusterddp logs --job a"  # the rank printed nothing
 
 
 def test_the_exception_of_a_command_is_named_everywhere(tmp_path: Path) -> None:
