@@ -109,7 +109,7 @@ class Loop(Resumable):
         self._check(states, save_every, folder)
         self._objects = {name: _unwrap(each) for name, each in states.items()}
         self._keep_last, self._keeps_random = keep_last, random_states
-        self._sharded = sharded.part(self._objects)
+        self._sharded = sharded.select_sharded(self._objects)
         self._check_readable()
         self.rank, self.world_size = agreement.rank_and_world_size()
         self._unlisten = stop.requested.listen()

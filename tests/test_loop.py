@@ -574,7 +574,7 @@ def test_status_report_and_plots_read_what_it_writes(tmp_path: Path) -> None:
     report = gather(run, status)
     assert [point.step for point in report.points] == [2, 4, 6, 6]
     assert report.report.figures.images_per_second and report.report.command[1:] == sys.argv
-    [entry] = catalog.listing(run)
+    [entry] = catalog.list_verified(run)
     assert (entry.step, entry.problem, entry.is_next) == (6, "", True)
 
 
@@ -1135,7 +1135,7 @@ def test_a_damaged_shard_is_passed_over_with_its_checkpoint(tmp_path: Path) -> N
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    entries = catalog.listing(RunDir(tmp_path / "run"))
+    entries = catalog.list_verified(RunDir(tmp_path / "run"))
     assert [(entry.step, entry.problem) for entry in entries] == [
         (4, "shard SHA-256 differs"), (3, ""),
     ]  # fmt: skip

@@ -137,7 +137,7 @@ def _make(job: JobStart, max_requeues: int, seconds: float, needed: int) -> Atte
         attempt.reserve_space()
         write_attempt_dividers(attempt, job.id)
         # Check again now that the attempt exists: a later stop writes into its directory.
-        _refuse_if_withdrawn(job, history.again())
+        _refuse_if_withdrawn(job, history.reread())
         return attempt
     except OSError as error:
         raise StartRefused(
@@ -200,7 +200,7 @@ def _note_new_job(job: JobStart, history: History) -> History:
     if not starts or job.id in starts:
         return history
     job.record(events.ResumeRequested())
-    return history.again()
+    return history.reread()
 
 
 def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
@@ -256,7 +256,7 @@ def _requeue_if_bad_nodes(job: JobStart, spec: JobSpec, history: History) -> His
         return history
     try:
         if _mark_nodes_of_lost_script(history):
-            history = history.again()
+            history = history.reread()
         marked_bad = bad_nodes.read_for(history)
         bad = [host for host in hosts_of(job.nodelist) if host in marked_bad]
         if not bad or job.withdrawal_cause(history):

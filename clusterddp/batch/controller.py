@@ -325,10 +325,10 @@ class Controller:
         """
         spec, nodelist = self._spec, os.environ.get("SLURM_JOB_NODELIST", "")
         idle: list[str] = []
-        if self._allocation:
-            self._nodes = self._nodes or self._allocation.choose_first(spares.bad(self._run))
+        if allocation := self._allocation:
+            self._nodes = self._nodes or allocation.choose_first(spares.nodes_to_avoid(self._run))
             nodelist = ",".join(self._nodes)
-            idle = [node for node in self._allocation.left if node not in self._nodes]
+            idle = [node for node in allocation.left if node not in self._nodes]
         self._attempt = None
         try:
             self._attempt = begin_attempt(
@@ -349,7 +349,7 @@ class Controller:
         self._await_watches()
         nodes = self._nodes
         if self._allocation:  # a spare that is already marked bad is not worth another check
-            bad = spares.bad(self._run)
+            bad = spares.nodes_to_avoid(self._run)
             nodes = [n for n in self._allocation.left if n in self._nodes or n not in bad]
         if not nodes:
             with contextlib.suppress(ClusterDDPError):  # an unreadable list is not checked
@@ -376,7 +376,7 @@ class Controller:
         self._record_lost(attempt, spares.find_lost(attempt, others, code, self._idle()))
 
         def choose() -> list[str]:
-            nodes = allocation.choose(spares.bad(self._run))
+            nodes = allocation.choose(spares.nodes_to_avoid(self._run))
             if not nodes:
                 log.info("too few good nodes are left to continue in this job")
             return nodes
@@ -466,7 +466,7 @@ class Controller:
             return {}
         if self._is_job_ending() or not record.failed:
             return {}
-        known = spares.bad(self._run)
+        known = spares.nodes_to_avoid(self._run)
         of_step = {*(self._nodes or nodes)}
         idle = {host: why for host, why in record.failed.items() if host not in of_step}
         failed = {host: why for host, why in record.failed.items() if host in of_step}

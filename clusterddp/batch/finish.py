@@ -82,7 +82,7 @@ def resume_in_job(
     if not result.decision.restarts or is_withdrawn or is_ending:
         return []
     _mark_bad_nodes(job, attempt, result, history)
-    history = history.again()
+    history = history.reread()
     chosen = choose() if history.marked_bad(attempt.number) else []
     if not chosen:
         return []
@@ -299,7 +299,7 @@ def _mark_bad_nodes(
             again = {host: why.partition("\n")[0][:_MAX_REASON]}
             bad_nodes.mark_bad(attempt, job.id, again, bad_nodes.BY_REPETITION)
         is_latest = result.ended.cause != Cause.SUPERSEDED
-        slow = bad_nodes.straggling(starts) if is_latest and starts[-1].slow else {}
+        slow = bad_nodes.find_slow_nodes(starts) if is_latest and starts[-1].slow else {}
         if fresh := {host: why for host, why in slow.items() if host not in already}:
             for host, why in fresh.items():
                 log.info(f"node {host} is bad: {why}")

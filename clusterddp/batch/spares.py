@@ -302,6 +302,6 @@ def release_nodes(job: str, allocation: Allocation) -> None:
         log.info(f"{first}; Slurm may requeue the job once it knows of the loss")
 
 
-def bad(run: RunDir) -> dict[str, BadNode]:
+def nodes_to_avoid(run: RunDir) -> dict[str, BadNode]:
     """Return the nodes that a run avoids."""
     return bad_nodes.read_for(History.read(run))

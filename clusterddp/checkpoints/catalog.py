@@ -97,7 +97,7 @@ def find(named: str) -> Path:
         return path
     run = RunDir(path.parent if path.name == "checkpoints" else path)
     if run.attempts.is_dir():
-        checkpoint = newest(run)
+        checkpoint = find_newest(run)
     else:  # one attempt, or a directory of files copied from elsewhere
         checkpoint = newest_in(run.checkpoints if run.checkpoints.is_dir() else path)
     if checkpoint is None:
@@ -108,17 +108,17 @@ def find(named: str) -> Path:
     return checkpoint
 
 
-def source(run: RunDir) -> Path | None:
+def find_resume_checkpoint(run: RunDir) -> Path | None:
     """Return the checkpoint that a run resumes from, or None before its first; see `newest`.
 
     Raises CheckpointError if the run has saved some and can resume from none of them: a run starts
     again from step 0 only on request.
     """
-    checkpoint = newest(run)
+    checkpoint = find_newest(run)
     if checkpoint:
         return checkpoint
     restart = f"To start again at step 0: clusterddp resume {run.cli_name} --from-scratch"
-    if any(not each.superseded for each in all_of(run, None)):
+    if any(not each.superseded for each in iter_candidates(run, None)):
         raise CheckpointError(
             f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
             f"checkpoints {run.cli_name}'. {restart}"
@@ -147,7 +147,7 @@ def _noted_steps(attempt: Attempt) -> Iterator[int]:
         yield record.step or 0
 
 
-def newest(run: RunDir) -> Path | None:
+def find_newest(run: RunDir) -> Path | None:
     """Return the latest valid checkpoint of a run.
 
     Skips a damaged checkpoint with a warning, and all checkpoints after the step from which a later
@@ -155,7 +155,7 @@ def newest(run: RunDir) -> Path | None:
 
     Raises CheckpointError if a directory cannot be read.
     """
-    return _first_valid(lambda: (each.path for each in all_of(run, None) if not each.superseded))
+    return _first_valid(lambda: (c.path for c in iter_candidates(run, None) if not c.superseded))
 
 
 def newest_in(folder: Path) -> Path | None:
@@ -163,7 +163,7 @@ def newest_in(folder: Path) -> Path | None:
     return _first_valid(lambda: iter(files(folder)))
 
 
-def listing(run: RunDir) -> list[Entry]:
+def list_verified(run: RunDir) -> list[Entry]:
     """List and verify every checkpoint of a run, the highest step first.
 
     A checkpoint in the directories of several attempts is listed once. Raises CheckpointError if a
@@ -171,8 +171,8 @@ def listing(run: RunDir) -> list[Entry]:
     """
     entries: dict[tuple[int, str, str], Entry] = {}
     next_is_seen = False
-    best = next(bests(run, None), None)
-    for each in all_of(run, None):
+    best = next(iter_best(run, None), None)
+    for each in iter_candidates(run, None):
         problem = each.superseded
         try:
             if not problem:
@@ -202,7 +202,7 @@ def listing(run: RunDir) -> list[Entry]:
     return sorted(entries.values(), key=lambda entry: (-entry.step, -entry.attempt))
 
 
-def all_of(run: RunDir, before: Attempt | None) -> Iterator[Candidate]:
+def iter_candidates(run: RunDir, before: Attempt | None) -> Iterator[Candidate]:
     """Yield the checkpoints of a run in the order in which it tries to resume from them."""
     for folder in _folders(run, before):
         for path in files(folder.attempt.checkpoints):
@@ -210,7 +210,7 @@ def all_of(run: RunDir, before: Attempt | None) -> Iterator[Candidate]:
             yield Candidate(path, folder.attempt, superseded)
 
 
-def bests(run: RunDir, before: Attempt | None) -> Iterator[Best]:
+def iter_best(run: RunDir, before: Attempt | None) -> Iterator[Best]:
     """Yield each attempt's best checkpoint unless it is superseded, the latest attempt first."""
     for folder in _folders(run, before):
         best = read_best(folder.attempt.checkpoints)
@@ -317,9 +317,9 @@ def _carry_over(
     read(draft / source.name)
     linked = {last}
     if best is None:
-        known = bests(attempt.run, attempt)
+        known = iter_best(attempt.run, attempt)
         best = next((each for each in known if each.step <= last), None)
-    for each in all_of(attempt.run, attempt):
+    for each in iter_candidates(attempt.run, attempt):
         step = step_of(each.path)
         is_best = best is not None and step == best.step
         full = len(linked) >= keep_last

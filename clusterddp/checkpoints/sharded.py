@@ -33,7 +33,7 @@ def is_sharded(module: object) -> bool:
     )
 
 
-def part(objects: Objects) -> dict[str, Any]:
+def select_sharded(objects: Objects) -> dict[str, Any]:
     """Return the sharded modules and the optimizers; empty without a sharded module."""
     if not any(map(is_sharded, objects.values())):
         return {}
@@ -42,7 +42,7 @@ def part(objects: Objects) -> dict[str, Any]:
     }
     for each in found.values():
         if isinstance(each, Optimizer):
-            owner(each, found)
+            find_owner(each, found)
     return found
 
 
@@ -120,7 +120,7 @@ def restore(path: Path, objects: Objects) -> None:
         raise ValueError(_first_words(error)) from None
     for name, each in objects.items():
         if isinstance(each, Optimizer):
-            set_optimizer_state_dict(owner(each, objects), each, states[name])
+            set_optimizer_state_dict(find_owner(each, objects), each, states[name])
         else:
             set_model_state_dict(each, states[name])
 
@@ -132,14 +132,14 @@ def _states(objects: Objects) -> dict[str, Any]:
     )
 
     return {
-        name: get_optimizer_state_dict(owner(each, objects), each)
+        name: get_optimizer_state_dict(find_owner(each, objects), each)
         if isinstance(each, Optimizer)
         else get_model_state_dict(each)
         for name, each in objects.items()
     }
 
 
-def owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
+def find_owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
     """Return the module that has all parameters of an optimizer. Raises TypeError if none has."""
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for each in objects.values():

@@ -160,7 +160,7 @@ def powers_of_two(hosts: Hosts) -> list[int]:
     return [2**power for power in range(1, most.bit_length())]
 
 
-def requests(
+def build_requests(
     rows: Sequence[Row], name: str, root: str, repeat: int, base: JobSpec | None
 ) -> Planned:
     """Build the requests of all runs: all rows once, then all rows again for each repetition.
@@ -187,7 +187,7 @@ def requests(
         spec = _job(row, run_name, path, base) if base else _here(row, run_name, path)
         planned.append((row, spec))
     if len(planned) > 1 and base is not None:
-        after(base, "1")  # raises now what it would raise for all but the first
+        with_dependency(base, "1")  # raises now what it would raise for all but the first
     return planned
 
 
@@ -210,7 +210,7 @@ def _job(row: Row, name: str, path: str, base: JobSpec) -> JobSpec:
     )
 
 
-def after(spec: JobSpec, job_id: str) -> JobSpec:
+def with_dependency(spec: JobSpec, job_id: str) -> JobSpec:
     """Add a job whose end the request waits for, as two at once could share a node.
 
     Raises RequestError where it cannot be added to the request's own dependencies.
@@ -248,7 +248,7 @@ def dry_run(
         before = str(number - 1) if number > 1 else ""
         if before:
             yield f"# for afterany:{before} in it: the job id of [{before}/{len(planned)}]"
-        sent = after(spec, before)
+        sent = with_dependency(spec, before)
         yield launchers.load(sent.launcher).prepare(sent, template_folder).removesuffix("\n")
 
 
@@ -376,7 +376,7 @@ def _submit(
     refused = {}
     before = ""
     for row, request in planned:
-        spec = after(request, before)
+        spec = with_dependency(request, before)
         script = launchers.load(spec.launcher).prepare(spec, template_folder)
         try:
             _, submission = submit.submit(

@@ -34,11 +34,11 @@ def fetch(data_dir: str) -> DatasetInfo:
     Keeps a complete set that already exists. Raises DataError, which lists alternatives, if the
     mirrors cannot be reached, the download is not MNIST, or the directory cannot be written.
     """
-    root = mnist.folder("mnist", data_dir)
+    root = mnist.dataset_root("mnist", data_dir)
     if not mnist.missing_files(root):
         log.info(f"{root / mnist.RAW} already contains the set; checking it")
         return mnist.check("mnist", data_dir, checksums=True)
-    others = mnist.ways("mnist", data_dir, may_fetch=False)
+    others = mnist.list_sources("mnist", data_dir, may_fetch=False)
     with mnist.draft_beside(root) as draft:
         log.info(f"fetching MNIST into {root / mnist.RAW}")
         _download(draft, others)
@@ -88,7 +88,7 @@ def import_from(source: Path, data_dir: str) -> DatasetInfo:
     Accepts sets other than the published MNIST, and records their digests. Raises DataError if
     files are missing, ambiguous or damaged, or if another set already exists.
     """
-    root = mnist.folder("mnist", data_dir)
+    root = mnist.dataset_root("mnist", data_dir)
     with mnist.draft_beside(root) as draft:
         raw = draft / mnist.RAW
         try:

@@ -207,7 +207,7 @@ class DatasetInfo:
         )
 
 
-def folder(dataset: str, data_dir: str) -> Path:
+def dataset_root(dataset: str, data_dir: str) -> Path:
     """Return the root of torchvision's MNIST class."""
     root = Path(data_dir).expanduser()
     return root / "synthetic" if dataset == "synthetic" else root
@@ -222,7 +222,7 @@ def ensure(
         if several processes call it, the first one's stays. A damaged set is never replaced.
     Raises DataError if there is no complete set afterwards.
     """
-    root = folder(dataset, data_dir)
+    root = dataset_root(dataset, data_dir)
     absent = len(missing_files(root)) == len(FILES) and not under_other_names(root)
     if absent and dataset in sources:
         sources[dataset](data_dir)
@@ -236,7 +236,7 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     are the published ones of MNIST. Raises DataError with cause and remedy if the set is missing,
     damaged or unreadable.
     """
-    root = folder(dataset, data_dir)
+    root = dataset_root(dataset, data_dir)
     missing = missing_files(root)
     packed = under_other_names(root) if missing else None
     if packed or len(missing) == len(FILES):
@@ -248,7 +248,7 @@ def check(dataset: str, data_dir: str, *, checksums: bool) -> DatasetInfo:
     except DataError as fault:
         raise DataError(
             f"the {dataset} dataset at {root / RAW} is damaged: {fault}\n"
-            f"Move that directory away, then get the set again:\n{ways(dataset, data_dir)}",
+            f"Move that directory away, then get the set again:\n{list_sources(dataset, data_dir)}",
             code=fault.code,
         ) from None
     except OSError as error:
@@ -286,7 +286,7 @@ def fingerprint(dataset: str, data_dir: str) -> str:
 
     Raises DataError if a file cannot be read.
     """
-    raw = folder(dataset, data_dir) / RAW
+    raw = dataset_root(dataset, data_dir) / RAW
     try:
         digests = [digest(raw / name) for name in FILES]
     except OSError as error:
@@ -298,7 +298,7 @@ def rendered_by(dataset: str, data_dir: str) -> str:
     """Name the generator of the existing synthetic set, for a message about different digits."""
     if dataset != "synthetic":
         return ""
-    origin = read_comment(folder(dataset, data_dir) / RAW) or "a set of unknown origin"
+    origin = read_comment(dataset_root(dataset, data_dir) / RAW) or "a set of unknown origin"
     return f" The directory holds {origin}."
 
 
@@ -326,7 +326,7 @@ def torchvision_set(dataset: str, data_dir: str, *, train: bool) -> Any:
     return datasets.MNIST(str(root), train=train, transform=transforms.Compose(steps))
 
 
-def ways(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
+def list_sources(dataset: str, data_dir: str, *, may_fetch: bool = True) -> str:
     """List the ways to get the dataset or a replacement, one per line."""
     place = f"--data-dir {shlex.quote(data_dir)}"
     fetch = (f"clusterddp data fetch {place}", "downloads it")
@@ -374,9 +374,9 @@ def _absence(dataset: str, data_dir: str, packed: Path | None) -> str:
             f"--data-dir {shlex.quote(data_dir)}"
         )
     return (
-        f"the {dataset} dataset is missing: {folder(dataset, data_dir) / RAW} does not contain "
-        f"{TRAIN_IMAGES} and the other three files. Get it before you submit:\n"
-        f"{ways(dataset, data_dir)}"
+        f"the {dataset} dataset is missing: {dataset_root(dataset, data_dir) / RAW} does not "
+        f"contain {TRAIN_IMAGES} and the other three files. Get it before you submit:\n"
+        f"{list_sources(dataset, data_dir)}"
     )
 
 
@@ -541,7 +541,7 @@ class Reading:
     def _run(self) -> None:
         # An error here is raised again, and then reported, by `wait`.
         with suppress(DataError, OSError, MemoryError):
-            if not missing_files(folder(self._dataset, self._data_dir)):
+            if not missing_files(dataset_root(self._dataset, self._data_dir)):
                 self._shared = read(self._dataset, self._data_dir)
                 if self._wants_digest:
                     self._sha256 = self._shared.digest()

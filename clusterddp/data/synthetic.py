@@ -43,7 +43,7 @@ def generate(
     """
     COUNT.check("--train-images", train_images)
     COUNT.check("--test-images", test_images)
-    root = mnist.folder("synthetic", data_dir)
+    root = mnist.dataset_root("synthetic", data_dir)
     asked = f"{train_images} and {test_images}, seed {seed}, generator {GENERATOR}"
     recipe = f"clusterddp synthetic digits, {asked}"
     if len(mnist.missing_files(root)) < len(mnist.FILES):

@@ -206,7 +206,7 @@ def dataset(spec: JobSpec, *, must_share: bool) -> Check:
     train = spec.train
     if train is None or is_reference(train.dataset):
         return Check("dataset", OK, "not checked: your own function loads it")
-    root = mnist.folder(train.dataset, train.data_dir)
+    root = mnist.dataset_root(train.dataset, train.data_dir)
     try:
         info = mnist.check(train.dataset, train.data_dir, checksums=True)
     except DataError as error:

@@ -484,7 +484,7 @@ def unused_files(used: Path, environ: Mapping[str, str], folder: Path) -> list[P
     return [path for path in there if not path.samefile(used)]
 
 
-def lacking(now: Path, before: Path, known: Collection[str]) -> list[str]:
+def missing_settings(now: Path, before: Path, known: Collection[str]) -> list[str]:
     """Return the settings, variables and clusters of `before` that are missing from `now`.
 
     Returns none if a file cannot be read. known: valid names of settings.

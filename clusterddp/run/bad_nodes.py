@@ -104,7 +104,7 @@ def read(root: Path) -> dict[str, BadNode]:
     return {host: node for host, node in _latest(root).items() if node.expires > now}
 
 
-def known(root: Path) -> set[str]:
+def read_marked(root: Path) -> set[str]:
     """Return every node that was ever marked bad in a runs directory. Raises OSError."""
     return set(_latest(root))
 
@@ -308,7 +308,7 @@ def find_repeat_offender(starts: Sequence[PastAttempt]) -> str:
     return host if max(elsewhere, default=0) > furthest else ""
 
 
-def straggling(starts: Sequence[PastAttempt]) -> dict[str, str]:
+def find_slow_nodes(starts: Sequence[PastAttempt]) -> dict[str, str]:
     """Return the nodes that are slow whatever rank runs there, with the observation.
 
     Either several ranks of the node were slow until the last attempt's end, or one was slow in it

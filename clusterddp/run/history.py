@@ -60,7 +60,7 @@ class History:
         """Read a run's events. Raises OSError."""
         return cls(run, events.read(run.events))
 
-    def again(self) -> "History":
+    def reread(self) -> "History":
         """Read the events again. Raises OSError."""
         return History.read(self.run)
 

@@ -293,7 +293,7 @@ class TaskRecord:
             "received_signal": None,  # set early: a signal can arrive while the fields are written
         }
 
-    def started(self, pid: int) -> None:
+    def record_start(self, pid: int) -> None:
         self._fields |= {
             "pid": pid,
             "ticks": start_ticks(pid),
@@ -334,7 +334,7 @@ class TaskRecord:
     def _path(self) -> Path:
         return path_of(self._folder, self._rank)
 
-    def ended(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
+    def record_end(self, status: int, explain: Callable[[int], TaskError | None]) -> int:
         """Record the end and its error. status: as from wait(2); it is returned."""
         code, error = os.waitstatus_to_exitcode(status), explain(status)
         with self._writing:

@@ -267,7 +267,7 @@ def _judge(
         detail = "its script has recorded nothing yet"
     elif state == RunState.CREATED and _is_rehearsed(history.spec):
         detail = "waits for its turn: --launcher local runs one trial at a time"
-        if was_cancelled_before_turn(history.again()):
+        if was_cancelled_before_turn(history.reread()):
             state, detail = RunState.CANCELLED, "before it started"
     return state, detail, job, report
 

@@ -69,7 +69,7 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
             given_up.message,
             run.resume_command,
         )
-    submission = latest_submission(history.again().events)  # it may have started since
+    submission = latest_submission(history.reread().events)  # it may have started since
     attempt = latest(run) if submission is None and status.state == RunState.RUNNING else None
     if attempt:  # its ranks were started by hand
         try:
@@ -170,7 +170,7 @@ def cancel(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> CancelR
     history = History.read(run)
     if awaits_turn(history):
         return _cancel_before_turn(run, send)
-    submission = latest_submission(history.again().events)  # it may have started since
+    submission = latest_submission(history.reread().events)  # it may have started since
     if submission is None and status.state == RunState.RUNNING:
         message = (
             f"{run.name}: its ranks were started by hand. End them where they were started, or use "

@@ -240,11 +240,11 @@ def _checkpoints(run: RunDir, status: RunStatus, resumed: Collection[Path]) -> I
     A run without any valid checkpoint keeps all, and so does an attempt that may be running.
     """
     with log.to(lambda _: None):
-        newest = catalog.newest(run)
+        newest = catalog.find_newest(run)
     if newest is None:
         return
-    known = list(catalog.all_of(run, None))
-    best = next(catalog.bests(run, None), None)
+    known = list(catalog.iter_candidates(run, None))
+    best = next(catalog.iter_best(run, None), None)
     of_best = [each.path for each in known if best and catalog.step_of(each.path) == best.step]
     valid = [path for path in of_best if _is_valid(path)]
     kept = {newest, *(valid[:1] or of_best)}

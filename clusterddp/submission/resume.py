@@ -279,7 +279,7 @@ def _source(run: RunDir, spec: JobSpec, terms: Terms) -> Path | None:
     from clusterddp.checkpoints import catalog
 
     try:
-        return catalog.source(run)
+        return catalog.find_resume_checkpoint(run)
     except CheckpointError as error:
         raise RequestError(str(error), code=error.code) from None
 

@@ -488,7 +488,7 @@ def source_of(attempt: Attempt) -> tuple[Path | None, bool]:
     The latter is true if an agent restarts the ranks of an attempt within the job.
     """
     own = catalog.newest_in(attempt.checkpoints) if attempt.checkpoints.is_dir() else None
-    return own or catalog.source(attempt.run), own is not None
+    return own or catalog.find_resume_checkpoint(attempt.run), own is not None
 
 
 def publish(

@@ -118,7 +118,7 @@ class _OutsideRecord(TaskRecord):
         podman leaves a container in its records if a signal ends podman during the removal.
         """
 
-    def ended(self, status: int, error: Callable[[int], TaskError | None]) -> int:
+    def record_end(self, status: int, error: Callable[[int], TaskError | None]) -> int:
         code = b""
         with suppress(BlockingIOError):
             code = os.read(self._code_reader, 16).strip()
@@ -133,7 +133,7 @@ class _OutsideRecord(TaskRecord):
         inside = read_outcome(self._folder, int(str(self._fields["rank"])))
         began = float(str(self._fields["started"]))
         if inside is None or inside.ended is None or inside.ended < began:
-            super().ended(status, error)
+            super().record_end(status, error)
         return status
 
     def _write(self) -> None:

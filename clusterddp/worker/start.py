@@ -90,7 +90,7 @@ def _check_data(
     sha256 = fingerprint() if fingerprint else mnist.fingerprint(config.dataset, config.data_dir)
     known = recorded.data_sha256 if recorded else ""
     if known and known != sha256:
-        where = config.data_dir if is_own else mnist.folder(config.dataset, config.data_dir)
+        where = config.data_dir if is_own else mnist.dataset_root(config.dataset, config.data_dir)
         raise DataError(
             f"the {config.dataset} dataset at {where} has changed since this run first started "
             f"(SHA-256 {known[:12]}…, now {sha256[:12]}…), so results would "

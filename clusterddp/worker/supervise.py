@@ -92,10 +92,10 @@ def supervise(
     task = _Forked(child, listen, own.stop if own and is_command else None, record)
     with Relay(SIGNALS, task.pass_on) as relay:
         task.fork(relay)
-        record.started(task.pid)
+        record.record_start(task.pid)
         if began:
             began(task.pid, record)
-        status = record.ended(
+        status = record.record_end(
             _await_end(task.pid, env, record, waits_for_signal=is_command and not task.forwards),
             lambda status: task.reported() or explain(status),
         )

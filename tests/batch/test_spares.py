@@ -145,7 +145,7 @@ def test_a_merely_slow_node_does_not_end_a_run_that_nothing_would_start_again(
     record = PreflightRecord("", 1.0, FAILED, slow=slow)
     monkeypatch.setattr(preflight, "check", lambda *_: record)
     assert own._preflight(attempt, ["h01", "h02"]) == ({} if starts else FAILED)
-    assert list(spares.bad(attempt.run)) == ["h02"]
+    assert list(spares.nodes_to_avoid(attempt.run)) == ["h02"]
     assert blamed_in(attempt) == (set() if starts else {"h02"})
 
 
@@ -160,7 +160,7 @@ def test_a_node_that_the_request_demands_is_used_at_once_and_the_record_says_so(
     monkeypatch.setattr(preflight, "check", lambda *_: record)
     files.write_record(attempt.preflight, record)
     assert own._preflight(attempt, ["h01", "h02"]) == {}
-    assert list(spares.bad(attempt.run)) == ["h02"]
+    assert list(spares.nodes_to_avoid(attempt.run)) == ["h02"]
     kept = files.read(PreflightRecord, attempt.preflight)
     used = "failed: h02; required by --nodelist, used anyway: h02"
     assert kept and kept.summary == used
@@ -181,8 +181,11 @@ def test_an_idle_spare_is_checked_too_and_one_that_fails_is_never_chosen(
     monkeypatch.setattr(own, "_run_script", lambda *_: 0)
     assert [own._start(attempt) for _ in range(2)] == [0, 0]
     assert checked == [["h01", "h02", "h03"], ["h01", "h02"]]
-    assert (list(spares.bad(attempt.run)), blamed_in(attempt)) == (["h03"], set())
-    assert own._allocation and own._allocation.choose(spares.bad(attempt.run)) == ["h01", "h02"]
+    assert (list(spares.nodes_to_avoid(attempt.run)), blamed_in(attempt)) == (["h03"], set())
+    assert own._allocation and own._allocation.choose(spares.nodes_to_avoid(attempt.run)) == [
+        "h01",
+        "h02",
+    ]
 
 
 def test_a_node_is_lost_that_is_asked_twice_and_does_not_answer(
@@ -282,7 +285,7 @@ def test_an_idle_spare_is_asked_now_and_then_and_lost_once(attempt: Attempt, ask
 
 def test_the_loss_of_an_idle_spare_is_no_part_of_an_attempt(attempt: Attempt) -> None:
     spares.mark_lost(attempt, "17", {"h03": "gone"}, ["h01", "h02"])
-    assert (blamed_in(attempt), list(spares.bad(attempt.run))) == (set(), ["h03"])
+    assert (blamed_in(attempt), list(spares.nodes_to_avoid(attempt.run))) == (set(), ["h03"])
 
 
 def test_a_slurmd_whose_kernel_answers_is_asked_more_often(attempt: Attempt, asked: Nodes) -> None:
@@ -351,9 +354,9 @@ def test_addresses_are_slurms_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blamed_and_bad_nodes_are_read_from_the_records(attempt: Attempt) -> None:
-    assert (blamed_in(attempt), spares.bad(attempt.run)) == (set(), {})
+    assert (blamed_in(attempt), spares.nodes_to_avoid(attempt.run)) == (set(), {})
     spares.mark_lost(attempt, "17", {"h02": "gone"}, ["h01", "h02"])
-    assert (blamed_in(attempt), list(spares.bad(attempt.run))) == ({"h02"}, ["h02"])
+    assert (blamed_in(attempt), list(spares.nodes_to_avoid(attempt.run))) == ({"h02"}, ["h02"])
     assert blamed_in(Attempt(attempt.run, 2)) == set()
     [event] = [e for e in events.read(attempt.run.events) if isinstance(e, events.NodesMarkedBad)]
     assert event.by == bad_nodes.BY_LOSS
@@ -373,7 +376,7 @@ def test_one_task_of_each_node_renews_its_record(
         num_nodes=1, master_addr="h01", master_port=1, hostnames=(), origin="slurm",
     )  # fmt: skip
     run = RunDir(tmp_path / "a")
-    outcome.TaskRecord(run, env, None).started(1)
+    outcome.TaskRecord(run, env, None).record_start(1)
     path = run.outcomes / f"rank-{local_rank}.json"
     os.utime(path, (5, 5))
     if renews:

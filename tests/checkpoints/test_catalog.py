@@ -18,12 +18,12 @@ from clusterddp.checkpoints.catalog import (
     adopt,
     checksum_of,
     find,
-    listing,
+    find_newest,
+    find_resume_checkpoint,
+    list_verified,
     name_of,
-    newest,
     read_best,
     remove_leftovers,
-    source,
 )
 from clusterddp.errors import CheckpointError
 from clusterddp.run.attempt import Attempt
@@ -51,17 +51,17 @@ def test_each_kind_of_damage_is_told_apart(run: RunDir, logged: list[str]) -> No
     made = attempt(run, 1, 100)
     for number, (harm, _) in enumerate(DAMAGE.values()):
         harm(make(made.checkpoints, 101 + number))
-    assert newest(run) == made.checkpoints / name_of(100)
+    assert find_newest(run) == made.checkpoints / name_of(100)
     assert len(logged) == len(DAMAGE)
 
 
 def test_a_run_without_checkpoints_has_no_newest(run: RunDir) -> None:
-    assert newest(run) is None
+    assert find_newest(run) is None
     run.attempts.mkdir()
-    assert newest(run) is None
+    assert find_newest(run) is None
     Attempt(run, 1).path.mkdir()
-    assert newest(run) is None
-    assert listing(run) == []
+    assert find_newest(run) is None
+    assert list_verified(run) == []
 
 
 def test_the_latest_attempt_comes_first_and_earlier_ones_stand_in_for_it(
@@ -69,20 +69,20 @@ def test_the_latest_attempt_comes_first_and_earlier_ones_stand_in_for_it(
 ) -> None:
     attempt(run, 1, 100, 200)
     second = attempt(run, 2, 200, 250, start=200)
-    assert newest(run) == second.checkpoints / name_of(250)
+    assert find_newest(run) == second.checkpoints / name_of(250)
     for path in (second.checkpoints / name_of(250), second.checkpoints / name_of(200)):
         path.write_bytes(b"")
-    assert newest(run) == Attempt(run, 1).checkpoints / name_of(200)
+    assert find_newest(run) == Attempt(run, 1).checkpoints / name_of(200)
     assert len(logged) == 2
 
 
 def test_what_an_orphan_wrote_after_its_successor_started_does_not_count(run: RunDir) -> None:
     first = attempt(run, 1, 100, 200)
     attempt(run, 2, start=100)  # has saved nothing itself yet
-    assert newest(run) == first.checkpoints / name_of(100)
+    assert find_newest(run) == first.checkpoints / name_of(100)
     make(first.checkpoints, 300)
-    assert newest(run) == first.checkpoints / name_of(100)
-    assert {entry.step: entry.problem for entry in listing(run)} == {
+    assert find_newest(run) == first.checkpoints / name_of(100)
+    assert {entry.step: entry.problem for entry in list_verified(run)} == {
         300: "superseded: attempt 2 resumed from step 100",
         200: "superseded: attempt 2 resumed from step 100",
         100: "",
@@ -93,11 +93,13 @@ def test_the_earliest_start_of_all_later_attempts_counts(run: RunDir) -> None:
     first = attempt(run, 1, 100, 200, 300)
     attempt(run, 2, start=300)
     attempt(run, 3, start=100)
-    assert newest(run) == first.checkpoints / name_of(100)
-    before = [each.path for each in catalog.all_of(run, Attempt(run, 3)) if not each.superseded]
+    assert find_newest(run) == first.checkpoints / name_of(100)
+    before = [
+        each.path for each in catalog.iter_candidates(run, Attempt(run, 3)) if not each.superseded
+    ]
     assert before[0] == first.checkpoints / name_of(300)
     attempt(run, 4, start=0)
-    assert newest(run) is None
+    assert find_newest(run) is None
 
 
 def test_an_attempt_that_never_started_supersedes_nothing(run: RunDir) -> None:
@@ -105,7 +107,7 @@ def test_an_attempt_that_never_started_supersedes_nothing(run: RunDir) -> None:
     attempt(run, 2, start=None)
     Attempt(run, 3).path.mkdir()
     Attempt(run, 3).record.write_text('{"torn')
-    assert newest(run) == first.checkpoints / name_of(200)
+    assert find_newest(run) == first.checkpoints / name_of(200)
 
 
 def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
@@ -121,13 +123,13 @@ def test_looking_starts_anew_when_the_newest_is_replaced_meanwhile(
         return read(path)
 
     monkeypatch.setattr(catalog, "read", overtaken)
-    assert newest(run) == folder / name_of(200)
+    assert find_newest(run) == folder / name_of(200)
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(run: RunDir) -> None:
     Attempt(run, 1).path.mkdir(parents=True)
     Attempt(run, 1).checkpoints.write_text("a file")
-    for look in (lambda: newest(run), lambda: listing(run)):
+    for look in (lambda: find_newest(run), lambda: list_verified(run)):
         with pytest.raises(CheckpointError, match=r"cannot read the directory .*: Not a directory"):
             look()
 
@@ -150,29 +152,29 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
     name, content = NOTES[note]
     (made.path / name).write_text(json.dumps(content))
     with pytest.raises(CheckpointError) as caught:
-        source(run)
+        find_resume_checkpoint(run)
     assert "the checkpoints of run are gone: it had saved step 120" in str(caught.value)
     assert f"clusterddp resume {run.cli_name} --from-scratch" in str(caught.value)
     shutil.rmtree(made.checkpoints)
     with pytest.raises(CheckpointError, match="are gone"):
-        source(run)
+        find_resume_checkpoint(run)
 
 
 def test_a_run_that_has_saved_nothing_yet_begins_at_step_0(run: RunDir) -> None:
-    assert source(run) is None
+    assert find_resume_checkpoint(run) is None
     made = attempt(run, 1)
     made.renew_liveness(130)
-    assert source(run) is None
+    assert find_resume_checkpoint(run) is None
     # The checkpoint of another run, from which it was to start.
     record = {"step": 120, "resumed_from": "/jobs/other/attempts/0001/checkpoints/step-00000120.pt"}
     made.record.write_text(json.dumps(record))
-    assert source(run) is None
+    assert find_resume_checkpoint(run) is None
 
 
 def test_a_run_that_has_begun_anew_once_does_not_miss_what_was_before(run: RunDir) -> None:
     attempt(run, 1).renew_liveness(130, saved=120)
     attempt(run, 2, start=0)
-    assert source(run) is None
+    assert find_resume_checkpoint(run) is None
 
 
 def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
@@ -180,21 +182,21 @@ def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
 ) -> None:
     DAMAGE["torn"][0](make(attempt(run, 1).checkpoints, 120))
     with pytest.raises(CheckpointError, match=r"no checkpoint of run is valid.*--from-scratch"):
-        source(run)
+        find_resume_checkpoint(run)
     assert len(logged) == 1
 
 
 def test_what_a_person_gives_up_does_not_count_until_the_next_resume(run: RunDir) -> None:
     first = attempt(run, 1, 120)
     add_event(run, "resume_requested", from_scratch=1)
-    assert source(run) is None
-    [entry] = listing(run)
+    assert find_resume_checkpoint(run) is None
+    [entry] = list_verified(run)
     assert entry.problem.startswith("given up") and not entry.is_next
     add_event(run, "resume_requested")  # the one before was refused by sbatch, say
-    assert source(run) == first.checkpoints / name_of(120)
+    assert find_resume_checkpoint(run) == first.checkpoints / name_of(120)
     add_event(run, "resume_requested", from_scratch=1)
     second = attempt(run, 2, 40)
-    assert source(run) == second.checkpoints / name_of(40)
+    assert find_resume_checkpoint(run) == second.checkpoints / name_of(40)
 
 
 def test_a_link_that_a_person_names_is_followed_to_its_checkpoint(
@@ -229,7 +231,7 @@ def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
     second.record.write_text('{"step": 200}')
     make(second.checkpoints, 250)
     DAMAGE["flipped"][0](make(second.checkpoints, 260))
-    entries = listing(run)
+    entries = list_verified(run)
     assert [(entry.step, entry.attempt, entry.problem) for entry in entries] == [
         (300, 1, "superseded: attempt 2 resumed from step 200"),
         (260, 2, "SHA-256 differs"),
@@ -239,7 +241,7 @@ def test_all_are_listed_once_with_the_best_and_the_next(run: RunDir) -> None:
     ]
     assert [entry.step for entry in entries if entry.is_best] == [200]
     [following] = [entry for entry in entries if entry.is_next]
-    assert following.path == newest(run)
+    assert following.path == find_newest(run)
     assert following.bytes == following.path.stat().st_size
     assert following.modified == following.path.stat().st_mtime
 
@@ -252,10 +254,10 @@ def test_hostile_folder_names(tmp_path: Path, name: str) -> None:
     remove_leftovers(first.checkpoints)
     second = Attempt(run, 2)
     second.path.mkdir()
-    source = newest(run)
+    source = find_newest(run)
     assert source == first.checkpoints / name_of(3)
     assert adopt(second, source, 2) == second.checkpoints / name_of(3)
-    assert [entry.step for entry in listing(run)] == [3, 2, 1]
+    assert [entry.step for entry in list_verified(run)] == [3, 2, 1]
     assert find(str(run.path)) == second.checkpoints / name_of(3)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -264,7 +266,7 @@ def test_a_new_attempt_gets_its_source_those_before_it_and_the_best(run: RunDir)
     first = attempt(run, 1, 100, 200, 300, 400, 500, best=200)
     third = attempt(run, 3, start=None)
     third.checkpoints.rmdir()
-    source = newest(run)
+    source = find_newest(run)
     assert source
     got = adopt(third, source, 2)
     assert got == third.checkpoints / name_of(500)
@@ -286,7 +288,7 @@ def test_nothing_beyond_the_source_is_handed_on(run: RunDir, logged: list[str]) 
     (first.checkpoints / name_of(200)).write_bytes(b"")
     second = Attempt(run, 2)
     second.path.mkdir()
-    adopt(second, newest(run), 3)
+    adopt(second, find_newest(run), 3)
     assert steps_in(second.checkpoints) == [300, 100]
     assert read_best(second.checkpoints) is None
     assert [line.split(":")[0] for line in logged] == [
@@ -326,7 +328,7 @@ def test_what_is_handed_on_comes_from_all_earlier_attempts(run: RunDir) -> None:
     attempt(run, 2, 250, start=200)
     third = Attempt(run, 3)
     third.path.mkdir()
-    adopt(third, newest(run), 5)
+    adopt(third, find_newest(run), 5)
     assert steps_in(third.checkpoints) == [250, 200, 100]
 
 
@@ -358,7 +360,7 @@ def test_where_there_are_no_hard_links_copies_are_made(
     assert got.read_bytes() == source.read_bytes()
     assert got.stat().st_mtime == source.stat().st_mtime
     assert steps_in(second.checkpoints) == [200, 100]
-    assert [(entry.step, entry.attempt) for entry in listing(run)] == [(200, 2), (100, 2)]
+    assert [(entry.step, entry.attempt) for entry in list_verified(run)] == [(200, 2), (100, 2)]
 
 
 def test_the_list_of_a_sharded_checkpoint_is_one_of_sha256sums(run: RunDir) -> None:
@@ -369,7 +371,7 @@ def test_the_list_of_a_sharded_checkpoint_is_one_of_sha256sums(run: RunDir) -> N
         cwd=path.parent, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert checked.stdout.count(": OK") == 3
-    [entry] = listing(run)
+    [entry] = list_verified(run)
     size = len("of rank 0") + len("of rank 1")
     assert (entry.problem, entry.bytes) == ("", path.stat().st_size + size)
 
@@ -387,7 +389,7 @@ def test_shards_that_go_meanwhile_are_no_error(
 
     listed = catalog._shard_files
     monkeypatch.setattr(catalog, "read", read)
-    assert [entry.step for entry in listing(run)] == [100]
+    assert [entry.step for entry in list_verified(run)] == [100]
 
 
 SHARD = "step-00000200.shards/__1_0.distcp"
@@ -411,10 +413,10 @@ def test_a_checkpoint_whose_shard_is_damaged_is_passed_over(
     first = attempt(run, 1)
     for step in (100, 200):
         make_sharded(first.checkpoints, step)
-    assert newest(run) == first.checkpoints / name_of(200)  # and it is remembered as whole
+    assert find_newest(run) == first.checkpoints / name_of(200)  # and it is remembered as whole
     harm(first.checkpoints / SHARD)
-    assert newest(run) == first.checkpoints / name_of(100)
-    assert [entry.problem for entry in listing(run)] == [problem, ""]
+    assert find_newest(run) == first.checkpoints / name_of(100)
+    assert [entry.problem for entry in list_verified(run)] == [problem, ""]
 
 
 @pytest.mark.parametrize("name", ["../../../spec.json", "/etc/passwd", "step-00000100.pt", ""])
@@ -513,7 +515,7 @@ def test_a_damaged_newest_one_is_named_with_its_reason_and_passed_over(
         catalog.read(path)
     assert caught.value.reason.startswith(reason)
     assert str(path) in str(caught.value)
-    assert newest(run) == made.checkpoints / name_of(100)
+    assert find_newest(run) == made.checkpoints / name_of(100)
     assert logged == [f"skipping {path.name}: {caught.value}"]
 
 

@@ -21,8 +21,8 @@ from clusterddp.data.mnist import (
     SharedDataset,
     SharedRef,
     check,
+    dataset_root,
     ensure,
-    folder,
     torchvision_set,
 )
 from clusterddp.data.synthetic import generate
@@ -60,8 +60,8 @@ def test_the_real_mnist_is_recognised(mnist_dir: Path) -> None:
 
 def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    assert folder("mnist", "~/data") == Path("/home/me/data")
-    assert folder("synthetic", "~/data") == Path("/home/me/data/synthetic")
+    assert dataset_root("mnist", "~/data") == Path("/home/me/data")
+    assert dataset_root("synthetic", "~/data") == Path("/home/me/data/synthetic")
 
 
 def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:

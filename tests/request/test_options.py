@@ -211,6 +211,6 @@ def test_what_a_file_lacks_of_another_one_is_told(tmp_path: Path) -> None:
     before.write_text("[defaults]\nmem = 4G\n[environment]\nA = 1\nB = 1\n[cluster:b]\n")
     now.write_text("[defaults]\npartition = gpu\n[environment]\nB = 2\n")
     broken.write_text("mem = 4G\n")
-    assert table.lacking(now, before, OPTIONS) == ["mem", "A", "[cluster:b]"]
-    assert table.lacking(before, now, OPTIONS) == ["partition"]
-    assert table.lacking(now, broken, OPTIONS) == []
+    assert table.missing_settings(now, before, OPTIONS) == ["mem", "A", "[cluster:b]"]
+    assert table.missing_settings(before, now, OPTIONS) == ["partition"]
+    assert table.missing_settings(now, broken, OPTIONS) == []

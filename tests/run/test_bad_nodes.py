@@ -54,7 +54,7 @@ def test_a_blamed_node_is_read_until_it_is_cleared(tmp_path: Path) -> None:
     assert bad["h02"].expires - bad["h02"].time == DAY
     bad_nodes.clear(tmp_path, ["h02"])
     assert list(bad_nodes.read(tmp_path)) == ["h03"]
-    assert bad_nodes.known(tmp_path) == {"h02", "h03"}
+    assert bad_nodes.read_marked(tmp_path) == {"h02", "h03"}
     bad_nodes.mark_bad(attempt, "7", {"h02": "lost again"}, bad_nodes.BY_LOSS)
     assert bad_nodes.read(tmp_path)["h02"].reason == "lost again"
     assert [event["event"] for event in read_events(attempt.run)] == ["nodes_marked_bad"] * 2
@@ -436,7 +436,7 @@ def slow(hosts: str, *named: tuple[int, str] | tuple[int, str, float]) -> PastAt
 def test_a_node_that_is_slow_with_several_ranks_is_blamed(
     trials: list[PastAttempt], host: str
 ) -> None:
-    [(marked_bad, reason)] = bad_nodes.straggling(trials).items()
+    [(marked_bad, reason)] = bad_nodes.find_slow_nodes(trials).items()
     assert marked_bad == host
     assert reason.endswith(", in the last attempt at 40% of the other ranks' median speed")
 
@@ -464,7 +464,7 @@ def test_a_node_that_is_slow_with_several_ranks_is_blamed(
     ],
 )
 def test_slow_ranks_that_tell_of_no_node_blame_nobody(trials: list[PastAttempt]) -> None:
-    assert bad_nodes.straggling(trials) == {}
+    assert bad_nodes.find_slow_nodes(trials) == {}
 
 
 # -- what a job does -----------------------------------------------------------------------------
@@ -560,7 +560,7 @@ def test_a_list_that_cannot_be_had_leaves_a_run_its_own_blames(workplace: Workpl
     (workplace.root / bad_nodes.FILE_NAME).mkdir()
     workplace.monkeypatch.setattr(bad_nodes, "_latest", unreadable)
     finished(workplace, run, 1)
-    assert list(spares.bad(run)) == ["h02"]
+    assert list(spares.nodes_to_avoid(run)) == ["h02"]
     assert "sbatch --parsable --exclude=h02" in workplace.calls
     cluster_says(workplace)
     assert begin(workplace, run) == ""

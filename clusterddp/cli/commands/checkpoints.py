@@ -33,7 +33,7 @@ def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
     Exit codes: 0 listed, even if some are damaged; 1 a directory cannot be read; 2 no such run.
     """
     run_dir = find_run(runs_dir, run)
-    entries = catalog.listing(run_dir)[::-1]
+    entries = catalog.list_verified(run_dir)[::-1]
     if as_json:
         echo_json([dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries])
     elif not entries:
@@ -51,7 +51,7 @@ def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
 def _why_none(run: RunDir) -> str:
     try:
         with log.to(lambda _: None):
-            catalog.source(run)
+            catalog.find_resume_checkpoint(run)
     except CheckpointError as error:
         return f"clusterddp: {coded(error)}"
     return f"{run.cli_name} has no checkpoints"

@@ -165,7 +165,7 @@ def command(
         trials = results.trials_of(Path(root), of)
         return _show(trials, ", ".join(of), as_json, plot)
     config, base, rows = _rows(given, name, where)
-    planned = plan.requests(rows, name, root, repeat, base)
+    planned = plan.build_requests(rows, name, root, repeat, base)
     templates = template_folder(given) if base else None
     plan.log_remarks(planned)
     if dry_run:

@@ -21,7 +21,7 @@ from clusterddp.cli.commands import submit
 from clusterddp.cli.options import given_by, options
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
-from clusterddp.request.options import Given, Settings, find_site, lacking, read_site
+from clusterddp.request.options import Given, Settings, find_site, missing_settings, read_site
 from clusterddp.request.spec import OPTIONS
 from clusterddp.submission.fields import interpreter, job_spec, template_folder
 
@@ -154,7 +154,7 @@ def _warn_if_hidden(before: Path) -> None:
     now = find_site(None, os.environ, Path.cwd())
     if now is None or now.samefile(before):
         return
-    missing = lacking(now, before, OPTIONS)
+    missing = missing_settings(now, before, OPTIONS)
     lacks = f", and lacks {len(missing)} of its settings: {', '.join(missing)}" if missing else ""
     log.warning(
         f"{now} now takes precedence over {before}{lacks}. Only one file is read: copy the "

@@ -327,7 +327,7 @@ def test_two_at_once_and_a_start_in_the_midst(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert catalog.newest(run) == run.attempts / "0001/checkpoints/step-00000900.pt"
+    assert catalog.find_newest(run) == run.attempts / "0001/checkpoints/step-00000900.pt"
     assert 0 in codes
 
 
