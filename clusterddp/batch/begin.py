@@ -211,7 +211,7 @@ def _await_other_job(job: JobStart, history: History, seconds: float) -> None:
     """
     if is_rehearsal(os.environ):
         return
-    read = itertools.chain([history], iter(history.again, None))
+    read = itertools.chain([history], iter(history.reread, None))
 
     def at_work() -> str:
         start = _unended_start(next(read))
