@@ -116,7 +116,7 @@ def test_a_run_does_what_the_commands_do(folder: Path, monkeypatch: pytest.Monke
     assert "#SBATCH --time=1:00:00" in (folder / "sent").read_text()
     assert run.spec.resources == longer
     assert Path.cwd() == folder  # though it was submitted from its own
-    with pytest.raises(RequestError, match="'resume' cannot change launcher of one"):
+    with pytest.raises(RequestError, match="'resume' cannot change --launcher of one"):
         run.resume(dataclasses.replace(run.spec, launcher="local"))
 
 

@@ -17,7 +17,7 @@ from clusterddp import formatting, launchers, log
 from clusterddp.errors import CheckpointError, RequestError, coded
 from clusterddp.files import write_atomically
 from clusterddp.request.options import Record
-from clusterddp.request.spec import JobSpec
+from clusterddp.request.spec import REQUEST, JobSpec
 from clusterddp.request.sweep import NO_SWEEP, Sweep, format_trial, is_array
 from clusterddp.request.train_config import TrainConfig, changes
 from clusterddp.run import attempt as attempts
@@ -214,8 +214,10 @@ def _check_fields(run: RunDir, before: JobSpec, after: JobSpec) -> None:
     new, open_to_change = vars(after), (*CHANGEABLE, *before.program.changeable)
     fixed = [n for n, value in vars(before).items() if n not in open_to_change and value != new[n]]
     if fixed:
+        flags = {row.field: f"--{row.name}" for row in REQUEST} | {"environment": "--env"}
+        named = ", ".join(flags.get(name, name) for name in fixed)
         raise RequestError(
-            f"'resume' cannot change {', '.join(fixed)} of {run.name}. Submit a new run. [CD0511]"
+            f"'resume' cannot change {named} of {run.name}. Submit a new run. [CD0511]"
         )
     if not before.trial:
         return
