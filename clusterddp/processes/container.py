@@ -155,12 +155,12 @@ class Container:
 
     @property
     def hidden_from_pyxis(self) -> list[str]:
-        """Return the host's variables that would break an image's Python: pyxis passes on all."""
+        """Host's variables that would break an image's Python: pyxis passes on all."""
         return [name for name in _BREAKING if name not in self.variables]
 
     @property
     def bound(self) -> list[Mount]:
-        """Return one mount per target, outer ones first."""
+        """One mount per target, outer ones first."""
         by_target = {mount.target.rstrip("/") or "/": mount for mount in self.mounts}
         return [by_target[target] for target in sorted(by_target)]
 

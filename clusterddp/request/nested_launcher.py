@@ -97,7 +97,7 @@ class NestedLauncher:
 
     @property
     def instead(self) -> tuple[str, ...] | None:
-        """Return the COMMAND without the launcher; None if its program was not identified."""
+        """COMMAND without the launcher; None if its program was not identified."""
         if self.head is None:
             return None
         return (*self.command[: self.first], *self.head, *self.command[self.last :])

@@ -211,23 +211,23 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Return the flag, `--batch-size`."""
+        """Flag, `--batch-size`."""
         return f"--{self.name}"
 
     @property
     def directive(self) -> str:
-        """Return the sbatch directive that it sets; empty without one."""
+        """Sbatch directive that it sets; empty without one."""
         return next((word[2:] for word in self.names.split() if word.startswith("--")), "")
 
     @property
     def flags(self) -> list[str]:
-        """Return the flag and its alternative forms in sbatch."""
+        """Flag and its alternative forms in sbatch."""
         typed = [word for word in self.names.split() if word.startswith("-")]
         return list(dict.fromkeys([self.flag, *typed]))
 
     @property
     def variable(self) -> str:
-        """Return the SBATCH_* variable that sets it; empty without one."""
+        """SBATCH_* variable that sets it; empty without one."""
         return next((word for word in self.names.split() if word.startswith("SBATCH_")), "")
 
     def parse(self, value: Any) -> Any:
@@ -291,7 +291,7 @@ class Option:
 
     @property
     def metavar(self) -> str | None:
-        """Return the name of the value in --help; None leaves it to click."""
+        """Name of the value in --help; None leaves it to click."""
         named = (word for word in self.names.split() if not word.startswith(("-", "SBATCH_")))
         return next(named, "DURATION" if isinstance(self.form, Duration) else None)
 
@@ -392,7 +392,7 @@ class Given:
 
     @property
     def typed(self) -> dict[str, Any]:
-        """Return the typed values."""
+        """Typed values."""
         return {name: v for name, v in self.values.items() if self.sources.get(name) == FLAG}
 
     def flags(self, names: Iterable[str]) -> str:

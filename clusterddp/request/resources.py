@@ -128,17 +128,17 @@ class Resources(Record):
 
     @property
     def job_nodes(self) -> int:
-        """Return the number of nodes to request from Slurm, including the spares."""
+        """Number of nodes to request from Slurm, including the spares."""
         return self.nodes + self.spare_nodes
 
     @property
     def num_tasks(self) -> int:
-        """Return the number of ranks of the whole job (torch's world size)."""
+        """Number of ranks of the whole job (torch's world size)."""
         return self.nodes * self.tasks_per_node
 
     @property
     def layout(self) -> str:
-        """Return the layout as text: `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        """Layout as text: `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
         spares = self.spare_nodes
         counts = ((self.nodes, "node"), (self.tasks_per_node, "task"), (self.num_tasks, "rank"))
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)

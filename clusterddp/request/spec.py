@@ -429,29 +429,29 @@ class JobSpec(Record):
 
     @property
     def program(self) -> Program:
-        """Return the program of every task."""
+        """Program of every task."""
         return BuiltIn(self.train) if self.train else Command(self.command)
 
     @property
     def trainings(self) -> list[TrainConfig]:
-        """Return the trainings that read different files: one, none, or several of a sweep."""
+        """Trainings that read different files: one, none, or several of a sweep."""
         return self.program.trainings(self.sweep)
 
     @property
     def shared_dir(self) -> str:
-        """Return the sweep's directory, which its trials read; empty outside a sweep."""
+        """Sweep's directory, which its trials read; empty outside a sweep."""
         if self.sweep:
             return self.run_dir
         return self.run_dir.removesuffix(f"-{self.index}") if self.trial else ""
 
     @property
     def sweep_name(self) -> str:
-        """Return the name of this run's sweep; empty outside a sweep."""
+        """Name of this run's sweep; empty outside a sweep."""
         return self.run_name.rpartition("-")[0] if self.trial else ""
 
     @property
     def index(self) -> int:
-        """Return this run's index in its sweep and job array. Requires a trial."""
+        """This run's index in its sweep and job array. Requires a trial."""
         return int(self.run_name.rpartition("-")[2])
 
     def _check_after(self) -> None:
@@ -557,7 +557,7 @@ class JobSpec(Record):
 
     @property
     def container(self) -> "Container":
-        """Return the container of the tasks, without what `Container.for_run` adds on a node.
+        """Container of the tasks, without what `Container.for_run` adds on a node.
 
         Raises OptionError for a path that cannot be mounted.
         """
@@ -587,7 +587,7 @@ class JobSpec(Record):
 
     @property
     def pyxis(self) -> bool:
-        """Return whether srun may start the tasks' containers, by NVIDIA's plug-in pyxis."""
+        """Whether srun may start the tasks' containers, by NVIDIA's plug-in pyxis."""
         if not self.container_image or self.container_runtime not in ("auto", "pyxis"):
             return False
         from clusterddp.processes.container import PYXIS, can_read, pyxis_can_mount
@@ -629,30 +629,30 @@ class JobSpec(Record):
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
+        """Number of ranks."""
         return self.resources.num_tasks
 
     @property
     def shares_gpus(self) -> bool:
-        """Return whether the request lets several ranks share a GPU."""
+        """Whether the request lets several ranks share a GPU."""
         by_nccl = dict(self.environment).get(SHARED_GPUS, "0") not in ("", "0")
         by_gloo = self.program.options.get("backend") == "gloo"
         return by_gloo or by_nccl or SHARED_GPUS in self.pass_environment
 
     @property
     def sharing_options(self) -> str:
-        """Return the options that let several ranks share a GPU."""
+        """Options that let several ranks share a GPU."""
         by_gloo = "--backend gloo, or " if "backend" in self.program.options else ""
         return f"{by_gloo}--env {SHARING}"
 
     @property
     def layout(self) -> str:
-        """Return the layout as text, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
+        """Layout as text, `2 nodes x 4 tasks = 8 ranks, and 1 spare node`."""
         return self.resources.layout
 
     @property
     def sets_cpus(self) -> bool:
-        """Return whether the request sets the CPUs of a rank: a number, or the whole node."""
+        """Whether the request sets the CPUs of a rank: a number, or the whole node."""
         directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
         by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
         return by_option or not directives.isdisjoint(dict(self.sbatch))
@@ -666,18 +666,18 @@ class JobSpec(Record):
 
     @property
     def uses_own_code(self) -> bool:
-        """Return whether the tasks run the user's code: a command, a model or a dataset."""
+        """Whether the tasks run the user's code: a command, a model or a dataset."""
         return self.program.has_own_code(self.sweep)
 
     @property
     def starts_own_files(self) -> bool:
-        """Return whether the job starts the user's code, `notify` program or interpreter."""
+        """Whether the job starts the user's code, `notify` program or interpreter."""
         own_python = {self.python, self.controller_python} != {sys.executable}
         return self.uses_own_code or bool(self.notify) or own_python
 
     @property
     def node_checks(self) -> str:
-        """Return the node checks to run, one of `PREFLIGHTS`.
+        """Node checks to run, one of `PREFLIGHTS`.
 
         A local run has none: it uses one node. For a COMMAND, full means quick.
         """
@@ -689,7 +689,7 @@ class JobSpec(Record):
 
     @property
     def signal_lead(self) -> int:
-        """Return the seconds between Slurm's signal and the time limit; 0 without a signal."""
+        """Seconds between Slurm's signal and the time limit; 0 without a signal."""
         return int((self.signal or "").rpartition("@")[2] or 0)
 
     def has_default(self, name: str) -> bool:

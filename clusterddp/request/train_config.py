@@ -281,7 +281,7 @@ class TrainConfig(Record):
 
     @property
     def user_functions(self) -> tuple[tuple[str, str], ...]:
-        """Return the options that refer to a user function, each with its reference."""
+        """Options that refer to a user function, each with its reference."""
         values = (("--model", self.model), ("--dataset", self.dataset))
         return tuple((option, value) for option, value in values if ":" in value)
 
@@ -295,7 +295,7 @@ class TrainConfig(Record):
 
     @property
     def step_size(self) -> int:
-        """Return the images per rank in one optimizer step."""
+        """Images per rank in one optimizer step."""
         return self.batch_size * self.gradient_accumulation_steps
 
     def reference_world_size(self, world_size: int, images: int, step_size: int) -> int:
@@ -450,5 +450,5 @@ class Interval(Record):
 
     @property
     def seconds(self) -> float:
-        """Return the interval in seconds; infinite for epochs and steps."""
+        """Interval in seconds; infinite for epochs and steps."""
         return self.count if self.unit == "second" else math.inf

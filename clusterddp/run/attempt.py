@@ -176,13 +176,13 @@ class Attempt:
 
     @property
     def is_of_newer_version(self) -> bool:
-        """Return whether its record has a newer format than this version reads."""
+        """Whether its record has a newer format than this version reads."""
         record = self.read_record()
         return record is not None and record.format > ATTEMPT_FORMAT
 
     @property
     def is_superseded(self) -> bool:
-        """Return whether a later attempt of the run has begun."""
+        """Whether a later attempt of the run has begun."""
         return Attempt(self.run, self.number + 1).path.exists()
 
     def ask_to_stop(self, reason: str) -> None:

@@ -154,7 +154,7 @@ class Choice:
 
     @property
     def line(self) -> str:
-        """Return a line that names the excluded nodes; empty without any."""
+        """Line that names the excluded nodes; empty without any."""
         named = "; ".join(f"{host} ({reason})" for host, reason in self.nodes.items())
         return f"excluded as bad: {named}. 'clusterddp bad-nodes' lists them" if named else ""
 

@@ -243,12 +243,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Return whether it ended with a failure."""
+        """Whether it ended with a failure."""
         return self.exit_code is not None and self.exit_code not in (0, EXIT_STOPPED)
 
     @property
     def left_early(self) -> bool:
-        """Return whether it exited with code 0 because of a signal.
+        """Whether it exited with code 0 because of a signal.
 
         A task that continues for more than a minute after USR1 or USR2 has only saved.
         """
@@ -262,22 +262,22 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Return whether it saved and exited on request, or asks for a restart."""
+        """Whether it saved and exited on request, or asks for a restart."""
         return self.exit_code == EXIT_STOPPED
 
     @property
     def peer_lost(self) -> bool:
-        """Return whether it failed because of another rank, by its own record."""
+        """Whether it failed because of another rank, by its own record."""
         return bool(self.error and self.error.peer_lost)
 
     @property
     def of_command(self) -> bool:
-        """Return whether its error was reconstructed from a command's output."""
+        """Whether its error was reconstructed from a command's output."""
         return bool(self.error and self.error.of_command)
 
     @property
     def reason(self) -> str:
-        """Return the reason of its end, in a few words."""
+        """Reason of its end, in a few words."""
         if self.hung:
             return f"hung: {self.hung}"
         if self.error:
@@ -634,5 +634,5 @@ class MetricsLine:
 
     @property
     def tested(self) -> bool:
-        """Return whether it comes from an evaluation on the test set, not from training."""
+        """Whether it comes from an evaluation on the test set, not from training."""
         return self.kind == "eval"

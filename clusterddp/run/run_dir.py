@@ -134,7 +134,7 @@ class RunDir:
 
     @property
     def code_folder(self) -> Path:
-        """Return the directory of the copy of the code in which the tasks start."""
+        """Directory of the copy of the code in which the tasks start."""
         return self.code / self.workdir_name
 
     def top_of_code(self, folder: Path) -> Path:
@@ -269,7 +269,7 @@ class SweepDir(RunDir):
 
     @property
     def is_sweep(self) -> bool:
-        """Return whether a sweep's request exists, even for a name that is too long for a path."""
+        """Whether a sweep's request exists, even for a name that is too long for a path."""
         return os.path.isfile(self.spec)  # noqa: PTH113 -- Path.is_file raises OSError then
 
 

@@ -77,18 +77,18 @@ class Run:
 
     @property
     def starts(self) -> str:
-        """Return the launcher's name, or an empty text."""
+        """Launcher's name, or an empty text."""
         return self.launcher.name if self.launcher else ""
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """Return the launcher's options by name; none if another shell starts the launcher."""
+        """Launcher's options by name; none if another shell starts the launcher."""
         launcher = self.launcher
         return dict(launcher.options) if launcher and launcher.command == self.texts else {}
 
     @property
     def is_static(self) -> bool:
-        """Return whether agents get their node's rank from the command line, not the rendezvous."""
+        """Whether agents get their node's rank from the command line, not the rendezvous."""
         return self.options.get("rdzv-backend", "static") == "static"
 
     def line_of(self, text: str) -> int:
@@ -97,12 +97,12 @@ class Run:
 
     @property
     def python_script(self) -> str:
-        """Return the Python file that it starts, or an empty text."""
+        """Python file that it starts, or an empty text."""
         return next((text for text in self.texts if text.endswith(".py")), "")
 
     @property
     def trains(self) -> bool:
-        """Return whether it may be the training: a launcher, or Python with a script or module."""
+        """Whether it may be the training: a launcher, or Python with a script or module."""
         if self.starts in nested_launcher.START_PYTHON or self.starts == "deepspeed":
             return True
         at = nested_launcher.program_index(self.texts, in_shell=True)
@@ -147,7 +147,7 @@ class JobScript:
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """Return the known values of the job's Slurm variables."""
+        """Known values of the job's Slurm variables."""
         names = {
             "SLURM_NNODES SLURM_JOB_NUM_NODES": self.nodes,
             "SLURM_NTASKS SLURM_NPROCS": self.ntasks,
@@ -172,7 +172,7 @@ class JobScript:
 
     @property
     def spans_nodes(self) -> bool:
-        """Return whether the job certainly has several nodes."""
+        """Whether the job certainly has several nodes."""
         return bool(self.nodes and self.nodes > 1)
 
     @cached_property
@@ -227,7 +227,7 @@ class JobScript:
 
     @property
     def has_whole_nodes(self) -> bool:
-        """Return whether other jobs on its nodes are unlikely."""
+        """Whether other jobs on its nodes are unlikely."""
         return (
             self.file.value("exclusive") in ("", "exclusive")
             or self.file.value("mem") == "0"
@@ -279,13 +279,13 @@ class JobScript:
 
     @cached_property
     def typed(self) -> str:
-        """Return the commands and directives as text, without comments."""
+        """Commands and directives as text, without comments."""
         commands = [command.source for command in self.file.script.commands]
         return "\n".join([*commands, *(each.text for each in self.file.directives)])
 
     @cached_property
     def _sets_tasks(self) -> bool:
-        """Return whether the script sets or unsets SLURM_NTASKS, which srun reads."""
+        """Whether the script sets or unsets SLURM_NTASKS, which srun reads."""
         return any(
             ("unset" in command.texts[:1] and "SLURM_NTASKS" in command.texts)
             or any(each.name == "SLURM_NTASKS" for each in command.assignments)
@@ -303,7 +303,7 @@ class JobScript:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """Return the commands of the batch shell and of the tasks."""
+        """Commands of the batch shell and of the tasks."""
         script = self.file.script
         runs: list[Run] = []
         for command in script.commands:
@@ -313,7 +313,7 @@ class JobScript:
 
     @cached_property
     def in_tasks(self) -> list[tuple[Run, SrunCommand]]:
-        """Return the commands of the tasks, with their steps."""
+        """Commands of the tasks, with their steps."""
         return [(run, run.step) for run in self.runs if run.step]
 
     @cached_property
@@ -333,7 +333,7 @@ class JobScript:
 
     @cached_property
     def training(self) -> "Training":
-        """Return the training command: a launcher, a Python program, or any step.
+        """Training command: a launcher, a Python program, or any step.
 
         Among candidates of equal score, a name such as train.py wins, then srun, then the last one.
         Raises RequestError if there is none.
@@ -501,7 +501,7 @@ class Training:
 
     @property
     def is_of_each_node(self) -> bool:
-        """Return whether the file starts it in a loop over the nodes."""
+        """Whether the file starts it in a loop over the nodes."""
         return any(kind in ("for", "while", "until") for kind in self.command.inside)
 
 
@@ -593,7 +593,7 @@ class Layout:
 
     @property
     def options(self) -> list[tuple[str, str]]:
-        """Return names and values of submit's options that differ from its defaults."""
+        """Names and values of submit's options that differ from its defaults."""
         kind = f"{self.gpu_type}:" if self.gpu_type else ""
         asked = [
             ("nodes", str(self.nodes)),

@@ -93,7 +93,7 @@ class PythonFile:
 
     @property
     def tasks(self) -> int | None:
-        """Return how many tasks start it, or None if its steps differ."""
+        """How many tasks start it, or None if its steps differ."""
         tasks = {step.tasks for step in self.steps}
         return tasks.pop() if len(tasks) == 1 else None
 
@@ -101,7 +101,7 @@ class PythonFile:
 
     @cached_property
     def imported(self) -> dict[str, str]:
-        """Return the full name of each imported name: `dist` maps to `torch.distributed`."""
+        """Full name of each imported name: `dist` maps to `torch.distributed`."""
         names: dict[str, str] = {}
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -134,27 +134,27 @@ class PythonFile:
 
     @cached_property
     def modules(self) -> set[str]:
-        """Return the imported packages."""
+        """Imported packages."""
         return {name.partition(".")[0] for name in self.imported.values()}
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether it uses torch.distributed directly to train on several ranks."""
+        """Whether it uses torch.distributed directly to train on several ranks."""
         return bool(self.calls(*_DISTRIBUTED))
 
     @property
     def is_managed(self) -> bool:
-        """Return whether a library manages the ranks, samplers and files."""
+        """Whether a library manages the ranks, samplers and files."""
         return bool(self.modules & _MANAGED)
 
     @property
     def trains(self) -> bool:
-        """Return whether it computes gradients."""
+        """Whether it computes gradients."""
         return bool(self.calls("backward"))
 
     @property
     def knows_no_rank(self) -> bool:
-        """Return whether it never refers to ranks, imported modules not considered."""
+        """Whether it never refers to ranks, imported modules not considered."""
         found = {*self.names_in(self.tree), *self.imported.values()}
         names = {each for each in found if not _GPU_NAME.fullmatch(each) and " " not in each}
         return (
@@ -165,12 +165,12 @@ class PythonFile:
 
     @property
     def modules_unknown(self) -> set[str]:
-        """Return the imported packages that may handle the ranks."""
+        """Imported packages that may handle the ranks."""
         return self.modules - _HARMLESS
 
     @cached_property
     def spawns(self) -> bool:
-        """Return whether it spawns its own ranks on one machine."""
+        """Whether it spawns its own ranks on one machine."""
         return bool(self._spawning)
 
     @property
@@ -179,12 +179,12 @@ class PythonFile:
 
     @property
     def always_spawns(self) -> int:
-        """Return the line that unconditionally spawns its ranks, or 0."""
+        """Line that unconditionally spawns its ranks, or 0."""
         return next((call.lineno for call in self._spawning if self.always_runs(call)), 0)
 
     @cached_property
     def spawn_flags(self) -> set[str]:
-        """Return the conditions under which it spawns its ranks."""
+        """Conditions under which it spawns its ranks."""
         above = [pair for call in self._spawning for pair in self.above(call)]
         return {
             ast.unparse(parent.test)
@@ -242,7 +242,7 @@ class PythonFile:
 
     @cached_property
     def uses(self) -> dict[str, list[ast.AST]]:
-        """Return the places that use each function's name, as a call or as a value."""
+        """Places that use each function's name, as a call or as a value."""
         found: dict[str, list[ast.AST]] = {}
         for node in self.nodes:
             name = ""
@@ -262,7 +262,7 @@ class PythonFile:
 
     @cached_property
     def _values(self) -> dict[tuple[type, str], list[ast.expr]]:
-        """Return the assigned values by the target's type and name."""
+        """Assigned values by the target's type and name."""
         values: dict[tuple[type, str], list[ast.expr]] = {}
         for value, targets in self.assignments:
             for target in targets:
@@ -286,7 +286,7 @@ class PythonFile:
 
     @cached_property
     def rendezvous(self) -> tuple[int, frozenset[str]]:
-        """Return the line that always runs the rendezvous, and the variables that it needs.
+        """Line that always runs the rendezvous, and the variables that it needs.
 
         Variables that the script sets are left out. The line is 0 if unknown.
         """
@@ -306,7 +306,7 @@ class PythonFile:
 
     @cached_property
     def variables_set(self) -> set[str]:
-        """Return the environment variables that it may set."""
+        """Environment variables that it may set."""
         names: set[str] = set()
         for node in self.nodes:
             keys: list[ast.AST | None] = []
@@ -329,7 +329,7 @@ class PythonFile:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether no imported module can be part of the training."""
+        """Whether no imported module can be part of the training."""
         relative = any(isinstance(node, ast.ImportFrom) and node.level for node in self.nodes)
         return not relative and self.modules <= _HARMLESS
 
@@ -430,7 +430,7 @@ class PythonFile:
 
     @cached_property
     def local_rank_device(self) -> int:
-        """Return the line that selects the GPU by local rank, or 0."""
+        """Line that selects the GPU by local rank, or 0."""
         for call in self.calls("set_device"):
             if call.args and self.is_local_rank(call.args[0]):
                 return call.lineno
@@ -482,7 +482,7 @@ class PythonFile:
 
     @cached_property
     def counters(self) -> set[str]:
-        """Return the variables of for statements and comprehensions."""
+        """Variables of for statements and comprehensions."""
         targets = [n.target for n in self.nodes if isinstance(n, ast.For | ast.comprehension)]
         return {name for target in targets for name in self.names_in(target)}
 

@@ -137,7 +137,7 @@ class SbatchFile:
 
     @cached_property
     def steps(self) -> list[SrunCommand]:
-        """Return the steps in order, including those in functions and conditions."""
+        """Steps in order, including those in functions and conditions."""
         return list(steps(self.script.commands))
 
     def directive(self, *names: str) -> Directive | None:
@@ -304,7 +304,7 @@ class Statement:
 
     @property
     def line(self) -> str | None:
-        """Return it as one line of shell, or None if that is impossible."""
+        """Command as one line of shell, or None if that is impossible."""
         text = _CONTINUED.sub(" ", self.source).strip()
         if "\n" not in text:
             return text
@@ -323,24 +323,24 @@ class Statement:
 
     @property
     def is_array(self) -> bool:
-        """Return whether it only sets an array, whose elements may be on several lines."""
+        """Whether it only sets an array, whose elements may be on several lines."""
         of_array = [each for command in self.commands for each in command.assignments]
         return len(of_array) == 1 and of_array[0].source.startswith("(") and bool(self.assigned)
 
     @property
     def names(self) -> set[str]:
-        """Return the variables that its text refers to or exports."""
+        """Variables that its text refers to or exports."""
         exports = [each for each in self.commands if each.texts[:1] == ("export",)]
         return {*references(self.source), *(name for each in exports for name in each.texts[1:])}
 
     @property
     def names_set(self) -> set[str]:
-        """Return all variables that it sets."""
+        """All variables that it sets."""
         return {each.name for command in self.commands for each in command.assignments}
 
     @property
     def assigned(self) -> set[str]:
-        """Return the variables that it sets if it does nothing else; empty otherwise."""
+        """Variables that it sets if it does nothing else; empty otherwise."""
         names: set[str] = set()
         for command in self.commands:
             words = command.texts

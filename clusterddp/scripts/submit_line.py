@@ -118,12 +118,12 @@ class SubmitLine:
 
     @property
     def argv(self) -> list[str]:
-        """Return the words after `clusterddp`."""
+        """Words after `clusterddp`."""
         return ["submit", *(word for each in self.options for word in each), "--", *self.command]
 
     @property
     def shell(self) -> str:
-        """Return the line for a shell, with continuation lines if it is long."""
+        """Line for a shell, with continuation lines if it is long."""
         parts = [_typed(option) for option in self.options]
         separate = [part for part in parts if part.startswith(_ON_SEPARATE_LINES)]
         rows = ["clusterddp submit"]

@@ -46,13 +46,13 @@ class TaskEnd:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the task's exit code, or None if it did not exit."""
+        """Task's exit code, or None if it did not exit."""
         exited = _EXITED.fullmatch(self.words)
         return int(exited[1]) if exited else None
 
     @property
     def was_killed(self) -> bool:
-        """Return whether a fatal signal ended the task."""
+        """Whether a fatal signal ended the task."""
         return self._signal in _KILLED
 
     def explain(self) -> tuple[str, int | None]:

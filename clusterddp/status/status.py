@@ -176,7 +176,7 @@ class RunStatus:
 
     @property
     def shown_job(self) -> str:
-        """Return the job's id as text, `89_0` or `pid:3158`; empty without a job."""
+        """Job's id as text, `89_0` or `pid:3158`; empty without a job."""
         job = self.array_task or self.job_id
         return f"pid:{job}" if job and self.launcher == "local" else job
 

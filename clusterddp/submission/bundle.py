@@ -103,7 +103,7 @@ class Bundle:
 
     @property
     def version(self) -> str:
-        """Return the version in the file's name."""
+        """Version in the file's name."""
         return self.path.name.split("-")[1]
 
     def __str__(self) -> str:

@@ -72,7 +72,7 @@ class Claim:
 
     @property
     def refusal(self) -> str:
-        """Return the message for another process that wants the claim."""
+        """Message for another process that wants the claim."""
         holder = self.holder
         who = "another process"
         if holder.pid is not None:

@@ -63,7 +63,7 @@ class Item:
 
     @property
     def description(self) -> str:
-        """Return its name in text: `step 400 of attempt 1`, `14 files of its copy of the code`."""
+        """Its name in text: `step 400 of attempt 1`, `14 files of its copy of the code`."""
         if self.kind == CHECKPOINT:
             return f"step {self.step} of attempt {int(PurePosixPath(self.path).parts[1])}"
         if self.kind == CODE:
@@ -83,7 +83,7 @@ class Cleaning:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes freed."""
+        """Bytes freed."""
         return sum(item.bytes for item in self.items)
 
 

@@ -178,12 +178,12 @@ class Training(Resumable):
 
     @property
     def has_trained(self) -> bool:
-        """Return whether this attempt has done a step."""
+        """Whether this attempt has done a step."""
         return self.steps > self._start_step
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether steps remain."""
+        """Whether steps remain."""
         return self.epoch < self.config.epochs and self.steps < self.last_step
 
     def run(self) -> None:

@@ -305,7 +305,7 @@ class Resumable:
 
     @property
     def _lead_seconds(self) -> float:
-        """Return the seconds from a stop request to a whole checkpoint, from earlier saves."""
+        """Seconds from a stop request to a whole checkpoint, from earlier saves."""
         return 2 * self._poll.step_seconds + 1.0 + 2 * self._costs.longest_seconds
 
     def _is_due(self) -> bool:
