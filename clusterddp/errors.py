@@ -41,9 +41,10 @@ class ClusterDDPError(Exception):
 
 
 def coded(message: object, code: str = "") -> str:
-    """Return a message with a code at the end; by default the code of the error."""
+    """Return a message with a code at the end, or before its table; by default the error's."""
     code = code or getattr(message, "code", "")
-    return f"{message} [{code}]" if code else str(message)
+    text, indent, table = str(message).partition("\n  ")
+    return f"{text} [{code}]{indent}{table}" if code else str(message)
 
 
 class RequestError(ClusterDDPError):
@@ -68,9 +69,17 @@ class OptionError(RequestError):
         return OptionError(self.option, f"{problem} {more}", code=self.code)
 
 
+def no_file(option: str, path: object, error: OSError | None = None, code: str = "") -> OptionError:
+    """Return the error for a file that does not exist or, with another OSError, cannot be read."""
+    if error is None or isinstance(error, FileNotFoundError):
+        return OptionError(option, f": there is no file {str(path)!r}.", code=code)
+    return OptionError(option, f": cannot read {str(path)!r}: {error.strerror}.", code=code)
+
+
 _CODE_BY_OPTION = {
     "--after": "CD1105",
     "--by": "CD1104",
+    "--config": "CD0204",
     "--container-image": "CD1004",
     "--container-mount": "CD1003",
     "--container-runtime": "CD1004",

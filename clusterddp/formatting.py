@@ -1,8 +1,14 @@
 """Formats of figures for users, and safe output of untrusted text."""
 
 import re
+import shlex
 import time
 from collections.abc import Sequence
+
+
+def in_prose(word: str) -> str:
+    """Quote a typed word for a sentence, if a shell would need quotes: `'a b'`, `"tr'ain.py"`."""
+    return word if shlex.quote(word) == word else repr(word)
 
 
 def percent(value: float | None) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import OptionError, RequestError
+from clusterddp.errors import OptionError, RequestError, no_file
 from clusterddp.files import write_atomically
 from clusterddp.request.options import FLAG, Duration, Given, nearest, options_of
 from clusterddp.request.spec import OPTIONS, JobSpec
@@ -53,6 +53,8 @@ def save(given: Given, spec: JobSpec, path: Path) -> list[str]:
     named = {flags[name]: OPTIONS[flags[name]].text(value) for name, value in values.items()}
     if spec.command:
         named[_COMMAND] = spec.command
+    if path.suffix != SUFFIX:
+        raise RequestError(f"--save-config {path}: the name does not end in {SUFFIX}. [CD0108]")
     if path.exists():
         raise RequestError(
             f"--save-config {path}: the file already exists. Name another file. [CD0108]"
@@ -150,7 +152,7 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise RequestError(f"--config {path}: {error.strerror}. [CD0204]") from None
+        raise no_file("--config", path, error) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"--config {path} is not TOML: {error}. [CD0204]") from None
     command = content.pop(_COMMAND, [])

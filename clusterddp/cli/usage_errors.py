@@ -8,15 +8,23 @@ from typing import cast
 import click
 
 from clusterddp.errors import coded
+from clusterddp.request.spec import OPTIONS
 
 _OTHER_NAMES = {
-    **dict.fromkeys(("jobs", "list", "ls", "queue", "squeue"), "runs"),
+    **dict.fromkeys(("jobs", "list", "ls", "ps", "queue", "squeue"), "runs"),
     **dict.fromkeys(("resubmit", "requeue", "restart"), "resume"),
     **dict.fromkeys(("run", "sbatch", "sweep"), "submit"),
     **dict.fromkeys(("kill", "scancel"), "cancel"),
     **dict.fromkeys(("delete", "remove"), "rm"),
+    "wait": "logs -f",
+    "help": "--help",
 }
 """Commands by names that they have elsewhere."""
+_NO_COMMAND = {
+    "debug": "For your own program: clusterddp submit --launcher local -- COMMAND",
+    "compare": "For your own program, submit each variant, then: clusterddp report RUN RUN",
+}
+"""Advice of the commands that run only the built-in training."""
 _REFUSED_VALUES = {
     r"a valid integer( range)?\.": "valid. Use a whole number.",
     r"a valid float( range)?\.": "valid. Use a number.",
@@ -45,6 +53,9 @@ def _value_message(text: str, param: click.Parameter) -> str:
     """Return click's refusal of a value in the form of ours: `--nodes: 'x' is not valid. …`."""
     for theirs, ours in _REFUSED_VALUES.items():
         text = re.sub(f"(?<=is not ){theirs}", ours, text)
+    text = re.sub(r"(?:File|Path) ('.*') does not exist", r"there is no file \1", text)
+    form = getattr(OPTIONS.get((param.name or "").replace("_", "-")), "form", None)
+    text = text.replace("Use a whole number.", f"Use {getattr(form, 'noun', 'a whole number')}.")
     head, one_of, names = text.partition(" is not one of ")
     names = names.replace("'", "")
     is_option = isinstance(param, click.Option)
@@ -54,12 +65,19 @@ def _value_message(text: str, param: click.Parameter) -> str:
 
 def _line_message(error: click.ClickException) -> str:
     """Return what click found wrong with the command line, and the help to see."""
+    if isinstance(error, click.MissingParameter) and error.param:
+        typed = error.param.opts if isinstance(error.param, click.Option) else error.param.name
+        return f"{typed[0] if isinstance(typed, list) else (typed or '').upper()} is missing."
+    if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
+        return f"{error.option_name} needs a value."
     unknown = error.option_name if isinstance(error, click.NoSuchOption) else ""
     message = " ".join((error.message if unknown else error.format_message()).split())
     if message[1:2].islower():
         message = message[0].lower() + message[1:]
     message += "" if message.endswith((".", "?")) else "."
     ctx = getattr(error, "ctx", None)
+    if ctx and "unexpected extra arg" in message and ctx.info_name in _NO_COMMAND:
+        return f"{ctx.info_name!r} runs only the built-in training. {_NO_COMMAND[ctx.info_name]}"
     if unknown and ctx and (near := _near_option(unknown, ctx)):
         return f"{message} Did you mean {near!r}?"
     if ctx is None or "Did you mean" in message or " --help'" in message:
@@ -72,9 +90,11 @@ def _near_option(name: str, ctx: click.Context) -> str:
     own = [flag for param in ctx.command.params for flag in param.opts]
     if near := difflib.get_close_matches(name, own, n=1, cutoff=0.75):
         return near[0]
+    if not name.startswith("--"):
+        return ""
     cli = cast("click.Group", ctx.find_root().command)
     others = {each: cli.get_command(ctx, each) for each in cli.list_commands(ctx)}
     for each, group in [*others.items()]:
         others |= {f"{each} {sub}": part for sub, part in getattr(group, "commands", {}).items()}
     has = [each for each, c in others.items() if c and any(name in p.opts for p in c.params)]
-    return f"clusterddp {has[0]} {name}" if 0 < len(has) <= 3 else ""
+    return f"clusterddp {has[0]} {name}" if len(has) == 1 else ""

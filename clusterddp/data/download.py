@@ -72,10 +72,10 @@ def _download(draft: Path, others: str) -> None:
         with nullcontext() if drawn else redirect_stderr(io.StringIO()):
             datasets.MNIST(root=str(draft), download=True)
     except (RuntimeError, OSError, http.client.HTTPException) as error:
-        reason = "\n".join(f"  {line}" for line in str(error).splitlines() if line.strip())
+        reason = " ".join(str(error).split()) or repr(error)
         raise DataError(
-            f"MNIST could not be downloaded:\n{reason or repr(error)}\nCompute nodes often have no "
-            f"internet access: fetch it on another machine, or:\n{others} [CD0603]"
+            f"MNIST could not be downloaded: {reason}. Compute nodes often have no internet "
+            f"access. Fetch it on another machine, or:\n{others} [CD0603]"
         ) from None
     finally:
         socket.setdefaulttimeout(patience)
@@ -135,9 +135,12 @@ def _list_entries(source: Path) -> Iterator[list[_Entry]]:
         archive = tarfile.open(source)  # noqa: SIM115 -- closed below; its errors are handled separately
         members = archive.getmembers()
     except _UNREADABLE as error:
+        what = f"a readable tar archive ({_words(error)})"
+        if isinstance(error, tarfile.ReadError):
+            what = "a tar archive"
         raise DataError(
-            f"it is neither a directory nor a readable tar archive ({_words(error)}). Give a "
-            "directory, or a .tar, .tar.gz or .tgz file; unpack other archives first. [CD0604]"
+            f"it is neither a directory nor {what}. Give a directory, or a .tar, .tar.gz or .tgz "
+            "file; unpack other archives first. [CD0604]"
         ) from None
     with archive:
         # Only regular files: a link or device could lead out of the archive.

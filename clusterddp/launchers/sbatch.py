@@ -20,7 +20,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.bccache import Bucket
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, no_file
 from clusterddp.launchers import SentJob
 from clusterddp.request import sweep
 from clusterddp.request.options import EXPEDITE
@@ -61,11 +61,11 @@ def render(
         ) from None
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
-            f"template {error.filename or error.name}, line {error.lineno}: "
-            f"{error.message} [CD0302]"
+            f"template {error.filename or error.name}, line {error.lineno}: Jinja syntax error: "
+            f"{error.message}. Fix this line. [CD0302]"
         ) from None
     except OSError as error:
-        raise RequestError(f"template {error.filename}: {error.strerror}. [CD0301]") from None
+        raise no_file("--template", error.filename, error) from None
     except UnicodeDecodeError:
         raise RequestError(f"template {spec.template} is not UTF-8 text. [CD0301]") from None
     except Exception as error:  # an expression in a user's template can raise anything
@@ -478,7 +478,10 @@ def _blame(error: Exception, folders: list[Path]) -> NoReturn:
         raise error
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "?"
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-    raise RequestError(f"template {where}: {kind}{error} [CD0302]") from None
+    hint = "docs/templates.md lists the values" * isinstance(error, jinja2.UndefinedError)
+    raise RequestError(
+        f"template {where}: {kind}{error}. {hint or 'Fix this line'}. [CD0302]"
+    ) from None
 
 
 def _check_blocks(environment: jinja2.Environment, name: str) -> None:
@@ -521,7 +524,8 @@ def _check(spec: JobSpec, script: str) -> None:
     """Reject what sbatch would reject or silently ignore, with the template's name."""
     if not script.startswith("#!"):
         raise RequestError(
-            f"template {spec.template}: the first line is not '#!/bin/bash'. [CD0303]"
+            f"template {spec.template} does not start with '#!/bin/bash'. Make that its first "
+            "line. [CD0303]"
         )
     if "\r" in script or "\0" in script:
         raise RequestError(

@@ -6,12 +6,13 @@ command as with the other launchers. Before the time limit, submitit's own proto
 job: `Task.checkpoint`. docs/launchers.md lists the differences.
 """
 
+import io
 import math
 import os
 import shlex
 import signal
 import subprocess
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,10 @@ def submit(spec: JobSpec, script: str, run: RunDir) -> SentJob:
     kept = dict(os.environ)
     replace_environment(client.submission_environment(kept))  # submitit starts sbatch with it
     try:
-        job = executor.submit(task)
+        with redirect_stderr(io.StringIO()):  # submitit also prints the message that it raises
+            job = executor.submit(task)
     except submitit.core.utils.FailedJobError as error:
-        words = client.with_cause(" ".join(str(error).split()), script, os.environ)
-        raise RequestError(f"sbatch refused the job: {words} [CD0403]") from None
+        raise client.refusal(" ".join(str(error).split()), script, os.environ) from None
     finally:
         replace_environment(kept)
         # Slurm has its own copy of the script; submitit leaves the file or a link to it.

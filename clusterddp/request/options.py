@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp import formatting
-from clusterddp.errors import OptionError, RequestError
+from clusterddp.errors import OptionError, RequestError, no_file
 from clusterddp.slurm.forms import WORDS, Form, words
 
 T = TypeVar("T")
@@ -268,8 +268,9 @@ class Option:
         try:
             return self.type(value)
         except ValueError:
-            noun = "whole number" if self.type is int else "number"
-            raise OptionError(self.flag, f": {value!r} is not valid. Use a {noun}.") from None
+            noun = "a whole number" if self.type is int else "a number"
+            noun = self.form.noun if isinstance(self.form, Number) else noun
+            raise OptionError(self.flag, f": {value!r} is not valid. Use {noun}.") from None
 
     def read(self, typed: Any) -> Any:
         """Return the field's value for a typed value; raises OptionError if it has no words."""
@@ -465,7 +466,7 @@ def find_site(given: str | None, environ: Mapping[str, str], folder: Path) -> Pa
     named = given or environ.get("CLUSTERDDP_SITE")
     if named:
         if not Path(named).exists():
-            raise RequestError(f"site configuration {named!r} does not exist. [CD0201]")
+            raise no_file("--site" if given else "CLUSTERDDP_SITE", named, code="CD0201")
         return Path(named)
     return next(filter(Path.is_file, site_file_paths(environ, folder)), None)
 

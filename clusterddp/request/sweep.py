@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp import formatting
-from clusterddp.errors import OptionError
+from clusterddp.errors import OptionError, no_file
 from clusterddp.request.options import Record
 from clusterddp.slurm import forms
 
@@ -212,7 +212,7 @@ def read_trials(path: Path) -> list[dict[str, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise OptionError("--sweep-file", f" {path}: {error.strerror}.") from None
+        raise no_file("--sweep-file", path, error) from None
     except UnicodeDecodeError:
         raise OptionError("--sweep-file", f" {path} is not UTF-8 text. Convert it.") from None
     rows: list[dict[str, str]] = []

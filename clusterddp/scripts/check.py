@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from clusterddp.errors import RequestError
+from clusterddp.errors import RequestError, no_file
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.findings import Finding, Rules, rule_name
 from clusterddp.scripts.job_script import JobScript
@@ -44,7 +44,7 @@ def read_script(name: str) -> str:
         ) from None
     except (OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError):
-            raise RequestError(f"{name}: no such file. Name a script. [CD0317]") from None
+            raise no_file("FILE", name, code="CD0317") from None
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"cannot read {name!r}: {why}; give a script. [CD0315]") from None
     if not is_python(name, text) and not sbatch_file.is_sbatch(text):

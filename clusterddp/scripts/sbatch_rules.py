@@ -86,29 +86,47 @@ def launcher_per_rank(job: JobScript) -> Iterator[Found]:
 
 @rule
 def agents_apart(job: JobScript) -> Iterator[Found]:
-    """torchrun on several nodes without --nnodes.
+    """torchrun on several nodes without --nnodes, or without an address of its agents.
 
-    Source: torchrun's documentation, and torch/distributed/run.py: --nnodes defaults to 1.
+    Source: torchrun's documentation, and torch/distributed/run.py: --nnodes defaults to 1, the
+    node's rank to 0 and the address to 127.0.0.1.
     """
     for run, step in job.in_tasks:
         if run.starts != "torchrun" or not run.launcher or run.launcher.command != run.texts:
             continue
         tasks, line = job.step_tasks(step) or 1, job.line(run.line)
         typed = _AGENT.search(line)
-        is_meant = {"nnodes", "standalone"} & run.options.keys() or _AGENT_WORDS.search(job.typed)
+        counted, agents = "nnodes" in run.options, job.number(run.options.get("nnodes"))
+        is_meant = counted and (agents == 1 or not _lacks_address(run))
+        is_meant = is_meant or "standalone" in run.options or bool(_AGENT_WORDS.search(job.typed))
         if tasks < 2 or job.step_tasks_per_node(step) != 1 or is_meant or not typed:
             continue
-        options = " --nnodes=$SLURM_JOB_NUM_NODES"
-        if not run.options.keys() & set(_ADDRESS_OPTIONS):
-            options += " --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d"
-            options += f" --rdzv-endpoint={_FIRST_NODE}:{_JOB_PORT}"
+        why = "the default --nnodes 1, so each runs a separate training."
+        if counted:
+            why = "the default address 127.0.0.1, so each waits for the others."
         yield Found(
             run.line,
             False,
-            f"each of the {tasks} nodes starts torchrun with the default --nnodes 1, so each runs "
-            "a separate training.",
-            line[: typed.end()] + options + line[typed.end() :],
+            f"each of the {tasks} nodes starts torchrun with {why}",
+            _agents(run, line),
         )
+
+
+def _lacks_address(run: Run) -> bool:
+    """Return whether torchrun gets no address of another agent and no node rank."""
+    return not run.options.keys() & {*_ADDRESS_OPTIONS, "node-rank", "rdzv-backend", "rdzv-conf"}
+
+
+def _agents(run: Run, line: str) -> str:
+    """Return a line of torchrun with the options that it lacks for several nodes."""
+    typed = _AGENT.search(line)
+    if not typed or run.starts != "torchrun":
+        return line
+    options = "" if "nnodes" in run.options else " --nnodes=$SLURM_JOB_NUM_NODES"
+    if _lacks_address(run):
+        options += " --rdzv-id=$SLURM_JOB_ID --rdzv-backend=c10d"
+        options += f" --rdzv-endpoint={_FIRST_NODE}:{_JOB_PORT}"
+    return line[: typed.end()] + options + line[typed.end() :]
 
 
 @rule
@@ -186,7 +204,7 @@ def _is_elsewhere(run: Run) -> bool:
 def _srun(run: Run, line: str, job: JobScript) -> str:
     several = run.starts in START_PYTHON and (job.tasks_per_node or 1) > 1
     counts = f"--ntasks={job.nodes} --ntasks-per-node=1 " if several else ""
-    return f"srun {counts}{line}"
+    return f"srun {counts}{_agents(run, line) if job.spans_nodes else line}"
 
 
 @rule

@@ -51,6 +51,14 @@ MAX_SCONTROL_CALLS = 8
 _NOT_ON_PATH = (FileNotFoundError, PermissionError)
 _JOB_ID = re.compile(r"\d+(_\d+)?")
 _REQUEUE_EXIT = re.compile(r"^(RequeueExit(?:Hold)?)\s*=\s*([\d,-]+)\s*$", re.MULTILINE)
+_NO_CONFIGURATION = re.compile(
+    "Could not establish a configuration source|Unable to process configuration file"
+)
+_UNCONFIGURED = "Slurm on this machine has no configuration (slurm.conf)"
+_ELSEWHERE = (
+    "Submit from a login node of a cluster, use --launcher local to rehearse the run here, or "
+    "--dry-run to print its script."
+)
 _SLURMD_PORT = 6818  # SlurmdPort of slurm.conf(5)
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
@@ -87,9 +95,7 @@ def sbatch(
         answer = call(["sbatch", "--parsable", *options], environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
-            "no sbatch on PATH: this machine has no Slurm. Submit from a login node of a cluster, "
-            "use --launcher local to rehearse the run here, or --dry-run to print its "
-            "script. [CD0402]"
+            f"no sbatch on PATH: this machine has no Slurm. {_ELSEWHERE} [CD0402]"
         ) from None
     except OSError as error:
         raise RequestError(
@@ -102,17 +108,22 @@ def sbatch(
     if answer.returncode:
         if UNREACHABLE.search(words):
             return _lost(words, environ, comment, started)
-        words = with_cause(words, script, environ)
-        raise RequestError(
-            f"sbatch refused the job: {words or answer.stdout.strip() or 'it said nothing'} "
-            f"(exit code {answer.returncode}). Nothing was queued. [CD0403]"
-        )
+        words = words or answer.stdout.strip() or "it said nothing"
+        raise refusal(words, script, environ, f" (exit code {answer.returncode})")
     for line in reversed(answer.stdout.splitlines()):  # a site's wrapper may print more
         job_id = _PARSABLE.fullmatch(line.strip())
         if job_id:
             return job_id[1]
     printed = answer.stdout.strip() or "nothing"
     return _lost(f"sbatch printed {printed!r}, expected a job id", environ, comment, started)
+
+
+def refusal(words: str, script: str, environ: Mapping[str, str], code: str = "") -> RequestError:
+    """Return the error for a script that sbatch has refused. words: what it printed."""
+    if _NO_CONFIGURATION.search(words):
+        return RequestError(f"{_UNCONFIGURED}. {_ELSEWHERE} [CD0402]")
+    words = with_cause(words, script, environ)
+    return RequestError(f"sbatch refused the job: {words}{code}. Nothing was queued. [CD0403]")
 
 
 def sbatch_options(
@@ -379,7 +390,8 @@ def ask(
     try:
         answer = call(argv, plain, seconds, stdin, folder)
     except _NOT_ON_PATH:
-        raise SlurmError(f"no {argv[0]} on PATH: this machine has no Slurm [CD0402]") from None
+        missing = f"no {argv[0]} on PATH: this machine has no Slurm. Use a login node. [CD0402]"
+        raise SlurmError(missing) from None
     except OSError as error:
         raise SlurmError(f"{argv[0]} does not start: {error.strerror} [CD0402]") from None
     except subprocess.TimeoutExpired:
@@ -387,6 +399,8 @@ def ask(
             f"{argv[0]} gave no answer within {setting(seconds)}: is slurmctld down? "
             "Try 'scontrol ping'"
         ) from None
+    if answer.returncode and _NO_CONFIGURATION.search(answer.stderr):
+        raise SlurmError(f"{_UNCONFIGURED}. Use a login node. [CD0402]")
     if answer.returncode and UNREACHABLE.search(answer.stderr):
         raise SlurmError(f"{argv[0]}: {answer.stderr.strip()}")
     return answer

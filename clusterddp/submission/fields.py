@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.errors import OptionError, RequestError
+from clusterddp.errors import OptionError, RequestError, no_file
 from clusterddp.launchers import SHIPPED, full_name
 from clusterddp.request.options import (
     COUNT,
@@ -231,7 +231,7 @@ def template_folder(given: Given) -> Path | None:
     template, folder = given.values["template"], given.values["template_dir"]
     path = Path(template)
     if "/" in template and not path.is_file():
-        raise OptionError("--template", f": there is no file {template!r}.")
+        raise no_file("--template", template)
     if "/" in template or (path.is_file() and path.name not in SHIPPED):
         return path.parent
     return existing_templates(folder)
@@ -279,26 +279,23 @@ def refuse_launcher(spec: JobSpec) -> None:
         return
     from clusterddp.request.nested_launcher import AGENTS
 
-    line = "clusterddp submit -- "
     ours = spec.launcher != "submitit" and spec.template == DEFAULT_TEMPLATE
-    if ours and nested.name in AGENTS:
-        line = "clusterddp submit --template torchrun -- "
+    with_agents = (ours and nested.name in AGENTS) or "torchrun" in spec.template
+    line = f"{'--template torchrun ' * with_agents}-- "
     line += shlex.join(nested.instead or ("python", "train.py"))
     note = ""
     if nested.adds_local_rank:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
-        f"COMMAND starts {nested.name}, but {already_ranks(spec)}, so each "
-        f"would train a separate copy. With your other options, type: "
-        f"{line}{'' if nested.instead else ' (your program and its arguments)'}."
-        f"{note} To start {nested.name} in each task anyway, add --allow-launcher. [CD0307]"
+        f"COMMAND starts {nested.name}, but {already_ranks(spec)}. Use: {line} (with your other "
+        f"options).{note} To start {nested.name} in each task anyway: --allow-launcher. [CD0307]"
     )
 
 
 def already_ranks(spec: JobSpec) -> str:
     """Return a clause that says what starts the ranks, which a launcher would start again."""
-    by = "torchrun already starts the" if "torchrun" in spec.template else "the tasks are already"
-    return f"{by} ranks ({spec.layout})"
+    by = "torchrun" if "torchrun" in spec.template else "clusterddp"
+    return f"{by} already starts one task per rank ({spec.layout})"
 
 
 def remarks(spec: JobSpec) -> tuple[str, ...]:
@@ -420,18 +417,18 @@ def awaited_runs(texts: Iterable[str], runs_dir: Path) -> tuple[tuple[str, str],
 
     An empty text names none. Raises OptionError if there is no such run.
     """
-    texts = [text for text in texts if text]
-    if not texts:
-        return ()
-    from clusterddp.status import chain  # rarely needed
+    found: dict[str, str] = {}
+    for text in filter(None, texts):
+        from clusterddp.status import chain  # rarely needed
 
-    try:
-        return tuple(dict(chain.find(runs_dir, text) for text in texts).items())
-    except RequestError as error:
-        ends = f"{', '.join(CONDITIONS[:-1])} or {CONDITIONS[-1]}"
-        raise OptionError(
-            "--after", f": {error} Use RUN or RUN:STATE with the state {ends}."
-        ) from None
+        try:
+            found |= [chain.find(runs_dir, text)]
+        except RequestError as error:
+            _, colon, end = text.rpartition(":")
+            is_wrong = colon and "/" not in end and end not in CONDITIONS
+            why = f"{end!r} is not one of {', '.join(CONDITIONS)}." if is_wrong else error
+            raise OptionError("--after", f" {text}: {why}" if is_wrong else f": {why}") from None
+    return tuple(found.items())
 
 
 def environment_of(
@@ -506,11 +503,11 @@ def _omitted(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         forms.DIRECTIVE.check("--omit-directive", name)
         if name in NEEDED_DIRECTIVES:
-            raise OptionError("--omit-directive", f" {name}: the run requires this directive.")
+            raise OptionError("--omit-directive", f" {name}: the run requires it. Keep it.")
         if name not in _KNOWN_DIRECTIVES:
             import difflib
 
             near = difflib.get_close_matches(name, _KNOWN_DIRECTIVES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise OptionError("--omit-directive", f" {name}: no such directive.{hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else "Name one that --dry-run prints."
+            raise OptionError("--omit-directive", f" {name}: there is no such directive. {hint}")
     return names

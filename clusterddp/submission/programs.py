@@ -4,7 +4,9 @@ Nothing is run except, with `--check-python`, the interpreters. A program that m
 nodes gives a warning.
 """
 
+import itertools
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -14,7 +16,7 @@ from typing import NoReturn
 
 from clusterddp import log
 from clusterddp.errors import OptionError, RequestError, coded
-from clusterddp.formatting import setting
+from clusterddp.formatting import in_prose, setting
 from clusterddp.launchers import SHIPPED
 from clusterddp.request.spec import JobSpec
 
@@ -23,6 +25,8 @@ _BRING_FILES = ("bb", "begin", "chdir", "container")
 _INTERPRETERS = {".py": "python", ".sh": "bash"}
 """Interpreters of scripts by file extension."""
 _SHELLS = ("bash", "sh")
+_SHELL_SYNTAX = frozenset("&|;<>$()`")
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _FROM_ITS_FOLDER = "Submit from the directory that it is relative to"
 _OLDEST = """\
 import sys
@@ -48,11 +52,11 @@ def check_command(
     force: warn, rather than refuse, if a program is not on this machine's PATH.
     """
     _warn_of_one_device(spec, folder or Path.cwd())
+    if spec.command and not spec.wrapper:
+        _refuse_no_program(spec.command, folder or Path.cwd())
     if spec.container_image:
         check_container(spec)
         return
-    if len(spec.command) == 1 and not spec.wrapper:
-        _refuse_quoted(spec.command[0], folder or Path.cwd())
     is_open = spec.setup or spec.wrapper or spec.srun_args or spec.resources.dependency
     if not spec.command or is_open or spec.template not in SHIPPED:
         return
@@ -68,8 +72,9 @@ def check_command(
     names = [name for name in (program if is_file else "", file) if name]
     # Path.exists raises OSError if a name is too long.
     missing = [name for name in names if not os.path.exists(folder / name)]  # noqa: PTH110
-    relative = [shlex.quote(name) for name in missing if _is_below(folder, name)]
+    relative = [in_prose(name) for name in missing if _is_below(folder, name)]
     is_ours = is_own()
+    shown = in_prose(program)
     if is_ours:
         if relative:
             _refuse_missing(relative[0], folder, missing)
@@ -77,25 +82,37 @@ def check_command(
     if program and not is_file and not spec.modules and not is_on_path:
         if is_ours and not force and not _has_other_path(spec):
             raise RequestError(
-                f"COMMAND: program {shlex.quote(program)} is not on the PATH. Correct its name or "
+                f"COMMAND: there is no program {shown} on the PATH. Correct its name or "
                 "load it with --module or --setup; if the nodes have it, add --force. [CD0306]"
             )
         missing.append(program)
     for name in missing:
         log.warning(
-            f"{shlex.quote(name)} of COMMAND is not on this machine: the tasks need it. [CD0317]"
+            f"{in_prose(name)} of COMMAND is not on this machine. Check that it exists on the "
+            "nodes. [CD0317]"
         )
 
 
-def _refuse_quoted(word: str, folder: Path) -> None:
-    """Raise RequestError for a whole command in quotes, unless it is the name of a file."""
+def _refuse_no_program(command: Sequence[str], folder: Path) -> None:
+    """Raise RequestError for a COMMAND that starts with a quoted line, an option or a variable."""
+    word, typed = command[0], shlex.quote(command[0])
+    variables = [*itertools.takewhile(_ASSIGNMENT.match, command)]
     # Path.exists raises OSError if a name is too long.
-    if len(word.split()) > 1 and not os.path.exists(folder / word):  # noqa: PTH110
-        typed = shlex.quote(word)
-        raise RequestError(
-            f"COMMAND: the quotes make {typed} one word, and there is no such program. Remove the "
-            f"quotes: -- {word}. For shell syntax, use: -- bash -c {typed} [CD0306]"
-        )
+    if len(command) == 1 and len(word.split()) > 1 and not os.path.exists(folder / word):  # noqa: PTH110
+        problem = f": the quotes make {typed} one word, and there is no such program. Remove the "
+        problem += f"quotes: -- {word}"
+        if variables or _SHELL_SYNTAX.intersection(word):
+            problem = f": {typed} is shell syntax, not a program. Use: -- bash -c {typed}"
+    elif word.startswith("-"):
+        problem = f" starts with the option {word}. Put options before '--': submit [OPTIONS] -- "
+        problem += "COMMAND."
+    elif variables:
+        env = " ".join(f"--env {shlex.quote(each)}" for each in variables)
+        program = shlex.join(command[len(variables) :]) or "python train.py"
+        problem = f": {typed} is a variable, not a program. Use: {env} -- {program}"
+    else:
+        return
+    raise RequestError(f"COMMAND{problem} [CD0306]")
 
 
 def _refuse_missing(shown: str, folder: Path, missing: Sequence[str]) -> NoReturn:
@@ -123,8 +140,8 @@ def _check_own(spec: JobSpec, folder: Path, program: str, file: str, *, is_there
     if reads_input and program == spec.command[-1] and not file:
         typed = shlex.quote(program)
         raise RequestError(
-            f"COMMAND: {typed} has nothing to run, because a task's standard input is empty. "
-            f"Use: {typed} FILE [CD0306]"
+            f"COMMAND: {in_prose(program)} has nothing to run, because a task's standard input is "
+            f"empty. Use: {typed} FILE [CD0306]"
         )
 
 
@@ -175,11 +192,11 @@ def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> N
 
     may_be_on_path: environment modules may provide a program of that name.
     """
-    typed = shlex.quote(program)
+    typed, shown = shlex.quote(program), in_prose(program)
     path, is_script = folder / program, PurePath(program).suffix in _INTERPRETERS
     if "/" in program and path.is_dir():
         raise RequestError(
-            f"COMMAND: {typed} is a directory and cannot be run. Name a program. [CD0306]"
+            f"COMMAND: {shown} is a directory and cannot be run. Name a program. [CD0306]"
         )
     if not path.is_file() or not _is_below(folder, program):
         return
@@ -189,14 +206,14 @@ def _check_own_program(folder: Path, program: str, *, may_be_on_path: bool) -> N
         why = "its first line names no interpreter (#!…)"
     if "/" in program and why:
         raise RequestError(
-            f"COMMAND: {typed} cannot be run directly: {why}. Use: {by}, or fix the file. [CD0306]"
+            f"COMMAND: {shown} cannot be run directly: {why}. Use: {by}, or fix the file. [CD0306]"
         )
     if "/" in program or shutil.which(program) or (may_be_on_path and not is_script):
         return
     ways = [by] if is_script or why else []
     ways += [] if why else [f"./{typed}"]
     raise RequestError(
-        f"COMMAND: {typed} is a file in {folder}, not a program on the PATH. "
+        f"COMMAND: {shown} is a file in {folder}, not a program on the PATH. "
         f"Use: {', or '.join(ways)}. [CD0306]"
     )
 
@@ -265,18 +282,18 @@ def _check_interpreter(option: str, python: str, spec: JobSpec) -> None:
         brought = option == "--python" and (spec.modules or spec.setup)
         if not here and not brought:
             log.warning(
-                f"{option} {typed} is not on the PATH of this machine: the nodes need it. [CD0317]"
+                f"{option} {typed} is not on the PATH here. Check that the nodes have it. [CD0317]"
             )
         return
     if here and (Path(python).is_dir() or not os.access(python, os.X_OK)):
         what = "is a directory" if Path(python).is_dir() else "has no execute permission"
         raise OptionError(option, f" {typed} cannot run: it {what}. Name an interpreter. [CD0310]")
     if not here and Path(python).is_relative_to(Path.cwd()) and os.path.realpath(python) == python:
-        raise OptionError(
-            option, f" {typed} cannot run: no such file. Name an interpreter. [CD0310]"
-        )
+        raise OptionError(option, f": there is no file {python!r}. Name an interpreter. [CD0310]")
     if not here:
-        log.warning(f"{option} {typed} is not on this machine: the nodes need it. [CD0317]")
+        log.warning(
+            f"{option} {typed} is not on this machine. Check that it exists on the nodes. [CD0317]"
+        )
 
 
 def _try_without_environment(python: str) -> None:
@@ -354,5 +371,6 @@ def check_container(spec: JobSpec) -> None:
     for what, path in sources:
         if not os.path.exists(path):  # noqa: PTH110 -- Path.exists raises if a name is too long
             log.warning(
-                f"{what} {shlex.quote(path)} is not on this machine: the nodes need it. [CD0317]"
+                f"{what} {in_prose(path)} is not on this machine. Check that it exists on the "
+                "nodes. [CD0317]"
             )

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 
 from clusterddp import formatting, log
-from clusterddp.errors import OptionError, RequestError
+from clusterddp.errors import OptionError, RequestError, SlurmError
 from clusterddp.request.spec import JobSpec
 from clusterddp.slurm import forms
 from clusterddp.slurm.site import ArrayLimits, Partition
@@ -124,7 +124,12 @@ def forecast(script: str) -> str:
     """
     from clusterddp.slurm.client import predict_start, requeue_exits
 
-    can_start, words = predict_start(script, os.environ)
+    try:
+        can_start, words = predict_start(script, os.environ)
+    except SlurmError as error:
+        if error.code != "CD0402":
+            raise
+        raise RequestError(error, code=error.code) from None
     for setting in requeue_exits():
         log.warning(
             f"slurm.conf has {setting}: Slurm requeues jobs with this exit code despite "

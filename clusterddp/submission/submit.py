@@ -97,12 +97,7 @@ def _check(
     fetch: bool = True,
 ) -> None:
     """Check a request before anything is created; see `submit`, and `check_inputs` for fetch."""
-    if Path(spec.run_dir).exists():
-        raise RequestError(
-            f"the run {spec.run_name} already exists at {spec.run_dir}. Choose another "
-            "--run-name. [CD0503]"
-        )
-    refuse_existing(spec, range(len(spec.sweep)))
+    _refuse_existing_run(spec)
     if re.fullmatch(r"\d+(_\d+)?", spec.run_name):
         warning(
             f"--run-name {spec.run_name} looks like a job id; it is ambiguous if another run has "
@@ -266,24 +261,23 @@ def _start_checks(
     ]
 
 
-def missing_files(
-    spec: JobSpec, script: str, *, has_folder: bool, force: bool
-) -> list[RequestError]:
-    """Return the errors that a submission would raise for missing files, and log its warnings.
+def refusals(spec: JobSpec, script: str, *, has_folder: bool, force: bool) -> list[RequestError]:
+    """Return the errors that a submission would raise for files and runs, and log its warnings.
 
     Changes nothing. User functions are not checked.
 
     has_folder: the dataset's directory was given. force: see `check_command`.
     """
-    checks = _start_checks(spec, script, force=force)
+    checks = [lambda: _refuse_existing_run(spec), *_start_checks(spec, script, force=force)]
+    checks += [lambda: chain.check(chain.check_awaited(spec), spec)] if spec.after else []
     checks += [partial(check_folder, train) for train in spec.trainings if has_folder]
-    refusals: dict[str, RequestError] = {}
+    refused: dict[str, RequestError] = {}
     for check in checks:
         try:
             check()
         except RequestError as error:
-            refusals[str(error)] = error
-    return [*refusals.values()]
+            refused[str(error)] = error
+    return [*refused.values()]
 
 
 def excluded_from_code(spec: JobSpec, run: RunDir) -> list[Path]:
@@ -393,6 +387,16 @@ def created_trials(
     except RequestError:
         _undo_trials(made)
         raise
+
+
+def _refuse_existing_run(spec: JobSpec) -> None:
+    """Raise RequestError if the directory of a new run, or of a trial of it, already exists."""
+    if Path(spec.run_dir).exists():
+        raise RequestError(
+            f"the run {spec.run_name} already exists at {spec.run_dir}. Choose another "
+            "--run-name. [CD0503]"
+        )
+    refuse_existing(spec, range(len(spec.sweep)))
 
 
 def refuse_existing(

@@ -178,7 +178,7 @@ def test_a_file_that_is_wrong_is_refused_with_what_is_wrong(content: str, words:
 def test_what_is_not_there_or_is_there_already_is_refused() -> None:
     Path("train.py").touch()
     for name, words in (
-        ("no.toml", "No such file"),
+        ("no.toml", "there is no file"),
         ("no", "there is no run 'no'"),
         ("train.py", "is not a .toml file"),
     ):

@@ -271,7 +271,7 @@ BAD_SOURCES = {
     two_sets: "contains several sets, in .*first, .*second",
     one_file_twice: "contains t10k-labels-idx1-ubyte more than once",
     torn_gzip: "train-images-idx3-ubyte.gz is damaged",
-    torn_tar: "neither a directory nor a readable tar archive",
+    torn_tar: "neither a directory nor a",
     no_tar: "unpack other archives first",
     wrong_shape: "32x32 pixels",
     wrong_label: "the label 255 at image 29",

@@ -319,7 +319,10 @@ def test_an_own_template_can_stand_in_for_a_shipped_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("#!/bin/bash\n\n{{ partitoin }}\n", ["own.sbatch.j2, line 3", "'partitoin' is undefined"]),
+        (
+            "#!/bin/bash\n\n{{ partitoin }}\n",
+            ["own.sbatch.j2, line 3", "'partitoin' is undefined. docs/templates.md lists"],
+        ),
         ("#!/bin/bash\n{{ resources.node }}\n", ["own.sbatch.j2, line 2", "node"]),
         ("#!/bin/bash\n{% if %}\n", ["own.sbatch.j2, line 2"]),
         ("#!/bin/bash\n{{ 1 // 0 }}\n", ["own.sbatch.j2, line 2", "ZeroDivisionError"]),

@@ -153,7 +153,7 @@ def test_a_failure_begins_what_waits_for_it_and_ends_or_refuses_what_waits_for_s
     assert "--after a: a (failed" in refused.stderr
     for after, words in (
         ("a", "--after a: a (failed: "),
-        ("a:done", "Use RUN or RUN:STATE with the state ok, any or failed"),
+        ("a:done", "'done' is not one of ok, any, failed"),
         ("x", "there is no run 'x'"),
     ):
         done = submit(cluster, tmp_path, "--run-name", "f", "--after", after, "--", "true")

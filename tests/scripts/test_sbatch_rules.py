@@ -67,8 +67,8 @@ WILL: dict[str, list[tuple[str, str]]] = {
     ],
     "dos-line-ends": [("#SBATCH --nodes=1\r\nsrun a", "#SBATCH --nodes=1")],
     "srun-missing": [
-        (f"{ONE_TASK_EACH}{TORCHRUN} train.py", f"srun {TORCHRUN} train.py"),
-        (f"{TWO_NODES}{TORCHRUN} train.py", f"srun --ntasks=2 --ntasks-per-node=1 {TORCHRUN} t"),
+        (f"{ONE_TASK_EACH}{TORCHRUN} train.py", "srun torchrun --rdzv-id=$SLURM_JOB_ID"),
+        (f"{TWO_NODES}{TORCHRUN} train.py", "srun --ntasks=2 --ntasks-per-node=1 torchrun --rdzv"),
         (f"{ONE_TASK_EACH}accelerate launch --num_machines $SLURM_NNODES t.py", "srun accelerate"),
     ],
     "batch-shell-rank": [
@@ -205,6 +205,7 @@ MAY: dict[str, list[tuple[str, str]]] = {
             "#SBATCH -N 2\nsrun torchrun --rdzv_backend c10d --rdzv_endpoint $head:1 train.py",
             "torchrun --nnodes=$SLURM_JOB_NUM_NODES --rdzv_backend c10d",
         ),
+        (f"#SBATCH --nodes=2\nsrun {TORCHRUN} train.py", "srun torchrun --rdzv-id=$SLURM_JOB_ID"),
     ],
     "launcher-per-rank": [
         ("#SBATCH -N 1\n#SBATCH -n 2\nsrun torchrun --nproc_per_node=4 t.py", "--ntasks-per-node=1")
@@ -322,7 +323,7 @@ RIGHT: dict[str, list[str]] = {
     ],
     "dos-line-ends": ["#SBATCH --nodes=1\necho a\rb\nsrun a"],
     "agents-apart": [
-        f"#SBATCH --nodes=2\nsrun {TORCHRUN} train.py",
+        f"#SBATCH --nodes=2\nsrun {TORCHRUN} --master_addr=$head train.py",
         "#SBATCH --nodes=1\nsrun torchrun --nproc_per_node=4 train.py",
         "#SBATCH --nodes=2\nexport PET_NNODES=2\nsrun torchrun train.py",
         "#SBATCH --nodes=2\nsrun torchrun --standalone train.py",

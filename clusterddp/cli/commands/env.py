@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterddp import formatting
-from clusterddp.errors import RequestError
+from clusterddp.errors import no_file
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import parse_environment
 
@@ -38,10 +38,7 @@ def _read(source: str) -> str:
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise RequestError(
-            f"--from: cannot read {source!r}: {error.strerror}. Give a file with the output of "
-            "'env'. [CD0801]"
-        ) from error
+        raise no_file("--from", source, error, "CD0801") from error
     return data.decode(errors="surrogateescape")
 
 

@@ -71,7 +71,7 @@ class SubmitCommand(WithCommand):
 )
 @sweep_options
 @site_options
-@dry_run_option("the sbatch script and submit nothing")
+@dry_run_option("the sbatch script; submit nothing")
 @click.option(
     "--test-only",
     is_flag=True,
@@ -107,7 +107,8 @@ def command(
     interrupted.
     """
     for name in unused_variables(os.environ, REQUEST):
-        click.echo(f"clusterddp: {name} is set, but this submission does not use it", err=True)
+        text = f"warning: {name} is ignored. Use submit's options, or unset it. [CD0206]"
+        click.echo(f"clusterddp: {text}", err=True)
     given = given_by(ctx)
     if run_name == "":
         raise RequestError("--run-name is empty. Omit it to generate a name. [CD0102]")
@@ -125,7 +126,7 @@ def command(
         )
     swept = sweep_of(given, max_concurrent or 0)
     if max_concurrent and not swept:
-        raise OptionError("--max-concurrent", " needs --sweep NAME=VALUES. [CD1104]")
+        raise OptionError("--max-concurrent", " needs --sweep NAME=VALUES.")
     spec = job_spec(given, run_name or generate_name("sweep" if swept else "run"), swept)
     script = load(spec.launcher).prepare(spec, template_folder(given))
     if save_to:
@@ -216,20 +217,21 @@ def _submit(given: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bo
 def _warn(given: Given, spec: JobSpec, script: str) -> None:
     """Print the warnings of a submission, also for missing files. Raises RequestError."""
     has_folder = "data_dir" in given.sources
-    if spec.starts_own_files or has_folder:
+    if spec.starts_own_files or has_folder or spec.after or os.path.lexists(spec.run_dir):
         from clusterddp.submission import inputs, submit  # a plain dry run does not need them
 
         for train in spec.trainings:
             inputs.find_user_functions(train, spec)
-        for refused in submit.missing_files(
+        for refused in submit.refusals(
             spec, script, has_folder=has_folder, force=given.values["force"]
         ):
-            text = f"warning: a submission would refuse this: {coded(refused)}"
+            text = f"warning: a submission would be refused: {coded(refused)}"
             click.echo(f"clusterddp: {text}", err=True)
     for remark in remarks(spec):
         click.echo(f"clusterddp: warning: {coded(remark, 'CD0112')}", err=True)
     if spec.after:
         from clusterddp.status import chain
 
-        if words := chain.describe(chain.check_awaited(spec)):
+        waits = chain.check_awaited(spec)
+        if (words := chain.describe(waits)) and chain.dependency(waits):
             click.echo(f"clusterddp: {words}: sbatch gets a --dependency", err=True)

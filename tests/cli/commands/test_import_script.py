@@ -61,7 +61,7 @@ def test_line_ends_that_sbatch_refuses_are_named(workplace: Workplace) -> None:
         (b"#!/bin/bash\nsrun python a\0b\n", "'job.sbatch' contains NUL bytes"),
         (b"", "'job.sbatch' is neither an sbatch file"),
         (b"#!/bin/bash\n" + b"#" * (1 << 20), "is larger than 1,048,576 bytes"),
-        (None, "job.sbatch: no such file"),
+        (None, "FILE: there is no file 'job.sbatch'."),
     ],
 )
 def test_a_file_that_is_none_is_refused(

@@ -646,7 +646,7 @@ def test_a_launcher_as_the_command_is_refused_unless_it_is_allowed(elsewhere: Pa
     for mode in (["--dry-run"], []):
         message = refusal(*mode, *EIGHT, "--", "torchrun", "--nproc-per-node=4", "train.py")
         assert "COMMAND starts torchrun" in message
-        assert "type: clusterddp submit --template torchrun -- python train.py." in message
+        assert "Use: --template torchrun -- python train.py (with" in message
         assert not list(elsewhere.iterdir())
     script = dry_run("--allow-launcher", "--", "torchrun", "train.py")
     assert script.endswith(' "$own" exec --run-dir="$run_dir" -- torchrun train.py\n')
@@ -671,7 +671,7 @@ def test_a_launcher_in_a_script_is_a_warning(
     [
         (["--", "python", "tain.py"], "COMMAND: there is no tain.py in", "CD0306"),
         (["--sweep", "a=1,2", "--", "./tain.sh", "{a}"], "there is no ./tain.sh in", "CD0306"),
-        (["--python", "venv/bin/python"], "venv/bin/python cannot run", "CD0310"),
+        (["--python", "venv/bin/python"], "venv/bin/python'. Name an", "CD0310"),
         (["--data-dir", "dat"], "/dat does not exist", "CD0601"),
     ],
 )
@@ -680,7 +680,7 @@ def test_a_dry_run_warns_of_what_a_submission_refuses_for_a_file_that_is_not_the
 ) -> None:
     got = run("--dry-run", "--run-name", "a", *argv)
     assert got.exit_code == 0, got.output
-    said = "clusterddp: warning: a submission would refuse this: "
+    said = "clusterddp: warning: a submission would be refused: "
     [line] = [line for line in got.stderr.splitlines() if line.startswith(said)]
     assert words in line and line.endswith(f" [{code}]")
     assert coded(run("--run-name", "a", *argv).exception) == line.removeprefix(said)
@@ -707,7 +707,7 @@ def test_a_dry_run_refuses_a_function_that_is_not_there_as_the_submission_does(
     assert [path.name for path in elsewhere.iterdir()] == ["nets.py"]
     elsewhere_python = run("--dry-run", "--python=/opt/python", "--model=nests:build")
     assert elsewhere_python.exit_code == 0, elsewhere_python.output
-    assert "the tasks need it" in elsewhere_python.stderr
+    assert "Check that it exists on the nodes" in elsewhere_python.stderr
 
 
 def test_large_files_beside_a_command_are_linked_and_named(
