@@ -95,9 +95,8 @@ def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResul
         message = f"{run.name} {where}: cancelled"
         return StopResult(run.name, submission.job_id, False, result.cancelled, message, again)
     try:
-        events.add(
-            run.events, events.StopRequested(job_id=submission.job_id, attempt=status.attempt)
-        )
+        event = events.StopRequested(job_id=submission.job_id, attempt=status.attempt)
+        events.add(run.events, event)
         try:
             asked = _ask(run, submission, status)
         except (ClusterDDPError, OSError):
