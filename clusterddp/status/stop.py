@@ -53,7 +53,6 @@ class CancelResult:
 def stop(run: RunDir, status: RunStatus, send: Send = slurm.cancel) -> StopResult:
     """Ask a run to save a checkpoint and exit; cancel it if it still waits in the queue.
 
-
     The request is recorded first, so that no further attempt starts; on an error it is withdrawn.
     Raises SlurmError with scancel's message, or RequestError if the run's directory cannot be
     written or the run is still starting.
