@@ -288,7 +288,7 @@ def refuse_launcher(spec: JobSpec) -> None:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
         f"COMMAND starts {nested.name}, but {already_ranks(spec)}. Use: {line} (with your other "
-        f"options).{note} To start {nested.name} in each task anyway: --allow-launcher. [CD0307]"
+        f"options).{note} To start {nested.name} in each task anyway, add --allow-launcher. [CD0307]"
     )
 
 
