@@ -213,7 +213,9 @@ def test_warnings_of_keywords_name_these_and_a_line_for_the_shell_keeps_its_flag
     assert "add for example cpus_per_task 4" in capsys.readouterr().err
     with pytest.raises(RequestError) as refused:
         submit(["torchrun", "train.py"])
-    assert "Use: --template torchrun -- python train.py (with" in str(refused.value)
+    assert "Use: clusterddp submit --template torchrun -- python train.py (with" in str(
+        refused.value
+    )
     assert "add allow_launcher." in str(refused.value)
 
 

@@ -281,14 +281,15 @@ def refuse_launcher(spec: JobSpec) -> None:
 
     ours = spec.launcher != "submitit" and spec.template == DEFAULT_TEMPLATE
     with_agents = (ours and nested.name in AGENTS) or "torchrun" in spec.template
-    line = f"{'--template torchrun ' * with_agents}-- "
+    line = f"clusterddp submit {'--template torchrun ' * with_agents}-- "
     line += shlex.join(nested.instead or ("python", "train.py"))
     note = ""
     if nested.adds_local_rank:
         note = f" {nested.name} also adds --local-rank: read LOCAL_RANK instead."
     raise RequestError(
-        f"COMMAND starts {nested.name}, but {already_ranks(spec)}. Use: {line} (with your other "
-        f"options).{note} To start {nested.name} in each task anyway, add --allow-launcher. [CD0307]"
+        f"COMMAND starts {nested.name}, but {already_ranks(spec)}. Use: {line} (with your "
+        f"other options).{note} To start {nested.name} in each task anyway, add "
+        "--allow-launcher. [CD0307]"
     )
 
 

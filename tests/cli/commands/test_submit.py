@@ -646,7 +646,7 @@ def test_a_launcher_as_the_command_is_refused_unless_it_is_allowed(elsewhere: Pa
     for mode in (["--dry-run"], []):
         message = refusal(*mode, *EIGHT, "--", "torchrun", "--nproc-per-node=4", "train.py")
         assert "COMMAND starts torchrun" in message
-        assert "Use: --template torchrun -- python train.py (with" in message
+        assert "Use: clusterddp submit --template torchrun -- python train.py (with" in message
         assert not list(elsewhere.iterdir())
     script = dry_run("--allow-launcher", "--", "torchrun", "train.py")
     assert script.endswith(' "$own" exec --run-dir="$run_dir" -- torchrun train.py\n')
