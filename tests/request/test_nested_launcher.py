@@ -119,12 +119,14 @@ def test_hostile_words_neither_crash_nor_get_lost(value: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("typed", "fields", "line"),
     [
-        ("torchrun train.py", {}, "Use: clusterddp submit --template torchrun -- python train.py (with"),
+        ("torchrun train.py", {},
+         "Use: clusterddp submit --template torchrun -- python train.py (with"),
         ("torchrun --nnodes=3 --nproc-per-node=4 train.py", {},
          "Use: clusterddp submit --template torchrun -- python train.py (with"),
         ("torchrun --nproc-per-node=4 train.py", {"template": "torchrun.sbatch.j2"},
          "Use: clusterddp submit --template torchrun -- python train.py (with"),
-        ("torchrun train.py", {"launcher": "submitit"}, "Use: clusterddp submit -- python train.py (with"),
+        ("torchrun train.py", {"launcher": "submitit"},
+         "Use: clusterddp submit -- python train.py (with"),
         ("mpirun -np 4 python 'a b.py'", {}, "Use: clusterddp submit -- python 'a b.py' (with"),
         ("torchrun", {}, "-- python train.py (with"),
         ("python -m torch.distributed.launch train.py", {}, "read LOCAL_RANK instead"),
