@@ -51,9 +51,10 @@ def check_command(
     folder: directory in which it starts, by default the current one.
     force: warn, rather than refuse, if a program is not on this machine's PATH.
     """
-    _warn_of_one_device(spec, folder or Path.cwd())
-    if spec.command and not spec.wrapper:
-        _refuse_no_program(spec.command, folder or Path.cwd())
+    folder = folder or Path.cwd()
+    _warn_of_one_device(spec, folder)
+    if not spec.wrapper:
+        _refuse_no_program(spec.command, folder)
     if spec.container_image:
         check_container(spec)
         return
@@ -64,7 +65,6 @@ def check_command(
         return
     from clusterddp.request import nested_launcher  # not needed for a training
 
-    folder = folder or Path.cwd()
     program, file = nested_launcher.started(spec.command)
     is_on_path = "/" not in program and shutil.which(program) is not None
     is_script = PurePath(program).suffix in _INTERPRETERS
@@ -95,7 +95,8 @@ def check_command(
 
 def _refuse_no_program(command: Sequence[str], folder: Path) -> None:
     """Raise RequestError for a COMMAND that starts with a quoted line, an option or a variable."""
-    word, typed = command[0], shlex.quote(command[0])
+    word = next(iter(command), "")
+    typed = shlex.quote(word)
     variables = [*itertools.takewhile(_ASSIGNMENT.match, command)]
     # Path.exists raises OSError if a name is too long.
     if len(command) == 1 and len(word.split()) > 1 and not os.path.exists(folder / word):  # noqa: PTH110
