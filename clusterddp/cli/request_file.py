@@ -153,7 +153,9 @@ def _read(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise no_file("--config", path, error) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise RequestError(f"--config {path} is not UTF-8 text. [CD0204]") from None
+    except tomllib.TOMLDecodeError as error:
         raise RequestError(f"--config {path} is not TOML: {error}. [CD0204]") from None
     command = content.pop(_COMMAND, [])
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):

@@ -105,8 +105,8 @@ def confirm(question: str, done: str) -> None:
     """
     if not sys.stdin.isatty():
         raise errors.RequestError(
-            f"nothing was {done}: there is no terminal to confirm on. To do it without asking, "
-            "add --yes. [CD0109]"
+            f"{question} There is no terminal to confirm on, so nothing was {done}. Add --yes. "
+            "[CD0109]"
         )
     if not click.confirm(question, err=True):
         raise errors.RequestError(f"nothing was {done}. [CD0109]")

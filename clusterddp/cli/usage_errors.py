@@ -65,14 +65,14 @@ def _value_message(text: str, param: click.Parameter) -> str:
 
 def _line_message(error: click.ClickException) -> str:
     """Return what click found wrong with the command line, and the help to see."""
-    if isinstance(error, click.MissingParameter) and error.param:
-        typed = error.param.opts if isinstance(error.param, click.Option) else error.param.name
-        return f"{typed[0] if isinstance(typed, list) else (typed or '').upper()} is missing."
     if isinstance(error, click.BadOptionUsage) and "requires an argument" in error.message:
         return f"{error.option_name} needs a value."
     unknown = error.option_name if isinstance(error, click.NoSuchOption) else ""
     message = " ".join((error.message if unknown else error.format_message()).split())
-    if message[1:2].islower():
+    if isinstance(error, click.MissingParameter) and error.param:
+        named = re.search("[A-Z]{2,}|--[a-z-]+", error.param.human_readable_name)
+        message = f"{named[0] if named else error.param.opts[0]} is missing."
+    elif message[1:2].islower():
         message = message[0].lower() + message[1:]
     message += "" if message.endswith((".", "?")) else "."
     ctx = getattr(error, "ctx", None)

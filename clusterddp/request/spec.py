@@ -237,7 +237,7 @@ class JobSpec(Record):
 
     stacks: bool = option(
         True,
-        "Let 'clusterddp stacks' read every Python of COMMAND (a SIGURG handler).",
+        "Let 'clusterddp stacks' read each Python process of COMMAND (uses SIGURG).",
         group=table.FAULT_TOLERANCE,
         negatable=True,
     )
@@ -778,7 +778,7 @@ class SubmitOptions:
     template_dir: str = option("", "Directory of your templates.", names="DIR")
     env: tuple[str, ...] = option(
         (),
-        "Set a variable in the script (no secrets), or pass yours by NAME; repeatable.",
+        "Set a variable in the script, or pass yours by NAME (for secrets); repeatable.",
         names="NAME[=VALUE]",
     )
     snapshot_limit: float = option(50.0, "Maximum size of the copy.", names="MB", group=table.CODE)

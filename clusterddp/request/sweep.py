@@ -224,7 +224,7 @@ def read_trials(path: Path) -> list[dict[str, str]]:
             header = [name.strip() for name in next(lines, [])]
             for cells in lines:
                 if cells and len(cells) != len(header):
-                    words = f"{len(cells)} values for the {len(header)} names in the first line."
+                    words = f"expected {len(header)} values, found {len(cells)}."
                     raise wrong(lines.line_num, words)
                 if cells:
                     row = dict(zip(header, cells, strict=True))
@@ -260,6 +260,12 @@ def _list(name: str, text: str) -> list[str]:
                 "--sweep",
                 f" {name}={text}: a value is empty. To use empty values or values with commas, "
                 "put them in a --sweep-file.",
+            )
+        if item.startswith(("log:", "lin:")):
+            raise OptionError(
+                "--sweep",
+                f" {name}={text}: {item} is not a range to draw from. Write only "
+                f"{name}={item[:4]}LOW..HIGH, and add --num-samples N.",
             )
         if not ends and not re.fullmatch(_LIKE_RANGE, item):
             values.append(item)
@@ -372,5 +378,5 @@ def _object(line: str, wrong: Callable[[str], OptionError]) -> dict[str, str]:
     row = {name: words[v] if isinstance(v, bool) else v for name, v in content.items()}
     odd = next((name for name, value in row.items() if not isinstance(value, str)), None)
     if odd is not None:
-        raise wrong(f"{odd} is neither a string, a number, true nor false.")
+        raise wrong(f"{odd} is not a string, a number, true or false.")
     return row

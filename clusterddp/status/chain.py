@@ -186,10 +186,10 @@ def check(
     for each in awaited:
         asked, again = f"--after {each.text}: {each.description}", each.run.resume_command
         if each.readiness is Readiness.NEVER:
+            repeat = "" if each.state == RunState.DONE else f"Submit it again with '{again}', or w"
             raise RequestError(
-                f"{asked} has not ended as requested. Submit it again with '{again}', wait for "
-                f"any end with --after {each.run.name}:{ANY}, or do not wait with "
-                "--after ''. [CD1105]"
+                f"{asked} has not ended as requested. {repeat or 'W'}ait for any end with --after "
+                f"{each.run.name}:{ANY}, or do not wait with --after ''. [CD1105]"
             )
         if each.readiness is Readiness.NEEDS_RESUME:
             raise RequestError(

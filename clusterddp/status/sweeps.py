@@ -61,7 +61,7 @@ class SweepStatus:
 
     @property
     def state(self) -> str:
-        """Overall state: running while a trial runs, done when all are done."""
+        """Overall state: the first of `_PRECEDENCE` that a trial has."""
         return overall_state(self.states)
 
     def as_dict(self) -> dict[str, object]:
@@ -93,7 +93,8 @@ class SweepStatus:
         shown = SweepDir(Path(self.directory)).cli_name
         if ACTIVE & {*self.states}:
             return f"clusterddp runs {shown}"
-        if {RunState.FAILED, RunState.STOPPED, RunState.CANCELLED} & {*self.states}:
+        ended = {RunState.FAILED, RunState.STOPPED, RunState.CANCELLED, RunState.CREATED}
+        if ended & {*self.states}:
             return f"clusterddp resume {shown}"
         return f"clusterddp report {shown}"
 

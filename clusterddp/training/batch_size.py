@@ -140,13 +140,13 @@ def best(rows: Sequence[SizeResult]) -> SizeResult:
 
 
 def advice(config: TrainConfig, rows: Sequence[SizeResult]) -> str:
-    """Return the advice: a size, and a learning rate that suits it. Raises as `best` does."""
+    """Return a recommended size and a learning rate for it, as text. Raises like `best`."""
     size = best(rows).batch_size
     factor = size / config.batch_size
     if factor == 1:
         return f"use: --batch-size {size} (unchanged), the smallest within 5% of the fastest"
     # Goyal et al. 2017, arXiv 1706.02677; for adam Malladi et al. 2022, arXiv 2205.10287.
-    rate = f"--lr {config.lr * factor:g}, by the linear scaling rule: {factor:g} x both"
+    rate = f"--lr {config.lr * factor:g} (linear scaling rule: {factor:g} times both)"
     if config.optimizer != "sgd":
         root = config.lr * math.sqrt(factor)
         rate += f"; {config.optimizer} often trains better with the square root, --lr {root:.3g}"

@@ -335,9 +335,9 @@ class Stragglers:
             del self._periods[rank]
         elif self._is_long(period.fine_seconds, period.fine_steps):
             log.info(
-                f"straggler: {period.record.name} has recovered for "
+                f"straggler: {period.record.name} has been back to normal speed for "
                 f"{duration(period.fine_seconds)}, at step {step:,}; it was slow for "
-                f"{duration(period.seconds)}, at {period.relative_speed:.0%}"
+                f"{duration(period.seconds)}, at {period.relative_speed:.0%} of the others"
             )
             self._renew(period, until=round(now - period.fine_seconds, 3))
             del self._periods[rank]

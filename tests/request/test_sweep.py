@@ -58,6 +58,7 @@ def test_a_grid_has_every_combination(
         (["a=0..999", "b=0..999"], "1000000 trials"),
         (["2x=1"], "is not a valid name"),
         (["lr=log:1..2"], "--num-samples N"),
+        (["lr=log:0.1,0.2"], "log:0.1 is not a range to draw from"),
     ],
 )
 def test_what_is_no_grid_is_refused(items: list[str], words: str) -> None:
@@ -111,7 +112,7 @@ def test_files_give_trials_that_are_combined_with_the_others(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("p.csv", "a,b\n1\n", "line 2: 1 values for the 2 names"),
+        ("p.csv", "a,b\n1\n", "line 2: expected 2 values, found 1."),
         ("p.csv", "a,a\n1,2\n", "is given twice"),
         ("p.csv", 'a\n"1\n', "line"),
         ("p.csv", "a\n", "has no trials"),
@@ -125,7 +126,7 @@ def test_files_give_trials_that_are_combined_with_the_others(tmp_path: Path) -> 
         ),
         ("p.jsonl", "{}\n", "line 1: expected an object"),
         ("p.jsonl", "[1]\n", "expected an object"),
-        ("p.jsonl", '{"a": [1]}\n', "a is neither"),
+        ("p.jsonl", '{"a": [1]}\n', "a is not a string"),
         ("p.jsonl", '{"a": 1}\n{"b": 1}\n', "line 2: expected the names a"),
         ("p.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', "line 2: a name is given twice"),
         ("p.jsonl", '{"a": NaN}\n', "line 1: NaN is not a valid JSON value"),
@@ -173,8 +174,8 @@ def test_a_trial_is_the_request_of_a_run_of_its_own() -> None:
         (["time=1:00,2:00"], "time: all trials are tasks of one job array"),
         (["recipe=a"], "recipe: a recipe sets several"),
         (["learning=1"], "no such option"),
-        (["lr=0.1,high"], "'high' is not valid. Use a number"),
-        (["epochs=1.5"], "'1.5' is not valid. Use a whole number"),
+        (["lr=0.1,high"], "'high' is not valid. Use a finite number"),
+        (["epochs=1.5"], "'1.5' is not valid. Use a positive whole number"),
         (["compile=maybe"], "'maybe' is not valid. Use yes or no"),
         (["lr=1,-1"], "the trial lr=-1"),
         (["precision=tf32"], "the trial precision=tf32"),

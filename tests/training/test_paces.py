@@ -77,8 +77,8 @@ def test_a_rank_that_stays_slow_is_named_once_and_once_more_when_it_keeps_up(
     assert len(logged) == 1
     run.lines(1, FINE)
     assert logged[1:] == [
-        "straggler: rank 2 on h02 has recovered for 1m00s, at step 1,900; it was slow for "
-        "1m40s, at 50%"
+        "straggler: rank 2 on h02 has been back to normal speed for 1m00s, at step 1,900; "
+        "it was slow for 1m40s, at 50% of the others"
     ]
     run.lines(20, FINE)
     [over] = run.record

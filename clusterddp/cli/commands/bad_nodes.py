@@ -33,8 +33,8 @@ class BadNodesGroup(SettingsCommand, click.Group):
 def command(ctx: click.Context, runs_dir: Path, as_json: bool) -> None:
     """List the nodes that runs exclude as bad, the latest first.
 
-    CAUSE is preflight, lost, hardware, repetition or straggling. EXPIRES is the time until the node
-    is used again. 'clusterddp bad-nodes clear HOST' clears it at once.
+    In the table, CAUSE is preflight, lost, hardware, repetition or straggling. EXPIRES is how long
+    the node stays excluded; 'clusterddp bad-nodes clear HOST' ends that at once.
 
     Exit codes: 0 listed, 1 the list cannot be read, 2 usage error.
     """
@@ -63,7 +63,8 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
     Exit codes: 0 cleared, 1 the list cannot be written, 2 no HOST is in it.
     """
     if bool(hosts) == is_all:
-        raise click.UsageError("Name the nodes to clear, or give --all.", ctx)
+        problem = "--all conflicts with HOST. " if is_all else ""
+        raise click.UsageError(f"{problem}Name the nodes to clear, or give --all.", ctx)
     if ctx.parent and source(ctx, "runs_dir") == "default":
         runs_dir = ctx.parent.params["runs_dir"]
         refuse_misspelt(ctx.parent, runs_dir)
@@ -74,7 +75,7 @@ def clear(ctx: click.Context, hosts: tuple[str, ...], is_all: bool, runs_dir: Pa
     cleared = [name for name in dict.fromkeys(names) if name in bad]
     if unknown and not cleared:
         on_it = f" Marked bad: {formatting.join_limited(list(bad), 20, ', ')}." if bad else ""
-        raise RequestError(f"{unknown[0]} is not marked bad in {runs_dir}.{on_it} [CD1302]")
+        raise RequestError(f"{unknown[0]} is not marked bad in '{runs_dir}'.{on_it} [CD1302]")
     cleared = cleared or list(bad)
     try:
         bad_nodes.clear(runs_dir, cleared)

@@ -101,25 +101,26 @@ def command(
 ) -> int:
     """Resume RUN in its own directory, from its last checkpoint.
 
-    RUN is a run's name, job id or directory. Its script is submitted unchanged unless options are
-    given. They replace the recorded ones; an empty value drops one (--dependency ''). Variables
-    and site.cfg are ignored. The count for --max-requeues starts again.
+    RUN is a run's or sweep's name, job id or directory, or a pattern ('lr-*'), which resumes each
+    run that did not succeed. The script is submitted unchanged unless options are given. They
+    replace the recorded ones; an empty value drops one (--dependency ''). CLUSTERDDP_* and SBATCH_*
+    variables and site.cfg are ignored. The count for --max-requeues starts again.
 
-    For a sweep, the trials in state failed, stopped, cancelled or created are resumed, and those
-    that Slurm lost: unknown, without a recorded end. --sweep or --sweep-file adds trials instead,
-    and resumes none.
+    Of a sweep, the trials are resumed that are failed, stopped, cancelled or created, or unknown
+    because Slurm has no record of how they ended. --sweep or --sweep-file adds trials instead, and
+    resumes none.
 
-    The run of a COMMAND accepts another COMMAND, variables, modules, setup lines and directives.
+    For a run of your own COMMAND you can change the COMMAND, --env, --module, --setup and --sbatch.
     --env NAME=VALUE adds or replaces one variable; --env '' first removes all recorded ones.
     --sbatch does the same with directives. --module and --setup replace the whole list.
 
-    The run uses its copy of your code, and logs how the directory differs. --refresh-code copies
-    the directory again, with what the COMMAND wrote in the old copy; a sweep gets one job and one
-    copy per trial.
+    The run keeps using its copy of your code; differences from the current directory are printed.
+    --refresh-code makes a new copy of the current directory and carries over the files that the
+    COMMAND wrote in the old one; a sweep gets one job and one copy per trial.
 
     A change of an option that affects the weights (batch size, model), or of code without a copy,
     is printed and refused. --allow-config-change accepts it: the run continues from its checkpoint
-    with the new values. It also renders an edited script again, without your edits.
+    with the new values. If you edited the script, it is rendered again and your edits are lost.
 
     If none of the saved checkpoints can be used, the run starts at step 0 only with --from-scratch.
 
@@ -133,8 +134,9 @@ def command(
     sweep, more = find_sweep(runs_dir, run), sweep_of(given)
     if sweep is None and (more or max_concurrent):
         name = run if is_pattern(run) else find_run(runs_dir, run).name
+        option = "--sweep or --sweep-file" if more else "--max-concurrent"
         raise RequestError(
-            f"{name} is not a sweep, and --sweep and --max-concurrent need one. Name it. [CD1104]"
+            f"{name} is not a sweep, but {option} needs one. Name a sweep instead. [CD1104]"
         )
     terms = _terms(given, more)
     has_own_copies = sweep is not None and terms.refresh_code and not terms.more
@@ -190,12 +192,17 @@ def _resume_each(given: Given, root: Path, pattern: str, terms: Terms, *, as_jso
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if ended_without_success(s)]
     if not again:
         raise RequestError(
-            f"none of the {len(runs)} runs of {pattern} failed or was stopped, so there is nothing "
-            "to resume. [CD1103]"
+            f"there is nothing to resume: of the runs of {pattern} ({len(runs)}), none failed or "
+            "was stopped, cancelled or lost. [CD1103]"
         )
     code, fields = EXIT_DONE, []
     for run in again:
         try:
+            if run.load_spec().launcher == "local":  # it would end with this command
+                raise RequestError(
+                    f"{run.name} runs on this machine. Resume it by its own name: "
+                    f"{run.resume_command} [CD1103]"
+                )
             done = resume(run, partial(changed, given), terms)
         except ClusterDDPError as error:
             click.echo(f"clusterddp: {coded(error)}", err=True)

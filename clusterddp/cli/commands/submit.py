@@ -67,7 +67,7 @@ class SubmitCommand(WithCommand):
     "save_to",
     metavar="FILE.toml",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the request (no secrets) for --config.",
+    help="Write the request, without secrets, for --config.",
 )
 @sweep_options
 @site_options

@@ -315,6 +315,8 @@ def test_help_shows_every_default_and_imports_no_torch() -> None:
         shown = row.text(field.default) if field.default != "" else "none"
         if row.name == "hang-timeout":
             shown = row.shown
+        elif isinstance(field.default, float):
+            shown = f"{field.default:g}"
         assert field.type is bool or f"[default: {shown}]" in text
 
 
