@@ -202,7 +202,7 @@ def test_the_first_of_the_places_counts(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_named_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="does not exist"):
+    with pytest.raises(RequestError, match="there is no file"):
         table.find_site(str(tmp_path / "none.cfg"), {}, tmp_path)
 
 

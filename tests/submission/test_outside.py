@@ -176,7 +176,7 @@ def test_a_folder_of_a_git_work_tree_finds_what_lies_beside_it(tmp_path: Path, t
     assert done.returncode == 0, done.stderr
     run = RunDir(folder / "jobs/a")
     assert (run.path / "logs/rank-0.log").read_text() == "pixelsx"
-    assert f"code    {run.path}/code/examples/mnist: a copy of " in done.stdout
+    assert f"workdir    {run.path}/code/examples/mnist: a copy of " in done.stdout
     assert (run.code / "examples/written").is_file()
     assert not (tree / "examples/written").exists()
     shown = subprocess.run(

@@ -19,7 +19,7 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.history import causes_by_attempt
+from clusterddp.run.history import History, causes_by_attempt
 from clusterddp.run.run_dir import RunDir, run_folders
 from clusterddp.submission import bundle, snapshot
 from clusterddp.submission import resume as resuming
@@ -179,6 +179,17 @@ def test_json_names_the_job(workplace: Workplace) -> None:
     assert got == {"run": "one", "run_dir": str(run.path), "job_id": "13"}
     # Not even its times: the record can be another person's, who shares the directory.
     assert run.spec.stat().st_ctime_ns == before.st_ctime_ns
+
+
+def test_a_pattern_resumes_no_run_of_this_machine_which_would_end_with_the_command(
+    workplace: Workplace,
+) -> None:
+    stopped(workplace, "one")
+    there = stopped(workplace, "two", launcher="local")
+    got = workplace.invoke("resume", "*")
+    assert (got.code, "submitted one again as job 13" in got.out) == (2, True)
+    assert "two runs on this machine. Resume it by its own name: clusterddp resume two" in got.err
+    assert "submitted two" not in got.out and len(History.read(there).every(events.Submitted)) == 1
 
 
 def test_a_dry_run_prints_what_would_be_sent_and_touches_nothing(workplace: Workplace) -> None:
