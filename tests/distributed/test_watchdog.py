@@ -331,9 +331,9 @@ def train(
     )  # fmt: skip
     threading.Thread(target=tell_suspects, args=(dog,), daemon=True).start()
     with dog:
-        exchange = dog._exchange
-        assert exchange is not None
-        wait_for(lambda: exchange.rounds > 0, "this rank's first heartbeat")
+        heartbeats = dog._exchange
+        assert heartbeats is not None
+        wait_for(lambda: heartbeats.rounds > 0, "this rank's first heartbeat")
         tell("trains")
         try:
             exchange(progress, hang)
