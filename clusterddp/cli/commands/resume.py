@@ -106,11 +106,10 @@ def command(
     replace the recorded ones; an empty value drops one (--dependency ''). CLUSTERDDP_* and SBATCH_*
     variables and site.cfg are ignored. The count for --max-requeues starts again.
 
-    Of a sweep, the trials are resumed that are failed, stopped, cancelled or created, or unknown
-    because Slurm has no record of how they ended. --sweep or --sweep-file adds trials instead, and
-    resumes none.
+    For a sweep, it resumes the trials that failed, were stopped or cancelled, never began, or were
+    lost by Slurm. --sweep or --sweep-file adds trials instead, and resumes none.
 
-    For a run of your own COMMAND you can change the COMMAND, --env, --module, --setup and --sbatch.
+    For a run of a COMMAND you can change the COMMAND, --env, --module, --setup and --sbatch.
     --env NAME=VALUE adds or replaces one variable; --env '' first removes all recorded ones.
     --sbatch does the same with directives. --module and --setup replace the whole list.
 
@@ -192,15 +191,15 @@ def _resume_each(given: Given, root: Path, pattern: str, terms: Terms, *, as_jso
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if ended_without_success(s)]
     if not again:
         raise RequestError(
-            f"there is nothing to resume: of the runs of {pattern} ({len(runs)}), none failed or "
-            "was stopped, cancelled or lost. [CD1103]"
+            f"there is nothing to resume: none of the runs {pattern} ({len(runs)}) failed or was "
+            "stopped, cancelled or lost. [CD1103]"
         )
     code, fields = EXIT_DONE, []
     for run in again:
         try:
             if run.load_spec().launcher == "local":  # it would end with this command
                 raise RequestError(
-                    f"{run.name} runs on this machine. Resume it by its own name: "
+                    f"{run.name} runs on this machine. Resume it by name: "
                     f"{run.resume_command} [CD1103]"
                 )
             done = resume(run, partial(changed, given), terms)

@@ -188,7 +188,7 @@ def test_a_pattern_resumes_no_run_of_this_machine_which_would_end_with_the_comma
     there = stopped(workplace, "two", launcher="local")
     got = workplace.invoke("resume", "*")
     assert (got.code, "submitted one again as job 13" in got.out) == (2, True)
-    assert "two runs on this machine. Resume it by its own name: clusterddp resume two" in got.err
+    assert "two runs on this machine. Resume it by name: clusterddp resume two" in got.err
     assert "submitted two" not in got.out and len(History.read(there).every(events.Submitted)) == 1
 
 
