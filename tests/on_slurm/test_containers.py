@@ -233,7 +233,7 @@ def test_where_srun_has_pyxis_it_is_given_the_containers(
     passed = (tmp_path / "environ").read_text().splitlines()
     assert {"LD_LIBRARY_PATH=/mine", "NCCL_DEBUG=INFO"} <= {*passed}
     assert "PYTHONPATH=/nowhere" not in passed
-    assert "as they are of the host: PYTHONPATH, " in run.job_log.read_text()
+    assert "host variables not passed to the containers: PYTHONPATH, " in run.job_log.read_text()
 
 
 @pytest.mark.slow
