@@ -99,9 +99,7 @@ def _count_in(path: Path) -> int:
     if header.startswith(_GZIP_MAGIC):
         raise DataError(f"{path.name} is still compressed: it has the header of a gzip file.")
     if len(header) < length:
-        raise DataError(
-            f"{path.name} is truncated: {size} bytes, but the header has {length}."
-        )
+        raise DataError(f"{path.name} is truncated: {size} bytes, but the header has {length}.")
     first, count, *shape = struct.unpack(f">{length // 4}I", header)
     if first != magic:
         raise DataError(
