@@ -87,7 +87,7 @@ def dry_run_option(prints: str) -> Callable[[F], F]:
 
 
 def config_option(function: F) -> F:
-    """Add --config, for `given_by`."""
+    """Add --config, whose values `given_by` merges."""
     return click.option(
         "--config",
         FROM,

@@ -221,7 +221,7 @@ class ContainerStart:
     program: str | None
     """Program of the runtime; None if this node has none."""
     name: str
-    """Name of podman's container; replaces one that remains from a killed start."""
+    """Name of podman's container. One of this name, left by a killed start, is replaced."""
     label: str
     """Label of clusterddp's podman containers on this node."""
     node: str

@@ -166,7 +166,7 @@ def typed(words: Sequence[Word]) -> str:
 
 
 def display_line(command: Command) -> str:
-    """Return the first line of a command's source, without values that may be secret."""
+    """Return a command's words up to a line break, without the values of assignments."""
     words = typed(command.words).split("\n")[0]
     if command.texts and command.texts[0] not in _DECLARE:
         return words

@@ -30,7 +30,7 @@ class _Rates(ctypes.Structure):
 
 
 def watch(folder: Path, env: DistEnv, environ: Mapping[str, str], library: str = LIBRARY) -> None:
-    """Sample in a thread, if this task is the first of its node and was granted GPUs.
+    """Sample the node's GPUs in a thread, if this task is its first one and was granted GPUs.
 
     folder: directory of the record, which is rewritten with each sample. Without a driver nothing
     is recorded.

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, Sequence[str], Sequence[str]]] = {
     ),
     "srun-missing": (
         f"{EACH}torchrun --nnodes=2 --nproc_per_node=2 t.py",
-        ["--nnodes=2 --nproc_per_node=2 t.py"], ["--nnodes=2 --nproc_per_node=2 t.py"] * 2,
+        ["--nnodes=2 --nproc_per_node=2 t.py"], ["--rdzv-id="] * 2,
     ),
     "launch-node": (
         f"{EACH}export MASTER_ADDR=$SLURM_LAUNCH_NODE_IPADDR\nsrun python t.py",

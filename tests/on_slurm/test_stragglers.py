@@ -40,12 +40,12 @@ class Paced(nn.Module):
         clock, wait = clock + own, slowest - own
         return self.layer(images.flatten(1))
 
-def done(self, plain=paces.Waiting.done):
+def done(self, plain=paces.ExchangeWait.done):
     global clock
     clock += wait
     plain(self)
 
-paces.Waiting.done = done
+paces.ExchangeWait.done = done
 """
 STEPS = 180
 TRAINING = [

@@ -24,7 +24,7 @@ def command(files: tuple[str, ...], as_json: bool) -> int:
     also cross-checked. Each finding gives the line, the reason and a replacement. "will" is certain
     from the files; "may" is not. docs/check.md lists the rules.
 
-    Exit codes: 0 no findings, 1 findings, 2 a file cannot be read.
+    Exit codes: 0 no findings, 1 findings, 2 usage error, or a file cannot be read.
     """
     texts = {name: read_script(name) for name in dict.fromkeys(files)}
     findings = check_texts(texts)

@@ -51,12 +51,12 @@ def command(
     best, the copy of your code except files that your program wrote or changed, and the copy of
     clusterddp. Records, logs, metrics and reports stay.
 
-    A run that is queued, running or resumable (stopped, failed with a checkpoint, a failed COMMAND)
-    is skipped unless it is named. Even then its code, its clusterddp and the checkpoints of its
-    current attempt stay. Links out of a run's directory are not followed.
+    A run that is queued, running, stopped or could be resumed is skipped unless it is named. Even
+    then its code, its clusterddp and the checkpoints of its current attempt stay. Links out of a
+    run's directory are not followed.
 
     Exit codes: 0 removed, or nothing to remove; 1 something could not be removed; 2 usage error,
-    the answer was not yes, or another process cleans or submits one of the runs; 130 interrupted.
+    the answer was not yes, or another process is using one of the runs; 130 interrupted.
     """
     if as_json and not (dry_run or yes):
         raise click.UsageError("--json needs --yes or --dry-run, because it cannot ask.")

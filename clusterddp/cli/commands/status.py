@@ -33,7 +33,7 @@ def command(run: str | None, runs_dir: Path, as_json: bool) -> None:
     manual resume from its last checkpoint), unknown (no end is recorded, and Slurm does not respond
     or no longer knows the job).
 
-    Exit codes: 0 the state is shown, however the run ended; 2 there is no such run.
+    Exit codes: 0 the state is shown, however the run ended; 2 usage error, or no such run.
     """
     if run and is_pattern(run):
         listed = statuses(select(runs_dir, run))
