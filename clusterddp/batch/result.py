@@ -71,7 +71,7 @@ class AttemptResult:
     lines: tuple[str, ...]
     """Lines for the job log."""
     decision: Decision = _NOT_DECIDED
-    """Whether another attempt follows."""
+    """True if another attempt follows."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes that the attempt lost."""
     hardware: str = ""

@@ -48,7 +48,7 @@ class SrunProcess:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the process was seen or a task has recorded its start."""
+        """True if the process was seen or a task has recorded its start."""
         return self._process is not None or self._has_tasks
 
     @property

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _DROPPED_SECONDS = 5.0
 AUTO_CAPTURES = False
-"""Whether `--cuda-graph auto` captures the built-in models on a single GPU; false until the tests
+"""True if `--cuda-graph auto` captures the built-in models on a single GPU; false until the tests
 marked `gpu` have passed on one."""
 POLL_SECONDS = 0.5
 _MAX_STEPS = 1000
@@ -59,11 +59,11 @@ class RankInfo:
     torch: str
     """Version of torch."""
     bf16: bool = False
-    """Whether the rank's device computes in bf16."""
+    """True if the rank's device computes in bf16."""
     gpus: tuple[str, ...] = ()
     """UUIDs of all GPUs visible to this rank, by number."""
     shares_gpu: bool = False
-    """Whether NCCL is set to allow several ranks on one GPU, and can."""
+    """True if NCCL is set to allow several ranks on one GPU, and can."""
     warning: str = ""
 
     @property

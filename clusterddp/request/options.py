@@ -125,7 +125,7 @@ class Duration:
     """Duration: seconds as a value; `30s`, `10m`, `24h` or `7d` as text."""
 
     zero: bool = False
-    """Whether 0 is a valid value: never, or no limit."""
+    """True if 0 is a valid value: never, or no limit."""
     least: float = 0.001
     """Shortest other value in seconds."""
 
@@ -207,7 +207,7 @@ class Option:
     also: str = ""
     """Valid value besides yes and no."""
     decisive: bool = False
-    """Whether it affects the trained weights."""
+    """True if it affects the trained weights."""
 
     @property
     def flag(self) -> str:

@@ -52,13 +52,13 @@ class _Program(Record):
     starter = "exec"
     """clusterddp command with which a task starts it."""
     resumable: bool | None = None
-    """Whether an attempt is known to resume from the previous one's checkpoint; see `JobSpec`."""
+    """True if an attempt is known to resume from the previous one's checkpoint; see `JobSpec`."""
     keeps_records = False
-    """Whether its ranks always record their steps and their end; otherwise only a Loop does."""
+    """True if its ranks always record their steps and their end; otherwise only a Loop does."""
     reads_stop_file = False
-    """Whether its ranks notice a stop request without a signal."""
+    """True if its ranks notice a stop request without a signal."""
     watches_output = True
-    """Whether a hang is found by the output of its ranks; otherwise by their watchdog."""
+    """True if a hang is found by the output of its ranks; otherwise by their watchdog."""
     preflights: tuple[str, ...] = (NO_PREFLIGHT, QUICK)
     """Node checks that it supports."""
     refused: Mapping[str, str] = {}

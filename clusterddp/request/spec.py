@@ -92,7 +92,7 @@ class JobSpec(Record):
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
     resumable: bool | None = None
-    """Whether an attempt is known to resume from the previous one's checkpoint, as the training
+    """True if an attempt is known to resume from the previous one's checkpoint, as the training
     does. None for a COMMAND, which shows it by starting a Loop. Other defaults depend on it."""
     allow_launcher: bool = option(
         False,
@@ -587,7 +587,7 @@ class JobSpec(Record):
 
     @property
     def pyxis(self) -> bool:
-        """Whether srun may start the tasks' containers, by NVIDIA's plug-in pyxis."""
+        """True if srun may start the tasks' containers, by NVIDIA's plug-in pyxis."""
         if not self.container_image or self.container_runtime not in ("auto", "pyxis"):
             return False
         from clusterddp.processes.container import PYXIS, can_read, pyxis_can_mount
@@ -634,7 +634,7 @@ class JobSpec(Record):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the request lets several ranks share a GPU."""
+        """True if the request lets several ranks share a GPU."""
         by_nccl = dict(self.environment).get(SHARED_GPUS, "0") not in ("", "0")
         by_gloo = self.program.options.get("backend") == "gloo"
         return by_gloo or by_nccl or SHARED_GPUS in self.pass_environment
@@ -652,7 +652,7 @@ class JobSpec(Record):
 
     @property
     def sets_cpus(self) -> bool:
-        """Whether the request sets the CPUs of a rank: a number, or the whole node."""
+        """True if the request sets the CPUs of a rank: a number, or the whole node."""
         directives = {"cpus-per-task", "cpus-per-gpu", "exclusive"}
         by_option = bool(self.resources.cpus_per_task) or self.resources.exclusive
         return by_option or not directives.isdisjoint(dict(self.sbatch))
@@ -666,12 +666,12 @@ class JobSpec(Record):
 
     @property
     def uses_own_code(self) -> bool:
-        """Whether the tasks run the user's code: a command, a model or a dataset."""
+        """True if the tasks run the user's code: a command, a model or a dataset."""
         return self.program.has_own_code(self.sweep)
 
     @property
     def starts_own_files(self) -> bool:
-        """Whether the job starts the user's code, `notify` program or interpreter."""
+        """True if the job starts the user's code, `notify` program or interpreter."""
         own_python = {self.python, self.controller_python} != {sys.executable}
         return self.uses_own_code or bool(self.notify) or own_python
 

@@ -176,13 +176,13 @@ class Attempt:
 
     @property
     def is_of_newer_version(self) -> bool:
-        """Whether its record has a newer format than this version reads."""
+        """True if its record has a newer format than this version reads."""
         record = self.read_record()
         return record is not None and record.format > ATTEMPT_FORMAT
 
     @property
     def is_superseded(self) -> bool:
-        """Whether a later attempt of the run has begun."""
+        """True if a later attempt of the run has begun."""
         return Attempt(self.run, self.number + 1).path.exists()
 
     def ask_to_stop(self, reason: str) -> None:

@@ -327,7 +327,7 @@ class TaskRecord:
 
     @property
     def has_signal(self) -> bool:
-        """Whether a signal was noted."""
+        """True if a signal was noted."""
         return self._fields["received_signal"] is not None
 
     @property

@@ -243,12 +243,12 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with a failure."""
+        """True if it ended with a failure."""
         return self.exit_code is not None and self.exit_code not in (0, EXIT_STOPPED)
 
     @property
     def left_early(self) -> bool:
-        """Whether it exited with code 0 because of a signal.
+        """True if it exited with code 0 because of a signal.
 
         A task that continues for more than a minute after USR1 or USR2 has only saved.
         """
@@ -262,17 +262,17 @@ class Outcome:
 
     @property
     def stopped(self) -> bool:
-        """Whether it saved and exited on request, or asks for a restart."""
+        """True if it saved and exited on request, or asks for a restart."""
         return self.exit_code == EXIT_STOPPED
 
     @property
     def peer_lost(self) -> bool:
-        """Whether it failed because of another rank, by its own record."""
+        """True if it failed because of another rank, by its own record."""
         return bool(self.error and self.error.peer_lost)
 
     @property
     def of_command(self) -> bool:
-        """Whether its error was reconstructed from a command's output."""
+        """True if its error was reconstructed from a command's output."""
         return bool(self.error and self.error.of_command)
 
     @property
@@ -634,5 +634,5 @@ class MetricsLine:
 
     @property
     def tested(self) -> bool:
-        """Whether it comes from an evaluation on the test set, not from training."""
+        """True if it comes from an evaluation on the test set, not from training."""
         return self.kind == "eval"

@@ -269,7 +269,7 @@ class SweepDir(RunDir):
 
     @property
     def is_sweep(self) -> bool:
-        """Whether a sweep's request exists, even for a name that is too long for a path."""
+        """True if a sweep's request exists, even for a name that is too long for a path."""
         return os.path.isfile(self.spec)  # noqa: PTH113 -- Path.is_file raises OSError then
 
 

@@ -88,7 +88,7 @@ class Run:
 
     @property
     def is_static(self) -> bool:
-        """Whether agents get their node's rank from the command line, not the rendezvous."""
+        """True if agents get their node's rank from the command line, not the rendezvous."""
         return self.options.get("rdzv-backend", "static") == "static"
 
     def line_of(self, text: str) -> int:
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """Whether it may be the training: a launcher, or Python with a script or module."""
+        """True if it may be the training: a launcher, or Python with a script or module."""
         if self.starts in nested_launcher.START_PYTHON or self.starts == "deepspeed":
             return True
         at = nested_launcher.program_index(self.texts, in_shell=True)
@@ -172,7 +172,7 @@ class JobScript:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether the job certainly has several nodes."""
+        """True if the job certainly has several nodes."""
         return bool(self.nodes and self.nodes > 1)
 
     @cached_property
@@ -227,7 +227,7 @@ class JobScript:
 
     @property
     def has_whole_nodes(self) -> bool:
-        """Whether other jobs on its nodes are unlikely."""
+        """True if other jobs on its nodes are unlikely."""
         return (
             self.file.value("exclusive") in ("", "exclusive")
             or self.file.value("mem") == "0"
@@ -285,7 +285,7 @@ class JobScript:
 
     @cached_property
     def _sets_tasks(self) -> bool:
-        """Whether the script sets or unsets SLURM_NTASKS, which srun reads."""
+        """True if the script sets or unsets SLURM_NTASKS, which srun reads."""
         return any(
             ("unset" in command.texts[:1] and "SLURM_NTASKS" in command.texts)
             or any(each.name == "SLURM_NTASKS" for each in command.assignments)
@@ -501,7 +501,7 @@ class Training:
 
     @property
     def is_of_each_node(self) -> bool:
-        """Whether the file starts it in a loop over the nodes."""
+        """True if the file starts it in a loop over the nodes."""
         return any(kind in ("for", "while", "until") for kind in self.command.inside)
 
 

@@ -139,22 +139,22 @@ class PythonFile:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether it uses torch.distributed directly to train on several ranks."""
+        """True if it uses torch.distributed directly to train on several ranks."""
         return bool(self.calls(*_DISTRIBUTED))
 
     @property
     def is_managed(self) -> bool:
-        """Whether a library manages the ranks, samplers and files."""
+        """True if a library manages the ranks, samplers and files."""
         return bool(self.modules & _MANAGED)
 
     @property
     def trains(self) -> bool:
-        """Whether it computes gradients."""
+        """True if it computes gradients."""
         return bool(self.calls("backward"))
 
     @property
     def knows_no_rank(self) -> bool:
-        """Whether it never refers to ranks, imported modules not considered."""
+        """True if it never refers to ranks, imported modules not considered."""
         found = {*self.names_in(self.tree), *self.imported.values()}
         names = {each for each in found if not _GPU_NAME.fullmatch(each) and " " not in each}
         return (
@@ -170,7 +170,7 @@ class PythonFile:
 
     @cached_property
     def spawns(self) -> bool:
-        """Whether it spawns its own ranks on one machine."""
+        """True if it spawns its own ranks on one machine."""
         return bool(self._spawning)
 
     @property
@@ -329,7 +329,7 @@ class PythonFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no imported module can be part of the training."""
+        """True if no imported module can be part of the training."""
         relative = any(isinstance(node, ast.ImportFrom) and node.level for node in self.nodes)
         return not relative and self.modules <= _HARMLESS
 

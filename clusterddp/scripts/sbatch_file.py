@@ -323,7 +323,7 @@ class Statement:
 
     @property
     def is_array(self) -> bool:
-        """Whether it only sets an array, whose elements may be on several lines."""
+        """True if it only sets an array, whose elements may be on several lines."""
         of_array = [each for command in self.commands for each in command.assignments]
         return len(of_array) == 1 and of_array[0].source.startswith("(") and bool(self.assigned)
 

@@ -249,12 +249,12 @@ class Node:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the node is down or does not answer."""
+        """True if the node is down or does not answer."""
         return self.state.startswith("down") or self.state.endswith("*")
 
     @property
     def is_usable(self) -> bool:
-        """Whether Slurm allocates the node to jobs."""
+        """True if Slurm allocates the node to jobs."""
         is_given = not self.state.startswith(_NOT_GIVEN)
         return is_given and not self.is_lost and not self.state.endswith(_MARKS_NOT_GIVEN)
 

@@ -52,7 +52,7 @@ class TaskEnd:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a fatal signal ended the task."""
+        """True if a fatal signal ended the task."""
         return self._signal in _KILLED
 
     def explain(self) -> tuple[str, int | None]:

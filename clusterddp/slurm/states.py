@@ -33,7 +33,7 @@ class State(str, Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether this is a final state; a requeue may still follow."""
+        """True if this is a final state; a requeue may still follow."""
         waits_or_runs = self in (State.PENDING, State.RUNNING, State.SUSPENDED, State.COMPLETING)
         return not waits_or_runs and self not in (State.OTHER, State.UNKNOWN)
 

@@ -64,17 +64,17 @@ class Terms:
     """Conditions for resuming a run, besides the request."""
 
     allow_config_change: bool = False
-    """Whether to allow changes that affect the weights, and to replace an edited script."""
+    """True if to allow changes that affect the weights, and to replace an edited script."""
     refresh_code: bool = False
-    """Whether to replace the run's copy of the code by the current directory."""
+    """True if to replace the run's copy of the code by the current directory."""
     upgrade_clusterddp: bool = False
-    """Whether to replace the run's clusterddp by this one; a changed request always does."""
+    """True if to replace the run's clusterddp by this one; a changed request always does."""
     from_scratch: bool = False
-    """Whether to ignore the run's checkpoints and start at step 0."""
+    """True if to ignore the run's checkpoints and start at step 0."""
     even_if_done: bool = False
-    """Whether to rerun a COMMAND that ended with exit code 0."""
+    """True if to rerun a COMMAND that ended with exit code 0."""
     force: bool = False
-    """Whether to warn of resources and programs not found here, rather than refuse."""
+    """True if to warn of resources and programs not found here, rather than refuse."""
     template_folder: Path | None = None
     """Directory of the user's templates, if the run was submitted with one."""
     snapshot_limit_mb: float | None = None

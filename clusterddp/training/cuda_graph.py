@@ -101,11 +101,11 @@ class GraphedStep:
     aside: InitVar[SideStream | None] = None
     """Stream on which DDP was created; without DDP it is created here."""
     falls_back: bool = False
-    """Whether to warn once and train without a graph if the step cannot be captured."""
+    """True if to warn once and train without a graph if the step cannot be captured."""
     warning: str = field(default="", init=False)
     """Why there is no graph; empty if there is or will be one."""
     is_captured: bool = field(default=False, init=False)
-    """Whether the step has been captured; stays true after `close`."""
+    """True if the step has been captured; stays true after `close`."""
     _graph: Graph | None = field(default=None, init=False)
 
     def __post_init__(self, aside: SideStream | None) -> None:

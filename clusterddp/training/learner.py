@@ -106,7 +106,7 @@ class Learner:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the step is replayed as a CUDA graph, which needs a full batch."""
+        """True if the step is replayed as a CUDA graph, which needs a full batch."""
         return self._graphed is not None and self._graphed.is_captured
 
     @property

@@ -154,7 +154,7 @@ class Training(Resumable):
         self.ranks: list[RankReport] = []
         """Host, memory and throughput of each rank, at the end."""
         self.loads_kernels = device.type == "cuda"
-        """Whether the first pass loads GPU kernels, which depend on the batch size."""
+        """True if the first pass loads GPU kernels, which depend on the batch size."""
         self._logged = replace(position)  # position of the latest line of metrics
         self._evaluating = Interval.parse(config.eval_every)
         poor = poor_statistics(self.model, config, agreed)
@@ -178,12 +178,12 @@ class Training(Resumable):
 
     @property
     def has_trained(self) -> bool:
-        """Whether this attempt has done a step."""
+        """True if this attempt has done a step."""
         return self.steps > self._start_step
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether steps remain."""
+        """True if steps remain."""
         return self.epoch < self.config.epochs and self.steps < self.last_step
 
     def run(self) -> None:

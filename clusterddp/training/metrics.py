@@ -194,7 +194,7 @@ def progress_bar(done: int, total: int) -> "tqdm":
 
         @property
         def is_debugged(self) -> bool:
-            """Whether a debugger is active."""
+            """True if a debugger is active."""
             return sys.gettrace() is not None
 
         def display(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,12 +60,12 @@ class Resumable:
     _epochs, _batches = 0, -1
     """Number of epochs, and of batches in this one; 0 and -1 if unknown."""
     _in_epoch = _has_batches = False
-    """Whether this epoch's batches come from `batches`; else it has at most one step."""
+    """True if this epoch's batches come from `batches`; else it has at most one step."""
     _random: tuple[Any, Any] | None = None
     """Saved states of this rank's generators: at the save, and at the start of the epoch."""
     _start_random: Any = None
     _keeps_random = _in_run = True
-    """Whether a checkpoint keeps the generators; whether clusterddp started this rank."""
+    """True if a checkpoint keeps the generators; whether clusterddp started this rank."""
     _postponed: tuple[str, bool] | None = None
     _resume_batch = 0
     """Trained batches of the epoch in the checkpoint."""
@@ -98,7 +98,7 @@ class Resumable:
         """
         self.attempt = attempt
         self.is_resumed = is_resumed
-        """Whether it started from a checkpoint."""
+        """True if it started from a checkpoint."""
         self.rank, self.world_size = agreement.rank_and_world_size()
         self._position, self._timer = position, timer
         self._shards, self._wrappers = shards or {}, wrappers or {}
