@@ -146,8 +146,8 @@ def test_where_not_even_the_first_size_fits_the_error_says_so() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (TrainConfig(batch_size=16, lr=0.01, optimizer="sgd"), "--lr 0.04, by the linear"),
-        (TrainConfig(batch_size=256, lr=0.01, optimizer="sgd"), "--lr 0.0025, by the linear"),
+        (TrainConfig(batch_size=16, lr=0.01, optimizer="sgd"), "--lr 0.04 (linear scaling rule"),
+        (TrainConfig(batch_size=256, lr=0.01, optimizer="sgd"), "--lr 0.0025 (linear scaling rule"),
         (
             TrainConfig(batch_size=16, lr=0.01),
             "adam often trains better with the square root, --lr 0.02",

@@ -94,9 +94,9 @@ def test_a_folder_that_is_not_there_is_refused_unless_it_is_the_usual_one(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["h09"], "h09 is not marked bad in jobs. Marked bad: h01."),
+        (["h09"], "h09 is not marked bad in 'jobs'. Marked bad: h01."),
         ([], "name the nodes to clear, or give --all."),
-        (["h01", "--all"], "name the nodes to clear, or give --all."),
+        (["h01", "--all"], "Name the nodes to clear, or give --all."),
     ],
 )
 def test_a_wrong_request_clears_nothing(
