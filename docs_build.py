@@ -180,7 +180,7 @@ def _commands_page() -> str:
     parts = ["# Commands\n", _MADE, "`-h` and `--help` of each show the same.\n"]
     for name, command in commands():
         parts.append(f"{'##' if name.count(' ') == 1 else '###'} {name}\n")
-        parts.append(f"    {_usage(name, command)}\n")
+        parts.append(f"```bash\n{_usage(name, command)}\n```\n")
         parts += [_paragraph(text) for text in _texts(command)]
         own = [p for p in _typed(command) if p.name not in _PARAMETERS]
         rows = [(_code(_forms(each)), _default(each), _help(each)) for each in own]
@@ -416,7 +416,7 @@ def _texts(command: click.Command) -> list[str]:
 
 def _paragraph(text: str) -> str:
     if text.startswith("\b"):
-        return "".join(f"    {line}\n" for line in text[1:].strip("\n").splitlines())
+        return f"```bash\n{inspect.cleandoc(text[1:])}\n```\n"
     return _md(text) + "\n"
 
 

@@ -201,10 +201,8 @@ def stand_in(folder: Path, name: str, body: str) -> None:
 
 def test_the_site_cfg_is_taken(workplace: Workplace) -> None:  # noqa: F811
     section = TEXT.partition("## site.cfg")[2]
-    [example] = re.findall(
-        r"^    \[defaults\]\n(?:    .*\n|\n)+?(?=\n    clusterddp)", section, re.M
-    )
-    (workplace.folder / "site.cfg").write_text(re.sub("^    ", "", example, flags=re.MULTILINE))
+    [example] = re.findall(r"^```ini\n(\[defaults\]\n.*?)^```", section, re.M | re.S)
+    (workplace.folder / "site.cfg").write_text(example)
     plain, long = workplace.invoke("site"), workplace.invoke("site", "--cluster", "long")
     assert (plain.code, long.code) == (0, 0), plain.err + long.err
     assert "clusters: long" in plain.out and "3-00:00:00" in long.out

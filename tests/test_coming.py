@@ -10,9 +10,9 @@ from tests.cli.made_runs import Workplace, workplace  # noqa: F401 -- a fixture
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "coming").glob("*.md"))
 BLOCKS = [
-    (page.stem, re.sub("^    ", "", block, flags=re.MULTILINE))
+    (page.stem, block)
     for page in PAGES
-    for block in re.findall(r"(?:^    .*\n)+", page.read_text(), re.MULTILINE)
+    for block in re.findall(r"^```\w+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 ]
 # Each sbatch file, with the block behind it: the line that import prints.
 FILES = [

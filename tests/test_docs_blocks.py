@@ -1,4 +1,4 @@
-"""Every block of every page, fenced or indented, is held by what its language allows.
+"""Every block of every page is held by what its language allows.
 
 What is held elsewhere as well is named there: commands and their options in test_docs_commands,
 the changes of scripts in test_examples. A block that fits nothing has to be what the code prints.
@@ -37,16 +37,7 @@ ROOT = Path(__file__).parents[1]
 BASH = str(shutil.which("bash"))
 BESIDE = ("README.md", "SKILL.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in BESIDE)]
-PROGRAMS = "clusterddp|apptainer|python3?|pip|srun|torchrun|torchx|source|eval|git|\\.ci/run"
-LANGUAGES = {
-    "sbatch": r"#!/bin/bash|#SBATCH ",
-    "cfg": r"\[[\w:]+\]$",
-    "toml": r"# \S+\.toml:",
-    "json": r"\{",
-    "python": r"(import|from) \w",
-    "shell": rf"({PROGRAMS})( |$)|# (bash|zsh|fish)\b",
-    "tree": r"\S+/ +\S",
-}
+LANGUAGES = {"bash", "console", "text", "ini", "toml", "json", "python", "jinja", "diff"}
 EXAMPLES = {"docs/from-one-device.md", "docs/resumable.md", "examples/README.md"}
 """Pages whose changes tests/test_examples.py puts into the scripts of examples/."""
 RUN_BY = {
@@ -77,33 +68,26 @@ class Block(NamedTuple):
 
 @cache
 def blocks(page: Path) -> list[Block]:
-    """The blocks of a page; one that is indented is cut where another language begins."""
-    text, name, made = page.read_text(), str(page.relative_to(ROOT)), []
+    """The fenced blocks of a page, each with what its language and its first line make it."""
     fenced = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    for each in fenced.finditer(text):
-        language = "shown" if each[1] == "text" else each[1]
-        made.append(Block(name, line_of(each), language, each[2]))
-    text = fenced.sub(lambda each: "\n" * each[0].count("\n"), text)
-    for each in re.finditer(r"(?<=\n\n)(?: {4}.*\n+)+", text):
-        lines = re.sub("^    ", "", each[0], flags=re.MULTILINE)
-        made.extend(cut(Block(name, line_of(each), "", lines)))
+    name, made = str(page.relative_to(ROOT)), []
+    for each in fenced.finditer(page.read_text()):
+        line = each.string.count("\n", 0, each.start()) + 1
+        made += [Block(name, line, kind, text) for kind, text in kinds(each[1], each[2])]
     return made
 
 
-def cut(block: Block) -> Iterator[Block]:
-    line, parts = block.line, []
-    for text in re.split(r"(?<=\n)\n+(?=.)", block.text):
-        language = next((n for n, first in LANGUAGES.items() if re.match(first, text, re.M)), "")
-        if parts and language in ("", parts[-1].language) and parts[-1].language != "shell":
-            parts[-1] = parts[-1]._replace(text=f"{parts[-1].text}\n{text}")
-        else:
-            parts.append(Block(block.page, line, language or "shown", text))
-        line += text.count("\n") + 1
-    return iter(parts)
-
-
-def line_of(match: re.Match[str]) -> int:
-    return match.string.count("\n", 0, match.start()) + 1
+def kinds(language: str, text: str) -> Iterator[tuple[str, str]]:
+    """What a block holds: a console's lines are commands, after `$`, and what they print."""
+    if language == "console":
+        yield "shell", "".join(f"{line}\n" for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE))
+        yield "shown", re.sub(r"^\$ .*\n", "", text, flags=re.MULTILINE)
+    elif language == "bash":
+        yield "sbatch" if re.match(r"#!/bin/bash|#SBATCH ", text) else "shell", text
+    elif language == "text":
+        yield "tree" if re.match(r"\S+/ +\S", text) else "shown", text
+    else:
+        yield language, text
 
 
 ALL = [block for page in PAGES for block in blocks(page)]
@@ -119,8 +103,11 @@ def of(language: str) -> Any:
 
 
 def test_every_block_has_a_language_that_is_held() -> None:
-    held = {*LANGUAGES, "shown", "diff", "jinja"}
-    assert [block[:3] for block in ALL if block.language not in held] == []
+    fences = re.compile(r"^```(\S*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+    for page in PAGES:
+        text = page.read_text()
+        assert {*fences.findall(text)} <= LANGUAGES, page
+        assert not re.search(r"\n\n    [^ *-]", fences.sub("", text)), f"{page}: an indented block"
     assert {block.page for block in ALL if block.language == "diff"} == EXAMPLES
 
 
@@ -213,7 +200,7 @@ def test_check_prints_what_its_page_shows(workplace: Workplace) -> None:
     assert shown.text.strip() in workplace.invoke("check", "job.sbatch").out
 
 
-@of("cfg")
+@of("ini")
 def test_a_site_cfg_has_keys_that_there_are(block: Block, tmp_path: Path) -> None:
     path = tmp_path / "site.cfg"
     path.write_text(block.text)

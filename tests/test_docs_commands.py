@@ -21,15 +21,15 @@ _END = {"|", "||", "&&", ";", ">", "&", ")"}
 
 
 def lines_of(page: Path) -> Iterator[str]:
-    """Yield the lines of blocks, indented or fenced, and the code within sentences.
+    """Yield the lines of blocks and the code within sentences.
 
-    A block of `text` is what a command prints.
+    A block of `text` is what a command prints, as is what follows a command in one of `console`.
     """
     text = re.sub(r"\\\n *", "", page.read_text())
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    fenced = [block for kind, block in blocks if kind != "text"]
-    indented = re.findall(r"^    (?! )(.*)$", text, re.MULTILINE)
-    yield from "\n".join([*fenced, *indented]).splitlines()
+    for kind, block in blocks:
+        typed = re.sub(r"^(?!\$).*\n", "", block, flags=re.M) if kind == "console" else block
+        yield from () if kind == "text" else typed.splitlines()
     yield from (" ".join(span.split()) for span in re.findall(r"`(clusterddp [^`]+)`", text))
 
 

@@ -20,7 +20,7 @@ from tests import forked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text()
-COMMANDS = re.findall(r"^    (clusterddp .*\bown_.*)$", README, re.MULTILINE)
+COMMANDS = re.findall(r"^(clusterddp .*\bown_.*)$", README, re.MULTILINE)
 FROM_ONE = (EXAMPLES.parent / "docs" / "from-one-device.md").read_text()
 _ASKED = """
 import runpy, signal, sys
@@ -41,7 +41,7 @@ def step(self, **metrics):
 Loop.step = step
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
-LOADS = re.findall(r"^    (python -c .*)$", README, re.MULTILINE)
+LOADS = re.findall(r"^(python -c .*)$", README, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_a_script_goes_on_without_clusterddp_as_its_page_says(folder: Path) -> N
 def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
     folder: Path, script: str
 ) -> None:
-    [line] = re.findall(rf"^    (clusterddp submit .*-- python {script}.py)$", README, re.M)
+    [line] = re.findall(rf"^(clusterddp submit .*-- python {script}.py)$", README, re.M)
     options, _, command = line.partition(" -- ")
     root = f"runs-{script}"
     options += f" --runs-dir {root} --env OMP_NUM_THREADS=1"
@@ -201,9 +201,7 @@ def test_a_stopped_run_of_the_examples_loop_resumes_to_the_same_weights(
 
 @pytest.mark.slow
 def test_the_script_for_many_devices_runs_as_its_page_says(folder: Path) -> None:
-    [line] = re.findall(
-        r"^    (clusterddp submit --launcher local .*many_devices.py)$", FROM_ONE, re.M
-    )
+    [line] = re.findall(r"^(clusterddp submit --launcher local .*many_devices.py)$", FROM_ONE, re.M)
     options, _, command = line.partition(" -- ")
     out = typed(folder, f"{options} --runs-dir runs-many -- {command}")
     assert len(re.findall(r"^epoch 3: loss 0\.\d+$", out, re.M)) == 1, "one rank speaks"

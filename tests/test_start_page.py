@@ -20,7 +20,7 @@ __all__ = ["workplace"]
 DOCS = Path(__file__).parents[1] / "docs"
 START = (DOCS / "start.md").read_text()
 SECTIONS = {
-    text.partition("\n")[0]: re.findall(r"^    (clusterddp .*)$", text, re.M)
+    text.partition("\n")[0]: re.findall(r"^(clusterddp .*)$", text, re.M)
     for text in START.split("\n## ")[1:]
 }
 
@@ -44,7 +44,7 @@ def test_the_page_has_its_three_parts() -> None:
 
 def test_no_block_both_sends_a_run_and_ends_it() -> None:
     """Each can be pasted whole."""
-    blocks = re.findall(r"(?:^    clusterddp .*\n)+", START, re.M)
+    blocks = re.findall(r"(?:^clusterddp .*\n)+", START, re.M)
     ending = [block for block in blocks if re.search(r" (stop|cancel|resume) ", block)]
     assert len(ending) == 2
     assert all(block.count("\n") == 1 for block in ending)
