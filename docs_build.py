@@ -3,10 +3,12 @@
 python -m docs_build reference     writes docs/reference and docs/errors.md; a test holds both
 python -m docs_build site DIR       builds the site into DIR, strictly (needs the extra `docs`)
 python -m docs_build man DIR        writes the man pages, which each wheel carries (hatch_build.py)
+python -m docs_build session        draws docs/images/session.svg: commands on a real Slurm
 """
 
 import ast
 import inspect
+import io
 import os
 import re
 import shutil
@@ -41,6 +43,13 @@ all. Who has no code at hand begins with [troubleshooting.md](troubleshooting.md
 meaning from version to version. RUN, JOB, HOST, R and such words stand for your own; "in the job"
 is a line of its script, or, while it runs, `srun --jobid JOB --overlap` ahead of the command.
 """
+SESSION_SVG = ROOT / "docs" / "images" / "session.svg"
+SESSION = (
+    "clusterddp submit --nodes 2 --tasks-per-node 2 --run-name first -- python resumable.py",
+    "clusterddp logs -f first",
+    "clusterddp status first",
+)
+"""Commands typed in a copy of examples/."""
 _TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
 _MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
 _Named = tuple[str, click.Command]
@@ -81,6 +90,32 @@ def write_man(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in man_pages().items():
         (folder / name).write_text(text)
+
+
+@main.command(name="session")
+def draw_session() -> None:
+    """Run the commands of SESSION on a Slurm of two hosts, and draw them with their output.
+
+    Needs Slurm, root and the extra `docs`. The temporary directory is shown as /home/you.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from tests.on_slurm.cluster import SlurmCluster
+
+    terminal = Console(record=True, width=96, file=io.StringIO(), highlight=False)
+    with tempfile.TemporaryDirectory() as place, SlurmCluster(gpus_per_host=0) as cluster:
+        shutil.copytree(ROOT / "examples", place, ignore=_not("*.py"), dirs_exist_ok=True)
+        Path(place).chmod(0o755)
+        for line in SESSION:
+            terminal.print(Text.assemble(("$ ", "bold green"), (line, "bold")))
+            argv = ["bash", "-c", f"{line} 2>&1 | grep -v '^.W[0-9]'"]  # torch's own warnings
+            shown = cluster.run(argv, cwd=place, timeout=300).stdout.replace(place, "/home/you")
+            terminal.print(Text.from_ansi(shown.rstrip()), "")
+    drawn = terminal.export_svg(title="clusterddp", unique_id="session")
+    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # a font of another host
+    SESSION_SVG.parent.mkdir(exist_ok=True)
+    SESSION_SVG.write_text(re.sub(r"[ \t]+$", "", drawn, flags=re.MULTILINE))
 
 
 def assemble(place: Path) -> None:

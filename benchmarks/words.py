@@ -2,7 +2,7 @@
 
 Counts each pattern of words.tsv in the package's comments and docstrings, in its strings (messages
 and help), in the error pages and in the docs, and exits with 1 if a total is above its limit. A
-limit only falls.
+limit only falls. A page must also have short sentences and short table cells.
 """
 
 import argparse
@@ -20,6 +20,10 @@ from benchmarks import source
 
 LIMITS = {"comments": 67, "strings": 16, "error pages": 4, "docs": 1_113}
 """Hits allowed in each kind of text."""
+SENTENCE_WORDS = 18
+"""Upper limit of a page's mean sentence, in words."""
+CELL_WORDS = 25
+"""Words allowed in a cell of a table."""
 _PATTERNS = Path(__file__).with_name("words.tsv")
 
 
@@ -61,9 +65,12 @@ def main() -> None:
     totals = Counter(hit.kind for hit in found)
     above = [kind for kind, limit in LIMITS.items() if totals[kind] > limit]
     print(*(f"{kind}: {totals[kind]} (limit {limit})" for kind, limit in LIMITS.items()), sep="\n")
+    with source.checkout(asked.checkout) as root:
+        long = [*too_long(root)]
     for kind in above:
         print(f"{kind}: {totals[kind]} hits, limit {LIMITS[kind]}", file=sys.stderr)
-    sys.exit(1 if above else 0)
+    print("".join(f"{line}\n" for line in long), end="", file=sys.stderr)
+    sys.exit(1 if above or long else 0)
 
 
 def patterns() -> tuple[Pattern, ...]:
@@ -107,6 +114,30 @@ def texts(root: Path) -> Iterator[tuple[str, str, int, str]]:
             if path.name == "errors.md" or path.parent.name == "reference":
                 continue
             yield kind, str(path.relative_to(root)), 1, path.read_text()
+
+
+def too_long(root: Path) -> Iterator[str]:
+    """Yield each page of docs whose mean sentence is too long, and each table cell that is."""
+    for kind, name, _, page in texts(root):
+        if kind != "docs":
+            continue
+        text = re.sub(r"^```.*?^```$|^---\n.*?^---$|<[^>]+>", "", page, flags=re.M | re.S)
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+        rows = re.findall(r"^\|(.*)\|$", text, re.MULTILINE)
+        cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+        for cell in cells:
+            if len(cell.split()) > CELL_WORDS:
+                yield f"{name}: a table cell of more than {CELL_WORDS} words: {cell.strip()}"
+        prose = re.sub(r"^[|#].*$", "", text, flags=re.MULTILINE)
+        sentences = [
+            words
+            for paragraph in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", prose)
+            for sentence in re.split(r"(?<=[.!?:])\s+(?=[A-Z`\"'*\[(-])", paragraph)
+            if len(words := sentence.split()) > 1
+        ]
+        mean = sum(map(len, sentences)) / max(len(sentences), 1)
+        if mean >= SENTENCE_WORDS:
+            yield f"{name}: {mean:.1f} words a sentence, limit {SENTENCE_WORDS}"
 
 
 def _comments(code: str) -> Iterator[tuple[int, str]]:

@@ -107,7 +107,8 @@ def test_every_block_has_a_language_that_is_held() -> None:
     for page in PAGES:
         text = page.read_text()
         assert {*fences.findall(text)} <= LANGUAGES, page
-        assert not re.search(r"\n\n    [^ *-]", fences.sub("", text)), f"{page}: an indented block"
+        indented = re.search(r"^[^\s*\d-].*\n\n    \S.*", fences.sub("", text), re.MULTILINE)
+        assert not indented, f"{page}: an indented block: {indented}"
     assert {block.page for block in ALL if block.language == "diff"} == EXAMPLES
 
 

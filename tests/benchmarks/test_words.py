@@ -51,3 +51,16 @@ def test_a_total_above_its_limit_fails(
         words.main()
     assert end.value.code == code
     assert ("strings: 2 hits, limit 1" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_page_with_long_sentences_or_cells_is_named(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text(
+        f"# A page\n\n{'word ' * 30}.\n\n```bash\n{'word ' * 40}\n```\n\nShort words here.\n"
+    )
+    assert not [*words.too_long(tmp_path)]
+    page.write_text(f"{'word ' * 18}.\n\n| a | {'cell ' * 26}|\n")
+    cell, mean = words.too_long(tmp_path)
+    assert cell.startswith("docs/page.md: a table cell of more than 25 words: cell cell")
+    assert mean == "docs/page.md: 19.0 words a sentence, limit 18"
