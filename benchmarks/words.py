@@ -108,7 +108,8 @@ def texts(root: Path) -> Iterator[tuple[str, str, int, str]]:
         (f"{source.NAME}/sites", "*.cfg", "strings"),
         (f"{source.NAME}/explained", "*.md", "error pages"),
         ("docs", "**/*.md", "docs"),
-        (".", "README.md", "docs"),
+        *((".", name, "docs") for name in ("README.md", "SKILL.md", "CONTRIBUTING.md")),
+        *((name, "README.md", "docs") for name in ("examples", "benchmarks")),
     ):
         for path in sorted((root / folder).glob(glob)):
             if path.name == "errors.md" or path.parent.name == "reference":
