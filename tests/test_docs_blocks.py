@@ -109,7 +109,14 @@ def test_every_block_has_a_language_that_is_held() -> None:
         assert {*fences.findall(text)} <= LANGUAGES, page
         indented = re.search(r"^[^\s*\d-].*\n\n    \S.*", fences.sub("", text), re.MULTILINE)
         assert not indented, f"{page}: an indented block: {indented}"
-    assert {block.page for block in ALL if block.language == "diff"} == EXAMPLES
+    assert {block.page for block in of_language("diff")} == {*EXAMPLES, "README.md"}
+
+
+def test_the_changes_of_the_readme_are_those_of_the_resumable_page() -> None:
+    [short] = [b.text for b in of_language("diff") if b.page == "README.md"]
+    changes = re.findall(r"^[+-].+$", short, re.MULTILINE)
+    page = (ROOT / "docs/resumable.md").read_text()
+    assert len(changes) > 5 and [line for line in changes if line not in page] == []
 
 
 @pytest.fixture
