@@ -1,5 +1,6 @@
 """The pages that are made from the code, the site and the man pages."""
 
+import html
 import os
 import re
 import shutil
@@ -137,6 +138,16 @@ def test_the_links_of_every_page_lead_to_files_and_headings_in_the_repository_to
             if page.parent.name != "coming" and page.name != "CHANGELOG.md":
                 wrong += [] if (ROOT / name).exists() else [f"{page.relative_to(ROOT)}: {name}"]
     assert not wrong
+
+
+def test_the_drawn_session_has_its_commands_and_fetches_nothing() -> None:
+    drawn = docs_build.SESSION_SVG.read_text()
+    text = html.unescape(re.sub("<[^>]+>", "", drawn)).replace("\xa0", " ")
+    assert [line for line in docs_build.SESSION if f"$ {line}" not in text] == []
+    assert {*re.findall(r"https?://[\w./]+", drawn)} <= {
+        "http://www.w3.org/2000/svg",
+        "https://www.textualize.io",
+    }
 
 
 @pytest.fixture(scope="module")
