@@ -242,13 +242,9 @@ def _options_page() -> str:
     parts = [
         "# Options of a request\n",
         _MADE,
-        "Each can be given in these ways; the first that is there counts: the flag, a key of a "
-        "`--config` file, the `CLUSTERDDP_*` variable, the `SBATCH_*` variable, the key of "
-        "`[cluster:NAME]` or `[defaults]` in site.cfg, what `--recipe` gives. The key is the flag "
-        "without its dashes. The directive is the one of sbatch that stands in the script.\n",
-        "One site.cfg is read, the first that is there: that of `--site`, of `CLUSTERDDP_SITE`, "
-        "`./site.cfg`, `~/.config/clusterddp/site.cfg`, `/etc/clusterddp/site.cfg`. `clusterddp "
-        "site` names it, and those that it passed over.\n",
+        "Set an option with its flag, a variable, or its key in site.cfg: [Configure your "
+        "site](../sites.md#precedence-of-settings) has the order. The key is the flag without its "
+        "dashes. The directive is the line of the batch script that it sets.\n",
     ]
     for group in table.GROUPS:
         parts.append(f"## {group}\n")

@@ -194,15 +194,3 @@ def stand_in(folder: Path, name: str, body: str) -> None:
     path = folder / "bin" / name
     path.write_text(f"#!/bin/sh\necho {name} >>{folder}/calls\n{body}\n")
     path.chmod(0o755)
-
-
-# -- the site.cfg of the page ------------------------------------------------------------------
-
-
-def test_the_site_cfg_is_taken(workplace: Workplace) -> None:  # noqa: F811
-    section = TEXT.partition("## site.cfg")[2]
-    [example] = re.findall(r"^```ini\n(\[defaults\]\n.*?)^```", section, re.M | re.S)
-    (workplace.folder / "site.cfg").write_text(example)
-    plain, long = workplace.invoke("site"), workplace.invoke("site", "--cluster", "long")
-    assert (plain.code, long.code) == (0, 0), plain.err + long.err
-    assert "clusters: long" in plain.out and "3-00:00:00" in long.out

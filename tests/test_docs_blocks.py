@@ -54,7 +54,13 @@ NOT_PRINTED = {
 }
 SHORT = (
     *(" failed first: ", "clusterddp explain "),
-    *("test accuracy ", " cannot create a run: ", ", called from ", " other nodes"),
+    *(
+        "test accuracy ",
+        " cannot create a run: ",
+        ", called from ",
+        " other nodes",
+        " have their defaults; ",
+    ),
 )
 """What the code prints in messages that are mostly names."""
 
@@ -166,7 +172,7 @@ def refusal(desk: Workplace, line: str) -> str:
 
 def dry_run(desk: Workplace, words: list[str]) -> None:
     place = [*words, "--"].index("--")
-    options = [word for word in words[:place] if word != "--wait"]
+    options = [word for word in words[:place] if word not in ("--wait", "--test-only")]
     if "--save-config" in options:
         (desk.folder / options[options.index("--save-config") + 1]).unlink()
     got = desk.invoke(*options, "--dry-run", *words[place:])

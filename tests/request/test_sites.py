@@ -11,15 +11,27 @@ from clusterddp.request import sites
 from clusterddp.request.options import find_site, read_site
 from clusterddp.request.sites import FOLDER, PublicSite
 from clusterddp.request.spec import OPTIONS
+from tests.cli.made_runs import Workplace, workplace  # noqa: F401
 from tests.hostile import CARRIED, REFUSED
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.cfg"))
+PAGE = (FOLDER.parents[1] / "docs" / "sites.md").read_text(encoding="utf-8")
 
 
 def test_every_file_is_known_by_its_name() -> None:
     assert list(sites.read_sites()) == NAMES
-    page = (FOLDER.parents[1] / "docs" / "sites.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| ([a-z][a-z-]+) \| (?!cluster)", page, re.MULTILINE) == NAMES
+    assert re.findall(r"^\| ([a-z][a-z-]+) \| (?!cluster|content)", PAGE, re.MULTILINE) == NAMES
+
+
+def test_the_site_cfg_is_taken(workplace: Workplace) -> None:  # noqa: F811
+    [example] = re.findall(r"^```ini\n(\[defaults\]\n.*?)^```", PAGE, re.M | re.S)
+    (workplace.folder / "site.cfg").write_text(example)
+    plain, long = workplace.invoke("site"), workplace.invoke("site", "--cluster", "long")
+    assert (plain.code, long.code) == (0, 0), plain.err + long.err
+    assert "clusters: long" in plain.out
+    shown = re.findall(r"^(\w\S*) +(\S+) +/home/you/", PAGE, re.M)
+    assert len(shown) > 2
+    assert all(re.search(rf"^{key} +{re.escape(value)} ", long.out, re.M) for key, value in shown)
 
 
 @pytest.mark.parametrize("name", NAMES)
