@@ -21,7 +21,7 @@ from types import ModuleType
 
 import click
 
-from clusterddp import errors, explained
+from clusterddp import explained
 from clusterddp.cli.main import COMMANDS, cli
 from clusterddp.cli.options import RequeueOption
 from clusterddp.request import options as table
@@ -35,13 +35,22 @@ ROOT = Path(__file__).parent
 REFERENCE = ROOT / "docs" / "reference"
 ERRORS = ROOT / "docs" / "errors.md"
 _ERRORS_HEAD = """\
-# Errors and their codes
+# Error codes
 
-Every refusal, warning and verdict ends with a code, `[CD0401]`. `clusterddp explain CODE` prints
-its page, `clusterddp explain WORDS` those that have all the words, and `clusterddp explain` lists
-all. Who has no code at hand begins with [troubleshooting.md](troubleshooting.md). A code keeps its
-meaning from version to version. RUN, JOB, HOST, R and such words stand for your own; "in the job"
-is a line of its script, or, while it runs, `srun --jobid JOB --overlap` ahead of the command.
+Every error, warning and failed run has a code, for example `[CD0401]`. Look it up here or in the
+terminal:
+
+```bash
+clusterddp explain CD0401        # the page of a code
+clusterddp explain port in use   # all pages that have these words
+clusterddp explain               # the list of codes
+```
+
+No code? Start with [Troubleshooting](troubleshooting.md). A code keeps its meaning in every
+version. Replace RUN, JOB, HOST and R in the commands with your own. "In the job" means a line of
+the batch script; while the job runs, prefix the command with `srun --jobid JOB --overlap`.
+
+<!-- Made from the code by `python -m docs_build reference`; do not edit. -->
 """
 SESSION_SVG = ROOT / "docs" / "images" / "session.svg"
 SESSION = (
@@ -50,8 +59,23 @@ SESSION = (
     "clusterddp status first",
 )
 """Commands typed in a copy of examples/."""
+_OTHERS = {
+    "spec.json": "Options of the request that are not defaults, and `format` (1). spec-N.json: the "
+    "same before the Nth resume that changed them.",
+    "code.json": "Your code at submission: `digests` (SHA-256 of each file), `files`, `bytes`, "
+    "`commit`, `large` (linked files), `outside_paths` (the command's paths outside of it).",
+    "notified-NNNN.json": "Notification of an end: `by` (script, dependent job, rehearsal), "
+    "`job_id`, `time`, `state`, the program's `exit_code` and `problem`.",
+    "tracked.json": "Ids in the trackers of --report-to: `wandb`, `mlflow`.",
+    "batch_sizes.json": "Per size: `batch_size`, `images_per_second`, `memory_bytes`, `note`.",
+    "controller": "Empty. The batch controller renews its modification time every two seconds.",
+    "outcomes/clocks.json": "Seconds by which the clock of each host is ahead of rank 0's.",
+    "outcomes/error-R.json": "Exception of your script on rank R, as torch's `record` writes it.",
+    "nccl-trace-R": "NCCL's flight recorder of a rank that hung, for torchfrtrace.",
+}
+"""Files whose fields have no class in `records`."""
 _TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
-_MADE = "Made from the code by `python -m docs_build reference`; do not edit.\n"
+_MADE = "<!-- Made from the code by `python -m docs_build reference`; do not edit. -->\n"
 _Named = tuple[str, click.Command]
 
 
@@ -147,7 +171,6 @@ def reference() -> dict[str, str]:
     return {
         "commands.md": _commands_page(),
         "options.md": _options_page(),
-        "exit-codes.md": _exit_codes_page(),
         "fields.md": _fields_page(),
     }
 
@@ -212,14 +235,19 @@ def _not(*patterns: str) -> Callable[[str, list[str]], set[str]]:
 
 
 def _commands_page() -> str:
-    parts = ["# Commands\n", _MADE, "`-h` and `--help` of each show the same.\n"]
+    parts = [
+        "# Commands\n",
+        _MADE,
+        "Every command with its options and exit codes; `clusterddp COMMAND --help` prints the "
+        "same text. `submit` and `resume` also take the [options of a request](options.md).\n",
+    ]
     for name, command in commands():
         parts.append(f"{'##' if name.count(' ') == 1 else '###'} {name}\n")
         parts.append(f"```bash\n{_usage(name, command)}\n```\n")
         parts += [_paragraph(text) for text in _texts(command)]
         own = [p for p in _typed(command) if p.name not in _PARAMETERS]
         rows = [(_code(_forms(each)), _default(each), _help(each)) for each in own]
-        parts.append(_table(("option", "default", ""), rows))
+        parts.append(_table(("option", "default", "description"), rows))
         parts.append(_taken(command))
     return _joined(parts)
 
@@ -235,27 +263,31 @@ def _taken(command: click.Command) -> str:
         if taken:
             some = ", ".join(f"`{row.flag}`" for row in taken)
             words.append(f"- {page}: {'all' if taken == rows else some}\n")
-    return "Options of a request:\n\n" + "".join(words) if words else ""
+    return "It also takes these options of a request:\n\n" + "".join(words) if words else ""
 
 
 def _options_page() -> str:
     parts = [
         "# Options of a request\n",
         _MADE,
-        "Set an option with its flag, a variable, or its key in site.cfg: [Configure your "
-        "site](../sites.md#precedence-of-settings) has the order. The key is the flag without its "
-        "dashes. The directive is the line of the batch script that it sets.\n",
+        "The options of `clusterddp submit`: resources of the job, launch of the ranks, built-in "
+        "training.\n",
+        "Each option `--NAME` is also the variable `CLUSTERDDP_NAME`, with `_` for `-`, and the key "
+        "`NAME` in site.cfg and `--config` files. Their order: [Configure your "
+        "site](../sites.md#precedence-of-settings). The tables also name the `#SBATCH` directive "
+        "that an option sets, and the variable that sbatch reads.\n",
     ]
     for group in table.GROUPS:
         parts.append(f"## {group}\n")
         rows = [_option_row(row) for row in OPTIONS.values() if row.group == group]
-        head = ("option", "default", "variables", "key of site.cfg", "directive", "")
-        parts.append(_table(head, rows))
-    parts.append("## Options of sbatch that are not taken\n")
+        parts.append(_table(("option", "default", "description"), rows))
+    parts.append("## Replaced sbatch options\n")
+    parts.append("clusterddp sets these itself; use its own option instead.\n")
     replaced = table.REPLACED_FLAGS.items()
     rows = [(_code(f"--{name}"), _md(text)) for name, text in replaced if text != f"--{name}"]
-    parts.append(_table(("of sbatch", "here"), rows))
-    parts.append("## Variables of sbatch that are passed on\n")
+    parts.append(_table(("sbatch option", "use instead"), rows))
+    parts.append("## sbatch variables passed on\n")
+    parts.append("If one of these is set where you submit, its directive is in the batch script.\n")
     rows = [(_code(name), _code(f"--{text}")) for name, text in sorted(table.PASSED_ON.items())]
     parts.append(_table(("variable", "directive"), rows))
     return _joined(parts)
@@ -271,9 +303,10 @@ def _option_row(row: Option) -> tuple[str, ...]:
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     usual = _switch(row) if row.type is bool else shown
     default = row.shown or ("" if row.default is None else usual)
-    variables = [f"CLUSTERDDP_{row.parameter.upper()}", *filter(None, [row.variable])]
-    codes = "<br>".join(map(_code, variables))
-    return _code(forms), _md(default), codes, _code(row.name), _code(row.directive), _md(row.help)
+    of_sbatch = [f"#SBATCH --{row.directive}"] if row.directive else []
+    of_sbatch += [row.variable] if row.variable else []
+    second = f"<br><small>{', '.join(map(_code, of_sbatch))}</small>" if of_sbatch else ""
+    return _code(forms), _md(default), _md(row.help) + second
 
 
 def _switch(row: Option) -> str:
@@ -286,54 +319,24 @@ def _kind(row: Option) -> str:
     return {int: "N", float: "X"}.get(row.type, "TEXT")
 
 
-def _exit_codes_page() -> str:
-    top = _split_exit_codes(cli.epilog or "")[1].rstrip(".")
-    raised = [each for each in vars(errors).values() if inspect.isclass(each)]
-    of_errors = [
-        (_code(each.__name__), str(each.exit_code), _md(inspect.getdoc(each) or ""))
-        for each in raised
-        if issubclass(each, errors.ClusterDDPError)
-    ]
-    rows = []
-    for name, command in commands():
-        link = f"[{name}](commands.md#{name.replace(' ', '-')})"
-        found = [_split_exit_codes(text)[1] for text in _texts(command)]
-        rows += [(link, _md(codes.rstrip("."))) for codes in found if codes]
-    parts = [
-        "# Exit codes\n",
-        _MADE,
-        f"{_md(top[0].upper() + top[1:])}. A job ends with the code of its run: "
-        "[every way to an end](../endings.md).\n",
-        "## Of each command\n",
-        "An error ends each with the code of its class, below; wrong usage with 2, Ctrl-C with "
-        "130.\n",
-        _table(("command", "codes"), rows),
-        "## From Python\n",
-        "`submit`, `launch` and what a `Run` can do end no process: they raise these errors, which "
-        "have `exit_code` and `code`, and `launch` KeyboardInterrupt where it was interrupted. A "
-        "`Loop` that is asked to stop saves and raises SystemExit: 75, after Ctrl-C 130, and 0 in "
-        "a run whose ranks torchrun starts.\n",
-        "## Of errors\n",
-        "Each is a class of `clusterddp.errors`, printed as a message without a traceback.\n",
-        _table(("error", "code", ""), of_errors),
-    ]
-    return _joined(parts)
-
-
 def _fields_page() -> str:
     parts = [
-        "# Records and events, field by field\n",
+        "# Fields of the records\n",
         _MADE,
-        "The classes that read and write the files of a run; in which file each stands, and since "
-        "which version, is in [records](../records.md). Times are seconds since the epoch. What a "
-        "record does not say has the default.\n",
+        "Every field of the JSON files in a run's directory. [Files of a run](../records.md) lists "
+        "the files. Times are in seconds since the epoch, steps are optimizer steps. A missing "
+        "field has its default. A `Loss` is a number that may be NaN or infinite.\n",
         "## Events\n",
-        "A line of events.jsonl each. All have the fields of `Event`.\n",
+        "Each line of `events.jsonl` is an event: `event` has its name, given before each "
+        "description. Every event has the fields of `Event`.\n",
         *_classes(events),
         "## Records\n",
         *_classes(records),
+        "### Other files\n",
+        _table(("file", "fields"), [(_code(name), _md(text)) for name, text in _OTHERS.items()]),
         "## Status\n",
-        "What `status --json` and `runs --json` print; [which of it is promised](../scripts.md).\n",
+        "Output of `status --json` and `runs --json`. [JSON output](../json.md) lists the fields "
+        "that later versions keep.\n",
         *_classes(status),
         *_classes(sweeps),
     ]
@@ -346,24 +349,25 @@ def _classes(module: ModuleType) -> Iterator[str]:
     for node in source.body:
         if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
             continue
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.Assign) and _told(after):  # a value of an enumeration
+                rows.append((_code(ast.literal_eval(field.value)), _md(_told(after))))
             if isinstance(field, ast.AnnAssign):
                 row = _field(field, after)
                 if row:
                     rows.append(row)
+        head = ("field", "type", "default", "description")
         word = getattr(getattr(module, node.name), "kind", "")
         yield f"### {node.name}\n"
         yield (f"`{word}`: " if word else "") + _md(ast.get_docstring(node) or "") + "\n"
-        yield _table(("field", "type", "default", ""), rows)
+        yield _table(head if rows and len(rows[0]) > 2 else ("value", "description"), rows)
 
 
 def _field(field: ast.AnnAssign, after: ast.stmt | None) -> tuple[str, ...] | None:
     kind = ast.unparse(field.annotation)
     if kind.startswith("ClassVar"):
         return None
-    text = after.value if isinstance(after, ast.Expr) else None
-    told = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
     default = ast.unparse(field.value) if field.value else ""
     if "default_factory=" in default:
         default = "empty"
@@ -371,8 +375,15 @@ def _field(field: ast.AnnAssign, after: ast.stmt | None) -> tuple[str, ...] | No
         _code(ast.unparse(field.target)),
         _code(kind),
         _code(default),
-        _md(inspect.cleandoc(told)),
+        _md(_told(after)),
     )
+
+
+def _told(after: ast.stmt | None) -> str:
+    """Return the docstring of a field: the string that follows it, if any."""
+    text = after.value if isinstance(after, ast.Expr) else None
+    told = text.value if isinstance(text, ast.Constant) and isinstance(text.value, str) else ""
+    return inspect.cleandoc(told)
 
 
 def _man_page(name: str, command: click.Command) -> str:

@@ -1,4 +1,7 @@
-"""docs/scripts.md: each field that it promises is in what the command prints, with its type."""
+"""docs/json.md: each field that it promises is in what the command prints, with its type.
+
+The loop of docs/scripts.md runs.
+"""
 
 import json
 import re
@@ -21,7 +24,8 @@ from tests.cli.made_runs import FAILURE, Workplace, ended, started, submitted, w
 __all__ = ["workplace"]
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "scripts.md").read_text()
+PAGE = (ROOT / "docs" / "json.md").read_text()
+RULES = (ROOT / "docs" / "scripts.md").read_text()
 NUMBER = (int, float)
 TYPES: dict[str, tuple[type, ...]] = {
     "text": (str,),
@@ -32,7 +36,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 PROMISED = {
     section.partition("\n")[0]: dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", section, re.M))
     for section in PAGE.split("\n## ")[1:]
-    if "| field | is |" in section
+    if "| field | type |" in section
 }
 
 
@@ -206,7 +210,7 @@ def test_the_loop_resumes_what_was_interrupted_and_tells_the_end(
                 print(json.dumps({"time": time.time(), **event}), file=file)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    [loop] = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    [loop] = re.findall(r"^```python\n(.*?)^```", RULES, re.M | re.S)
     with pytest.raises(SystemExit) as left:
         exec(compile(loop, "docs/scripts.md", "exec"), {})
     assert left.value.code == 0

@@ -1,7 +1,7 @@
 """Events of a run, one per line of `events.jsonl`: their types, the reader and the writer.
 
-docs/records.md documents each field and its first version. A missing field has its default. Times
-are seconds since the epoch.
+docs/reference/fields.md is made from this module. A missing field has its default. Times are
+seconds since the epoch.
 """
 
 import time
@@ -18,7 +18,9 @@ class Cause(str, Enum):
     """Cause of an attempt's end."""
 
     DONE = "done"
+    """The training is complete, or every task of the user's command exited with code 0."""
     FAILED = "failed"
+    """A rank, a setup line or the launch failed."""
     CANCELLED = "cancelled"
     """The user cancelled the job."""
     STOPPED = "stopped"
@@ -26,10 +28,13 @@ class Cause(str, Enum):
     SIGNAL = "signal"
     """A signal, usually Slurm's before the time limit: the ranks saved a checkpoint and exited."""
     TIME_LIMIT = "time limit"
+    """Slurm ended the job at its time limit."""
     PREEMPTED = "preempted"
+    """Slurm ended the job for one with a higher priority."""
     REQUEUED = "requeued"
     """Slurm itself requeued the job: preemption, a lost node, `scontrol requeue`."""
     NODE_LOST = "node lost"
+    """A node failed or stopped responding."""
     SUSPENDED = "suspended"
     """Slurm suspended the job for longer than the ranks wait for each other, so they timed out."""
     PREFLIGHT = "preflight"

@@ -1,7 +1,7 @@
 """Records of a run, one JSON file each: their types.
 
-docs/records.md documents each field and its first version. A missing field has its default. Times
-are seconds since the epoch. `events` has the lines of events.jsonl.
+docs/reference/fields.md is made from this module. A missing field has its default. Times are
+seconds since the epoch. `events` has the lines of events.jsonl.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class FinalRecord:
     cause: str = ""
     """`done` or `stopped`."""
     reason: str = ""
-    """Request that stopped them; empty if the training is done."""
+    """`stop`, `signal`, `SIGTERM`, `interrupt` or `time limit`; empty if the training is done."""
     step: int | None = None
     """Step at which they exited."""
     saved: int | None = -1

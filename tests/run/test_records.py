@@ -12,7 +12,7 @@ from clusterddp.run import events, records
 from clusterddp.run.events import Ended, Event, Failure, Started, Submitted
 from clusterddp.run.records import AttemptRecord, FinalRecord, Outcome, Report, TaskError
 
-DOCS = Path(__file__).parents[2] / "docs" / "records.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "fields.md"
 KINDS = [kind for kind in vars(records).values() if dataclasses.is_dataclass(kind)]
 FAILURE = {"rank": 1, "host": "h01", "reason": "boom", "log": "logs/rank-1.log"}
 
