@@ -200,7 +200,7 @@ def man_pages() -> dict[str, str]:
     pages = {f"{name.replace(' ', '-')}.1": _man_page(name, each) for name, each in commands()}
     see = [name.removesuffix(".1") for name in pages]
     listed = [(f"clusterddp {name}", line) for name, line in COMMANDS.items() if line]
-    top = [_head("clusterddp", "takes a PyTorch distributed training run onto a Slurm cluster")]
+    top = [_head("clusterddp", "runs PyTorch distributed training on a Slurm cluster")]
     top += [".SH SYNOPSIS", "clusterddp COMMAND [OPTIONS] [ARGS]", ".SH COMMANDS"]
     top += [
         line for term, text in listed for line in (".TP", f"\\fB{_roff(term)}\\fR", _roff(text))
