@@ -272,8 +272,8 @@ def _options_page() -> str:
         _MADE,
         "The options of `clusterddp submit`: resources of the job, launch of the ranks, built-in "
         "training.\n",
-        "Each option `--NAME` is also the variable `CLUSTERDDP_NAME`, with `_` for `-`, and the key "
-        "`NAME` in site.cfg and `--config` files. Their order: [Configure your "
+        "Each option `--NAME` is also the variable `CLUSTERDDP_NAME`, with `_` for `-`, and the "
+        "key `NAME` in site.cfg and `--config` files. Their order: [Configure your "
         "site](../sites.md#precedence-of-settings). The tables also name the `#SBATCH` directive "
         "that an option sets, and the variable that sbatch reads.\n",
     ]

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--under", default="", help="count files whose path begins with this")
     asked = parser.parse_args()
     with source.checkout(asked.checkout) as root:
-        found = [hit for hit in hits(root) if hit.place.startswith(asked.under)]
+        found = [*hits(root, asked.under)]
     if asked.list:
         for hit in found:
             print(f"{hit.place}: {hit.text!r}: {hit.pattern.label}; write: {hit.pattern.write}")
@@ -79,20 +79,22 @@ def patterns() -> tuple[Pattern, ...]:
     return tuple(Pattern(label, re.compile(text), write) for label, text, write in rows)
 
 
-def hits(root: Path) -> Iterator[Hit]:
-    """Yield each hit in the checkout at root."""
+def hits(root: Path, under: str = "") -> Iterator[Hit]:
+    """Yield each hit in the files of the checkout at root whose path begins with `under`."""
     avoided = patterns()
-    for kind, place, line, text in texts(root):
+    for kind, place, line, text in texts(root, under):
         for pattern in avoided:
             for match in pattern.expression.finditer(text):
                 at = line + text.count("\n", 0, match.start())
                 yield Hit(kind, f"{place}:{at}", pattern, match.group().strip())
 
 
-def texts(root: Path) -> Iterator[tuple[str, str, int, str]]:
-    """Yield the kind, file, first line and content of each piece of prose in the checkout."""
+def texts(root: Path, under: str = "") -> Iterator[tuple[str, str, int, str]]:
+    """Yield the kind, file, first line and content of each piece of prose below `under`."""
     for path in sorted((root / source.NAME).rglob("*.py")):
         name = str(path.relative_to(root))
+        if not name.startswith(under):
+            continue
         code = path.read_text()
         for line, text in _comments(code):
             yield "comments", name, line, text
@@ -114,7 +116,9 @@ def texts(root: Path) -> Iterator[tuple[str, str, int, str]]:
         for path in sorted((root / folder).glob(glob)):
             if path.name == "errors.md" or path.parent.name == "reference":
                 continue
-            yield kind, str(path.relative_to(root)), 1, path.read_text()
+            name = str(path.relative_to(root))
+            if name.startswith(under):
+                yield kind, name, 1, path.read_text()
 
 
 def too_long(root: Path) -> Iterator[str]:
