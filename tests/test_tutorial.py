@@ -1,0 +1,73 @@
+"""docs/tutorial.md up to its submission; tests/on_slurm/test_tutorial.py follows its run."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.made_runs import Workplace, workplace
+from tests.waiting import PATIENCE
+
+__all__ = ["workplace"]
+
+PAGE = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text()
+[SCRIPT] = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+STEPS = {
+    number: re.findall(r"^(?:\$ )?clusterddp (\w.*)$", text, re.M)
+    for number, text in re.findall(r"^## (\d+)\. (.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+}
+
+
+def shown_after(line: str) -> str:
+    """What the page shows after a command, to the end of its block or the next command."""
+    return re.split(r"^(?:```|\$ )", PAGE.partition(f"$ clusterddp {line}\n")[2], flags=re.M)[0]
+
+
+def test_the_commands_at_a_glance_are_those_of_the_steps() -> None:
+    glance = re.findall(r"^clusterddp (.*)$", PAGE.partition("## 1.")[0], re.M)
+    typed = [line for step in STEPS.values() for line in step]
+    assert len(glance) == 6
+    assert [line for line in glance if line not in typed] == []
+
+
+def test_the_script_calls_the_five_lines_that_the_page_counts() -> None:
+    ours = re.findall(r"clusterddp\.loop|Loop\(|loop\.(?:epochs|batches|step)\(", SCRIPT)
+    assert len(ours) == 5
+
+
+def test_check_prints_what_the_page_shows(workplace: Workplace) -> None:
+    (workplace.folder / "train.py").write_text(SCRIPT)
+    [line] = STEPS["2"]
+    got = workplace.invoke(*shlex.split(line))
+    assert (got.code, got.out + got.err) == (0, shown_after(line))
+
+
+def test_the_dry_run_prints_the_lines_that_the_page_shows(workplace: Workplace) -> None:
+    (workplace.folder / "train.py").write_text(SCRIPT)
+    workplace.command("python", "exit 0")
+    [line] = STEPS["5"]
+    got = workplace.invoke(*shlex.split(line))
+    assert got.code == 0, got.err
+    [script] = re.findall(r"^```bash\n(#!.*?)^```", PAGE, re.M | re.S)
+    shown = re.findall(r"^#(?!SBATCH --job-name| Run).*$", script, re.M)
+    assert len(shown) == 5
+    assert [each for each in shown if each not in got.out.splitlines()] == []
+
+
+@pytest.mark.slow
+def test_the_rehearsal_runs_as_typed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("time.sleep(0.05)", "time.sleep(0)"))
+    [line] = STEPS["3"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterddp", *shlex.split(line)],
+        cwd=tmp_path, env={**os.environ, "PATH": path}, timeout=3 * PATIENCE,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch 2 step 250 test: accuracy 0.9" in done.stdout
+    assert "clusterddp: rehearsal: done: test accuracy 9" in done.stderr
