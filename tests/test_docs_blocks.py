@@ -142,6 +142,7 @@ def desk(workplace: Workplace) -> Workplace:
     shutil.copy(workplace.root / "big" / "spec.json", sweep.trial(3).spec)
     for name in ("squeue", "python", "torchrun"):
         workplace.command(name, "exit 0")
+    workplace.monkeypatch.setenv("WANDB_API_KEY", "a value")  # a page exports it
     return workplace
 
 

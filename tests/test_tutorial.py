@@ -53,7 +53,7 @@ def test_the_dry_run_prints_the_lines_that_the_page_shows(workplace: Workplace) 
     got = workplace.invoke(*shlex.split(line))
     assert got.code == 0, got.err
     [script] = re.findall(r"^```bash\n(#!.*?)^```", PAGE, re.M | re.S)
-    shown = re.findall(r"^#(?!SBATCH --job-name| Run).*$", script, re.M)
+    shown = re.findall(r"^#(?!SBATCH --job-name|SBATCH --comment| Run).*$", script, re.M)
     assert len(shown) == 5
     assert [each for each in shown if each not in got.out.splitlines()] == []
 

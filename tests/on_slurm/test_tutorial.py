@@ -14,6 +14,7 @@ from tests.waiting import PATIENCE, wait_for
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_run_of_the_tutorial_is_requeued_and_ends(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
