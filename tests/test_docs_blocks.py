@@ -243,7 +243,7 @@ def test_python_compiles_and_what_it_imports_of_us_is_there(block: Block) -> Non
     if block.page in RUN_BY:
         assert Path(block.page).name in (ROOT / RUN_BY[block.page]).read_text()
     else:
-        pages = ("docs/launchers.md", "docs/sweeps.md", *OTHERS)
+        pages = ("docs/signals.md", "docs/sweeps.md", *OTHERS)
         assert block.page in pages, "no test runs it"
 
 
@@ -255,8 +255,8 @@ def test_the_lines_of_the_sweeps_page_record_a_metric(tmp_path: Path) -> None:
     assert json.loads(metrics.read_text().splitlines()[-1])["accuracy"] == 0.875
 
 
-def test_the_command_of_the_launchers_page_saves_leaves_and_resumes(tmp_path: Path) -> None:
-    [block] = [b for b in of_language("python") if b.page == "docs/launchers.md"]
+def test_the_script_of_the_signals_page_saves_exits_and_resumes(tmp_path: Path) -> None:
+    [block] = [b for b in of_language("python") if b.page == "docs/signals.md"]
     signalled = block.text.replace(
         "# train", "; step == 500 and signal.raise_signal(signal.SIGTERM)"
     )

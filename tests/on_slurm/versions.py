@@ -166,7 +166,7 @@ def version(cluster: SlurmCluster) -> str:
 
 
 def table(rows: Sequence[Row], checks: Sequence[str]) -> str:
-    """Format the rows in Markdown, as docs/launchers.md has them."""
+    """Format the rows in Markdown, as docs/compatibility.md has them."""
     lines = [["Slurm", "Debian", *checks], ["---"] * (2 + len(checks))]
     lines += [[row.slurm, row.debian, *(row.results[check] for check in checks)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
