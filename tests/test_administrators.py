@@ -76,17 +76,17 @@ def test_the_calls_for_many_runs(runs: int, site: Workplace) -> None:
     site.sweep("sw", ("lr",), *trials)
     counted = {}
 
-    counted["`runs`, all recorded as done"] = count(site, "runs", "done-*")
+    counted["`runs`, all done"] = count(site, "runs", "done-*")
     counted["`runs`, all forgotten by slurmctld"] = count(site, "runs", "r-*")
     show(site, "RUNNING", *jobs)
     counted["`runs`, all queued or running"] = count(site, "runs", "r-*")
     show(site, "FAILED", *jobs)
-    counted["`runs`, all ended, and slurmctld still knows them"] = count(site, "runs", "r-*")
+    counted["`runs`, all ended and known to slurmctld"] = count(site, "runs", "r-*")
     show(site, "RUNNING", *(f"7_{number}" for number in range(runs)))
     counted["`status` of a sweep"] = count(site, "status", "sw")
     counted["`cancel --yes` of a sweep"] = count(site, "cancel", "--yes", "sw")
     swept = ("--run-name", "new", "--sweep", f"lr=1..{runs}", "--", "/bin/true", "{lr}")
-    counted["`submit` of a sweep of so many trials"] = count(site, "submit", *swept)
+    counted["`submit` of a sweep with as many trials"] = count(site, "submit", *swept)
 
     assert counted == {label: calls_on_the_page(label, column) for label in counted}
     many = [label for label, cells in ROWS.items() if len(cells) == len(COUNTS) and " " in label]
@@ -130,15 +130,15 @@ HELD = 'touch "$SLURM_SUBMIT_DIR/up"; until [ -e "$SLURM_SUBMIT_DIR/go" ]; do sl
     ("label", "command", "state", "fields"),
     [
         ("the run is done", "true", "JobState=RUNNING", {}),
-        pytest.param("a rank fails, and that is the end", "exit 3", "JobState=RUNNING", {},
+        pytest.param("a rank fails, and the run ends", "exit 3", "JobState=RUNNING", {},
          marks=SLOW),
-        pytest.param("a rank fails, and the run starts again", "exit 3", "JobState=RUNNING",
+        pytest.param("a rank fails, and the run is retried", "exit 3", "JobState=RUNNING",
          {"requeue": True, "retries": 1}, marks=SLOW),
-        pytest.param("it has saved and goes back into the queue", "exit 75", "JobState=RUNNING",
+        pytest.param("the ranks saved, and the job is requeued", "exit 75", "JobState=RUNNING",
          {"requeue": True}, marks=SLOW),
-        pytest.param("it is cancelled", f"{HELD}exit 143", "JobState=COMPLETING", {"requeue": True},
-         marks=SLOW),
-        pytest.param("it is preempted, and goes back into the queue", f"{HELD}exit 75",
+        pytest.param("the job is cancelled", f"{HELD}exit 143", "JobState=COMPLETING",
+         {"requeue": True}, marks=SLOW),
+        pytest.param("the job is preempted and requeued", f"{HELD}exit 75",
          "JobState=RUNNING PreemptTime=2026-03-02T14:20:00", {"requeue": True}, marks=SLOW),
     ],
     ids=lambda value: value if isinstance(value, str) and value in ROWS else "",
