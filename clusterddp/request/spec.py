@@ -246,7 +246,7 @@ class JobSpec(Record):
         "Time without a training step or output until the run counts as hung and its stacks are "
         "logged; 0: never.",
         table.DURATION_OR_NEVER,
-        shown="60s for the built-in training, 30m otherwise",
+        shown="60s for the built-in training, 5m for a Loop, 30m otherwise",
         group=table.FAULT_TOLERANCE,
     )
     on_hang: str = option(
