@@ -62,6 +62,7 @@ SHORT = (
         " other nodes",
         " have their defaults; ",
     ),
+    *("running for ", "to remove: ", "BEST-TRIAL", "clusterddp report ", "waits for "),
 )
 """What the code prints in messages that are mostly names."""
 
