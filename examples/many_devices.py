@@ -1,4 +1,4 @@
-"""A training script for many devices: where docs/from-one-device.md leads."""
+"""Train a small network to tell stripes in four directions apart."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A training script for one device: where docs/from-one-device.md begins."""
+"""Train a small network to tell stripes in four directions apart."""
 
 import torch
 from own_dataset import stripes

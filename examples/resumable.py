@@ -1,4 +1,4 @@
-"""The training script for many devices, made to resume: where docs/resumable.md leads."""
+"""Train a small network to tell stripes in four directions apart."""
 
 import os
 

@@ -131,7 +131,7 @@ def _agents(run: Run, line: str) -> str:
 
 @rule
 def spawn_per_task(job: JobScript) -> Iterator[Found]:
-    """mp.spawn in several tasks of a node.
+    """mp.spawn in several tasks per node.
 
     Source: torch.multiprocessing's documentation, spawn; seen: all but one end with EADDRINUSE.
     """
