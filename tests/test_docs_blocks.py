@@ -204,9 +204,10 @@ def test_a_batch_script_is_bash_with_directives_that_sbatch_has(block: Block) ->
 
 
 def test_import_prints_what_its_page_shows(workplace: Workplace) -> None:
-    script, line = (b.text for b in blocks(ROOT / "docs/import.md")[1:])
+    script, line, notes = (b.text for b in blocks(ROOT / "docs/import.md")[1:])
     (workplace.folder / "job.sbatch").write_text(script)
-    assert workplace.invoke("import", "job.sbatch").out == line.rstrip("\n") + "\n"
+    got = workplace.invoke("import", "job.sbatch")
+    assert (got.out, got.err) == (line, notes)
 
 
 def test_check_prints_what_its_page_shows(workplace: Workplace) -> None:
