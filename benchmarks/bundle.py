@@ -47,7 +47,7 @@ def measure() -> list[Row]:
         def row(what: str, how: str, run: RunDir, *task: str, pairs: int = _PAIRS) -> Row:
             theirs = partial(start, *_INSTALLED, *task)
             ours = partial(start, sys.executable, str(run.bundle), *task)
-            return _row(f"{what} of its own{how}", "installed", theirs, ours, pairs)
+            return _row(f"{what} from the run's copy{how}", "installed", theirs, ours, pairs)
 
         generate(str(folder / "data"), train_images=64, test_images=64)
         trained = ["train", "--dataset=synthetic", f"--data-dir={folder / 'data'}", "--device=cpu"]

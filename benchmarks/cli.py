@@ -86,9 +86,9 @@ def measure() -> list[Row]:
             row("the baseline against itself", BASELINE),
             row("clusterddp submit --dry-run", [*COMMAND, *_REQUEST]),
             # Also without the waiting for a processor that other work keeps busy.
-            row("the same, processor time", [*COMMAND, *_REQUEST], timing=processor_timed),
+            row("the same, CPU time", [*COMMAND, *_REQUEST], timing=processor_timed),
             row("clusterddp --help", [*COMMAND, "--help"]),
-            row("clusterddp status (of a run that is done)", [*status, str(one), "run-0"]),
+            row("clusterddp status (of a finished run)", [*status, str(one), "run-0"]),
             row(f"clusterddp status, the latest of {_RUNS:,} runs", [*status, str(many)], pairs=20),
             row(
                 f"clusterddp runs, {_RUNS:,} runs, each in squeue",

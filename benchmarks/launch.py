@@ -74,7 +74,7 @@ def rows(
     made = []
     for what, of in (
         ("to the first step", lambda life: life.first_step),
-        ("its whole life", lambda life: life.whole),
+        ("the whole run", lambda life: life.whole),
     ):
         for name, ours in lives.items():
             made.append(

@@ -28,7 +28,7 @@ def measure() -> list[Row]:
 def _row(count: int) -> Row:
     hosts = [f"n{number:02d}" for number in range(count)]
     baseline, seconds = alternate(lambda: _start(hosts), lambda: _check(hosts), PAIRS)
-    return Row(f"preflight of {count} nodes", "their processes alone", baseline, seconds)
+    return Row(f"preflight of {count} nodes", "their processes only", baseline, seconds)
 
 
 def _start(hosts: Sequence[str]) -> float:

@@ -59,7 +59,7 @@ def _rows(form: str, hosts: str) -> list[Row]:
     assert list(derived.hostnames) == expand() == read()[2], "both read the same hosts"
     assert derived.world_size == sum(read()[1])
     rows = []
-    for name, baseline in (("a naive regex, unchecked", read), ("expand_nodelist alone", expand)):
+    for name, baseline in (("a naive regex, unchecked", read), ("expand_nodelist only", expand)):
         before, seconds = alternate(timed(baseline), timed(derive), pairs=_PAIRS)
         rows.append(Row(f"DistEnv, {NODES:,} nodes x 8, {form}", name, before, seconds))
     return rows

@@ -21,7 +21,7 @@ _PEERS = {"lightning_ddp": "lightning", "accelerate_ddp": "accelerate"}
 _NAMES = {
     "article": "a tutorial's DDP script", "tensors": "the same, tensors in memory",
     "lightning_ddp": "Lightning",
-    "accelerate_ddp": "Accelerate", "ours": "clusterddp", "bound": "the step alone",
+    "accelerate_ddp": "Accelerate", "ours": "clusterddp", "bound": "the bare step",
     "bound_exchanged": "the step with a bare all-reduce",
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ def _two_ranks(root: str, folder: Path) -> list[Row]:
             *(_row(by["ours", each], by["bound", each]) for each in ("fp32", "bf16")),
             *(_row(by["ours", each], by["bound_exchanged", each]) for each in ("fp32", "bf16")),
             *(
-                _row(by["bound_exchanged", each], by["bound", each], "a bare all-reduce a step")
+                _row(by["bound_exchanged", each], by["bound", each], "a bare all-reduce per step")
                 for each in ("fp32", "bf16")
             ),
         ]
