@@ -47,7 +47,9 @@ def meetings(sizes: Sequence[int], rounds: int) -> list[Row]:
             if number:  # the first pair fills caches
                 bare.append(baseline)
                 ours.append(max(sum(each) for each in measured))
-        rows.append(Row(f"rendezvous of {size} ranks", 'torch\'s "env://"', tuple(bare), tuple(ours)))
+        rows.append(
+            Row(f"rendezvous of {size} ranks", 'torch\'s "env://"', tuple(bare), tuple(ours))
+        )
     return rows
 
 
