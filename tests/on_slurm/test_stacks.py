@@ -166,7 +166,7 @@ def test_a_hang_that_the_watchdog_finds_ends_the_job_when_asked(
     holds = tmp_path / "holds"
     holds.mkdir()
     (holds / "want-step-3.1").touch()
-    timeout = "8s" if program == "training" else "40s"  # from the start of the tasks, for the loop
+    timeout = "8s" if program == "training" else "60s"  # from the start of the tasks, for the loop
     training = ["--dataset", "synthetic", "--data-dir", str(synthetic_dir), "--max-steps", "9"]
     done = submit(
         cluster, tmp_path, *ASKED, "--hang-timeout", timeout, "--on-hang", "end",
