@@ -1,6 +1,7 @@
 """The pages that are made from the code, the site and the man pages."""
 
 import html
+import inspect
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import docs_build
+from clusterddp import errors
 from clusterddp.cli.main import cli
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,15 @@ def test_the_reference_names_every_command_and_option() -> None:
     assert "| `--no-requeue` |" not in made["options.md"]
     assert "\\`" not in "".join(made.values())  # code is code
     assert "### NodesMarkedBad\n\n`nodes_marked_bad`: Nodes marked bad" in made["fields.md"]
+
+
+def test_the_page_of_the_exit_codes_has_every_error() -> None:
+    listed = re.findall(
+        r"^\| `(\w+Error)` \| (\d+) \|", (ROOT / "docs/endings.md").read_text(), re.M
+    )
+    classes = [each for each in vars(errors).values() if inspect.isclass(each)]
+    ours = [each for each in classes if issubclass(each, errors.ClusterDDPError)]
+    assert listed == [(each.__name__, str(each.exit_code)) for each in ours]
 
 
 def test_every_option_has_words_and_shows_its_default() -> None:

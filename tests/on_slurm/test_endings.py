@@ -153,99 +153,99 @@ TRAINING = ("--dataset", "synthetic", "--threads", "1", "--batch-size", "32")
 FOREVER = ("--epochs", "10000", "--max-steps", "1000000")
 WAYS = {
     "the run is done": Way((), "true"),
-    "a rank ends with an exit code, here 3": Way(
+    "a rank exits with a code, here 3": Way(
         TWO_TASKS, f'[ "$RANK" = 1 ] && exit 3; {SLEEP}'
     ),
-    "a rank dies of a signal, here SEGV (11)": Way(
+    "a signal kills a rank, here SEGV (11)": Way(
         TWO_TASKS, f'[ "$RANK" = 1 ] && kill -SEGV $$; {SLEEP}'
     ),
     "ranks exit with 0 before the training is done": Way(
         (*TRAINING, "--model", "model:leave"), launchers=OF_RANKS
     ),
-    "a rank hangs, and the others have given up (`--process-group-timeout`)": Way(
+    "a rank hangs until `--process-group-timeout`": Way(
         (*TWO_TASKS, *TRAINING, "--model", "model:hang", "--hang-timeout", "2s",
          "--process-group-timeout", "10s"),
         launchers=OF_RANKS,
     ),
-    "a line of the set-up fails, here with 4": Way(
+    "a setup line fails, here with 4": Way(
         ("--setup", "(exit 4)"), "true", launchers=AHEAD_OF_TASKS
     ),
     "`clusterddp stop`": Way((*TRAINING, *FOREVER), strike=Struck.stop),
-    "`clusterddp stop` of a COMMAND that dies of SIGUSR1": Way(
+    "`clusterddp stop` of a script without a handler": Way(
         (), f"{UP} {SLEEP}", Struck.stop_a_command
     ),
-    "paused, or a COMMAND that exits with 75, and requeue is off": Way((), "exit 75"),
-    "the same, with no attempt left (`--max-requeues`)": Way(
+    "saved at a signal or exit code 75, requeue off": Way((), "exit 75"),
+    "saved, `--max-requeues` reached": Way(
         ("--requeue", "--max-requeues", "0"), "exit 75"
     ),
-    "the same, put back into the queue by the script": Way(("--requeue",), ONCE),
-    "the same, where requeue is refused: the next job resumes": Way(
+    "saved, requeued by the batch script": Way(("--requeue",), ONCE),
+    "saved, requeue refused: a replacement job resumes": Way(
         ("--requeue",), f'{UP} until [ -e "go-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; {ONCE}',
         Struck.refuse_requeue, OF_RANKS,
     ),
-    "a COMMAND that leaves with 0 at TERM, and requeue is off": Way(
+    "a script exits with 0 on TERM, requeue off": Way(
         (), f'trap "exit 0" TERM; {UP} {SLEEP}', Struck.tell_to_end
     ),
-    "the same with `--requeue`, put back by the script": Way(
+    "a script exits with 0 on TERM, requeue on": Way(
         ("--requeue",), f'[ -e "up-$CLUSTERDDP_WAY" ] && exit; trap "exit 0" TERM; {UP} {SLEEP}',
         Struck.tell_to_end,
     ),
-    "the same with `--requeue`, twice in a row": Way(
+    "a script exits with 0 on TERM twice in a row": Way(
         ("--requeue",), f'trap "exit 0" TERM; {UP} {SLEEP}', Struck.tell_to_end_twice, ("ddp",)
     ),
-    "a COMMAND that leaves with 0 at `clusterddp stop`": Way(
+    "`clusterddp stop` of a script that exits with 0": Way(
         (), f'trap "exit 0" USR1; {UP} {SLEEP}', Struck.stop_handled
     ),
-    "a COMMAND that ignores TERM, and comes to its end": Way(
+    "a script ignores TERM and completes": Way(
         (), f'trap "" TERM; {UP} until [ -e "told-$CLUSTERDDP_WAY" ]; do sleep 0.2; done',
         Struck.tell_to_end, OF_RANKS_ALONE,
     ),
-    "a COMMAND that saves at USR1, and comes to its end over a minute later": Way(
+    "a script saves on USR1 and completes over a minute later": Way(
         (), f'trap \'touch "saved-$CLUSTERDDP_WAY"\' USR1; {UP} '
         'until [ -e "saved-$CLUSTERDDP_WAY" ]; do sleep 0.2; done; '
         "for i in {1..62}; do sleep 1; done",
         Struck.tell_to_save,
     ),
-    "Slurm puts it back: preemption, a lost node, `scontrol requeue`": Way(
+    "Slurm requeues: preemption, node failure, `scontrol requeue`": Way(
         ("--requeue",),
         f'[ -e "up-$CLUSTERDDP_WAY" ] && exit; trap "exit 75" TERM; {UP} {SLEEP}', Struck.requeue,
     ),
-    "Slurm has put it back, and no attempt is left (`--max-requeues`)": Way(
+    "Slurm requeues, but `--max-requeues` is reached": Way(
         ("--requeue", "--max-requeues", "0"), f"{UP} {SLEEP}", Struck.requeue, ("ddp",)
     ),
     "SIGINT or SIGHUP to the batch script": Way(
         (*TRAINING, *FOREVER), strike=Struck.interrupt, launchers=("ddp",)
     ),
     "`scancel JOB.STEP`": Way((), f"{UP} {SLEEP}", Struck.cancel_the_step, ("ddp",)),
-    "`scancel`, `clusterddp cancel`, and the ranks have saved": Way(
+    "`scancel` or `clusterddp cancel`, checkpoint saved": Way(
         (), f'trap "exit 75" TERM; {UP} {SLEEP}', Struck.scancel, ("ddp",)
     ),
-    "`scancel`, `clusterddp cancel`, and nothing is saved": Way(
+    "`scancel` or `clusterddp cancel`, nothing saved": Way(
         (), f"{UP} {SLEEP}", Struck.scancel
     ),
-    "the time limit, and the ranks have saved": Way(
+    "the time limit, checkpoint saved": Way(
         ("--time", "1"), f'trap "exit 75" TERM; {SLEEP}'
     ),
-    "the time limit, and nothing is saved": Way(("--time", "1"), SLEEP, launchers=OF_RANKS),
-    "a node is lost, and requeue is off": Way(
+    "the time limit, nothing saved": Way(("--time", "1"), SLEEP, launchers=OF_RANKS),
+    "node failure, requeue off": Way(
         ("--nodes", "2", "--no-requeue"), f'touch "up-$CLUSTERDDP_WAY"; {SLEEP}',
         Struck.lose_a_node, ("ddp",),
     ),
-    "the interpreter of the batch script is missing": Way(
+    "the Python of the batch script is missing": Way(
         ("--controller-python", "/nowhere/python3"), "true", launchers=AHEAD_OF_TASKS
     ),
-    "the clusterddp that the run carries was altered": Way(
+    "the run's copy of clusterddp was altered": Way(
         ("--sbatch", "hold"), "true", Struck.alter_its_clusterddp, AHEAD_OF_TASKS
     ),
-    "the batch controller is killed, or out of memory": Way(
+    "the batch controller is killed or out of memory": Way(
         (), f"{UP} {SLEEP}", Struck.kill_the_controller
     ),
-    "the run's directory cannot be made, or was removed": Way(
+    "the run directory cannot be created, or was removed": Way(
         (), 'rm -r -- "jobs/$CLUSTERDDP_WAY"', launchers=OF_RANKS
     ),
 }  # fmt: skip
 # The slowest first: they take their time beside the others.
-SLOW = ("time limit", "over a minute", "hangs", "node is lost", "stop", "before the training")
+SLOW = ("time limit", "over a minute", "hangs", "node failure, ", "stop", "before the training")
 
 
 @dataclass(frozen=True)
@@ -255,29 +255,33 @@ class Row:
     state: str
     exit_code: str
     afterok: str
-    afternotok: str
     cause: str
     code: str
     wait: str
 
+    @property
+    def afternotok(self) -> str:
+        """By the page, the jobs with this dependency start exactly if the others never do."""
+        return {"never": "starts", "starts": "never"}.get(self.afterok, self.afterok)
+
 
 def rows() -> dict[str, Row]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    return {name: Row(*values) for name, *values in cells}
+    table = PAGE.read_text().partition("| how the run ends ")[2].partition("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {name: Row(*values) for name, *values in cells[2:]}
 
 
 ROWS = rows()
 FIRST = (
-    "the run is done", "a rank ends with an exit code, here 3", "`clusterddp stop`",
-    "the same, put back into the queue by the script",
+    "the run is done", "a rank exits with a code, here 3", "`clusterddp stop`",
+    "saved, requeued by the batch script",
 )  # fmt: skip
 # What another launcher than the first could do differently: an agent of torchrun takes signals
 # itself, and submitit requeues in its own way.
 OTHERS = {
     "`clusterddp stop`": ("torchrun", "submitit"),
-    "a rank ends with an exit code, here 3": ("torchrun",),
-    "the same, put back into the queue by the script": ("submitit",),
+    "a rank exits with a code, here 3": ("torchrun",),
+    "saved, requeued by the batch script": ("submitit",),
 }
 TRIED = [
     pytest.param(
@@ -353,7 +357,7 @@ def test_a_run_ends_as_the_page_says(
         assert one.started == starts, log
     ends = [e for e in read_events(one.run) if e["event"] == "ended" and e["job_id"] == one.job_id]
     # A job that Slurm has put back and that was refused then has two ends.
-    end = ends[-1 if "no attempt is left" in name else 0] if ends else {}
+    end = ends[-1 if name.startswith("Slurm requeues, but") else 0] if ends else {}
     assert (end.get("cause", "-"), str(end.get("exit_code", "-"))) == (row.cause, row.code), log
     wait = "-" if one.wait_code is None else str(one.wait_code)
     assert wait == ("0" if row.wait == "resumes" else row.wait), log
@@ -407,7 +411,7 @@ def carry_out(
     slow_first = sorted(chosen, key=lambda one: not any(word in one[0] for word in SLOW))
     with ThreadPoolExecutor(3) as pool:
         found = dict(zip(slow_first, pool.map(start, slow_first), strict=True))
-        struck = pool.map(strike, sorted(found, key=lambda one: "node is lost" in one[0]))
+        struck = pool.map(strike, sorted(found, key=lambda one: one[0].startswith("node failure")))
         _collect(cluster, list(found.values()))
         list(struck)
         list(pool.map(wait_code, [one for one in found.values() if one.run.spec.exists()]))

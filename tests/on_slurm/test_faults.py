@@ -50,5 +50,5 @@ def test_a_run_outlives(name: str, results: dict[str, Future[Result]]) -> None:
 
 
 def test_the_documentation_counts_them() -> None:
-    docs = Path(__file__).parents[2] / "docs/interruptions.md"
+    docs = Path(__file__).parents[2] / "CONTRIBUTING.md"
     assert f"carries out {len(FAULTS_OF_ALL_SUBJECTS)} faults" in docs.read_text()
