@@ -7,10 +7,7 @@ from benchmarks.pairs import Row
 
 
 def draw(tables: Mapping[str, Sequence[Row]], folder: Path, hardware: str) -> list[Path]:
-    """NAME.svg for every benchmark that has rows, with the hardware that they are from.
-
-    Raises ImportError without matplotlib.
-    """
+    """NAME.svg for every benchmark that has rows, with the hardware that they are from."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -31,27 +31,23 @@ _LEFT_OUT = "(left out)"
 
 
 def page(gathered: Sequence[Gathered]) -> str:
-    """Render the page of runs; without matplotlib, a note replaces the plots."""
+    """Render the page of runs."""
     reports = [each.report for each in gathered]
     trained = [train for each in gathered if each.spec for train in each.spec.trainings]
     return _render(
         "page.html.j2",
         reports=reports,
-        overall=plots.overall(gathered) if plots.can_draw() else [],
+        overall=plots.overall(gathered),
         colours=plots.colours(len(gathered)),
-        scalings=[
-            (scaling, plots.of_scaling(scaling) if plots.can_draw() else "")
-            for scaling in plots.scalings(reports)
-        ],
+        scalings=[(scaling, plots.of_scaling(scaling)) for scaling in plots.scalings(reports)],
         differences=differences(trained) if len(trained) == len(gathered) else [],
         runs=[_run(each) for each in gathered],
     )
 
 
 def sweep_page(report: SweepReport) -> str:
-    """Render the page of a sweep; without matplotlib, a note replaces the plots."""
-    most = _MAX_LINES if plots.can_draw() else 0
-    best = [row for row in report.rows[:most] if report.by in row.metrics]
+    """Render the page of a sweep."""
+    best = [row for row in report.rows[:_MAX_LINES] if report.by in row.metrics]
     folder = Path(report.directory)
     lines = [
         [
@@ -70,7 +66,7 @@ def sweep_page(report: SweepReport) -> str:
         rows=rows,
         colours=plots.PALETTE,
         drawn=len(best),
-        drawings=plots.of_sweep(report, lines) if plots.can_draw() else [],
+        drawings=plots.of_sweep(report, lines),
     )
 
 
@@ -86,8 +82,7 @@ def _render(template: str, **values: object) -> str:
     formats = {name: getattr(formatting, name) for name in _FORMATS}
     environment.filters.update(formats, when=_when)
     rendered = environment.get_template(template)
-    no_plots = "" if plots.can_draw() else plots.no_plots()
-    return rendered.render(version=__version__, now=time.time(), no_plots=no_plots, **values)
+    return rendered.render(version=__version__, now=time.time(), **values)
 
 
 def _run(gathered: Gathered) -> dict[str, object]:
@@ -98,7 +93,7 @@ def _run(gathered: Gathered) -> dict[str, object]:
     return {
         "report": gathered.report,
         "command": shlex.join(gathered.report.command),
-        "rates": plots.rank_rates(gathered) if plots.can_draw() else None,
+        "rates": plots.rank_rates(gathered),
         "slow": {straggler.rank for straggler in gathered.report.stragglers},
         "ranks": ranks if len(ranks) <= _MAX_RANKS else slowest[:_MAX_RANKS],
         "fastest": max(rates, default=0.0),

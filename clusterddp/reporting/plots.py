@@ -5,12 +5,10 @@ hosts: the legend is text below the plot. The scaling of a comparison can be sav
 """
 
 import colorsys
-import importlib.util
 import io
 import math
 import re
 import struct
-import sys
 import textwrap
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,6 @@ ALARM = "#d1344b"
 """Colour of stragglers."""
 MUTED = "#8a94a6"
 FORMATS = (".png", ".svg", ".pdf")
-INSTALL = "pip install 'clusterddp[plots]'"
 
 # Placeholder for the page's text colour, which depends on the reader's theme.
 _TEXT = "#010203"
@@ -248,14 +245,9 @@ def over_parameter(report: SweepReport, name: str) -> Drawing | None:
 def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None:
     """Raise RequestError for a file that cannot be written, before anything is read or run.
 
-    formats: permitted suffixes; empty permits any, and needs no matplotlib.
+    formats: permitted suffixes; empty permits any.
     """
     path = Path(name)
-    if formats and not can_draw():
-        raise RequestError(
-            f"{option} needs matplotlib, which is not installed for {sys.executable}. "
-            f"Install it: {INSTALL} [CD0803]"
-        )
     if not name or path.is_dir():
         raise RequestError(f"{option}: {name!r} is not a file name. Give one. [CD0108]")
     if not path.parent.is_dir():
@@ -265,16 +257,6 @@ def check_file(option: str, name: str, formats: Sequence[str] = FORMATS) -> None
         )
     if formats and path.suffix not in formats:
         raise RequestError(f"{option}: {name!r} must end in {' or '.join(formats)}. [CD0108]")
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib is installed, without importing it."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def no_plots() -> str:
-    """Explain why a page has no plots, and what to type to get them."""
-    return f"No plots: {sys.executable} has no matplotlib. Install it: {INSTALL}"
 
 
 def save_scaling(scaling: Scaling, path: Path, subtitle: Sequence[str]) -> None:

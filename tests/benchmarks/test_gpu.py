@@ -126,7 +126,6 @@ def test_on_a_gpu_the_step_is_measured(
 
 
 def test_a_picture_is_drawn_of_it(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     rows = [pairs.Row("ours, captured", "the bare step", (1.0, 1.1), (1.0, 1.2), images=100)]
     [path] = draw({"gpu": rows, "empty": []}, tmp_path, "1 x H200")
     assert path.name == "gpu.svg" and "1 x H200" in path.read_text()

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pytest
 
 from clusterddp.comparison.plan import Hosts, plan
@@ -275,9 +276,8 @@ def test_unequal_shares_of_the_cpus_are_told() -> None:
 def test_the_picture_is_of_the_kind_that_its_name_says_and_names_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
     lines = results([trial(SINGLE, 100), trial(SINGLE, 120), trial(DDP, 300), RowRun(DP, why="x")])
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     plots.save_scaling(
         scaling(lines, "mine"), tmp_path / "a.svg", ["on a$x$b", f"convnet on {'long ' * 40}"]
     )
@@ -291,18 +291,9 @@ def test_the_picture_is_of_the_kind_that_its_name_says_and_names_what_it_shows(
 
 @pytest.mark.parametrize("name", ["a.gif", "a", "none/a.png", "folder.png"])
 def test_a_picture_that_could_not_be_written_is_refused(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(RequestError, match="--plot"):
         plots.check_file("--plot", str(tmp_path / name))
-
-
-def test_a_picture_without_matplotlib_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(plots, "can_draw", lambda: False)
-    with pytest.raises(RequestError, match=r"pip install 'clusterddp\[plots\]'"):
-        plots.check_file("--plot", str(tmp_path / "a.png"))
 
 
 def test_what_json_gives_of_a_row_keeps_its_names() -> None:

@@ -2,13 +2,11 @@
 
 import base64
 import dataclasses
-import importlib.util
 import io
 import json
 import os
 import re
 import stat
-import sys
 import threading
 from html.parser import HTMLParser
 from typing import Any
@@ -28,16 +26,6 @@ HOSTILE = (
     "</style></pre>\"'><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202e{{ 7*7 }}"
 )
 EMPTY = {"meta", "img", "br", "path", "use", "rect", "link"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def matplotlib_is_there() -> None:
-    """Skips without it; fails instead where CI says that nothing may be skipped."""
-    if importlib.util.find_spec("matplotlib") is None:
-        message = "the page is drawn with matplotlib: pip install 'clusterddp[plots]'"
-        if os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
 
 
 class Page(HTMLParser):
@@ -352,19 +340,3 @@ def test_a_page_that_has_no_place_is_a_wrong_request(
 def test_two_forms_at_once_are_refused(workplace: Workplace) -> None:
     got = workplace.invoke("report", "--json", "--html", "-")
     assert got.code == 2 and "Give one of them" in got.err
-
-
-def test_without_matplotlib_the_page_has_no_plots_and_says_how_to_get_them(
-    workplace: Workplace,
-) -> None:
-    for name, ranks in (("one", 1), ("two", 2)):
-        achieve(workplace.run(name, *DONE), world_size=ranks)
-    assert "<svg" in workplace.invoke("report", "--html", "-", "one", "two").out
-    workplace.monkeypatch.setitem(sys.modules, "matplotlib", None)
-    workplace.monkeypatch.setitem(sys.modules, "PIL", None)
-    for names in (("one",), ("one", "two")):
-        got = workplace.invoke("report", "--html", "-", *names)
-        assert got.code == 0 and "<svg" not in got.out
-        assert "data:image/png;base64," in got.out  # what it got wrong is no plot
-        line = f"No plots: {sys.executable} has no matplotlib. Install it: pip install "
-        assert line in " ".join(Page(got.out).words) and line in got.err

@@ -41,6 +41,9 @@ _FIXED: dict[str, object] = {
     **{"strategy": "ddp", "init_from": "", "find_batch_size": False},
     **{"allow_launcher": False, "report_to": "", "on_hang": "report", "stacks": True},
 }
+# `submit --help` also names the defaults for a COMMAND.
+_SIGNAL = "B:USR1@120, or a fifth of a --time below 10 minutes"
+_DEFAULTS = {"signal": _SIGNAL, "hang-timeout": "60s", "requeue": "on"}
 _OWN = ("strategies", "world_sizes", "fixed_global_batch", "repeat", "where", "name", "of")
 _ALLOWED_WITH_OF = {"of", "runs_dir", "plot", "as_json"}
 _STRATEGIES = Choice(tuple(reversed(STRATEGIES)))
@@ -116,13 +119,17 @@ class CompareCommand(SettingsCommand):
     multiple=True,
     help="Only print the table of a comparison or of runs; repeatable.",
 )
-@options(row for row in OPTIONS.values() if row.parameter not in _FIXED)
+@options(
+    dataclasses.replace(row, shown=_DEFAULTS.get(row.name, row.shown))
+    for row in OPTIONS.values()
+    if row.parameter not in _FIXED
+)
 @site_options
 @dry_run_option("what would be started and change nothing")
 @click.option(
     "--plot",
     metavar="FILE",
-    show_default="RUNS_DIR/NAME.png if matplotlib is installed",
+    show_default="RUNS_DIR/NAME.png",
     help="Plot images/s and efficiency over the number of devices: .png, .svg or .pdf.",
 )
 @JSON_OPTION
@@ -184,7 +191,7 @@ def command(
         return EXIT_INTERRUPTED
     failed = any(trial.state != RunState.DONE for trial in trials)
     trials += [RowRun(row, why=row.missing) for row in rows if row.missing]
-    code = _show(trials, name, as_json, _default_plot(root, name) if plot is None else plot)
+    code = _show(trials, name, as_json, f"{root}/{name}.png" if plot is None else plot)
     return 128 + number if number else EXIT_FAILED if failed else code
 
 
@@ -197,6 +204,8 @@ def _rows(given: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | N
     counts = given.values["world_sizes"]
     if counts is not None:
         _COUNTS.check("--world-sizes", counts)
+        if strategies == ("single",):
+            raise click.UsageError("--world-sizes needs --strategies with dp or ddp.")
     if where == "local":
         flags = given.flags(row.parameter for row in REQUEST if row.name != "runs-dir")
         if flags:
@@ -210,13 +219,6 @@ def _rows(given: Given, name: str, where: str) -> tuple[TrainConfig, JobSpec | N
     fixed = given.values["fixed_global_batch"]
     rows = plan.plan(config, strategies, sizes, hosts, fixed_global_batch=fixed)
     return config, base, rows
-
-
-def _default_plot(root: str, name: str) -> str | None:
-    if plots.can_draw():
-        return f"{root}/{name}.png"
-    log.info(f"no plot without matplotlib: {plots.INSTALL}")
-    return None
 
 
 def _print_interrupted(name: str, root: str, interrupted: plan.Interrupted) -> None:

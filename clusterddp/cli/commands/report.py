@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from clusterddp import formatting, log
+from clusterddp import formatting
 from clusterddp.cli import main
 from clusterddp.cli.options import JSON_OPTION, SettingsCommand
 from clusterddp.cli.runs import RUN, RUNS_DIR_OPTION, echo_json
@@ -37,7 +37,7 @@ _HEADER = tuple(_NAMES.split())
     "--html",
     metavar="FILE",
     help="Write one self-contained page with everything, including plots and images; '-' is "
-    "stdout. Plots need matplotlib: pip install 'clusterddp[plots]'.",
+    "stdout.",
 )
 @click.option(
     "--csv",
@@ -86,8 +86,6 @@ def command(
         from clusterddp.reporting import plots
 
         plots.check_file("--html", html, formats=())
-        if not plots.can_draw():
-            log.info(plots.no_plots())
     if by in ("", "-", "+"):
         raise OptionError("--by", f" {by!r} is not a metric.")
     sweep = _sweep(runs_dir, run_names)
@@ -172,9 +170,7 @@ def describe(report: RunReport) -> str:
         *(("warning", text) for text in figures.warnings),
         ("files", report.status.directory),
     ]
-    return "\n".join(
-        f"{label:<{_WIDTH}}{formatting.line(value)}" for label, value in lines if value
-    )
+    return "\n".join(f"{name:<{_WIDTH}}{formatting.line(text)}" for name, text in lines if text)
 
 
 def _result(report: RunReport) -> str:
@@ -254,12 +250,9 @@ def _usage(figures: Report) -> str:
         f"{name} {hours / usage.node_hours:.1%}"
         for name, hours in (split_usage(usage) if usage.node_hours else [])
     ]
-    use = (
-        ""
-        if usage.gpu_utilization is None
-        else f"GPU utilization {usage.gpu_utilization:.1%} (NVML)"
-    )
-    return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), use)))
+    use = usage.gpu_utilization
+    gpus = "" if use is None else f"GPU utilization {use:.1%} (NVML)"
+    return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), gpus)))
 
 
 def _slow_ranks(report: RunReport) -> list[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """`clusterddp report SWEEP`: the table, JSON, CSV and the page of a sweep."""
 
 import csv
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -291,12 +290,6 @@ def test_neither_torch_nor_matplotlib_is_loaded(folder: Path) -> None:
     assert [Path(command).name for command in started] == ["squeue"]
 
 
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="the page is drawn with matplotlib"
-)
-
-
-@needs_matplotlib
 def test_the_page_has_curves_with_bands_and_the_metric_over_the_parameter(
     sweep: SweepDir, workplace: Workplace
 ) -> None:
@@ -311,7 +304,6 @@ def test_the_page_has_curves_with_bands_and_the_metric_over_the_parameter(
     assert "FillBetweenPolyCollection" not in page and "#010203" not in page
 
 
-@needs_matplotlib
 def test_the_page_of_a_sweep_that_has_not_begun_has_no_pictures(workplace: Workplace) -> None:
     workplace.sweep("s", ("n",), ("1",), ("2",))
     page = Page(workplace.invoke("report", "s", "--html=-").out)
@@ -319,7 +311,6 @@ def test_the_page_of_a_sweep_that_has_not_begun_has_no_pictures(workplace: Workp
     assert len(page.all("tr")) == 3
 
 
-@needs_matplotlib
 def test_hostile_values_are_text_in_the_page(workplace: Workplace) -> None:
     texts = [HOSTILE, *CARRIED[4:9], "1e400", "nan"]
     sweep = workplace.sweep("s", ("text", "n"), *((text, str(n)) for n, text in enumerate(texts)))
