@@ -68,7 +68,7 @@ class Loop(Resumable):
     if there is a checkpoint.
     """
 
-    _folders: ClassVar[set[Path]] = set()
+    _directories: ClassVar[set[Path]] = set()
     """Runs with an open loop in this process."""
     _resume_ranks = 0
     """World size of the checkpoint."""
@@ -80,7 +80,7 @@ class Loop(Resumable):
     def __init__(
         self,
         *,
-        folder: str | os.PathLike[str] | None = None,
+        directory: str | os.PathLike[str] | None = None,
         save_every: str = "10m",
         keep_last: int = 3,
         log_every: int = 0,
@@ -92,7 +92,7 @@ class Loop(Resumable):
         states: objects to save, by their names in a checkpoint: anything with `state_dict` and
             `load_state_dict`. DDP's wrapper is not saved, so that the file loads anywhere. A
             sharded model (FSDP) and its optimizers are saved by torch.distributed.checkpoint.
-        folder: directory to write to. Default: the current run, or jobs/SCRIPT outside of a run.
+        directory: where to write. Default: the current run, or jobs/SCRIPT outside of a run.
         save_every: `500steps`, `1epoch` or `10m`. The first checkpoint is saved at the first step
             after 40 s, whatever the interval.
         keep_last: number of checkpoints to keep.
@@ -106,7 +106,7 @@ class Loop(Resumable):
         the directory, or if the ranks have no process group. Raises TypeError for a missing or
         unsuitable state, ValueError for an invalid save_every.
         """
-        self._check(states, save_every, folder)
+        self._check(states, save_every, directory)
         self._objects = {name: _unwrap(each) for name, each in states.items()}
         self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.select_sharded(self._objects)
@@ -114,7 +114,7 @@ class Loop(Resumable):
         self.rank, self.world_size = agreement.rank_and_world_size()
         self._unlisten = stop.requested.listen()
         try:
-            attempt, source = self._begin(folder)
+            attempt, source = self._begin(directory)
             wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
             modules, ready = [*wrappers.values()], lambda: self._mark(Phase.BACKWARD)
@@ -150,7 +150,7 @@ class Loop(Resumable):
                 self._saver.wait()
         self._stop_listening()
         self._stop_watching()
-        Loop._folders.discard(self.attempt.run.path)
+        Loop._directories.discard(self.attempt.run.path)
         if self._liveness_writer:
             self._liveness_writer.__exit__()
             self._liveness_writer = None
@@ -163,8 +163,8 @@ class Loop(Resumable):
         could not tell how far the epoch was.
         """
         if self.epoch >= count and self.rank == 0:
-            folder = "" if self._in_run else f". To start again, remove {self.attempt.run.path}"
-            log.info(f"nothing left to train: epoch {count} is done{folder}")
+            restart = "" if self._in_run else f". To start again, remove {self.attempt.run.path}"
+            log.info(f"nothing left to train: epoch {count} is done{restart}")
         yield from super().epochs(count)
         self.finish()
 
@@ -200,7 +200,7 @@ class Loop(Resumable):
 
     # -- start -------------------------------------------------------------------------------
 
-    def _check(self, states: Mapping[str, Any], save_every: str, folder: object) -> None:
+    def _check(self, states: Mapping[str, Any], save_every: str, directory: object) -> None:
         if not states:
             raise TypeError("Loop() has nothing to save. Pass model=model, optimizer=optimizer")
         for name, each in states.items():
@@ -216,23 +216,23 @@ class Loop(Resumable):
             raise ValueError(
                 f"save_every={save_every!r} is not an interval. Use '500steps', '1epoch' or '10m'"
             ) from None
-        if folder is None and not agreement.has_group() and _tasks() > 1:
+        if directory is None and not agreement.has_group() and _tasks() > 1:
             raise TrainingError(
                 f"the environment names {_tasks()} tasks, but there is no process group. Call "
                 "torch.distributed.init_process_group() before Loop(), or pass each task a "
-                "different Loop(folder=…). [CD0816]"
+                "different Loop(directory=…). [CD0816]"
             )
 
-    def _begin(self, folder: str | os.PathLike[str] | None) -> tuple[Attempt, Path | None]:
+    def _begin(self, directory: str | os.PathLike[str] | None) -> tuple[Attempt, Path | None]:
         """Choose on rank 0 the attempt and the checkpoint to resume; return both on all ranks."""
-        own = attempt_here(os.environ) if folder is None else None
+        own = attempt_here(os.environ) if directory is None else None
         self._in_run = own is not None
         self._hosts = agreement.gather(host_name(os.environ))
         hosts = list(dict.fromkeys(self._hosts))
         settled: tuple[str, str, type[ClusterDDPError] | None] = ("", "", None)
         if self.rank == 0:
             try:
-                run = own.run if own else _run_of(folder)
+                run = own.run if own else _run_of(directory)
                 self._refuse_second_loop(run, own)
                 if not own:
                     run.make(run.attempts)
@@ -289,8 +289,8 @@ class Loop(Resumable):
 
     def _refuse_second_loop(self, run: RunDir, own: Attempt | None) -> None:
         """Raise TrainingError if another loop writes to the run as well."""
-        each = "pass each a different Loop(folder=…)."
-        if run.path in Loop._folders:
+        each = "pass each a different Loop(directory=…)."
+        if run.path in Loop._directories:
             raise TrainingError(
                 f"this process already has a Loop in {run.path}. close() it, or {each} [CD0816]"
             )
@@ -331,7 +331,7 @@ class Loop(Resumable):
         """Start the watchdog and, on rank 0, the heartbeat."""
         self._first_step = time.time()
         if self.rank == 0:
-            Loop._folders.add(self.attempt.run.path)
+            Loop._directories.add(self.attempt.run.path)
             self._liveness_writer = LivenessWriter(self.attempt, stop.requested)
             self._liveness_writer.sign = self._sign_of_life
             self._liveness_writer.__enter__()
@@ -371,7 +371,7 @@ class Loop(Resumable):
             if is_own and script != _script():
                 raise CheckpointError(
                     f"the checkpoint {source} was saved by {script}, but this script is "
-                    f"{_script()}. Pass each script a different Loop(folder=…). [CD0703]"
+                    f"{_script()}. Pass each script a different Loop(directory=…). [CD0703]"
                 )
         return resumable.publish(
             attempt,
@@ -392,7 +392,7 @@ class Loop(Resumable):
         if before != now:
             raise CheckpointError(
                 f"the checkpoint {path} holds {', '.join(before)}, but this loop was given "
-                f"{', '.join(now)}. Pass the same names, or another Loop(folder=…). [CD0703]"
+                f"{', '.join(now)}. Pass the same names, or another Loop(directory=…). [CD0703]"
             )
         if bool(loop["sharded"]) != bool(self._sharded):
             is_now = "is" if self._sharded else "is not"
@@ -535,11 +535,11 @@ def _script() -> str:
     return Path(sys.argv[0] if sys.argv else "").name
 
 
-def _run_of(folder: str | os.PathLike[str] | None) -> RunDir:
+def _run_of(directory: str | os.PathLike[str] | None) -> RunDir:
     """Return the directory of a loop outside of a run."""
     script = Path(_script()).stem
     name = script if re.fullmatch(RUN_NAME, script) else "loop"
-    return RunDir(Path(folder or Path(DEFAULT_FOLDER, name)).absolute())
+    return RunDir(Path(directory or Path(DEFAULT_FOLDER, name)).absolute())
 
 
 def _tasks() -> int:

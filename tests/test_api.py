@@ -241,7 +241,7 @@ def test_the_training_is_submitted_by_keywords(folder: Path) -> None:
     ("words", "options", "message"),
     [
         (["true"], {"node": 2}, "there is no option 'node' (did you mean 'nodes'?)"),
-        (["true"], {"nodes": 0}, "nodes: 0 is not valid. Use a positive whole number."),
+        (["true"], {"nodes": 0}, "nodes: 0 is not valid. Use a whole number from 1 to 1000000."),
         (["true"], {"nodes": 2.5}, "nodes: 2.5 is float, not int."),
         (["true"], {"snapshot_limit": "x"}, "snapshot_limit: 'x' is not valid. Use a number."),
         (["true"], {"env": 3}, "env: 3 is not valid. Use a string or a list of strings."),

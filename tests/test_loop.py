@@ -91,7 +91,7 @@ class Training:
         self.loader = DataLoader(self.data, batch_size=4, shuffle=True, num_workers=workers)
         self.events: list[str] = []
         self.loop = Loop(
-            folder=folder, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler,
+            directory=folder, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler,
             **options,
         )  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_what_is_trained_already_is_not_read_again(tmp_path: Path) -> None:
 
 def test_any_iterable_is_gone_through_to_where_it_was(tmp_path: Path) -> None:
     def seen(stop_at: int) -> list[int]:
-        loop = Loop(folder=tmp_path / "iterable", model=nn.Linear(1, 1))
+        loop = Loop(directory=tmp_path / "iterable", model=nn.Linear(1, 1))
         batches = []
         try:
             for _ in loop.epochs(1):
@@ -205,7 +205,7 @@ def test_generators_of_the_loader_itself_go_on_as_well(tmp_path: Path, stop_at: 
     def order(folder: Path, stop_at: int = 0) -> list[list[int]]:
         generator = torch.Generator().manual_seed(7)
         loader = DataLoader(range(12), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
-        loop = Loop(folder=folder, model=nn.Linear(1, 1))
+        loop = Loop(directory=folder, model=nn.Linear(1, 1))
         seen = []
         try:
             for _ in loop.epochs(2):
@@ -257,7 +257,7 @@ def test_after_the_loop_signals_have_their_usual_effect(tmp_path: Path) -> None:
     signal.raise_signal(signal.SIGUSR1)  # Slurm's, ahead of the end: what follows goes on
     for wrong in ({"lr": 0.1}, {"model": nn.Linear(1, 1)}):  # no state, another one
         with pytest.raises((TypeError, CheckpointError)):
-            Loop(folder=tmp_path, **wrong)
+            Loop(directory=tmp_path, **wrong)
         assert [signal.getsignal(number) for number in numbers] == before
 
 
@@ -276,11 +276,11 @@ def test_a_loop_that_is_left_by_break_is_finished(tmp_path: Path) -> None:
 
 
 def test_two_loops_of_a_process_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    first = Loop(directory=tmp_path, model=nn.Linear(1, 1))
     with pytest.raises(TrainingError, match=f"this process already has a Loop in {tmp_path}"):
-        Loop(folder=tmp_path, model=nn.Linear(1, 1))
+        Loop(directory=tmp_path, model=nn.Linear(1, 1))
     first.close()
-    Loop(folder=tmp_path, model=nn.Linear(1, 1)).close()
+    Loop(directory=tmp_path, model=nn.Linear(1, 1)).close()
 
 
 def test_a_checkpoint_loads_without_clusterddp(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ class Odd:
 )
 def test_a_mistake_is_named_at_once(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        Loop(folder=tmp_path / "run", **arguments)
+        Loop(directory=tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
 
 
@@ -444,7 +444,7 @@ def test_ranks_without_a_process_group_are_no_world(
 
 
 def test_batches_belong_into_an_epoch(tmp_path: Path) -> None:
-    loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match=r"loop\.epochs"):
         next(loop.batches([1]))
     loop.close()
@@ -455,7 +455,7 @@ def test_an_epoch_without_batches_is_one_step_and_is_done_once(tmp_path: Path, s
     """Whether the stop waits for the end of the epoch, or a person saves and leaves within it."""
 
     def train(stop_at: int) -> None:
-        loop = Loop(folder=tmp_path / "run", model=nn.Linear(1, 1), log_every=1)
+        loop = Loop(directory=tmp_path / "run", model=nn.Linear(1, 1), log_every=1)
         with suppress(SystemExit):
             for epoch in loop.epochs(5):
                 if not saves:
@@ -477,7 +477,7 @@ def test_an_epoch_without_batches_is_one_step_and_is_done_once(tmp_path: Path, s
 
 def test_a_second_step_without_batches_is_refused(tmp_path: Path) -> None:
     """A resume could not tell where in the epoch it was, and would do its steps again."""
-    loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
     with pytest.raises(RuntimeError, match=r"loop\.batches"):
         for _ in loop.epochs(2):
             for _ in range(2):
@@ -489,16 +489,16 @@ def test_a_second_step_without_batches_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_states_is_refused(tmp_path: Path) -> None:
     Training(tmp_path).run()
     with pytest.raises(CheckpointError, match=r"holds model, optimizer, scheduler, but .* model"):
-        Loop(folder=tmp_path, model=nn.Linear(1, 1))
+        Loop(directory=tmp_path, model=nn.Linear(1, 1))
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     for kind, words in ((nn.Linear(2, 2), ""), (nn.Linear(3, 3), "does not fit .*size mismatch")):
         if words:
             with pytest.raises(CheckpointError, match=f"(?s){words}"):
-                Loop(folder=tmp_path, model=kind)
+                Loop(directory=tmp_path, model=kind)
         else:
-            loop = Loop(folder=tmp_path, model=kind)
+            loop = Loop(directory=tmp_path, model=kind)
             loop.finish()
             loop.close()
 
@@ -508,10 +508,10 @@ def test_what_rank_0_refuses_keeps_its_code(
 ) -> None:
     def refused(folder: Path | None = tmp_path, **states: Any) -> tuple[type[Exception], str]:
         with pytest.raises((CheckpointError, TrainingError)) as caught:
-            Loop(folder=folder, **states or {"model": nn.Linear(1, 1)})
+            Loop(directory=folder, **states or {"model": nn.Linear(1, 1)})
         return caught.type, caught.value.code
 
-    loop = Loop(folder=tmp_path, model=nn.Linear(1, 1))
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
     assert refused() == (TrainingError, "CD0816")
     loop.step()
     loop.finish()
@@ -524,7 +524,7 @@ def test_what_rank_0_refuses_keeps_its_code(
     monkeypatch.setattr(state, "load", of_shards)
     assert refused() == (CheckpointError, "CD0709")
     monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
-    assert refused(folder=None) == (TrainingError, "CD0512")
+    assert refused(directory=None) == (TrainingError, "CD0512")
     (tmp_path / "file").touch()
     assert refused(tmp_path / "file/run") == (TrainingError, "CD0504")
 
@@ -600,7 +600,7 @@ def test_of_a_line_a_second_one_in_ten_seconds_is_printed_unless_the_pace_is_giv
 
 def test_stacks_are_those_of_a_run_that_was_submitted(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "own")
-    loop = Loop(folder=run.path, model=nn.Linear(1, 1))
+    loop = Loop(directory=run.path, model=nn.Linear(1, 1))
     with pytest.raises(RequestError, match="own was started by hand, so the hosts of its ranks"):
         stacks.read(run, run_status(run, {}))
     loop.close()
@@ -711,7 +711,7 @@ def test_worlds_of_a_runs_tasks_do_not_share_its_attempt(
     if nodes == "2" or template:
         Loop(model=nn.Linear(1, 1)).close()
     else:
-        with pytest.raises(TrainingError, match=r"has 2 tasks, .* has 1 of them\. .*folder=…"):
+        with pytest.raises(TrainingError, match=r"has 2 tasks, .* has 1 of them\. .*directory=…"):
             Loop(model=nn.Linear(1, 1))
 
 
@@ -797,7 +797,7 @@ def rank_trains(
     data = torch.utils.data.TensorDataset(samples)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
-    loop = Loop(folder=folder, model=model, optimizer=optimizer, save_every="3steps")
+    loop = Loop(directory=folder, model=model, optimizer=optimizer, save_every="3steps")
     loop._poll.due = lambda _: True  # type: ignore[method-assign]
     code = None
     try:
@@ -849,7 +849,7 @@ def rank_trains_deep(
     module[2].bias.requires_grad_(False)
     model = DistributedDataParallel(module, bucket_cap_mb=0.01, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loop = Loop(folder=folder, model=model, optimizer=optimizer)
+    loop = Loop(directory=folder, model=model, optimizer=optimizer)
     loop._poll.due = lambda _: True  # type: ignore[method-assign]
     code, batches = None, [torch.randn(8, 32, generator=_seeded(n, rank)) for n in range(8)]
     try:
@@ -944,7 +944,7 @@ def rank_gives(rank: int, world_size: int, folder: Path) -> list[str]:
         average = Odd(next(model.parameters()).detach())
         for states in ({"average": average}, {"optimizer": both, "plain": plain}, {}):
             try:
-                loop = Loop(folder=folder, model=model, **states)
+                loop = Loop(directory=folder, model=model, **states)
                 loop.finish()
                 loop.close()
             except (TypeError, CheckpointError) as error:
@@ -964,7 +964,7 @@ def test_a_sharded_state_that_cannot_be_kept_is_refused(tmp_path: Path) -> None:
 
 def rank_counts(rank: int, world_size: int, folder: Path) -> int:
     """The step that is saved after the second, which is one rank's last batch."""
-    loop = Loop(folder=folder, model=nn.Linear(1, 1), save_every="2steps")
+    loop = Loop(directory=folder, model=nn.Linear(1, 1), save_every="2steps")
     for _ in loop.epochs(1):
         for _ in loop.batches(range(2 + rank)):
             loop.step()
@@ -984,7 +984,7 @@ def rank_sees(rank: int, world_size: int, folder: Path, stop_at: int) -> tuple[A
     data = torch.utils.data.TensorDataset(torch.arange(60.0))
     sampler = DistributedSampler(data, seed=3)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
-    loop = Loop(folder=folder, model=nn.Linear(1, 1))
+    loop = Loop(directory=folder, model=nn.Linear(1, 1))
     loop._poll.due = lambda _: True  # type: ignore[method-assign]
     seen, code = [], None
     try:
@@ -1018,7 +1018,7 @@ def test_at_another_number_of_ranks_no_sample_of_the_epoch_is_left_out(
 
 def rank_reads(rank: int, world_size: int, folder: Path, stop_at: int) -> str:
     """What is said to batches that nobody deals out."""
-    loop = Loop(folder=folder, model=nn.Linear(1, 1))
+    loop = Loop(directory=folder, model=nn.Linear(1, 1))
     loop._poll.due = lambda _: True  # type: ignore[method-assign]
     try:
         for _ in loop.epochs(1):
@@ -1044,7 +1044,7 @@ def test_in_an_epoch_that_nobody_deals_out_another_number_of_ranks_is_refused(
 def rank_is_watched(rank: int, world_size: int, folder: Path) -> tuple[list[str], Any, bool]:
     """The phases in which its own code finds this rank, what it has waited, and its paces."""
     model = DistributedDataParallel(nn.Linear(4, 1))
-    loop = Loop(folder=folder, model=model)
+    loop = Loop(directory=folder, model=model)
     loop._poll.due = lambda _: True  # type: ignore[method-assign]
     phases = []
 
@@ -1187,7 +1187,7 @@ def test_it_needs_torch_alone(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['numpy', 'click', 'jinja2', 'tqdm', "
         "'torchvision', 'submitit'])); import clusterddp.loop; from torch import nn; "
-        "loop = clusterddp.loop.Loop(folder=sys.argv[1], model=nn.Linear(1, 1)); loop.finish()"
+        "loop = clusterddp.loop.Loop(directory=sys.argv[1], model=nn.Linear(1, 1)); loop.finish()"
     )
     argv = [sys.executable, "-W", "ignore", "-c", code, "run"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -34,7 +34,7 @@ def train(rank: int, store: str, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    loop = Loop(folder=folder, model=ddp, optimizer=optimizer) if folder else None
+    loop = Loop(directory=folder, model=ddp, optimizer=optimizer) if folder else None
     for _ in range(3):
         optimizer.zero_grad()
         ddp(torch.ones(2, 4)).sum().backward()

@@ -30,6 +30,7 @@ _SUBMISSION_OPTIONS = ("force", "check_python", "snapshot_limit")
 """Options that affect only a submission and are not in its JobSpec."""
 _NOT_IN_FILE = (
     *("run-name", "sweep", "sweep-file", "num-samples", "sample-seed", "max-concurrent"),
+    *("wait", "dry-run", "test-only", "json", "config", "save-config", "site", "cluster"),
 )
 """Options that differ from run to run of a request, and are not keys of a file."""
 

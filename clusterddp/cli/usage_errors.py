@@ -1,14 +1,18 @@
 """Messages for a mistyped command line: click's errors in the style of ours, with a suggestion."""
 
+import contextlib
 import difflib
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import cast
 
 import click
 
 from clusterddp.errors import coded
-from clusterddp.request.spec import OPTIONS
+from clusterddp.request.options import NO_REQUEUE, PASSED_ON, REPLACED_FLAGS, SHORT_FORMS
+from clusterddp.request.spec import OPTIONS, REQUEST
 
 _OTHER_NAMES = {
     **dict.fromkeys(("jobs", "list", "ls", "ps", "queue", "squeue"), "runs"),
@@ -39,6 +43,38 @@ def no_such_command(name: str, commands: Sequence[str]) -> str:
     near = _OTHER_NAMES.get(name, "".join(difflib.get_close_matches(name, commands, n=1)))
     hint = f" Did you mean {near!r}?" if near else " See 'clusterddp --help'."
     return f"no such command {name!r}.{hint}"
+
+
+def submit_message(error: click.UsageError) -> str:
+    """Return what to type instead of an option or file of sbatch; empty for other errors."""
+    if isinstance(error, click.NoSuchOption):
+        name = SHORT_FORMS.get(error.option_name, error.option_name.removeprefix("--"))
+        use = REPLACED_FLAGS.get(name)
+        return f"{error.option_name} is an option of sbatch. Use {use}." if use else ""
+    extra = re.search(r"unexpected extra argument.*\((\S+).*\)", error.message)
+    if type(error) is not click.UsageError or not extra:
+        return ""
+    with contextlib.suppress(OSError):
+        if re.match(r"(?s)#!.*\n#SBATCH ", Path(extra[1]).read_text(errors="replace")):
+            line = f"clusterddp import {shlex.quote(extra[1])}"
+            return f"{extra[1]} is an sbatch file. Convert it into a submit line: {line}"
+    return f"{error.message}. Put the command after '--': submit [OPTIONS] -- COMMAND."
+
+
+def warn_of_variables(names: Iterable[str]) -> None:
+    """Warn of SBATCH_* variables that a submission ignores, and misspelt CLUSTERDDP_* ones."""
+    used = {NO_REQUEUE, *PASSED_ON, *(row.variable for row in REQUEST)}
+    own = [row.parameter.upper() for row in OPTIONS.values()]
+    for name in sorted(names):
+        word = name.removeprefix("CLUSTERDDP_")
+        near = difflib.get_close_matches(word, own, n=1, cutoff=0.8) if word != name else []
+        if name.startswith("SBATCH_") and name not in used:
+            use = "Use submit's options, or unset it."
+        elif near and word not in own:
+            use = f"Did you mean CLUSTERDDP_{near[0]}?"
+        else:
+            continue
+        click.echo(f"clusterddp: warning: {name} is ignored. {use} [CD0206]", err=True)
 
 
 def usage_message(error: click.ClickException) -> str:

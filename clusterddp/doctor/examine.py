@@ -169,10 +169,8 @@ def _file_system(path: Path) -> tuple[str, bool | None]:
     """Return the type of a path's file system and whether it is shared; None if unknown."""
     text = Path("/proc/self/mountinfo").read_text(errors="replace")
     kind = file_system_type(os.path.realpath(path), text.splitlines())
-    return (
-        kind,
-        True if kind in SHARED_TYPES.split() else False if kind in LOCAL_TYPES.split() else None,
-    )
+    is_shared = True if kind in SHARED_TYPES.split() else None
+    return kind, False if kind in LOCAL_TYPES.split() else is_shared
 
 
 def file_system_type(path: str, mountinfo: Iterable[str]) -> str:
@@ -216,8 +214,8 @@ def dataset(spec: JobSpec, *, must_share: bool) -> Check:
         if is_absent and train.dataset == "synthetic":
             found = "does not exist yet: the submission generates it"
             return Check("dataset", OK, found, facts=facts)
-        ways = [re.sub(r" {2,}", ": ", line.strip()) for line in more.splitlines() if line.strip()]
-        advice = "; ".join(ways) or "see 'clusterddp data --help'"
+        way = re.sub(r" {2,}", " ", more.strip().partition("\n")[0])
+        advice = "; or see: ".join(filter(None, (way, "clusterddp data --help")))
         return Check("dataset", WARNING if is_absent else ERROR, first.rstrip(":"), advice, facts)
     kind, is_shared = _file_system(info.root)
     facts = {"whole": True, "file_system": kind, "shared": is_shared}
@@ -232,9 +230,7 @@ def python(spec: JobSpec) -> Check:
         advice = "to test it, submit a run on one node: clusterddp submit --max-steps 1"
         found = "not checked: an image or --wrapper provides the Python"
         return Check("python", WARNING, found, advice)
-    note = (
-        " (the job's modules or setup lines may provide it)" if spec.modules or spec.setup else ""
-    )
+    note = " (the job's modules or setup lines may provide it)" * bool(spec.modules or spec.setup)
     result = WARNING if note else ERROR
     advice = f"activate an environment with torch, or choose its interpreter with --python{note}"
     began = time.monotonic()
@@ -259,9 +255,8 @@ def python(spec: JobSpec) -> Check:
     )
     facts = {**answer, "seconds": round(seconds, 2), "has_gpu_build": on != "no CUDA"}
     if tuple(int(part) for part in re.findall(r"\d+", str(answer["python"]))[:2]) < (3, 10):
-        return Check(
-            "python", result, f"{found}; the tasks need Python 3.10 or later", advice, facts
-        )
+        found += "; the tasks need Python 3.10 or later"
+        return Check("python", result, found, advice, facts)
     if seconds > SLOW_IMPORT_SECONDS:
         advice = "every start takes this long: use a faster file system or an image"
         return Check("python", WARNING, found, advice, facts)

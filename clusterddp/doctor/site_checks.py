@@ -93,8 +93,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     try:
         config, records, known = config_asked.result(), records_asked.result(), known_asked.result()
     except SlurmError as error:
-        advice = "try again later, or ask the administrators; 'scontrol ping' tests slurmctld"
-        return Diagnosis((Check("slurm", ERROR, str(error).splitlines()[-1], advice),), {})
+        return Diagnosis((_no_response(error),), {})
     own = [spec.resources.account] if spec.resources.account else accounts.result()
     groups = site.groups()
     closed = {name: site.why_closed(records.get(name, {}), groups, own) for name in known}
@@ -108,9 +107,7 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
     # A one-GPU job may be rejected only because of the directive.
     if taken := next(filter(lambda outcome: outcome[0], outcomes.values()), None):
         tried[with_gpus] = taken
-    tried |= {
-        name: (False, f"{why}: the job would never start") for name, why in closed.items() if why
-    }
+    tried |= {n: (False, f"{why}: the job would never start") for n, why in closed.items() if why}
     asked_for = spec.resources.partition.split(",")
     of_job = (n for n in names if n in asked_for or (asked_for == [""] and known[n].is_default))
     used = [name for name in of_job if name in records]
@@ -137,6 +134,15 @@ def slurm(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         settings["partition"] = ""
     remarks = [f"Slurm {version}, cluster {cluster}", *(_describe(known[name]) for name in names)]
     return Diagnosis(tuple(checks), settings, tuple(remarks))
+
+
+def _no_response(error: SlurmError) -> Check:
+    """Return the check of a Slurm that is not configured here or does not respond."""
+    advice = "try again later, or ask the administrators; 'scontrol ping' tests slurmctld"
+    if error.code == "CD0402":
+        advice = "run it on a login node; submit --launcher local rehearses a run here"
+    found = str(error).splitlines()[-1].removesuffix(" Use a login node.")
+    return Check("slurm", ERROR, found, advice)
 
 
 def in_thread(work: Callable[[], T]) -> "Future[T]":

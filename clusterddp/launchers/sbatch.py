@@ -535,7 +535,7 @@ def _check(spec: JobSpec, script: str) -> None:
     if spec.max_restarts and "--max-restarts=" not in script:
         raise RequestError(
             f"--max-restarts {spec.max_restarts} needs torchrun's agents, which template "
-            f"{spec.template} does not start. Use --template torchrun. [CD0303]"
+            f"{spec.template} does not start. Submit with --template torchrun. [CD0303]"
         )
     if spec.resources.spare_nodes and forms.NODES_VARIABLE not in script:
         raise RequestError(

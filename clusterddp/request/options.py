@@ -49,7 +49,7 @@ EXPEDITE = "expedite"
 """Value of sbatch's --requeue that requeues a job at top priority (Slurm 25.11)."""
 _CLUSTER = "cluster:"
 _GPU_GRES = r"(?:gres[:/])?gpu(?::(?P<type>[^:,=]+))??(?:[:=](?P<count>\d+))?"
-_NO_REQUEUE = "SBATCH_NO_REQUEUE"
+NO_REQUEUE = "SBATCH_NO_REQUEUE"
 
 _WORDS = {
     **dict.fromkeys(("yes", "true", "on", "1", "y", "t"), True),
@@ -170,6 +170,7 @@ def is_reference(value: str) -> bool:
 
 
 COUNT = Number("a positive whole number", least=1)
+SIZE = Number("a whole number from 1 to 1000000", least=1, below=1_000_001)
 WHOLE = Number("a whole number of at least 0")
 NUMBER = Number("a finite number of at least 0")
 POSITIVE = Number("a finite number above 0", least=math.ulp(0.0))
@@ -441,8 +442,8 @@ class Settings:
         # second one wins.
         if "requeue" in values:
             values["requeue"] = EXPEDITE if values["requeue"].lower() == EXPEDITE else "yes"
-        if _NO_REQUEUE in environ:
-            values["requeue"], sources["requeue"] = "no", _NO_REQUEUE
+        if NO_REQUEUE in environ:
+            values["requeue"], sources["requeue"] = "no", NO_REQUEUE
         gres = environ.get("SBATCH_GRES")
         gpus = re.fullmatch(_GPU_GRES, gres) if gres else None
         if gpus:
@@ -566,12 +567,6 @@ def sbatch_directives(environ: Mapping[str, str]) -> dict[str, str | None]:
             "with --gpus-per-node and the rest with --sbatch gres=… [CD0206]"
         )
     return directives
-
-
-def unused_variables(environ: Mapping[str, str], rows: Iterable[Option]) -> list[str]:
-    """Return the SBATCH_* variables that a submission ignores."""
-    known = {_NO_REQUEUE, *PASSED_ON, *(row.variable for row in rows)}
-    return sorted(name for name in environ if name.startswith("SBATCH_") and name not in known)
 
 
 def _check_names(path: Path, sections: Mapping[str, Iterable[str]], known: Collection[str]) -> None:

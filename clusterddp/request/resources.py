@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from clusterddp.errors import OptionError
-from clusterddp.request.options import COUNT, WHOLE, Choice, Record, check_fields, option
+from clusterddp.errors import OptionError, RequestError
+from clusterddp.request.options import COUNT, SIZE, WHOLE, Choice, Record, check_fields, option
 from clusterddp.slurm import forms
 from clusterddp.slurm.forms import LINE
 
@@ -12,7 +12,7 @@ from clusterddp.slurm.forms import LINE
 class Resources(Record):
     """Nodes, GPUs, tasks, time and partition to request; empty or None means the site's default."""
 
-    nodes: int = option(1, "Number of nodes.", COUNT, "--nodes -N")
+    nodes: int = option(1, "Number of nodes.", SIZE, "--nodes -N")
     spare_nodes: int = option(0, "Idle nodes that replace failed ones.", WHOLE)
     gpus_per_node: int = option(
         0, "GPUs per node.", WHOLE, "--gpus-per-node SBATCH_GPUS_PER_NODE [TYPE:]N", type=str
@@ -24,7 +24,7 @@ class Resources(Record):
         Choice(("gpus-per-node", "gres", "gpus-per-task")),
     )
     tasks_per_node: int = option(
-        0, "Ranks per node.", COUNT, "--ntasks-per-node", shown="one per GPU, or one"
+        0, "Ranks per node.", SIZE, "--ntasks-per-node", shown="one per GPU, or one"
     )
     cpus_per_task: int | None = option(
         None, "CPUs per rank.", COUNT, "--cpus-per-task -c", shown="the site's"
@@ -102,8 +102,7 @@ class Resources(Record):
 
     def _check_hosts(self) -> None:
         """Raise OptionError if the hosts cannot all be in the job."""
-        wanted = set(forms.expand_nodelist(self.nodelist) if self.nodelist else ())
-        unwanted = forms.expand_nodelist(self.exclude) if self.exclude else ()
+        wanted, unwanted = {*_hosts("--nodelist", self.nodelist)}, _hosts("--exclude", self.exclude)
         if len(wanted) > self.job_nodes:
             more = f" and --spare-nodes for {self.spare_nodes} more" if self.spare_nodes else ""
             raise OptionError(
@@ -144,3 +143,10 @@ class Resources(Record):
         nodes, tasks, ranks = (f"{n} {word}{'s' if n != 1 else ''}" for n, word in counts)
         more = f", and {spares} spare node{'s' if spares != 1 else ''}" if spares else ""
         return f"{nodes} x {tasks} = {ranks}{more}"
+
+
+def _hosts(option: str, text: str) -> list[str]:
+    try:
+        return forms.expand_nodelist(text) if text else []
+    except RequestError as error:
+        raise OptionError(option, f": {error}", code=error.code) from None

@@ -32,7 +32,7 @@ MAX_TRIALS = 100_000
 NAME = r"[A-Za-z][A-Za-z0-9_-]{0,39}"
 _RANGE = r"(-?\d{1,18})\.\.(-?\d{1,18})"
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_LIKE_RANGE = rf"{_NUMBER}\.\.{_NUMBER}"
+_LIKE_RANGE = rf"{_NUMBER}\.\.(?:{_NUMBER})?|\.\.{_NUMBER}"
 _ARRAY = r"(?m)^#SBATCH --array="
 _DRAWN = r"(log|lin):(.+)\.\.(.+)"
 
@@ -171,9 +171,8 @@ def parse(
                 "--sweep", f" {item}: expected NAME=VALUES, such as lr=0.1,0.3 or seed=0..4."
             )
         if name in values or any(name in row for row in rows):
-            raise OptionError(
-                "--sweep", f" {name} is given twice. List all its values in one place."
-            )
+            twice = "given twice" if name in values else "also a name in --sweep-file"
+            raise OptionError("--sweep", f" {name} is {twice}. List all its values in one place.")
         values[name] = text
     names = (*(rows[0] if rows else ()), *values)
     if num_samples is not None:

@@ -103,7 +103,7 @@ def agents_apart(job: JobScript) -> Iterator[Found]:
             continue
         why = "the default --nnodes 1, so each runs a separate training."
         if counted:
-            why = "the default address 127.0.0.1, so each waits for the others."
+            why = "the default address 127.0.0.1, so each waits for the rest."
         yield Found(
             run.line,
             False,
@@ -186,7 +186,7 @@ def srun_missing(job: JobScript) -> Iterator[Found]:
         if run.starts in START_PYTHON and job.spans_nodes and not in_loop(run.command):
             waits = bool(nodes and nodes > 1)
             sure = waits and "deepspeed" not in " ".join(run.texts)
-            end = "and waits there for the others" if waits else "so the others stay idle"
+            end = "and waits there for the rest" if waits else "so the rest is idle"
             why = f"{run.starts} starts only on the first of {job.nodes} nodes, {end}."
             yield Found(run.line, sure, why, _srun(run, line, job))
             continue

@@ -112,7 +112,7 @@ class SubmitLine:
 
     options: list[tuple[str, ...]] = field(default_factory=list)
     command: tuple[str, ...] = ()
-    folder: str = ""
+    directory: str = ""
     """Directory to submit from; empty for the current one."""
     notes: list[Note] = field(default_factory=list)
 
@@ -139,8 +139,8 @@ class SubmitLine:
         else:
             rows.append(f"    {command}")
         line = " \\\n".join(rows)
-        folder = f"./{self.folder}" if self.folder.startswith("-") else self.folder
-        return f"cd {_typed([folder])} &&\n{line}" if folder else line
+        path = f"./{self.directory}" if self.directory.startswith("-") else self.directory
+        return f"cd {_typed([path])} &&\n{line}" if path else line
 
     def add(self, name: str, value: str | None = None) -> None:
         """Add an option; its name has no dashes."""
@@ -254,7 +254,7 @@ class _Translation:
         if name in _LOGS:
             line.note(directive.line, directive.text, _LOG_PLACE)
         elif name == "chdir":
-            line.folder = "" if value in (None, ".", "./") else str(value)
+            line.directory = "" if value in (None, ".", "./") else str(value)
         elif name == "export":
             self.export(directive)
         elif name == "requeue" and value:

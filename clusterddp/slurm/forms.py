@@ -113,7 +113,7 @@ TIME_LIMIT = Form(
     r"(?ia)\d+|\d+:[0-5]?\d|\d+:[0-5]?\d:[0-5]?\d|\d+-\d{1,2}(:[0-5]?\d(:[0-5]?\d)?)?"
     r"|UNLIMITED|INFINITE",
     "time limit",
-    "minutes (90), [D-]HH:MM:SS (02:30:00), D-HH (1-12) or UNLIMITED",
+    "minutes (60 for 1h), MM:SS, [D-]HH:MM:SS (02:30:00), D-HH (1-12) or UNLIMITED",
 )
 MEMORY = Form(
     r"(?ia)\d+[KMGT]?", "amount of memory", "64G, 500M, 1T, 4000 (megabytes) or 0 (all of a node)"

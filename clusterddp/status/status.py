@@ -627,6 +627,8 @@ def _next_command(
             return f"clusterddp logs --job {run.cli_name}"
         if run.sweep:  # the sweep's script would start all trials
             return run.resume_command
+        if not run.script.is_file():  # its submission was killed before
+            return f"clusterddp rm {run.cli_name}"
         return f"sbatch {shlex.quote(str(run.script))}"
     if submission is None:  # its ranks printed to a terminal, and it cannot be resumed
         return f"clusterddp report {run.cli_name}" if state == RunState.DONE else ""

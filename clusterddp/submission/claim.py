@@ -36,7 +36,7 @@ def claimed(run: RunDir) -> Iterator["Claim"]:
         claim = _take(run)
     except OSError as error:
         raise RequestError(
-            f"cannot write to {run.path}: {error.strerror}. Nothing was submitted. "
+            f"cannot write to {run.path}: {error.strerror}. Nothing was changed. "
             "Free space there or restore write permission. [CD0504]"
         ) from None
     try:

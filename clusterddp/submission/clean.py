@@ -157,7 +157,8 @@ def reason_to_keep(run: RunDir, status: RunStatus) -> str:
     if status.state == RunState.DONE:
         return ""
     if status.state not in (RunState.FAILED, RunState.CANCELLED):
-        return status.state if status.state in ACTIVE else f"{status.state}, can resume"
+        more = "never submitted" if status.state == RunState.CREATED else "can resume"
+        return status.state if status.state in ACTIVE else f"{status.state}, {more}"
     if status.checkpoint_step is not None:
         return f"{status.state}, can resume from step {status.checkpoint_step}"
     spec = run.read_spec()

@@ -307,6 +307,11 @@ def remarks(spec: JobSpec) -> tuple[str, ...]:
         f"{word} in the COMMAND is not replaced, because --sweep has no such name"
         for word in program.unused_placeholders(spec.sweep.names)
     ]
+    found += [
+        f"{word} comes after '--', so it is passed to the COMMAND: clusterddp ignores it"
+        for word in spec.command[1:]
+        if word in ("--dry-run", "--test-only")
+    ]
     if gpus and program.options.get("device") == "cpu":
         found.append(f"--device cpu leaves the {gpus} GPUs of each node idle")
     elif gpus > tasks and program.options.get("strategy") == "ddp":

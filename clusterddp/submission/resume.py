@@ -81,6 +81,8 @@ class Terms:
     """Maximum size of a new copy of the code in MB; None: 50, or twice the previous copy."""
     more: Sweep = NO_SWEEP
     """Trials to add to a sweep and submit, instead of its failed ones."""
+    one_of_several: bool = False
+    """True if other runs are resumed too: a local run would end with this process."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ def _changed(
     run: RunDir, before: JobSpec, change: Callable[[JobSpec], JobSpec], terms: Terms
 ) -> JobSpec:
     """Return the new request with added trials; raises RequestError for a fixed field."""
+    if terms.one_of_several and before.launcher == "local":
+        raise RequestError(
+            f"{run.name} runs on this machine. Resume it by name: {run.resume_command} [CD1103]"
+        )
     if terms.from_scratch and not before.program.keeps_records:
         raise RequestError(
             f"--from-scratch applies only to the built-in training, but {run.name} runs a command. "

@@ -48,7 +48,7 @@ def test_a_refusal_ends_with_its_code(argv: list[str], code: str, tmp_path: Path
      (["resubmit"], "no such command 'resubmit'. Did you mean 'resume'?"),
      (["submit", "--node=2"], "no such option '--node'. Did you mean '--nodes'?"),
      (["status", "--lines=3"], "no such option '--lines'. Did you mean 'clusterddp logs --lines'?"),
-     (["submit", "--nodes=x"], "--nodes: 'x' is not valid. Use a positive whole number."),
+     (["submit", "--nodes=x"], "--nodes: 'x' is not valid. Use a whole number from 1 to 1000000."),
      (["submit", "--launcher=x"], "--launcher: 'x' is not one of sbatch, submitit, local."),
      (["runs", "-n0"], "--last: 0 is not valid. Use 1 or more."),
      (["completion", "tcsh"], "SHELL: 'tcsh' is not one of bash, zsh, fish.")],

@@ -158,6 +158,7 @@ def test_a_secret_is_saved_by_name_and_said() -> None:
         ("nodess = 2\n", "no option 'nodess' (did you mean 'nodes'?)"),
         ("run-name = 'a'\n", "run-name is not accepted in a file, which several runs"),
         ("sweep = ['lr=1']\n", "sweep is not accepted in a file"),
+        ("wait = true\n", "wait is not accepted in a file, which several runs"),
         ("nodes = 2.5\n", "--nodes: 2.5 is float, not int. (from it.toml)"),
         ("nodes = true\n", "--nodes: True is bool, not int"),
         ("nodes = [1]\n", "--nodes: [1] is list, not int"),

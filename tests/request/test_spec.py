@@ -77,8 +77,12 @@ def test_a_request_that_cannot_be_met_is_refused_showing_both_sides(
 @pytest.mark.parametrize(
     ("record", "fields", "message"),
     [
-        (Resources, {"nodes": "2"}, "--nodes: '2' is not valid. Use a positive whole number."),
-        (Resources, {"nodes": None}, "--nodes: None is not valid. Use a positive whole number."),
+        (Resources, {"nodes": "2"}, "--nodes: '2' is not valid. Use a whole number from 1 to"),
+        (Resources, {"nodes": None}, "--nodes: None is not valid. Use a whole number from 1 to"),
+        (Resources, {"nodes": 10**11}, "--nodes: 100000000000 is not valid. Use a whole number"),
+        (Resources, {"nodelist": "a[1-3"}, "--nodelist: cannot read the host list 'a[1-3': '[' is"),
+        (Resources, {"exclude": "a,,b"}, "--exclude: cannot read the host list 'a,,b': there is"),
+        (Resources, {"time": "1h"}, "--time: '1h' is not a valid time limit. Use minutes (60 for"),
         (Resources, {"partition": ["gpu"]}, "--partition: ['gpu'] is list, not str."),
         (Resources, {"nodelist": ["h1"]}, "--nodelist: ['h1'] is list, not str."),
         (Resources, {"time": 30}, "--time: 30 is int, not str."),
@@ -528,6 +532,8 @@ CPUS = "each GPU rank gets one CPU unless the partition sets DefCpuPerGPU"
          {"train": TrainConfig(strategy="dp")}, []),
         ({"gpus_per_node": 4, "tasks_per_node": 1, "cpus_per_task": 8},
          {"command": ("torchrun", "train.py")}, []),
+        ({}, {"command": ("python", "train.py", "--dry-run", "--lr")},
+         ["--dry-run comes after '--', so it is passed to the COMMAND"]),
         ({"gpus_per_node": 4, "cpus_per_task": 8}, {"train": TrainConfig(device="cpu")},
          ["--device cpu leaves the 4 GPUs of each node idle"]),
         ({"gpus_per_node": 2, "tasks_per_node": 4}, {"train": TrainConfig(backend="gloo")},

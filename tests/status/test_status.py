@@ -139,6 +139,7 @@ def test_torn_records_do_not_hide_the_run(run: RunDir, content: str) -> None:
         path.write_text(content)
     status = run_status(run, {})
     assert (status.name, status.state, status.nodes) == ("mnist-1", "created", None)
+    assert status.next_command == f"clusterddp rm {run.cli_name}"  # there is no script to submit
 
 
 def test_a_loss_that_is_not_a_number_is_kept_and_such_a_step_is_not(run: RunDir) -> None:

@@ -145,7 +145,7 @@ def test_a_claim_that_was_taken_over_submits_nothing(run: RunDir) -> None:
 
 def test_a_directory_that_cannot_be_written_is_said(run: RunDir) -> None:
     run.path.rmdir()
-    with pytest.raises(RequestError, match="Nothing was submitted"):
+    with pytest.raises(RequestError, match="Nothing was changed"):
         submit(run)
 
 

@@ -74,8 +74,7 @@ def command(
         cleanings = []
         for each in full:
             try:
-                done = clean(each.run, named=bool(run), older_than=older_than, now=now)
-                cleanings.append(done)
+                cleanings.append(clean(each.run, named=bool(run), older_than=older_than, now=now))
             except errors.ClusterDDPError as error:
                 failed.append(error)
         if not as_json:
@@ -94,15 +93,13 @@ def _show(cleanings: Sequence[Cleaning], *, named: bool) -> None:
         for item in each.items
     ]
     if rows:
-        table = formatting.table([_HEADER, *rows])
-        click.echo(formatting.clean(table))
+        click.echo(formatting.clean(formatting.table([_HEADER, *rows])))
         click.echo(f"to remove: {_sum(cleanings)}")
-    reasons = [each.skip_reason or "nothing to remove" for each in cleanings if not each.items]
+    skipped = [each for each in cleanings if not each.items]
+    reasons = [each.skip_reason or "nothing to remove" for each in skipped]
     if named:
-        for each in cleanings:
-            if not each.items:
-                words = each.skip_reason or "nothing to remove"
-                click.echo(f"{each.run.name} is skipped: {words}", err=True)
+        for each, words in zip(skipped, reasons, strict=True):
+            click.echo(f"{each.run.name} is skipped: {words}", err=True)
     elif reasons:
         counts = (f"{count:,} {words}" for words, count in Counter(reasons).most_common())
         click.echo(f"skipped: {formatting.join_limited([*counts], 8, '; ')}", err=True)

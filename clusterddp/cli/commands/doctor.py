@@ -18,7 +18,7 @@ import click
 
 from clusterddp import log
 from clusterddp.cli.commands import submit
-from clusterddp.cli.options import given_by, options
+from clusterddp.cli.options import GroupedCommand, given_by, options
 from clusterddp.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from clusterddp.request import sites
 from clusterddp.request.options import Given, Settings, find_site, missing_settings, read_site
@@ -35,7 +35,7 @@ _NAMES = (
 _PROPOSED = tuple(name for name in _NAMES if name not in ("nodes", "gpus-per-node"))
 
 
-@click.command(name="doctor")
+@click.command(name="doctor", cls=GroupedCommand)
 @options([OPTIONS[name] for name in _NAMES], settings=False, defaults=False)
 @click.option(
     "--site", metavar="FILE", help="site.cfg to use; 'clusterddp site' shows the one in effect."
@@ -105,7 +105,8 @@ def _format_check(check: "Check") -> str:
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
     head = f"{check.result:<7}  {check.name:<14}  "
-    text = formatting.line(_text(check.found, check.advice))
+    more = f". To do: {check.advice}" if check.advice else ""
+    text = formatting.line(check.found.removesuffix(".") + more)
     return textwrap.fill(
         text,
         width,
@@ -114,10 +115,6 @@ def _format_check(check: "Check") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _text(found: str, advice: str) -> str:
-    return f"{found}. To do: {advice}" if advice else found
 
 
 def _effective_settings(given: Given) -> dict[str, str]:
@@ -176,10 +173,6 @@ def _write(name: str, text: str, settings: Mapping[str, str]) -> None:
     try:
         with open(name, "x", encoding="utf-8") as file:  # noqa: PTH123 -- never overwrites
             file.write(text)
-    except FileExistsError:
-        raise RequestError(
-            f"--write: {name!r} already exists. Name another file. [CD0108]"
-        ) from None
     except OSError as error:
         raise RequestError(
             f"--write: {name!r} cannot be written: {error.strerror}. [CD0108]"

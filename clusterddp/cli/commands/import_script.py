@@ -38,7 +38,7 @@ def command(file: str, as_json: bool) -> int:
     if as_json:
         fields = {
             "argv": ["clusterddp", *line.argv],
-            "folder": line.folder,
+            "directory": line.directory,
             "line": line.shell,
             "notes": [asdict(note) for note in line.notes],
         }

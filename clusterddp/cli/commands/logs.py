@@ -73,6 +73,8 @@ def command(
     paths = [run_dir.job_log] if job else []
     paths += [run_dir.rank_log(rank) for rank in dict.fromkeys(ranks)]
     if following:
+        if status.state == RunState.CREATED:
+            log.info(f"{run_dir.name} waits: {status.detail}. Next: {status.next_command}")
         failed = run_dir.rank_log(status.failed_rank or 0)
         chosen = paths or [failed if failed.is_file() else default_log(run_dir, status)]
         made = latest(run_dir)

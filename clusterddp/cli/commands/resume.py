@@ -1,5 +1,6 @@
 """`clusterddp resume`: resumes a run in its own directory."""
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -187,7 +188,7 @@ def _follow(done: Resumption, run: RunDir, *, wait: bool, as_json: bool) -> int:
 
 def _resume_each(given: Given, root: Path, pattern: str, terms: Terms, *, as_json: bool) -> int:
     """Resume the runs of a pattern that failed or were stopped. Return the exit code."""
-    runs = select(root, pattern)
+    runs, terms = select(root, pattern), dataclasses.replace(terms, one_of_several=True)
     again = [run for run, s in zip(runs, statuses(runs), strict=True) if ended_without_success(s)]
     if not again:
         raise RequestError(
@@ -197,11 +198,6 @@ def _resume_each(given: Given, root: Path, pattern: str, terms: Terms, *, as_jso
     code, fields = EXIT_DONE, []
     for run in again:
         try:
-            if run.load_spec().launcher == "local":  # it would end with this command
-                raise RequestError(
-                    f"{run.name} runs on this machine. Resume it by name: "
-                    f"{run.resume_command} [CD1103]"
-                )
             done = resume(run, partial(changed, given), terms)
         except ClusterDDPError as error:
             click.echo(f"clusterddp: {coded(error)}", err=True)

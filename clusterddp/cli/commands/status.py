@@ -137,9 +137,7 @@ def describe(status: RunStatus) -> str:
 
 
 def _labelled(lines: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(
-        f"{label:<{_WIDTH}}{formatting.clean(value)}" for label, value in lines if value
-    )
+    return "\n".join(f"{name:<{_WIDTH}}{formatting.clean(text)}" for name, text in lines if text)
 
 
 def _attempt(status: RunStatus) -> str:

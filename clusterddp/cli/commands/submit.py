@@ -21,13 +21,13 @@ from clusterddp.cli.options import (
 from clusterddp.cli.sweeps import follow_sweep, sweep_fields, sweep_of, sweep_options, table_of
 from clusterddp.errors import EXIT_DONE, EXIT_INTERRUPTED, OptionError, RequestError, coded
 from clusterddp.launchers import load
-from clusterddp.request.options import REPLACED_FLAGS, SHORT_FORMS, Given, unused_variables
-from clusterddp.request.spec import OPTIONS, REQUEST, JobSpec
+from clusterddp.request.options import Given
+from clusterddp.request.spec import OPTIONS, JobSpec
 from clusterddp.submission.fields import generate_name, job_spec, remarks, template_folder
 
 
 class SubmitCommand(WithCommand):
-    """A command that refuses options of sbatch and names their replacements."""
+    """A command that refuses sbatch's options and files, and says what to type instead."""
 
     common = (
         *("nodes", "gpus_per_node", "cpus_per_task", "time", "partition", "account"),
@@ -37,17 +37,10 @@ class SubmitCommand(WithCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            name = SHORT_FORMS.get(error.option_name, error.option_name.removeprefix("--"))
-            if name not in REPLACED_FLAGS:
-                raise
-            message = f"{error.option_name} is an option of sbatch. Use {REPLACED_FLAGS[name]}."
-            raise click.UsageError(message, ctx) from None
         except click.UsageError as error:
-            if type(error) is click.UsageError and "unexpected extra argument" in error.message:
-                message = (
-                    f"{error.message}. Put the command after '--': submit [OPTIONS] -- COMMAND."
-                )
+            from clusterddp.cli.usage_errors import submit_message
+
+            if message := submit_message(error):
                 raise click.UsageError(message, ctx) from None
             raise
 
@@ -106,9 +99,7 @@ def command(
     queued; 2 usage error, or refused; 75 with --wait: stopped after a checkpoint, can resume; 130
     interrupted.
     """
-    for name in unused_variables(os.environ, REQUEST):
-        text = f"warning: {name} is ignored. Use submit's options, or unset it. [CD0206]"
-        click.echo(f"clusterddp: {text}", err=True)
+    _warn_of_variables()
     given = given_by(ctx)
     if run_name == "":
         raise RequestError("--run-name is empty. Omit it to generate a name. [CD0102]")
@@ -141,6 +132,13 @@ def command(
     if test_only:
         return _test(given, spec, script, as_json=as_json)
     return _submit(given, spec, script, wait=wait, as_json=as_json)
+
+
+def _warn_of_variables() -> None:
+    if any(name.startswith(("SBATCH_", "CLUSTERDDP_")) for name in os.environ):
+        from clusterddp.cli.usage_errors import warn_of_variables
+
+        warn_of_variables(os.environ)
 
 
 def _save(given: Given, spec: JobSpec, path: Path) -> None:
@@ -217,7 +215,8 @@ def _submit(given: Given, spec: JobSpec, script: str, *, wait: bool, as_json: bo
 def _warn(given: Given, spec: JobSpec, script: str) -> None:
     """Print the warnings of a submission, also for missing files. Raises RequestError."""
     has_folder = "data_dir" in given.sources
-    if spec.starts_own_files or has_folder or spec.after or os.path.lexists(spec.run_dir):
+    has_own = spec.starts_own_files or spec.sbatch
+    if has_own or has_folder or spec.after or os.path.lexists(spec.run_dir):
         from clusterddp.submission import inputs, submit  # a plain dry run does not need them
 
         for train in spec.trainings:

@@ -127,7 +127,7 @@ def test_afterwards_the_commands_say_what_is_gone(workplace: Workplace) -> None:
         ("stopped", STOPPED, "stopped, can resume"),
         ("failed", FAILED, "failed, can resume from step 300"),
         ("unknown", HISTORY, "unknown, can resume"),
-        ("created", [], "created, can resume"),
+        ("created", [], "created, never submitted"),
     ],
 )
 def test_a_run_that_could_go_on_is_left_alone_unless_named(

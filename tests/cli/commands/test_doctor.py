@@ -291,6 +291,18 @@ def test_what_is_wrong_is_not_proposed(site: Site) -> None:
     assert "\npartition =" not in text and "\npython =" not in text
 
 
+def test_a_machine_without_slurm_conf_is_sent_to_a_login_node(site: Site) -> None:
+    words = (
+        "error: fetch_config: DNS SRV lookup failed\\nfatal: Could not establish a configuration"
+    )
+    site.workplace.command("scontrol", f"printf '{words} source' >&2; exit 1")
+    got = site.workplace.invoke("doctor", "--python", "python")
+    assert re.sub(r"\n +", " ", got.out).splitlines()[0].split(maxsplit=2)[2] == (
+        "Slurm on this machine has no configuration (slurm.conf). To do: run it on a login node; "
+        "submit --launcher local rehearses a run here"
+    )
+
+
 def test_a_file_that_is_there_is_never_overwritten(site: Site) -> None:
     (site.folder / "new.cfg").write_text("mine")
     got = write(site)

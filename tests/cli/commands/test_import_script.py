@@ -33,7 +33,7 @@ def test_json_has_the_words_and_the_notes(workplace: Workplace) -> None:
     got = workplace.invoke("import", "--json", "job.sbatch")
     said = json.loads(got.out)
     assert said["argv"][:4] == ["clusterddp", "submit", "--nodes", "2"]
-    assert (said["folder"], said["notes"]) == ("/else", [])
+    assert (said["directory"], said["notes"]) == ("/else", [])
     assert said["line"].startswith("cd /else &&\nclusterddp submit ")
 
 

@@ -19,6 +19,7 @@ from clusterddp.cli.main import cli
 from clusterddp.errors import ClusterDDPError, coded
 from clusterddp.launchers import sbatch
 from clusterddp.request.options import GROUPS
+from clusterddp.slurm import forms
 from tests.hostile import CARRIED, REFUSED
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -772,10 +773,30 @@ def test_sbatchs_usual_forms_are_taken() -> None:
         (["--gres=gpu:4"], "--gpu-directive gres"),
         (["--array", "1-4"], "submit --dry-run … | sbatch --array=LIST"),
         (["--wrap", "hostname"], "the COMMAND after '--'"),
+        (
+            ["job.sh", "3"],
+            "job.sh is an sbatch file. Convert it into a submit line: clusterddp imp",
+        ),
+        (["train.sh"], "Put the command after '--': submit [OPTIONS] -- COMMAND."),
     ],
 )
-def test_sbatchs_other_forms_are_answered_with_ours(typed: list[str], ours: str) -> None:
+def test_sbatchs_other_forms_are_answered_with_ours(
+    typed: list[str], ours: str, elsewhere: Path
+) -> None:
+    (elsewhere / "job.sh").write_text("#!/bin/bash\n# mine\n#SBATCH -N 2\nsrun x\n")
+    (elsewhere / "train.sh").write_text("#!/bin/bash\npython train.py\n")
     assert ours in refusal(*typed)
+
+
+def test_a_misspelt_variable_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*forms.TASK_VARIABLES, forms.BATCH_VARIABLE, "CLUSTERDDP_SITES", "CLUSTERDDP_X"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("CLUSTERDDP_NODEZ", "3")
+    said = run("--dry-run", "--", "true").stderr
+    line = "CLUSTERDDP_NODEZ is ignored. Did you mean CLUSTERDDP_NODES? [CD0206]"
+    assert [each for each in said.splitlines() if "CLUSTERDDP" in each] == [
+        f"clusterddp: warning: {line}"
+    ]
 
 
 def test_utf_8_is_taken_in_a_locale_that_has_none(elsewhere: Path) -> None:
