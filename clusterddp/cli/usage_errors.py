@@ -57,7 +57,7 @@ def submit_message(error: click.UsageError) -> str:
     with contextlib.suppress(OSError):
         if re.match(r"(?s)#!.*\n#SBATCH ", Path(extra[1]).read_text(errors="replace")):
             line = f"clusterddp import {shlex.quote(extra[1])}"
-            return f"{extra[1]} is an sbatch file. Convert it into a submit line: {line}"
+            return f"{extra[1]} is an sbatch file. '{line}' converts it into a submit line."
     return f"{error.message}. Put the command after '--': submit [OPTIONS] -- COMMAND."
 
 

@@ -41,7 +41,7 @@ class SubmitCommand(WithCommand):
             from clusterddp.cli.usage_errors import submit_message
 
             if message := submit_message(error):
-                raise click.UsageError(message, ctx) from None
+                raise click.UsageError(message) from None
             raise
 
 

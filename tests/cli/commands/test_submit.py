@@ -775,7 +775,7 @@ def test_sbatchs_usual_forms_are_taken() -> None:
         (["--wrap", "hostname"], "the COMMAND after '--'"),
         (
             ["job.sh", "3"],
-            "job.sh is an sbatch file. Convert it into a submit line: clusterddp imp",
+            "job.sh is an sbatch file. 'clusterddp import job.sh' converts it into",
         ),
         (["train.sh"], "Put the command after '--': submit [OPTIONS] -- COMMAND."),
     ],
