@@ -13,6 +13,7 @@ import click
 from clusterddp.errors import coded
 from clusterddp.request.options import NO_REQUEUE, PASSED_ON, REPLACED_FLAGS, SHORT_FORMS
 from clusterddp.request.spec import OPTIONS, REQUEST
+from clusterddp.slurm.forms import BATCH_VARIABLE
 
 _OTHER_NAMES = {
     **dict.fromkeys(("jobs", "list", "ls", "ps", "queue", "squeue"), "runs"),
@@ -70,7 +71,7 @@ def warn_of_variables(names: Iterable[str]) -> None:
         near = difflib.get_close_matches(word, own, n=1, cutoff=0.8) if word != name else []
         if name.startswith("SBATCH_") and name not in used:
             use = "Use submit's options, or unset it."
-        elif near and word not in own:
+        elif near and word not in own and name != BATCH_VARIABLE:
             use = f"Did you mean CLUSTERDDP_{near[0]}?"
         else:
             continue

@@ -359,6 +359,7 @@ def test_a_hostile_folder_is_quoted_in_the_next_command(
     run = RunDir(tmp_path / "it's $(touch pwned); x" / "run")
     run.path.mkdir(parents=True)
     write_events(run)
+    run.script.touch()
     words = shlex.split(run_status(run, {}).next_command)
     assert words == ["sbatch", str(run.script)]
     write_events(run, submitted(), begun(1), left(1, "stopped", "stopped"))

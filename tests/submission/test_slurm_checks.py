@@ -50,12 +50,10 @@ def test_a_directive_that_sbatch_does_not_have_is_refused_unless_forced_for_a_pl
     code, said = submit(site, *got)
     assert code == 2
     assert f"{unknown} If a plugin of the site adds it, add --force. [CD0107]" in said
-    code, said = submit(site, "--dry-run", *got)
-    assert code == 0 and f"a submission would be refused: {unknown}" in said
-    code, said = submit(site, "--dry-run", "--force", *got)
-    assert code == 0 and f"clusterddp: warning: {unknown} [CD0107]" in said
-    said = submit(site, "--dry-run", "--sbatch", "gpu-per-node=2")[1]
-    assert "has no option --gpu-per-node. Did you mean --gpus-per-node?" in said
+    assert f"a submission would be refused: {unknown}" in submit(site, "--dry-run", *got)[1]
+    assert f"warning: {unknown} [CD0107]" in submit(site, "--dry-run", "--force", *got)[1]
+    near = "--gpu-per-node. Did you mean --gpus-per-node?"
+    assert near in submit(site, "--dry-run", "--sbatch", "gpu-per-node=2")[1]
     assert "foo" not in submit(site, "--dry-run", "--launcher", "local", *got[2:])[1]
 
 

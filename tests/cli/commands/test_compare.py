@@ -388,10 +388,8 @@ def test_a_run_that_is_there_already_is_not_touched(comparing: Answer) -> None:
     assert "a-single already exists" in got.err and "--run-name" in got.err
 
 
-def test_a_comparison_draws_a_plot(
-    comparing: Answer, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plots, "save_scaling", SAVE_SCALING)
+def test_a_comparison_draws_a_plot(comparing: Answer, workplace: Workplace) -> None:
+    workplace.monkeypatch.setattr(plots, "save_scaling", SAVE_SCALING)
     got = comparing("--run-name=b", "--strategies=single,ddp")
     assert "the plot is in jobs/b.png" in got.err
     assert (workplace.root / "b.png").read_bytes().startswith(b"\x89PNG")
@@ -401,9 +399,7 @@ def test_a_comparison_draws_a_plot(
         assert shown in drawn
 
 
-def test_a_picture_of_runs_without_figures_is_not_claimed(
-    workplace: Workplace,
-) -> None:
+def test_a_picture_of_runs_without_figures_is_not_claimed(workplace: Workplace) -> None:
     workplace.run("a-ddp-8", submitted("3"), started("3"))
     workplace.command("squeue", "echo '3|RUNNING|None|'")
     got = workplace.invoke("compare", "--of=a", "--plot=a.svg")

@@ -292,15 +292,10 @@ def test_what_is_wrong_is_not_proposed(site: Site) -> None:
 
 
 def test_a_machine_without_slurm_conf_is_sent_to_a_login_node(site: Site) -> None:
-    words = (
-        "error: fetch_config: DNS SRV lookup failed\\nfatal: Could not establish a configuration"
-    )
-    site.workplace.command("scontrol", f"printf '{words} source' >&2; exit 1")
-    got = site.workplace.invoke("doctor", "--python", "python")
-    assert re.sub(r"\n +", " ", got.out).splitlines()[0].split(maxsplit=2)[2] == (
-        "Slurm on this machine has no configuration (slurm.conf). To do: run it on a login node; "
-        "submit --launcher local rehearses a run here"
-    )
+    words = "scontrol: fatal: Could not establish a configuration source"
+    site.workplace.command("scontrol", f"echo '{words}' >&2; exit 1")
+    got = site.workplace.invoke("doctor", "--python", "python").out
+    assert " (slurm.conf). To do: run it on a login node; " in re.sub(r"\n +", " ", got)
 
 
 def test_a_file_that_is_there_is_never_overwritten(site: Site) -> None:

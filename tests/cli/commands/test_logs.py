@@ -179,6 +179,13 @@ def test_follow_tells_the_states_and_ends_with_the_run(
     ]  # fmt: skip
 
 
+def test_follow_of_a_run_that_was_never_submitted_says_so(workplace: Workplace) -> None:
+    run = workplace.run("x")
+    workplace.monkeypatch.setattr(logs, "follow", lambda *_, **__: 0)
+    waits = f"x waits: no submission is recorded. Next: clusterddp rm {run.cli_name}"
+    assert waits in workplace.invoke("logs", "-f", "x").err
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("loss", "why"),
@@ -193,15 +200,6 @@ def test_follow_tells_the_states_and_ends_with_the_run(
          "its records, {}/events.jsonl, are gone; its job 7 may still be running [CD0505]"),
     ],
 )  # fmt: skip
-def test_follow_of_a_run_that_was_never_submitted_says_so(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = workplace.run("x")
-    monkeypatch.setattr(logs, "follow", lambda *_, **__: 0)
-    waits = f"x waits: no submission is recorded. Next: clusterddp rm {run.cli_name}"
-    assert waits in workplace.invoke("logs", "-f", "x").err
-
-
 def test_follow_ends_with_the_records_of_the_run(
     workplace: Workplace, capfd: pytest.CaptureFixture[str], loss: str, why: str
 ) -> None:

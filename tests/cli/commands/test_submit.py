@@ -777,14 +777,12 @@ def test_sbatchs_usual_forms_are_taken() -> None:
             ["job.sh", "3"],
             "job.sh is an sbatch file. 'clusterddp import job.sh' converts it into",
         ),
-        (["train.sh"], "Put the command after '--': submit [OPTIONS] -- COMMAND."),
     ],
 )
 def test_sbatchs_other_forms_are_answered_with_ours(
     typed: list[str], ours: str, elsewhere: Path
 ) -> None:
     (elsewhere / "job.sh").write_text("#!/bin/bash\n# mine\n#SBATCH -N 2\nsrun x\n")
-    (elsewhere / "train.sh").write_text("#!/bin/bash\npython train.py\n")
     assert ours in refusal(*typed)
 
 
@@ -792,11 +790,8 @@ def test_a_misspelt_variable_is_named_once(monkeypatch: pytest.MonkeyPatch) -> N
     for name in (*forms.TASK_VARIABLES, forms.BATCH_VARIABLE, "CLUSTERDDP_SITES", "CLUSTERDDP_X"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("CLUSTERDDP_NODEZ", "3")
-    said = run("--dry-run", "--", "true").stderr
-    line = "CLUSTERDDP_NODEZ is ignored. Did you mean CLUSTERDDP_NODES? [CD0206]"
-    assert [each for each in said.splitlines() if "CLUSTERDDP" in each] == [
-        f"clusterddp: warning: {line}"
-    ]
+    line = "warning: CLUSTERDDP_NODEZ is ignored. Did you mean CLUSTERDDP_NODES? [CD0206]"
+    assert run("--dry-run", "--", "true").stderr.partition("\nrun name")[0] == f"clusterddp: {line}"
 
 
 def test_utf_8_is_taken_in_a_locale_that_has_none(elsewhere: Path) -> None:
