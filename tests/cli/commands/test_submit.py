@@ -779,10 +779,8 @@ def test_sbatchs_usual_forms_are_taken() -> None:
         ),
     ],
 )
-def test_sbatchs_other_forms_are_answered_with_ours(
-    typed: list[str], ours: str, elsewhere: Path
-) -> None:
-    (elsewhere / "job.sh").write_text("#!/bin/bash\n# mine\n#SBATCH -N 2\nsrun x\n")
+def test_sbatchs_other_forms_are_answered_with_ours(typed: list[str], ours: str) -> None:
+    Path("job.sh").write_text("#!/bin/bash\n# mine\n#SBATCH -N 2\nsrun x\n")
     assert ours in refusal(*typed)
 
 
