@@ -507,8 +507,8 @@ class Report:
     total_seconds: float | None = None
     """Duration of the attempt: imports, rendezvous, data, training, evaluation, saving."""
     capture_seconds: float | None = None
-    """Time before the first step, not in train_seconds: one pass that settles DDP's buckets or
-    loads a GPU's kernels, without the optimizer's; the capture into a CUDA graph."""
+    """Time before the first step, not in train_seconds: a warm-up pass for DDP's buckets or a GPU's
+    kernels, and the capture of a CUDA graph."""
     images_per_second: float | None = None
     """Images of all ranks together over train_seconds."""
     world_size: int | None = None
