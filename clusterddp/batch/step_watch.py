@@ -213,6 +213,17 @@ def watch_output(
 
     end: ends the tasks, if the request asks for it, once the hung ranks are recorded.
     """
+    while _finds_false_alarm(attempt, world_size, seconds, end):
+        log.info("the ranks print again: the job continues")
+
+
+def _finds_false_alarm(
+    attempt: Attempt,
+    world_size: int,
+    seconds: float,
+    end: Callable[[], None] | None,
+) -> bool:
+    """Handle one silence of the ranks. Return True if they printed before the job was ended."""
     pause = min(polling.OUTPUT_POLL_SECONDS, seconds / _POLLS)
     before, silent = printed_bytes(attempt.run), 0.0
     polls = polling.poll(every=pause)
@@ -220,7 +231,7 @@ def watch_output(
     while silent < seconds:
         next(polls)
         if attempt.is_superseded:
-            return  # by an attempt in the same job
+            return False  # by an attempt in the same job
         # Counted, not measured: ranks of a suspended job cannot print.
         silent += pause
         now = printed_bytes(attempt.run)
@@ -240,11 +251,11 @@ def watch_output(
         files.write_record(attempt.stalled, vars(record))
     if not end:
         log.info("the job continues, and this is not printed again; --on-hang end would end it")
-        return
+        return False
     if printed_bytes(attempt.run) != before:  # reading the stacks takes time
-        log.info("the ranks print again: the job continues, and this is not printed again")
-        return
+        return True
     _end_hang(attempt, end, lambda: _record_hung_ranks(attempt, rank_stacks, world_size, seconds))
+    return False
 
 
 def watch_hung_ranks(attempt: Attempt, end: Callable[[], None]) -> None:

@@ -351,17 +351,23 @@ def test_no_rank_is_blamed_where_it_is_not_sure(
     assert (told.ranks, told.reason) == ((), f"no rank printed anything for 10m{seen}")
 
 
-def test_ranks_that_print_again_meanwhile_are_not_ended(
+def test_ranks_that_print_again_meanwhile_are_not_ended_but_watched_on(
     attempt: Attempt, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    output = attempt.run.logs / "rank-0.log"
+
     def gather(*_: object, **__: object) -> list[RankStacks]:
-        (attempt.run.logs / "rank-0.log").write_text("step 1\n")
+        output.write_text("step 1\n")  # from the second time on, nothing new
         return [at(0)]
 
+    def end() -> None:
+        assert logged.count("the ranks print again: the job continues") == 1
+        logged.append("ended")
+
     monkeypatch.setattr(stacks, "gather", gather)
-    watch(attempt, Sleep(), lambda: pytest.fail("the job is ended"))
-    assert logged[-1].startswith("the ranks print again: the job continues")
-    assert hang_that_ended_job(attempt.outcomes) is None
+    sleep = Sleep()
+    watch(attempt, sleep, end)
+    assert (logged[-1], sleep.seconds) == ("ended", 1200)
 
 
 def test_slurm_that_does_not_answer_costs_the_stacks_and_not_the_watch(
