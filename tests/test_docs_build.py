@@ -105,6 +105,17 @@ def test_the_site_has_all_pages_and_every_link_leads_somewhere(site: Path) -> No
     assert "<code>--template NAME|FILE</code>" in (site / "reference/options.html").read_text()
 
 
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    """Not even the search, which the plugin `offline` would give a script of unpkg.com."""
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert (
+            re.findall('<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//', text) == []
+        )
+        assert re.search('<script src="[./]*iframe-worker.js">', text), page
+    assert (site / "iframe-worker.js").is_file()
+
+
 def test_a_link_that_leads_nowhere_fails_the_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
