@@ -376,7 +376,7 @@ def _signals(config: Mapping[str, str]) -> Check:
     text = config.get("KillWait", "")
     found, facts = f"KillWait={text} from SIGTERM to SIGKILL", {"KillWait": text}
     if _number(text) < SHORT_KILL_WAIT:
-        advice = "keep --signal B:USR1@120, the training's default, sent before the time limit"
+        advice = "keep --signal B:USR1@120, the default of built-in training"
         return Check("signals", WARNING, found, advice, facts)
     return Check("signals", OK, found, facts=facts)
 

@@ -357,8 +357,8 @@ def _check_state(run: RunDir, before: JobSpec, after: JobSpec, terms: Terms, *, 
         name = formatting.job(status.job_id, status.launcher)
         raise RequestError(
             f"{run.name} is already {status.state}{detail} as {name}. Follow it with 'clusterddp "
-            f"logs -f {run.cli_name}', or end it first with 'clusterddp stop {run.cli_name}'. "
-            "[CD0508]"
+            f"logs -f {run.cli_name}', or end it first with 'clusterddp stop --wait "
+            f"{run.cli_name}'. [CD0508]"
         )
     _check_done(run, before, after, status, terms)
     if status.state != RunState.UNKNOWN or submission is None:

@@ -57,6 +57,6 @@ def _shown(finding: Finding) -> str:
 def _summary(findings: list[Finding], files: int) -> str:
     sure = sum(finding.is_sure for finding in findings)
     if not findings:
-        return f"clusterddp: no finding in {count(files, 'file')}"
+        return f"clusterddp: no findings in {count(files, 'file')}"
     found = f"{count(len(findings), 'finding')} in {count(files, 'file')}"
     return f"clusterddp: {found}: {sure} certain, {len(findings) - sure} possible"

@@ -93,8 +93,8 @@ def test_a_training_for_one_device_is_named_beside_the_job_whose_tasks_start_it(
     assert b"each of several tasks would train" in run_check(str(script)).stderr
     for step, said in {
         "srun python train.py": b"each of the 4 tasks trains the full model",
-        "srun -n 1 python train.py": b"no finding in 2 files\n",
-        "srun python other.py": b"no finding in 2 files\n",
+        "srun -n 1 python train.py": b"no findings in 2 files\n",
+        "srun python other.py": b"no findings in 2 files\n",
     }.items():
         job.write_text(f"#!/bin/bash\n#SBATCH --ntasks=4\n{step}\n")
         done = run_check(str(job), str(script))
@@ -106,7 +106,7 @@ def test_a_training_for_one_device_is_named_beside_the_job_whose_tasks_start_it(
 def test_without_a_finding_it_ends_with_0_and_says_so() -> None:
     done = run_check("-", stdin=RIGHT.encode())
     assert (done.returncode, done.stdout) == (0, b"")
-    assert done.stderr == b"clusterddp: no finding in 1 file\n"
+    assert done.stderr == b"clusterddp: no findings in 1 file\n"
 
 
 def test_json_is_for_scripts(tmp_path: Path) -> None:
