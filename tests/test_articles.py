@@ -18,9 +18,10 @@ from clusterddp.worker.workstation import free_port
 from tests.waiting import dying_with_us
 
 PAGE = Path(__file__).parents[1] / "docs" / "articles.md"
+TEXT = PAGE.read_text().replace(" \\\n    ", " ")  # a command is one line
 BLOCKS = [
     [line.strip() for line in block.strip().splitlines()]
-    for block in re.findall(r"(?:^clusterddp .*\n)+", PAGE.read_text(), re.MULTILINE)
+    for block in re.findall(r"(?:^clusterddp .*\n)+", TEXT, re.MULTILINE)
 ]
 ALONE = [[line] for block in BLOCKS if "--rank" not in block[0] for line in block]
 TOGETHER = [block for block in BLOCKS if "--rank" in block[0]]

@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE
 __all__ = ["workplace"]
 
 DOCS = Path(__file__).parents[1] / "docs"
-START = (DOCS / "start.md").read_text()
+START = (DOCS / "start.md").read_text().replace(" \\\n    ", " ")  # a command is one line
 SECTIONS = {
     text.partition("\n")[0]: re.findall(r"^(clusterddp .*)$", text, re.M)
     for text in START.split("\n## ")[1:]
