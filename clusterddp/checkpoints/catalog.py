@@ -117,7 +117,7 @@ def find_resume_checkpoint(run: RunDir) -> Path | None:
     checkpoint = find_newest(run)
     if checkpoint:
         return checkpoint
-    restart = f"To start again at step 0: clusterddp resume {run.cli_name} --from-scratch"
+    restart = _how_to_restart(run)
     if any(not each.superseded for each in iter_candidates(run, None)):
         raise CheckpointError(
             f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
@@ -130,6 +130,16 @@ def find_resume_checkpoint(run: RunDir) -> Path | None:
             f"has none now. Put them back there. {restart}"
         )
     return None
+
+
+def _how_to_restart(run: RunDir) -> str:
+    """Return what starts a run again at step 0."""
+    spec = run.read_spec()
+    if not spec or spec.program.keeps_records:
+        return f"To start again at step 0: clusterddp resume {run.cli_name} --from-scratch"
+    if run.script.exists():
+        return "To start again at step 0, submit a new run."
+    return f"To start again at step 0, remove {run.path}."
 
 
 def saved_step(run: RunDir) -> int:

@@ -269,7 +269,10 @@ def _ask(run: RunDir, submission: Submission, status: RunStatus) -> str:
         return f"sent SIGUSR1 to its command through job {job}{dies}; it will not restart"
     if command and not has_loop:
         end = f"'clusterddp cancel {run.cli_name}'"
-        return f"its command cannot be asked to save. It runs to its end, or end it now: {end}"
+        return (
+            "its command has not started a Loop. A Loop that starts later saves and exits; "
+            f"any other command runs to its end. End it now: {end}"
+        )
     if attempt and at_work:
         return f"asked attempt {attempt.number} to save a checkpoint and exit"
     if run.script.exists():  # a batch script sees the record; `debug` has none

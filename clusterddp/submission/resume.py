@@ -182,7 +182,7 @@ def _changed(
     if terms.from_scratch and not before.program.keeps_records:
         raise RequestError(
             f"--from-scratch applies only to the built-in training, but {run.name} runs a command. "
-            "Use your program's option for that. [CD0511]"
+            "Use your program's option for that, or submit a new run. [CD0511]"
         )
     after = change(before)
     if terms.allow_config_change:  # the ranks check their configuration too

@@ -26,6 +26,8 @@ from clusterddp.checkpoints.catalog import (
     remove_leftovers,
 )
 from clusterddp.errors import CheckpointError
+from clusterddp.request.resources import Resources
+from clusterddp.request.spec import JobSpec
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.checkpoints.made_checkpoints import (
@@ -157,6 +159,18 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
     assert f"clusterddp resume {run.cli_name} --from-scratch" in str(caught.value)
     shutil.rmtree(made.checkpoints)
     with pytest.raises(CheckpointError, match="are gone"):
+        find_resume_checkpoint(run)
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_command_starts_again_as_a_new_run(run: RunDir, submitted: bool) -> None:
+    spec = JobSpec(run.name, str(run.path), Resources(), command=("python", "train.py"))
+    run.spec.write_text(spec.to_json())
+    if submitted:
+        run.script.touch()
+    attempt(run, 1).renew_liveness(130, saved=120)
+    remedy = "submit a new run" if submitted else f"remove {run.path}"
+    with pytest.raises(CheckpointError, match=f"are gone.* at step 0, {remedy}\\.\\n"):
         find_resume_checkpoint(run)
 
 

@@ -331,7 +331,7 @@ def test_a_debug_run_without_an_attempt_is_asked_again_later(workplace: Workplac
 def test_the_command_of_a_rehearsal_cannot_be_asked_and_is_told_so(workplace: Workplace) -> None:
     of_a_command(local(workplace))
     got = workplace.invoke("stop", "here")
-    assert "cannot be asked to save" in got.out
+    assert "has not started a Loop. A Loop that starts later saves and exits" in got.out
     assert workplace.calls == []
 
 
