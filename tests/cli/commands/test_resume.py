@@ -825,7 +825,7 @@ def test_a_run_that_is_queued_or_running_is_left(
     workplace.command("squeue", f"echo '{answer}'")
     said = refused(workplace, run)
     assert f"one is already {state}" in said
-    assert "clusterddp stop one" in said
+    assert "clusterddp stop --wait one" in said
 
 
 def test_one_that_waits_to_be_requeued_is_left(workplace: Workplace) -> None:
