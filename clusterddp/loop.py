@@ -29,13 +29,7 @@ from clusterddp.checkpoints.state import Content, Position, why_unreadable
 from clusterddp.distributed import agreement, heartbeat
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.distributed.watchdog import Watchdog, noting
-from clusterddp.errors import (
-    CheckpointError,
-    ClusterDDPError,
-    RequestError,
-    TrainingError,
-    coded,
-)
+from clusterddp.errors import CheckpointError, ClusterDDPError, RequestError, TrainingError, coded
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.variables import host_name
 from clusterddp.request.spec import DEFAULT_TEMPLATE

@@ -8,13 +8,7 @@ from dataclasses import replace
 
 from clusterddp import files, formatting, log, polling, version
 from clusterddp.batch.job import JobStart, choose_excluded, record_excluded
-from clusterddp.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    ClusterDDPError,
-    SlurmError,
-)
+from clusterddp.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ClusterDDPError, SlurmError
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.spec import JobSpec
 from clusterddp.run import attempt as attempts

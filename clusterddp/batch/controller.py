@@ -265,9 +265,7 @@ class Controller:
         """True if the user interrupted the script with INT or HUP."""
 
     def run(
-        self,
-        code_changes: Callable[[RunDir], Sequence[str]],
-        carry: Callable[[RunDir], None],
+        self, code_changes: Callable[[RunDir], Sequence[str]], carry: Callable[[RunDir], None]
     ) -> int:
         """Run attempts until one ends the job. Return the job's exit code.
 

@@ -246,11 +246,7 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
         return
     job.record(
         events.Submitted(
-            job_id=successor,
-            launcher="sbatch",
-            in_place_of=job.id,
-            attempt=attempt.number,
-            why=why,
+            job_id=successor, launcher="sbatch", in_place_of=job.id, attempt=attempt.number, why=why
         )
     )
     log.info(f"job {successor} replaces job {job.id}")

@@ -204,10 +204,7 @@ _POLLS = 20
 
 
 def watch_output(
-    attempt: Attempt,
-    world_size: int,
-    seconds: float,
-    end: Callable[[], None] | None,
+    attempt: Attempt, world_size: int, seconds: float, end: Callable[[], None] | None
 ) -> None:
     """Print the stacks of all ranks once they have printed nothing for `seconds`.
 
@@ -218,10 +215,7 @@ def watch_output(
 
 
 def _finds_false_alarm(
-    attempt: Attempt,
-    world_size: int,
-    seconds: float,
-    end: Callable[[], None] | None,
+    attempt: Attempt, world_size: int, seconds: float, end: Callable[[], None] | None
 ) -> bool:
     """Handle one silence of the ranks. Return True if they printed before the job was ended."""
     pause = min(polling.OUTPUT_POLL_SECONDS, seconds / _POLLS)

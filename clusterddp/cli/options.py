@@ -89,10 +89,7 @@ def dry_run_option(prints: str) -> Callable[[F], F]:
 def config_option(function: F) -> F:
     """Add --config, whose values `given_by` merges."""
     return click.option(
-        "--config",
-        FROM,
-        metavar="RUN|FILE.toml",
-        help="Start from the options of a run or a file.",
+        "--config", FROM, metavar="RUN|FILE.toml", help="Start from the options of a run or a file."
     )(function)
 
 

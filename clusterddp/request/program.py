@@ -32,7 +32,7 @@ _PLACE = rf"(?:--?[\w-]+=)?\{{({NAME})\}}"
 _LIST = "trial"
 """Variable of the batch script with a trial's training options."""
 _COMMAND_REFUSALS = {
-    "report_to": "the training writes metrics.jsonl, and TensorBoard logs with --tensorboard",
+    "report_to": "the training writes metrics.jsonl, and TensorBoard logs with --tensorboard"
 }
 """Fields of a request that the training does not use, and why."""
 _ROWS = {row.name: row for row in TRAINING}

@@ -19,9 +19,7 @@ class Resources(Record):
     )
     gpu_type: str = ""
     gpu_directive: str = option(
-        "gpus-per-node",
-        "Directive for GPUs.",
-        Choice(("gpus-per-node", "gres", "gpus-per-task")),
+        "gpus-per-node", "Directive for GPUs.", Choice(("gpus-per-node", "gres", "gpus-per-task"))
     )
     tasks_per_node: int = option(
         0, "Ranks per node.", SIZE, "--ntasks-per-node", shown="one per GPU, or one"
@@ -48,10 +46,7 @@ class Resources(Record):
         "--partition -p SBATCH_PARTITION NAMES",
     )
     account: str = option(
-        "",
-        "Account to charge.",
-        forms.ACCOUNT,
-        "--account -A SBATCH_ACCOUNT NAME",
+        "", "Account to charge.", forms.ACCOUNT, "--account -A SBATCH_ACCOUNT NAME"
     )
     qos: str = option("", "Quality of service.", forms.QOS, "--qos -q SBATCH_QOS NAME")
     constraint: str = option(

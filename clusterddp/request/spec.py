@@ -94,10 +94,7 @@ class JobSpec(Record):
     resumable: bool | None = None
     """True if an attempt is known to resume from the previous one's checkpoint, as the training
     does. None for a COMMAND, which shows it by starting a Loop. Other defaults depend on it."""
-    allow_launcher: bool = option(
-        False,
-        "Allow COMMAND to be a launcher (torchrun, srun …).",
-    )
+    allow_launcher: bool = option(False, "Allow COMMAND to be a launcher (torchrun, srun …).")
     job_name: str = option(
         "",
         "Slurm job name.",
@@ -173,16 +170,10 @@ class JobSpec(Record):
         names="IMAGE",
     )
     container_runtime: str = option(
-        "auto",
-        "auto is pyxis if srun has it.",
-        Choice(("auto", "pyxis", "apptainer", "podman")),
+        "auto", "auto is pyxis if srun has it.", Choice(("auto", "pyxis", "apptainer", "podman"))
     )
     container_mounts: tuple[str, ...] = option(
-        (),
-        "Extra bind mount; repeatable.",
-        LINE,
-        "SRC[:DST[:ro]]",
-        name="container-mount",
+        (), "Extra bind mount; repeatable.", LINE, "SRC[:DST[:ro]]", name="container-mount"
     )
     container_workdir: str = option(
         "",

@@ -140,9 +140,7 @@ class TrainConfig(Record):
     gradient_accumulation_steps: int = decisive(1, "Batches per optimizer step.", COUNT)
     lr: float = decisive(0.001, "Learning rate for one rank.", POSITIVE)
     lr_scaling: str = decisive(
-        "linear",
-        "Scale --lr for N ranks by N, sqrt(N) or 1.",
-        Choice(("linear", "sqrt", "none")),
+        "linear", "Scale --lr for N ranks by N, sqrt(N) or 1.", Choice(("linear", "sqrt", "none"))
     )
     warmup_steps: int = decisive(100, "Learning rate warmup steps.", WHOLE)
     optimizer: str = decisive("adam", "Optimizer.", Choice(OPTIMIZERS))
@@ -150,11 +148,7 @@ class TrainConfig(Record):
     beta2: float = decisive(0.999, "Adam beta2.", SHARE)
     weight_decay: float = decisive(0.0, "Weight decay.", NUMBER)
     label_smoothing: float = decisive(0.0, "Label smoothing.", SHARE)
-    augment: str = decisive(
-        "none",
-        "Random affine augmentation.",
-        Choice(AUGMENTATIONS),
-    )
+    augment: str = decisive("none", "Random affine augmentation.", Choice(AUGMENTATIONS))
     seed: int = decisive(
         0,
         "Seed of weights and shuffling.",
@@ -179,15 +173,9 @@ class TrainConfig(Record):
         Choice(("none", *_BINDINGS)),
     )
     bucket_cap_mb: float = decisive(25.0, "DDP bucket size in MB.", POSITIVE)
-    comm_hook: str = decisive(
-        "none",
-        "Gradient compression.",
-        Choice(("none", "bf16", "fp16")),
-    )
+    comm_hook: str = decisive("none", "Gradient compression.", Choice(("none", "bf16", "fp16")))
     cuda_graph: str = option(
-        "auto",
-        "CUDA graph of a step; auto: off.",
-        Choice(("auto", "on", "off")),
+        "auto", "CUDA graph of a step; auto: off.", Choice(("auto", "on", "off"))
     )
     compile: bool = decisive(False, "Compile the model with torch.compile.")
     data_pipeline: str = option(
@@ -197,25 +185,14 @@ class TrainConfig(Record):
     )
     num_workers: int = option(2, "DataLoader workers per rank (loader pipeline only).", WHOLE)
     save_every: str = option(
-        "1epoch",
-        "Checkpoint interval: 1epoch, 500steps or 10m.",
-        TIMED_INTERVAL,
-        "INTERVAL",
+        "1epoch", "Checkpoint interval: 1epoch, 500steps or 10m.", TIMED_INTERVAL, "INTERVAL"
     )
     keep_last: int = option(3, "Checkpoints to keep, plus the best.", COUNT)
     eval_every: str = option("1epoch", "Evaluation interval.", INTERVAL, "INTERVAL")
-    log_every: int = option(
-        0,
-        "Steps per log line; 0: automatic.",
-        WHOLE,
-    )
+    log_every: int = option(0, "Steps per log line; 0: automatic.", WHOLE)
     max_steps: int = option(0, "Stop after N steps; 0: no limit.", WHOLE)
     init_from: str = option(
-        "",
-        "Run or checkpoint to start a new run from.",
-        LINE,
-        "RUN|FILE",
-        shown="none",
+        "", "Run or checkpoint to start a new run from.", LINE, "RUN|FILE", shown="none"
     )
     profile: str = option(
         "",

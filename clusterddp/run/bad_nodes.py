@@ -104,11 +104,6 @@ def read(root: Path) -> dict[str, BadNode]:
     return {host: node for host, node in _latest(root).items() if node.expires > now}
 
 
-def read_marked(root: Path) -> set[str]:
-    """Return every node that was ever marked bad in a runs directory. Raises OSError."""
-    return set(_latest(root))
-
-
 def read_for(history: History) -> dict[str, BadNode]:
     """Return the nodes that a run avoids: those of the list, and those that it marked itself."""
     now = time.time()

@@ -54,7 +54,7 @@ def test_a_blamed_node_is_read_until_it_is_cleared(tmp_path: Path) -> None:
     assert bad["h02"].expires - bad["h02"].time == DAY
     bad_nodes.clear(tmp_path, ["h02"])
     assert list(bad_nodes.read(tmp_path)) == ["h03"]
-    assert bad_nodes.read_marked(tmp_path) == {"h02", "h03"}
+    assert bad_nodes.known_to(History.read(attempt.run)) == {"h02", "h03"}
     bad_nodes.mark_bad(attempt, "7", {"h02": "lost again"}, bad_nodes.BY_LOSS)
     assert bad_nodes.read(tmp_path)["h02"].reason == "lost again"
     assert [event["event"] for event in read_events(attempt.run)] == ["nodes_marked_bad"] * 2

@@ -34,12 +34,7 @@ _HEADER = ("NAME", "STATE", "SIZE", "PATH", "WHAT")
 @RUNS_DIR_OPTION
 @JSON_OPTION
 def command(
-    run: tuple[str, ...],
-    older_than: float,
-    dry_run: bool,
-    yes: bool,
-    runs_dir: Path,
-    as_json: bool,
+    run: tuple[str, ...], older_than: float, dry_run: bool, yes: bool, runs_dir: Path, as_json: bool
 ) -> int:
     """Free the disk space used by RUNs (names, job ids or directories); default: all old runs.
 

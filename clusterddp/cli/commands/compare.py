@@ -67,10 +67,7 @@ class CompareCommand(SettingsCommand):
         return rest
 
 
-@click.command(
-    name="compare",
-    cls=CompareCommand,
-)
+@click.command(name="compare", cls=CompareCommand)
 @click.option(
     "--strategies",
     metavar="LIST",

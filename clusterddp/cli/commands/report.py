@@ -40,9 +40,7 @@ _HEADER = tuple(_NAMES.split())
     "stdout.",
 )
 @click.option(
-    "--csv",
-    metavar="FILE",
-    help="Write a sweep's table with all metrics as CSV; '-' is stdout.",
+    "--csv", metavar="FILE", help="Write a sweep's table with all metrics as CSV; '-' is stdout."
 )
 @click.option(
     "--by",

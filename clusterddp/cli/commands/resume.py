@@ -75,14 +75,10 @@ class ResumeCommand(WithCommand):
     help="Use the clusterddp installed here (implied by any option).",
 )
 @click.option(
-    "--from-scratch",
-    is_flag=True,
-    help="Start again at step 0 and ignore any checkpoints.",
+    "--from-scratch", is_flag=True, help="Start again at step 0 and ignore any checkpoints."
 )
 @click.option(
-    "--even-if-done",
-    is_flag=True,
-    help="Start a COMMAND again although it ended with exit code 0.",
+    "--even-if-done", is_flag=True, help="Start a COMMAND again although it ended with exit code 0."
 )
 @dry_run_option("the sbatch script and submit nothing")
 @WAIT_OPTION
