@@ -17,6 +17,8 @@ import submitit  # noqa: F401
 from clusterddp import log
 from clusterddp.data.synthetic import generate
 from clusterddp.processes.hardware import gpu_driver
+from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client
 from clusterddp.slurm.forms import RANK_VARIABLES
 from clusterddp.worker.workstation import free_port
@@ -92,6 +94,20 @@ def ignored_signals() -> Iterator[None]:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """An empty run, in a directory whose name a shell would take apart."""
+    path = tmp_path / "it's a $(touch pwned) run"
+    path.mkdir()
+    return RunDir(path)
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    """The first attempt of a run, as it begins."""
+    return begin(RunDir(tmp_path))
+
+
+@pytest.fixture
 def logged() -> Iterator[list[str]]:
     """The lines that this process logs."""
     lines: list[str] = []
@@ -142,14 +158,14 @@ def keras_installed() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
-    """Gives the words that start a command in a small file system of its own, gone as it ends.
+def small_disk(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command in a small file system of its own, gone as it ends.
 
-    The function takes the options of tmpfs(5). It skips where nothing may be mounted, as in a
-    container without CAP_SYS_ADMIN; it fails instead where nothing may be skipped.
+    The function takes the options of tmpfs(5) and the command's words. It skips where nothing may
+    be mounted, as in a container without CAP_SYS_ADMIN; it fails where nothing may be skipped.
     """
 
-    def within(options: str) -> list[str]:
+    def within(options: str, *argv: str) -> subprocess.CompletedProcess[str]:
         folder = tmp_path / "disk"
         folder.mkdir(exist_ok=True)
         mount = 'mount -t tmpfs -o "$1" none "$2" && cd "$2" && shift 2 && exec "$@"'
@@ -160,7 +176,7 @@ def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
             _lacks("a file system cannot be mounted here: no unshare on PATH")
         except subprocess.CalledProcessError as error:
             _lacks(f"a file system cannot be mounted here: {error.stderr.strip()}")
-        return words
+        return subprocess.run([*words, *argv], capture_output=True, text=True, check=False)
 
     return within
 

@@ -54,15 +54,9 @@ NOT_PRINTED = {
     "benchmarks/README.md": "the machine that was measured",
 }
 SHORT = (
-    *(" failed first: ", "clusterddp explain "),
-    *(
-        "test accuracy ",
-        " cannot create a run: ",
-        ", called from ",
-        " other nodes",
-        " have their defaults; ",
-    ),
-    *("running for ", "to remove: ", "BEST-TRIAL", "clusterddp report ", "waits for "),
+    *(" failed first: ", "clusterddp explain ", "test accuracy ", " cannot create a run: "),
+    *(", called from ", " other nodes", " have their defaults; ", "running for "),
+    *("to remove: ", "BEST-TRIAL", "clusterddp report ", "waits for "),
 )
 """What the code prints in messages that are mostly names."""
 

@@ -2,18 +2,15 @@
 
 Its submissions, and those of the other pages, are dry-run by test_docs_blocks."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from clusterddp.data.synthetic import generate
 from tests.cli.made_runs import Workplace, submitted, workplace
-from tests.waiting import PATIENCE
+from tests.test_examples import typed
 
 __all__ = ["workplace"]
 
@@ -23,18 +20,6 @@ SECTIONS = {
     text.partition("\n")[0]: re.findall(r"^(clusterddp .*)$", text, re.M)
     for text in START.split("\n## ")[1:]
 }
-
-
-def typed(folder: Path, line: str) -> str:
-    """What a line printed, which must end with 0."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(line)],
-        cwd=folder, timeout=3 * PATIENCE, env={**os.environ, "PATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_page_has_its_three_parts() -> None:

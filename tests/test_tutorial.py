@@ -1,16 +1,10 @@
 """docs/tutorial.md up to its submission; tests/on_slurm/test_tutorial.py follows its run."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from tests.cli.made_runs import Workplace, workplace
-from tests.waiting import PATIENCE
 
 __all__ = ["workplace"]
 
@@ -34,11 +28,6 @@ def test_the_commands_at_a_glance_are_those_of_the_steps() -> None:
     assert [line for line in glance if line not in typed] == []
 
 
-def test_the_script_calls_the_five_lines_that_the_page_counts() -> None:
-    ours = re.findall(r"clusterddp\.loop|Loop\(|loop\.(?:epochs|batches|step)\(", SCRIPT)
-    assert len(ours) == 5
-
-
 def test_check_prints_what_the_page_shows(workplace: Workplace) -> None:
     (workplace.folder / "train.py").write_text(SCRIPT)
     [line] = STEPS["2"]
@@ -56,18 +45,3 @@ def test_the_dry_run_prints_the_lines_that_the_page_shows(workplace: Workplace) 
     shown = re.findall(r"^#(?!SBATCH --job-name|SBATCH --comment| Run).*$", script, re.M)
     assert len(shown) == 5
     assert [each for each in shown if each not in got.out.splitlines()] == []
-
-
-@pytest.mark.slow
-def test_the_rehearsal_runs_as_typed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT.replace("time.sleep(0.05)", "time.sleep(0)"))
-    [line] = STEPS["3"]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-m", "clusterddp", *shlex.split(line)],
-        cwd=tmp_path, env={**os.environ, "PATH": path}, timeout=3 * PATIENCE,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "epoch 2 step 250 test: accuracy 0.9" in done.stdout
-    assert "clusterddp: rehearsal: done: test accuracy 9" in done.stderr

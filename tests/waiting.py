@@ -2,6 +2,7 @@
 
 import os
 import select
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,19 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = PATIEN
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.02)
+
+
+def wait_until(process: "subprocess.Popen[str]", shown: str = "images/s") -> str:
+    """Read what a process prints until it has printed `shown`. Return all of it."""
+    assert process.stdout
+    text = ""
+    while shown not in text:
+        ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+        assert ready, f"it has not said {shown!r}: {text}"
+        chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer
+        assert chunk, f"it has ended: {text}{process.stderr.read() if process.stderr else ''}"
+        text += chunk.decode()
+    return text
 
 
 def dying_with_us() -> Callable[[], None]:

@@ -1,6 +1,5 @@
 """A step whose srun waits for a lost exit message; the message is lost for real in the campaign."""
 
-import json
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from clusterddp.run.outcome import hang_that_ended_job, note_hung
 from clusterddp.run.run_dir import RunDir
 from clusterddp.status import stacks
 from clusterddp.status.stacks import RankStacks
+from tests.batch import test_spares
 from tests.status.test_stacks import LOADS, MAIN, REDUCES, at, record
 from tests.waiting import PATIENCE
 
@@ -55,11 +55,7 @@ class Step:
         path.chmod(0o755)
 
     def record(self, rank: int, **fields: object) -> None:
-        content = {
-            "rank": rank, "local_rank": 0, "node_rank": rank, "host": "h01", "pid": 1,
-            "job_id": "17", "restart": 0, "step_id": "3", "started": 1.0, **fields,
-        }  # fmt: skip
-        (self.attempt.outcomes / f"rank-{rank}.json").write_text(json.dumps(content))
+        test_spares.record(self.attempt, rank, "h01", **fields)
 
     def end(self, **fields: object) -> None:
         """Record that both ranks have ended."""

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,13 +41,6 @@ from tests.checkpoints.made_checkpoints import (
 )
 from tests.event_lines import add_event
 from tests.hostile import CARRIED, REFUSED
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    path = tmp_path / "run"
-    path.mkdir()
-    return RunDir(path)
 
 
 def test_each_kind_of_damage_is_told_apart(run: RunDir, logged: list[str]) -> None:
@@ -155,7 +149,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
     (made.path / name).write_text(json.dumps(content))
     with pytest.raises(CheckpointError) as caught:
         find_resume_checkpoint(run)
-    assert "the checkpoints of run are gone: it had saved step 120" in str(caught.value)
+    assert f"the checkpoints of {run.name} are gone: it had saved step 120" in str(caught.value)
     assert f"clusterddp resume {run.cli_name} --from-scratch" in str(caught.value)
     shutil.rmtree(made.checkpoints)
     with pytest.raises(CheckpointError, match="are gone"):
@@ -195,7 +189,8 @@ def test_damaged_checkpoints_alone_do_not_let_a_run_begin_anew(
     run: RunDir, logged: list[str]
 ) -> None:
     DAMAGE["torn"][0](make(attempt(run, 1).checkpoints, 120))
-    with pytest.raises(CheckpointError, match=r"no checkpoint of run is valid.*--from-scratch"):
+    wrong = rf"no checkpoint of {re.escape(run.name)} is valid.*--from-scratch"
+    with pytest.raises(CheckpointError, match=wrong):
         find_resume_checkpoint(run)
     assert len(logged) == 1
 

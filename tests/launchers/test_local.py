@@ -30,14 +30,18 @@ from tests.waiting import dying_with_us, processes_in, wait_for
 
 CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 # --no-snapshot: a command works in the test's own directory.
-SUBMIT = [*CLUSTERDDP, "submit", "--launcher", "local", "--run-name", "a", "--no-snapshot"]
+SUBMIT = ["submit", "--launcher", "local", "--run-name", "a", "--no-snapshot"]
+
+
+def typed(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLUSTERDDP, *argv],
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
 
 
 def submit(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SUBMIT, *args],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    return typed(folder, *SUBMIT, *args)
 
 
 Begin = Callable[..., subprocess.Popen[str]]
@@ -51,7 +55,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     def submit_one(*args: str) -> subprocess.Popen[str]:
         begun.append(
             subprocess.Popen(
-                [*SUBMIT, *args],
+                [*CLUSTERDDP, *SUBMIT, *args],
                 cwd=tmp_path,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -660,12 +664,6 @@ def test_a_trial_with_a_script_of_its_own_stays_in_its_directory(tmp_path: Path)
 def test_trials_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     tmp_path: Path, begin: Begin
 ) -> None:
-    def typed(*argv: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*CLUSTERDDP, *argv],
-            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-
     until_go = "echo at {n}; until [ -e go ]; do sleep 0.1; done"
     rehearsal = begin(
         "--sweep", "n=0..3", "--notify", f"cp /dev/stdin {tmp_path}/told",
@@ -673,9 +671,9 @@ def test_trials_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     )  # fmt: skip
     logs = [tmp_path / f"jobs/a-{index}/logs/rank-0.log" for index in range(4)]
     wait_for(lambda: logs[0].exists() and logs[0].read_text() == "at 0\n", "the first trial")
-    stopped = typed("stop", "--wait", "a-3")
+    stopped = typed(tmp_path, "stop", "--wait", "a-3")
     assert "a-3: cancelled before it started" in stopped.stdout, stopped.stderr
-    cancelled = typed("cancel", "-y", "a")
+    cancelled = typed(tmp_path, "cancel", "-y", "a")
     assert cancelled.returncode == 0, cancelled.stderr
     _, words = rehearsal.communicate(timeout=240)
     assert rehearsal.returncode == 1, words
@@ -684,11 +682,11 @@ def test_trials_that_wait_are_stopped_and_cancelled_as_their_sweep_is(
     ]  # fmt: skip
     assert not any(log.exists() for log in logs[1:])
     (tmp_path / "go").touch()
-    late = typed("cancel", "a-2")
+    late = typed(tmp_path, "cancel", "a-2")
     assert "a-2 has already ended: cancelled" in late.stdout
     told = json.loads((tmp_path / "told").read_text())
     assert (told["state"], told["counts"]) == ("cancelled", {"cancelled": 4})
-    again = typed("resume", "a")
+    again = typed(tmp_path, "resume", "a")
     assert again.returncode == 0, again.stderr
     assert [log.read_text().splitlines()[-1] for log in logs] == [f"at {n}" for n in range(4)]
 

@@ -1,17 +1,20 @@
 """Chains on a real Slurm: a run waits for another one as a run, whichever jobs that takes."""
 
 import json
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clusterddp.run.run_dir import RunDir
-from tests.event_lines import read_events
+from tests.event_lines import kinds, read_events
 from tests.on_slurm.cluster import SlurmCluster
-from tests.on_slurm.test_submit import CLUSTERDDP, submit
+from tests.on_slurm.test_life import told, typed
+from tests.on_slurm.test_submit import submit
+from tests.waiting import wait_for as wait_briefly
+
+# Several jobs in a row, on a machine that others use as well.
+wait_for = partial(wait_briefly, seconds=240)
 
 AWAITED = """
 trap 'exit 75' USR1 TERM
@@ -26,26 +29,6 @@ exit "$code"
 Its files lie beside the runs' records: in the submission's directory they would be code that has
 changed.
 """
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Wait for several jobs in a row to come to something, on a machine that others use as well."""
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline, f"not within 240 s: {what}"
-        time.sleep(0.1)
-
-
-def typed(cluster: SlurmCluster, folder: Path, *argv: str) -> Any:
-    return cluster.run([*CLUSTERDDP, *argv], cwd=folder, timeout=200)
-
-
-def told(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, Any]:
-    """What `status --json` says."""
-    answer = typed(cluster, folder, "status", name, "--json")
-    assert answer.returncode == 0, answer.stderr
-    status: dict[str, Any] = json.loads(answer.stdout)
-    return status
 
 
 def submit_awaited(cluster: SlurmCluster, folder: Path, *options: str) -> RunDir:
@@ -74,10 +57,6 @@ def go(folder: Path, code: int) -> None:
     new = folder / "jobs/a/new"
     new.write_text(str(code))
     new.replace(new.with_name("go"))
-
-
-def kinds(run: RunDir) -> list[str]:
-    return [event["event"] for event in read_events(run)]
 
 
 def test_a_run_waits_for_another_one_over_requeue_stop_and_resume(

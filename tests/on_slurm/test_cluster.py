@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from clusterddp.processes.signals import die_with_parent
 from tests.on_slurm.cluster import FOLDER_PREFIX, ClusterError, SlurmCluster
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_for
 
 pytestmark = [pytest.mark.usefixtures("slurm_available"), pytest.mark.slow]
 
@@ -55,10 +54,10 @@ def test_cancel_all_mends_what_a_fault_test_broke(cluster: SlurmCluster) -> None
     script = "#!/bin/sh\nsrun sleep 1000\n"
     job_id = cluster.sbatch(script, "-N2", "--output=/dev/null")
     saved = _job_state(cluster)
-    _eventually(lambda: "/usr/bin/sleep 1000" in _commands(cluster, "h02"))
+    wait_for(lambda: "/usr/bin/sleep 1000" in _commands(cluster, "h02"), "the step")
     # A slurmctld killed before it has saved the job (within 5 s) issues its id once more; a slurmd
     # that was told to end the first job then refuses the second's credential of the same second.
-    _eventually(lambda: _job_state(cluster) != saved)
+    wait_for(lambda: _job_state(cluster) != saved, "another saved state")
     cluster.kill_slurmd("h02", steps=True)
     assert "/usr/bin/sleep 1000" in _commands(cluster, "h02"), "an orphan, as on a real node"
     cluster.kill_host("h01")
@@ -154,7 +153,7 @@ def test_an_owner_that_was_killed_leaves_no_process_and_its_folder_is_swept(own_
         with (folder / "owner.lock").open() as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner.kill()
-    _eventually(lambda: _left_in(own_tmp) == {str(folder)})
+    wait_for(lambda: _left_in(own_tmp) == {str(folder)}, "an empty directory")
     with SlurmCluster(hosts=1) as living:
         assert not folder.exists()
         with SlurmCluster(hosts=1):
@@ -223,10 +222,3 @@ def _machine(own_tmp: Path) -> list[str]:
         if line.split()[4] in ("/etc/hosts", "/proc") or str(own_tmp) in line:
             seen.append(line)
     return seen
-
-
-def _eventually(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.05)

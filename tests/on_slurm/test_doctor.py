@@ -1,9 +1,6 @@
 """`doctor` on a real Slurm: what it says of a site is so, and nothing is queued."""
 
 import json
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +8,11 @@ import pytest
 
 from clusterddp.doctor.site_checks import ERROR, OK, WARNING
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
-from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
+from tests.on_slurm.test_bad_nodes import home
+from tests.on_slurm.test_cluster import AS_NOBODY
 from tests.on_slurm.test_submit import CLUSTERDDP
+
+__all__ = ["home"]
 
 PARTITION = "Nodes=ALL State=UP DefaultTime=10 MaxTime=1-00:00:00 PriorityTier=1"
 
@@ -87,14 +87,6 @@ def test_drained_nodes_are_no_refusal(cluster: SlurmCluster, tmp_path: Path) -> 
     checks = diagnosis(cluster, tmp_path)
     assert checks["code"] == 0, checks
     assert checks["submission"]["result"] == checks["GPUs"]["result"] == WARNING
-
-
-@pytest.fixture
-def home() -> Iterator[Path]:
-    """The user's own directory; pytest's directories are closed to other users."""
-    with tempfile.TemporaryDirectory() as name:
-        os.chown(name, NOBODY, NOBODY)
-        yield Path(name)
 
 
 @pytest.mark.slow

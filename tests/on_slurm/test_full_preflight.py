@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from clusterddp.files import read_json
-from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_preflight import marked_bad
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.waiting import wait_for
 
@@ -108,10 +108,6 @@ def trained(
     submitted(cluster, folder, data, "--wait", *args, **more)
     answer = cluster.run([*CLUSTERDDP, "status", "a", "--json"], cwd=folder, check=True)
     return RunDir(folder / "jobs/a"), json.loads(answer.stdout)
-
-
-def marked_bad(run: RunDir) -> dict[str, str]:
-    return {host: node.reason for host, node in bad_nodes.read(run.path.parent).items()}
 
 
 def causes(run: RunDir) -> list[str]:

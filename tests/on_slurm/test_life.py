@@ -46,8 +46,8 @@ def weights(run: Path) -> str:
     return str(report["weights_sha256"])
 
 
-def typed(cluster: SlurmCluster, folder: Path, *argv: str) -> Any:
-    return cluster.run([*CLUSTERDDP, *argv], cwd=folder, timeout=200)
+def typed(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> Any:
+    return cluster.run([*CLUSTERDDP, *argv], cwd=folder, timeout=200, **kwargs)
 
 
 def told(cluster: SlurmCluster, folder: Path, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
 from tests.on_slurm.held import LONG
 from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
+from tests.on_slurm.test_signals import job_of
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.on_slurm.test_user import home
 from tests.waiting import wait_for
@@ -44,10 +45,6 @@ def started(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> R
     assert done.returncode == 0, done.stderr
     wait_for(lambda: len(list(folder.glob("up-*"))) == 4, "all ranks", LONG)
     return RunDir(folder / "jobs/a")
-
-
-def job_of(run: RunDir) -> str:
-    return str(read_events(run)[0]["job_id"])
 
 
 def test_the_ranks_of_both_hosts_are_shown_and_go_on(

@@ -19,7 +19,8 @@ from tests.on_slurm import test_notify as notices
 from tests.on_slurm.campaign.stops import WITHOUT_GRACE
 from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.held import HOOKS
-from tests.on_slurm.test_submit import CLUSTERDDP, WHO, submit, told
+from tests.on_slurm.test_life import typed
+from tests.on_slurm.test_submit import WHO, submit, told
 from tests.training.ranks import run_ranks
 from tests.training.trainings import config, train_rank
 from tests.waiting import wait_for
@@ -38,10 +39,6 @@ FAILS_ONCE = (
 LONG = 240
 """Seconds for many trainings on a machine that others use as well."""
 UNTIL_GO = 'until [ -e "$0/go" ]; do sleep 0.1; done'
-
-
-def typed(cluster: SlurmCluster, folder: Path, *argv: str, **kwargs: Any) -> Any:
-    return cluster.run([*CLUSTERDDP, *argv], cwd=folder, timeout=200, **kwargs)
 
 
 def status(cluster: SlurmCluster, folder: Path, name: str) -> Any:

@@ -61,6 +61,12 @@ def spent(first_step: float, training: float, waiting: float | None, saving: flo
     )  # fmt: skip
 
 
+def measured(run: RunDir, **fields: Any) -> Usage:
+    usage = measure_usage(History.read(run), spec(**fields))
+    assert usage is not None
+    return usage
+
+
 def whole(usage: Usage) -> float:
     names = ("computing", "waiting", "startup", "saving", "repeated", "other")
     return sum(getattr(usage, name) or 0.0 for name in names)
@@ -80,24 +86,21 @@ def test_the_parts_of_all_attempts_add_up_to_the_whole(run: RunDir) -> None:
 
 def test_without_gpus_there_are_no_gpu_hours(run: RunDir) -> None:
     attempt_of(run, (0, 1), spent(0.5, 0.5, 0, 0))
-    usage = measure_usage(History.read(run), spec(gpus=0, **TRAINING))
-    assert usage is not None
+    usage = measured(run, gpus=0, **TRAINING)
     assert (usage.node_hours, usage.gpu_hours) == (2.0, None)
 
 
 def test_an_attempt_that_never_came_to_a_step_was_starting(run: RunDir) -> None:
     attempt_of(run, (0, 1), None, steps=None)
     attempt_of(run, (2, 3), Spent(), steps=(0, 0))
-    usage = measure_usage(History.read(run), spec(**TRAINING))
-    assert usage is not None
+    usage = measured(run, **TRAINING)
     assert (usage.node_hours, usage.startup, usage.other) == (4.0, 4.0, 0.0)
 
 
 def test_where_the_waiting_of_one_attempt_is_unknown_it_is_in_the_computing(run: RunDir) -> None:
     attempt_of(run, (0, 1), spent(0, 1, 0.5, 0))
     attempt_of(run, (1, 2), spent(1, 1, None, 0), steps=(100, 200))
-    usage = measure_usage(History.read(run), spec(**TRAINING))
-    assert usage is not None
+    usage = measured(run, **TRAINING)
     assert (usage.computing, usage.waiting, usage.other) == (4.0, None, 0.0)
 
 
@@ -105,8 +108,7 @@ def test_the_last_sign_ends_an_attempt_whose_end_nobody_has_recorded(run: RunDir
     lost = attempt_of(run, (0, None), spent(0.5, 0.5, 0, 0))
     for path in (lost.record, lost.alive):
         os.utime(path, (BEGAN + HOUR, BEGAN + HOUR))
-    usage = measure_usage(History.read(run), spec(**TRAINING))
-    assert usage is not None
+    usage = measured(run, **TRAINING)
     assert (usage.node_hours, usage.startup) == (2.0, 1.0)
     at_work = measure_usage(
         History.read(run), spec(**TRAINING), until=BEGAN + 2 * HOUR, spent=spent(0.5, 1.5, 0, 0)
@@ -140,8 +142,7 @@ def test_before_the_first_attempt_nothing_is_paid(run: RunDir) -> None:
 @pytest.mark.parametrize("nodelist", ["", "h[01-", "localhost"])
 def test_a_list_of_nodes_that_cannot_be_read_costs_nothing_else(run: RunDir, nodelist: str) -> None:
     attempt_of(run, (0, 1), spent(0, 1, 0, 0), nodelist=nodelist)
-    usage = measure_usage(History.read(run), spec(**TRAINING))
-    assert usage is not None
+    usage = measured(run, **TRAINING)
     assert usage.node_hours == (1.0 if nodelist == "localhost" else 2.0)
 
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ from clusterddp.run.attempt import (
 from clusterddp.run.records import AttemptRecord
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import add_event
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    path = tmp_path / "it's a $(touch pwned) run"
-    path.mkdir()
-    return RunDir(path)
 
 
 def test_attempts_are_numbered_from_one(run: RunDir) -> None:
@@ -229,9 +221,7 @@ def test_the_next_start_removes_what_killed_ranks_have_left_and_nothing_else(run
     assert (elsewhere / "mine").exists()
 
 
-def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(
-    small_disk: Callable[[str], list[str]],
-) -> None:
+def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(small_disk: Any) -> None:
     write = (
         "from pathlib import Path; from clusterddp.run.attempt import begin\n"
         "from clusterddp.run.run_dir import RunDir\n"
@@ -244,10 +234,7 @@ def test_the_last_records_of_an_attempt_find_room_on_a_full_disk(
         "attempt.write_final_record(attempt.end, {})\n"
         "print(attempt.end.read_text().strip(), attempt.reserve.exists())\n"
     )
-    done = subprocess.run(
-        [*small_disk("size=1m"), sys.executable, "-c", write],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = small_disk("size=1m", sys.executable, "-c", write)
     assert done.stdout.splitlines() == [
         "", "attempts/0001 cannot be written: No space left on device", "{} False",
     ], done.stderr  # fmt: skip

@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,15 +57,12 @@ def test_a_submission_without_an_answer_keeps_its_directory(tmp_path: Path) -> N
         assert (tmp_path / f"demo-{number}/spec.json").is_file()
 
 
-def test_a_full_disk_is_said_and_nothing_is_left(small_disk: Callable[[str], list[str]]) -> None:
+def test_a_full_disk_is_said_and_nothing_is_left(small_disk: Any) -> None:
     fill = (
         "cat /dev/zero >full 2>/dev/null\n"
         '"$1" -m clusterddp submit --launcher local -- true; echo "exit $?"; ls -A'
     )
-    done = subprocess.run(
-        [*small_disk("size=1m"), "sh", "-c", fill, "sh", sys.executable],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = small_disk("size=1m", "sh", "-c", fill, "sh", sys.executable)
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.split() == ["exit", "2", "full"]
@@ -134,9 +131,7 @@ def test_an_event_is_synced_to_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     assert synced[0].count(b"\n") == 1 and b"requeued" in synced[-1]
 
 
-def test_an_event_that_a_full_disk_has_cut_is_an_error_and_costs_no_other(
-    small_disk: Callable[[str], list[str]],
-) -> None:
+def test_an_event_that_a_full_disk_has_cut_is_an_error_and_costs_no_other(small_disk: Any) -> None:
     write = (
         "import os, sys; from pathlib import Path; from clusterddp.files import *\n"
         "path = Path('events.jsonl')\n"
@@ -151,10 +146,7 @@ def test_an_event_that_a_full_disk_has_cut_is_an_error_and_costs_no_other(
         "events = list(read_json_lines(path))\n"
         "print(events[-1]['event'], len(events) == number + 2)\n"
     )
-    done = subprocess.run(
-        [*small_disk("size=1m"), sys.executable, "-c", write],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = small_disk("size=1m", sys.executable, "-c", write)
     assert done.stdout.splitlines() == ["No space left on device", "ended True"], done.stderr
 
 

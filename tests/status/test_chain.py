@@ -388,13 +388,17 @@ def test_slurm_is_asked_again_where_it_does_not_answer_and_given_up(
         chain.requeue_until_due(waiting, "5", 0)
 
 
+@pytest.fixture
+def requeued(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The jobs that were put back, with what each waits for."""
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(chain.slurm, "requeue_with_dependency", lambda *asked: calls.append(asked))
+    return calls
+
+
 def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
-    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+    waiting: RunDir, requeued: list[tuple[str, ...]]
 ) -> None:
-    requeued: list[tuple[str, ...]] = []
-    monkeypatch.setattr(
-        chain.slurm, "requeue_with_dependency", lambda *asked: requeued.append(asked)
-    )
     events.add(waiting.events, events.Submitted(job_id="5", launcher="sbatch"))
     assert chain.requeue_until_due(waiting, "5", 0) == "waits for a (running)"
     assert requeued == [("5", "afterany:12")]
@@ -406,12 +410,8 @@ def test_a_run_waits_until_its_first_attempt_and_is_shown_to(
 
 
 def test_a_trial_waits_again_by_its_name_until_it_begins(
-    waiting: RunDir, monkeypatch: pytest.MonkeyPatch
+    waiting: RunDir, requeued: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requeued: list[tuple[str, ...]] = []
-    monkeypatch.setattr(
-        chain.slurm, "requeue_with_dependency", lambda *asked: requeued.append(asked)
-    )
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     events.add(waiting.events, events.Submitted(job_id="7_3", launcher="sbatch"))

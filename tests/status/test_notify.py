@@ -122,12 +122,7 @@ def test_a_program_that_fails_hangs_or_is_not_there_is_noted(
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'])"
     for name, words, code, problem in (
         ("fails", python("import sys", "print('words')", "sys.exit(3)"), 3, ""),
-        (
-            "hangs",
-            python(deaf, child, "time.sleep(600)"),
-            (137, 143),
-            "ended after the timeout of",
-        ),
+        ("hangs", python(deaf, child, "time.sleep(600)"), (137, 143), "ended after the timeout of"),
         ("gone", ("/nowhere/tell",), None, "/nowhere/tell does not start: No such file"),
         ("loud", python("print('x' * (3 << 20))"), 0, ""),
     ):

@@ -82,13 +82,6 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return run
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    path = tmp_path / "run"
-    path.mkdir()
-    return RunDir(path)
-
-
 def said(*words: object, code: int = 0, folder: Path | None = None) -> str:
     """What a program prints, stderr included, when it has ended with this code."""
     argv = [str(word) for word in words]
@@ -452,8 +445,7 @@ def test_an_agent_starts_ranks_of_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method",
-    ["spawn", "forkserver", pytest.param("exec", marks=pytest.mark.release)],
+    "method", ["spawn", "forkserver", pytest.param("exec", marks=pytest.mark.release)]
 )
 def test_ranks_on_a_workstation_run_the_same_file(
     carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, method: str

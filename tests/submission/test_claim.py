@@ -19,13 +19,6 @@ from clusterddp.submission.claim import EXPIRES_SECONDS, claimed
 from tests.waiting import dying_with_us
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    path = tmp_path / "it's a $(touch pwned) run"
-    path.mkdir()
-    return RunDir(path)
-
-
 def names(run: RunDir) -> list[str]:
     return sorted(path.name for path in run.path.iterdir())
 

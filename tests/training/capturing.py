@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from clusterddp.training import cuda_graph
 from clusterddp.training.cuda_graph import SideStream
 
 # What brings a value to Python, for which a GPU would have to come to its end.
@@ -79,3 +81,11 @@ class Captures:
         graph = Graph(recording, self)
         self.alive.add(graph)
         return graph
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    """Captures by a stand-in for CUDA graphs."""
+    made = Captures()
+    monkeypatch.setattr(cuda_graph, "capture", made)
+    return made

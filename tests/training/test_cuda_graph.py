@@ -13,16 +13,11 @@ from clusterddp.training import cuda_graph
 from clusterddp.training.cuda_graph import GraphedStep
 from clusterddp.training.metrics import MetricSums
 from clusterddp.training.step import Step, build_optimizer
-from tests.training.capturing import REFUSED, Captures, Graph
+from tests.training.capturing import REFUSED, Captures, Graph, captures
+
+__all__ = ["captures"]
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    captures = Captures()
-    monkeypatch.setattr(cuda_graph, "capture", captures)
-    return captures
 
 
 def noisy_net() -> nn.Module:

@@ -25,7 +25,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.training import cuda_graph, loop
 from clusterddp.training.loop import Result, train
 from clusterddp.training.stop import Deadline
-from tests.training.capturing import Captures
+from tests.training.capturing import Captures, captures
 from tests.training.ranks import run_ranks
 from tests.training.trainings import (
     after,
@@ -38,6 +38,8 @@ from tests.training.trainings import (
 )
 
 from .trainings import generator_states
+
+__all__ = ["captures"]
 
 # 2,000 images in batches of 200: two epochs of 10 steps.
 EPOCH, END = 10, 20
@@ -150,8 +152,7 @@ def test_the_best_result_outlives_the_attempt_and_the_cleaning_up(
 
     left = iter(accuracies.values())
     monkeypatch.setattr(
-        "clusterddp.training.loop.evaluate",
-        lambda *_, **__: Result(next(left), 1.0, torch.eye(10)),
+        "clusterddp.training.loop.evaluate", lambda *_, **__: Result(next(left), 1.0, torch.eye(10))
     )
     settings = config(
         synthetic_dir, max_steps=8, eval_every="2steps", save_every="2steps", keep_last=1
@@ -495,13 +496,6 @@ def test_a_rank_is_profiled_where_it_is_the_one_named(
 
 
 # A captured step ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
-    captures = Captures()
-    monkeypatch.setattr(cuda_graph, "capture", captures)
-    return captures
 
 
 def build_captured(

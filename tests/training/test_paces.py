@@ -2,26 +2,19 @@
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 from clusterddp.files import read, write_record
-from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.history import History
 from clusterddp.run.records import AttemptRecord, SlowRank, SlowRanks
-from clusterddp.run.run_dir import RunDir
 from clusterddp.training.paces import Stragglers, Throughputs, shares
 
 FINE, SLOW = 1.0, 0.5
 NOW = 1000.0
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    return begin(RunDir(tmp_path))
 
 
 @dataclass

@@ -6,13 +6,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from clusterddp.run.attempt import Attempt, begin
 from clusterddp.run.records import Liveness
-from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client
 from clusterddp.training import stop
 from clusterddp.training.stop import REASONS, Deadline, LivenessWriter, StopRequest, poll_time_limit
@@ -206,11 +204,6 @@ def await_thread() -> None:
     wait_for(lambda: "presence" not in {t.name for t in threading.enumerate()}, "its thread's end")
 
 
-@pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    return begin(RunDir(tmp_path))
-
-
 @pytest.mark.usefixtures("quickly")
 def test_its_sign_of_life_is_renewed_with_the_step(attempt: Attempt) -> None:
     steps = iter(range(1000))
@@ -241,13 +234,22 @@ def test_a_request_in_the_attempts_folder_is_noted(
 
 
 @pytest.mark.usefixtures("quickly")
-def test_an_attempt_that_a_later_one_follows_ends(attempt: Attempt, ends: list[str]) -> None:
+@pytest.mark.parametrize(
+    "said",
+    ["superseded: attempt 2 of the run has started", "{} was removed, so nothing can be saved"],
+)
+def test_an_attempt_that_is_followed_or_removed_ends(
+    said: str, attempt: Attempt, ends: list[str]
+) -> None:
     with LivenessWriter(attempt, StopRequest()):
         wait_for(attempt.alive.exists, "a sign of life")
         assert not ends
-        begin(attempt.run)
+        if said.startswith("superseded"):
+            begin(attempt.run)
+        while said.startswith("{}") and attempt.path.exists():
+            shutil.rmtree(attempt.path, ignore_errors=True)
         wait_for(lambda: ends, "the end")
-    assert ends[0] == "superseded: attempt 2 of the run has started"
+    assert ends[0] == said.format(attempt.path)
 
 
 @pytest.mark.usefixtures("quickly")
@@ -270,16 +272,6 @@ def test_a_disk_that_takes_no_sign_of_life_is_said_once_and_hides_no_request(
         wait_for(lambda: ends, "the end")
     [line] = [line for line in logged if "No space left on device" in line]
     assert line.endswith("[CD0518]")
-
-
-@pytest.mark.usefixtures("quickly")
-def test_an_attempt_whose_folder_was_removed_ends(attempt: Attempt, ends: list[str]) -> None:
-    with LivenessWriter(attempt, StopRequest()):
-        wait_for(attempt.alive.exists, "a sign of life")
-        while attempt.path.exists():
-            shutil.rmtree(attempt.path, ignore_errors=True)
-        wait_for(lambda: ends, "the end")
-    assert ends[0] == f"{attempt.path} was removed, so nothing can be saved"
 
 
 @pytest.mark.usefixtures("quickly")

@@ -33,7 +33,7 @@ from clusterddp.processes import hardware
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import IMAGE_VARIABLE
 from clusterddp.request.train_config import TrainConfig
-from clusterddp.run.attempt import Attempt, begin
+from clusterddp.run.attempt import Attempt
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.training import cuda_graph, stop
@@ -558,11 +558,6 @@ def test_threads_are_the_cpus_of_the_task_or_its_share_of_the_hosts(
     environ: dict[str, str], ranks: int, threads: int
 ) -> None:
     assert usable_threads(environ, ranks) == threads
-
-
-@pytest.fixture
-def attempt(tmp_path: Path) -> Attempt:
-    return begin(RunDir(tmp_path))
 
 
 class LeftBehind:

@@ -5,16 +5,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 from clusterddp import log
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.tracking import expose_tracker
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
 
 
 def shown(run: RunDir, trackers: str, given: Mapping[str, str] | None = None) -> dict[str, str]:

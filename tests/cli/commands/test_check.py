@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from clusterddp.scripts.findings import rule_name
 from clusterddp.scripts.python_rules import PYTHON_RULES
 from clusterddp.scripts.sbatch_rules import SBATCH_RULES
 from tests import hostile
+from tests.cli.commands.test_env import run_cli
 
 ROOT = Path(__file__).parents[3]
 WRONG = """\
@@ -23,13 +23,7 @@ srun torchrun --nnodes=2 --node_rank=$SLURM_NODEID train.py
 """
 RIGHT = "#!/bin/bash\n#SBATCH --ntasks=8\nsrun python train.py\n"
 
-
-def run_check(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "clusterddp", "check", *arguments],
-        env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}, input=stdin, capture_output=True,
-        check=False, cwd=ROOT,
-    )  # fmt: skip
+run_check = partial(run_cli, "check", environ={"LC_ALL": "C.UTF-8"})
 
 
 def test_a_finding_has_the_line_the_reason_and_the_line_to_write(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from clusterddp.status.status import run_status
 from clusterddp.worker.workstation import free_port
 from tests.cli.made_runs import Workplace, workplace
 from tests.event_lines import read_events
-from tests.waiting import PATIENCE, dying_with_us, has_gone, wait_for
+from tests.waiting import PATIENCE, dying_with_us, has_gone, wait_for, wait_until
 
 __all__ = ["workplace"]
 
@@ -98,18 +98,6 @@ def debug(synthetic_dir: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 LONG = ("--epochs=5000", "--log-every=20")
-
-
-def wait_until(process: "subprocess.Popen[str]", shown: str = "images/s") -> str:
-    assert process.stdout
-    text = ""
-    while shown not in text:
-        ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
-        assert ready, f"it has not said {shown!r}: {text}"
-        chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer
-        assert chunk, process.stderr and process.stderr.read()
-        text += chunk.decode()
-    return text
 
 
 def rank_pids(run: RunDir) -> list[int]:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,17 @@ STEP = {
 }
 
 
-def run_env(
+def run_cli(
     *arguments: str, environ: Mapping[str, str], stdin: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "clusterddp", "env", *arguments],
+        [sys.executable, "-m", "clusterddp", *arguments],
         env={"PATH": "/usr/bin:/bin", **environ}, input=stdin, capture_output=True, check=False,
         cwd=Path(__file__).parents[3],
     )  # fmt: skip
+
+
+run_env = partial(run_cli, "env")
 
 
 def test_the_table_shows_every_value_and_its_source() -> None:

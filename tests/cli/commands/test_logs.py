@@ -368,28 +368,19 @@ def test_earlier_requeues_are_no_news(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("TIMEOUT", "failed: the job reached its time limit [CD1205]"),
-        ("CANCELLED", "cancelled"),
-        ("NODE_FAIL", "failed: a node of the job failed [CD1202]"),
+        (say("TIMEOUT"), "failed: the job reached its time limit [CD1205]"),
+        (say("CANCELLED"), "cancelled"),
+        (say("NODE_FAIL"), "failed: a node of the job failed [CD1202]"),
+        ("exit 0", "unknown: Slurm no longer knows the job"),
     ],
 )
 def test_follow_takes_slurms_word_when_the_run_recorded_no_end(
     workplace: Workplace, capfd: pytest.CaptureFixture[str], answer: str, words: str
 ) -> None:
     run = workplace.run("one", submitted("7"), started("7"))
-    story(workplace, run, say("RUNNING"), say(answer))
+    story(workplace, run, say("RUNNING"), answer)
     assert follow(run) == 1
     assert f"one: {words}" in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("quick")
-def test_follow_gives_up_on_a_job_that_slurm_has_forgotten(
-    workplace: Workplace, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = workplace.run("one", submitted("7"), started("7"))
-    story(workplace, run, say("RUNNING"), "exit 0")
-    assert follow(run) == 1
-    assert "unknown: Slurm no longer knows the job" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

@@ -10,14 +10,9 @@ from clusterddp.cli.main import cli
 from clusterddp.errors import RequestError
 from clusterddp.request.sites import read_sites
 from clusterddp.request.spec import OPTIONS
+from tests.cli.commands.test_submit import elsewhere
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    return tmp_path
+__all__ = ["elsewhere"]
 
 
 def test_every_setting_is_shown_with_its_source(

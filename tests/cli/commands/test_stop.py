@@ -310,8 +310,12 @@ def local(workplace: Workplace, **fields: Any) -> RunDir:
     )
 
 
-def test_a_rehearsal_gets_the_mark_alone(workplace: Workplace) -> None:
+@pytest.mark.parametrize("of", ["the training", "a command's loop"])
+def test_a_rehearsal_gets_the_mark_alone(of: str, workplace: Workplace) -> None:
     run = local(workplace)
+    if of != "the training":
+        of_a_command(run)
+        Attempt(run, 1).record.write_text("{}")
     got = workplace.invoke("stop", "here")
     assert "asked attempt 1 to save a checkpoint and exit" in got.out
     assert Attempt(run, 1).stop_reason() == "stop"
@@ -333,14 +337,6 @@ def test_the_command_of_a_rehearsal_cannot_be_asked_and_is_told_so(workplace: Wo
     got = workplace.invoke("stop", "here")
     assert "has not started a Loop. A Loop that starts later saves and exits" in got.out
     assert workplace.calls == []
-
-
-def test_the_loop_of_a_rehearsals_command_is_asked_by_the_mark(workplace: Workplace) -> None:
-    run = of_a_command(local(workplace))
-    Attempt(run, 1).record.write_text("{}")
-    got = workplace.invoke("stop", "here")
-    assert "asked attempt 1 to save a checkpoint and exit" in got.out
-    assert Attempt(run, 1).stop_reason() == "stop"
 
 
 # -- waiting -----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ def test_without_a_run_name_only_the_name_differs_and_stands_on_stderr() -> None
 
 
 def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(
-    elsewhere: Path, small_disk: Callable[[str], list[str]]
+    elsewhere: Path, small_disk: Any
 ) -> None:
     code = (
         "import sys, click; with_click = set(sys.modules)\n"  # uuid, on Python 3.10
@@ -174,11 +173,11 @@ def test_a_dry_run_needs_neither_slurm_nor_torch_nor_a_writable_folder(
     )
     argv = [sys.executable, "-c", code]
     if os.geteuid() == 0:  # whom no permission stops
-        argv = [*small_disk("ro"), "env", "PATH=/nonexistent", *argv]
+        done = small_disk("ro", "env", "PATH=/nonexistent", *argv)
     else:
         elsewhere.chmod(0o500)
-    done = subprocess.run(argv, cwd=elsewhere, capture_output=True, text=True, check=False)
-    elsewhere.chmod(0o700)
+        done = subprocess.run(argv, cwd=elsewhere, capture_output=True, text=True, check=False)
+        elsewhere.chmod(0o700)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=run-")
 
@@ -773,10 +772,7 @@ def test_sbatchs_usual_forms_are_taken() -> None:
         (["--gres=gpu:4"], "--gpu-directive gres"),
         (["--array", "1-4"], "submit --dry-run … | sbatch --array=LIST"),
         (["--wrap", "hostname"], "the COMMAND after '--'"),
-        (
-            ["job.sh", "3"],
-            "job.sh is an sbatch file. 'clusterddp import job.sh' converts it into",
-        ),
+        (["job.sh", "3"], "job.sh is an sbatch file. 'clusterddp import job.sh' converts it into"),
     ],
 )
 def test_sbatchs_other_forms_are_answered_with_ours(typed: list[str], ours: str) -> None:

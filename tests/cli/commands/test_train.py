@@ -1,7 +1,6 @@
 import dataclasses
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from clusterddp.run.attempt import begin
 from clusterddp.run.outcome import first_failure, read_outcomes
 from clusterddp.run.run_dir import RunDir
 from clusterddp.worker.workstation import free_port
-from tests.waiting import dying_with_us
+from tests.waiting import dying_with_us, wait_until
 
 PATIENCE = 90
 # Fails on rank 1 at its second batch, before an exchange that rank 0 then waits in.
@@ -225,18 +224,6 @@ def test_ranks_that_wait_in_nccl_save_and_leave_and_name_the_one_that_hangs(
 
 # Longer than any test waits.
 LONG = ("--epochs=5000", "--log-every=20")
-
-
-def wait_until(process: "subprocess.Popen[str]", word: str = "images/s") -> str:
-    assert process.stdout
-    text = ""
-    while word not in text:
-        ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
-        assert ready, f"it has not said {word!r}: {text}"
-        chunk = os.read(process.stdout.fileno(), 1 << 16)  # past Python's buffer, which select is
-        assert chunk, f"it has ended: {text}"
-        text += chunk.decode()
-    return text
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from clusterddp.files import read_json
 from tests.on_slurm.campaign.fault import ENDS, UNHURRIED, fault
@@ -148,39 +150,34 @@ def scancel(trial: Trial) -> str:
     return seen
 
 
-@fault("term-twice")
-def term_twice(trial: Trial) -> str:
+def _told_to_ranks(trial: Trial, tell: Callable[[Run], object]) -> str:
     run = trial.start_held(60, until_told=True)
     struck = run.struck()
-    for _ in range(2):
-        slurm(trial, "scancel", "--signal=TERM", run.job_id)
+    tell(run)
     run.wait_attempt(2)
     seen = run.check_same(struck, causes=["signal", "done"])
     saved_when_told(run, struck.step)
     return seen
+
+
+def _twice(trial: Trial, *signal_options: str) -> str:
+    tell = partial(slurm, trial, "scancel", *signal_options)
+    return _told_to_ranks(trial, lambda run: [tell(run.job_id) for _ in range(2)])
+
+
+@fault("term-twice")
+def term_twice(trial: Trial) -> str:
+    return _twice(trial, "--signal=TERM")
 
 
 @fault("usr1-twice")
 def usr1_twice(trial: Trial) -> str:
-    run = trial.start_held(60, until_told=True)
-    struck = run.struck()
-    for _ in range(2):
-        slurm(trial, "scancel", "--full", "--signal=USR1", run.job_id)
-    run.wait_attempt(2)
-    seen = run.check_same(struck, causes=["signal", "done"])
-    saved_when_told(run, struck.step)
-    return seen
+    return _twice(trial, "--full", "--signal=USR1")
 
 
 @fault("usr1-to-one-rank")
 def usr1_to_one_rank(trial: Trial) -> str:
-    run = trial.start_held(60, until_told=True)
-    struck = run.struck()
-    run.kill(1, signal.SIGUSR1)
-    run.wait_attempt(2)
-    seen = run.check_same(struck, causes=["signal", "done"])
-    saved_when_told(run, struck.step)
-    return seen
+    return _told_to_ranks(trial, lambda run: run.kill(1, signal.SIGUSR1))
 
 
 def _usr1_during_imports(trial: Trial, *whom: str) -> str:

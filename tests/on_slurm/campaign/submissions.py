@@ -7,39 +7,46 @@ import signal
 from subprocess import DEVNULL
 
 from tests.on_slurm.campaign.fault import ENDS, fault
-from tests.on_slurm.campaign.run import CLUSTERDDP, COMMON, CONFIGURATIONS, Trial
+from tests.on_slurm.campaign.run import CLUSTERDDP, COMMON, CONFIGURATIONS, Run, Trial
+from tests.on_slurm.cluster import Process
+
+
+def _broken(trial: Trial, *options: str) -> str:
+    run = trial.start(*options, "--retries", "5")
+    seen = run.check_failed("clusterddp")
+    if not 1 <= len(run.attempts) <= 2:
+        raise run.differs(f"{len(run.attempts)} attempts")
+    return f"{seen}; {len(run.attempts)} attempts"
 
 
 @fault("broken-script", ENDS, quick=True)
 def broken_script(trial: Trial) -> str:
     """Broken from the start: no loop of restarts."""
-    run = trial.start("--setup", "false", "--retries", "5")
-    seen = run.check_failed("clusterddp")
-    if not 1 <= len(run.attempts) <= 2:
-        raise run.differs(f"{len(run.attempts)} attempts")
-    return f"{seen}; {len(run.attempts)} attempts"
+    return _broken(trial, "--setup", "false")
 
 
 @fault("broken-python", ENDS)
 def broken_python(trial: Trial) -> str:
     """Every task fails at once, in every start."""
-    run = trial.start("--wrapper", "/bin/false", "--retries", "5")
-    seen = run.check_failed("clusterddp")
-    if not 1 <= len(run.attempts) <= 2:
-        raise run.differs(f"{len(run.attempts)} attempts")
-    return f"{seen}; {len(run.attempts)} attempts"
+    return _broken(trial, "--wrapper", "/bin/false")
 
 
-@fault("submitter-gone")
-def submitter_gone(trial: Trial) -> str:
-    """The login shell and its `submit --wait` are killed while the job runs."""
-    options = [*CONFIGURATIONS["two"], *COMMON, *trial.data["two"], "--wait"]
+def _submitted(trial: Trial, *more: str) -> tuple[Run, Process]:
+    """A run at step 60, with the `submit --wait` that waits for it."""
+    options = [*more, *CONFIGURATIONS["two"], *COMMON, *trial.data["two"], "--wait"]
     submitter = trial.cluster.popen(
         [*CLUSTERDDP, "submit", "--run-name", "run", *options],
         cwd=trial.folder, env=trial.env, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
     )  # fmt: skip
     run = trial.adopt("run")
     run.wait_step(60)
+    return run, submitter
+
+
+@fault("submitter-gone")
+def submitter_gone(trial: Trial) -> str:
+    """The login shell and its `submit --wait` are killed while the job runs."""
+    run, submitter = _submitted(trial)
     struck = run.struck()
     submitter.kill_group()
     if submitter.poll() is None:
@@ -72,13 +79,7 @@ def slurm_in(trial: Trial, *argv: str) -> str:
 @fault("job-and-submitter-gone")
 def job_and_submitter_gone(trial: Trial) -> str:
     """The same, and then a rank goes as well: the run needs nobody outside to start again."""
-    options = [*CONFIGURATIONS["two"], *COMMON, *trial.data["two"], "--wait"]
-    submitter = trial.cluster.popen(
-        [*CLUSTERDDP, "submit", "--run-name", "run", "--retries", "1", *options],
-        cwd=trial.folder, env=trial.env, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
-    )  # fmt: skip
-    run = trial.adopt("run")
-    run.wait_step(60)
+    run, submitter = _submitted(trial, "--retries", "1")
     struck = run.struck()
     os.killpg(submitter.pid, signal.SIGHUP)
     submitter.kill_group()
