@@ -73,7 +73,7 @@ _OTHERS = {
     "outcomes/error-R.json": "Exception of your script on rank R, as torch's `record` writes it.",
     "nccl-trace-R": "NCCL's flight recorder of a rank that hung, for torchfrtrace.",
 }
-"""Files whose fields have no class in `records`."""
+"""Fields of the files that have no class in `records`."""
 _TABLE_ROW = re.compile(r"^\|.*", re.MULTILINE)
 _MADE = "<!-- Made from the code by `python -m docs_build reference`; do not edit. -->\n"
 _Named = tuple[str, click.Command]

@@ -49,12 +49,12 @@ class Hit:
 def main() -> None:
     """Print hits per pattern and kind of text, or each place."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("checkout", nargs="?", default=".", help="a folder or a commit")
+    parser.add_argument("checkout", nargs="?", default=".", help="a directory or a commit")
     parser.add_argument("--list", action="store_true", help="print each place and its remedy")
     parser.add_argument("--under", default="", help="count files whose path begins with this")
     asked = parser.parse_args()
     with source.checkout(asked.checkout) as root:
-        found = [*hits(root, asked.under)]
+        found, long = [*hits(root, asked.under)], [*too_long(root)]
     if asked.list:
         for hit in found:
             print(f"{hit.place}: {hit.text!r}: {hit.pattern.label}; write: {hit.pattern.write}")
@@ -65,11 +65,10 @@ def main() -> None:
     totals = Counter(hit.kind for hit in found)
     above = [kind for kind, limit in LIMITS.items() if totals[kind] > limit]
     print(*(f"{kind}: {totals[kind]} (limit {limit})" for kind, limit in LIMITS.items()), sep="\n")
-    with source.checkout(asked.checkout) as root:
-        long = [*too_long(root)]
     for kind in above:
         print(f"{kind}: {totals[kind]} hits, limit {LIMITS[kind]}", file=sys.stderr)
-    print("".join(f"{line}\n" for line in long), end="", file=sys.stderr)
+    for line in long:
+        print(line, file=sys.stderr)
     sys.exit(1 if above or long else 0)
 
 

@@ -356,9 +356,8 @@ def places(parts: tuple[str, ...], text: str) -> list[tuple[int, int]]:
         if at < 0:
             ends = [each.start() for each in re.finditer(" *…", text) if each.start() >= begin]
             for end in ends:
-                size = next(
-                    n for n in range(len(part), -1, -1) if text[begin:end].endswith(part[:n])
-                )
+                shown = text[begin:end]
+                size = next(n for n in range(len(part), -1, -1) if shown.endswith(part[:n]))
                 if len(words(part[:size])) > 1:
                     return [*found, (end - size, end)]
             is_known = any(len(words(each)) > 1 for each in parts[: len(found)])

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,9 @@ from clusterddp.files import read_json
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import read_events
 from tests.on_slurm.cluster import DEFAULT_ROOT, SlurmCluster
-from tests.on_slurm.held import LONG, Hold
-from tests.on_slurm.test_cluster import AS_NOBODY, NOBODY
+from tests.on_slurm.held import Hold
+from tests.on_slurm.test_bad_nodes import typed
+from tests.on_slurm.test_cluster import NOBODY
 from tests.on_slurm.test_life import train_to
 from tests.on_slurm.test_submit import CLUSTERDDP
 from tests.training.trainings import weights_in_one_piece
@@ -67,8 +67,3 @@ def test_an_ordinary_users_run_trains_and_goes_on_after_a_requeue_to_the_same_we
         shown = cluster.run(["scontrol", "show", "job", job], check=True).stdout
         assert f"({NOBODY})" in shown.partition("GroupId")[0]
     assert {path.stat().st_uid for path in home.rglob("*")} == {NOBODY}
-
-
-def typed(cluster: SlurmCluster, home: Path, *argv: str) -> Any:
-    env = {"HOME": str(home), "USER": None, "LOGNAME": None}
-    return cluster.run([*AS_NOBODY, *argv], cwd=home, env=env, timeout=LONG, check=True)

@@ -87,10 +87,11 @@ def test_checkpoints_that_are_gone_are_told_from_none_yet(workplace: Workplace) 
     assert "clusterddp resume one --from-scratch" in got.err
 
 
-def test_no_such_run_is_a_wrong_request(workplace: Workplace) -> None:
+@pytest.mark.parametrize("words", ["checkpoints oen", "report one oen"])
+def test_no_such_run_is_a_wrong_request(words: str, workplace: Workplace) -> None:
     workplace.run("one")
-    got = workplace.invoke("checkpoints", "oen")
-    assert got.code == 2
+    got = workplace.invoke(*words.split())
+    assert (got.code, got.out) == (2, "")
     assert "Did you mean one?" in got.err
 
 

@@ -307,13 +307,6 @@ def test_what_strangers_wrote_neither_moves_the_cursor_nor_forges_lines(
     assert "\\x1b[31m<script>\\u202e" in workplace.invoke("report", "one").out
 
 
-def test_a_run_that_is_not_there_is_a_wrong_request(workplace: Workplace) -> None:
-    achieve(workplace.run("one", *DONE))
-    got = workplace.invoke("report", "one", "oen")
-    assert (got.code, got.out) == (2, "")
-    assert "Did you mean one?" in got.err
-
-
 def test_runs_are_found_by_job_id_and_directory_too(workplace: Workplace) -> None:
     achieve(workplace.run("one", *DONE))
     assert account(workplace, "12")["run"] == "one"
