@@ -4,6 +4,8 @@ import json
 import os
 import time
 
+import pytest
+
 from tests.checkpoints.made_checkpoints import DAMAGE, attempt, make
 from tests.cli.made_runs import Workplace, submitted, workplace
 
