@@ -506,9 +506,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_what_rank_0_refuses_keeps_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(folder: Path | None = tmp_path, **states: Any) -> tuple[type[Exception], str]:
+    def refused(directory: Path | None = tmp_path, **states: Any) -> tuple[type[Exception], str]:
         with pytest.raises((CheckpointError, TrainingError)) as caught:
-            Loop(directory=folder, **states or {"model": nn.Linear(1, 1)})
+            Loop(directory=directory, **states or {"model": nn.Linear(1, 1)})
         return caught.type, caught.value.code
 
     loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
@@ -526,7 +526,7 @@ def test_what_rank_0_refuses_keeps_its_code(
     monkeypatch.setenv(LOOP_VARIABLE, f":{tmp_path}/run/attempts/0001")
     assert refused(directory=None) == (TrainingError, "CD0512")
     (tmp_path / "file").touch()
-    assert refused(tmp_path / "file/run") == (TrainingError, "CD0504")
+    assert refused(directory=tmp_path / "file/run") == (TrainingError, "CD0504")
 
 
 @pytest.mark.parametrize(

@@ -117,17 +117,16 @@ def find_resume_checkpoint(run: RunDir) -> Path | None:
     checkpoint = find_newest(run)
     if checkpoint:
         return checkpoint
-    restart = _how_to_restart(run)
     if any(not each.superseded for each in iter_candidates(run, None)):
         raise CheckpointError(
             f"no checkpoint of {run.name} is valid, so it cannot resume: see 'clusterddp "
-            f"checkpoints {run.cli_name}'. {restart}"
+            f"checkpoints {run.cli_name}'. {_how_to_restart(run)}"
         )
     step = saved_step(run)
     if step:
         raise CheckpointError(
             f"the checkpoints of {run.name} are gone: it had saved step {step}, but {run.attempts} "
-            f"has none now. Put them back there. {restart}"
+            f"has none now. Put them back there. {_how_to_restart(run)}"
         )
     return None
 

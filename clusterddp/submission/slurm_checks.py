@@ -101,11 +101,8 @@ def check_array(spec: JobSpec, count: int, limits: ArrayLimits) -> None:
             )
 
 
-def check_directives(spec: JobSpec, *, force: bool) -> None:
-    """Raise OptionError for a directive that sbatch does not have.
-
-    force: only warn, because a plugin of the site may add it.
-    """
+def check_directives(spec: JobSpec) -> None:
+    """Warn of a directive that sbatch does not have; a plugin of the site may add it."""
     if not spec.sbatch or spec.launcher == "local":
         return
     from clusterddp.scripts import sbatch_file  # needed only here
@@ -114,11 +111,10 @@ def check_directives(spec: JobSpec, *, force: bool) -> None:
         if not sbatch_file.has_option(name):
             near = sbatch_file.nearest_name(name)
             hint = f"Did you mean --{near}?" if near else "See sbatch(1) for the options."
-            problem = f" {name}: sbatch has no option --{name}. {hint}"
-            if not force:
-                more = " If a plugin of the site adds it, add --force."
-                raise OptionError("--sbatch", problem + more)
-            log.warning(f"--sbatch{problem} [CD0107]")
+            log.warning(
+                f"--sbatch {name}: sbatch has no option --{name} and rejects the job unless a "
+                f"plugin of the site adds it. {hint} [CD0107]"
+            )
 
 
 def forecast(script: str) -> str:

@@ -257,7 +257,7 @@ def _start_checks(
         lambda: check_commands(spec, script, force=force),
         lambda: check_pythons(spec, imports=imports),
         lambda: check_notified(spec),
-        lambda: slurm_checks.check_directives(spec, force=force),
+        lambda: slurm_checks.check_directives(spec),
     ]
 
 

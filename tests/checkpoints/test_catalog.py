@@ -158,13 +158,13 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(
 
 @pytest.mark.parametrize("submitted", [True, False])
 def test_a_command_starts_again_as_a_new_run(run: RunDir, submitted: bool) -> None:
-    spec = JobSpec(run.name, str(run.path), Resources(), command=("python", "train.py"))
+    spec = JobSpec("a", str(run.path), Resources(), command=("python", "train.py"))
     run.spec.write_text(spec.to_json())
     if submitted:
         run.script.touch()
     attempt(run, 1).renew_liveness(130, saved=120)
     remedy = "submit a new run" if submitted else f"remove {run.path}"
-    with pytest.raises(CheckpointError, match=f"are gone.* at step 0, {remedy}\\.\\n"):
+    with pytest.raises(CheckpointError, match=f"are gone.* at step 0, {re.escape(remedy)}\\.\\n"):
         find_resume_checkpoint(run)
 
 

@@ -36,7 +36,7 @@ def test_zero_is_no_limit(value: str, seconds: int | None) -> None:
 @pytest.mark.parametrize("value", NOT_TIMES)
 def test_other_times_are_refused_with_valid_examples(value: str) -> None:
     with pytest.raises(
-        RequestError, match=r"--time: .* is not a valid time limit\. Use minutes \(90\)"
+        RequestError, match=r"--time: .* is not a valid time limit\. Use minutes \(60 for 1h\)"
     ):
         forms.TIME_LIMIT.check("--time", value)
 
