@@ -344,7 +344,7 @@ def test_it_leaves_with_the_step_that_it_has_saved(
             signal.raise_signal(number)
 
     assert left(training, at_second) == code
-    assert f"stopped at step 2 ({reason}). To resume from there, start the run again" in logged
+    assert f"stopped at step 2 ({reason}). The next attempt continues from there" in logged
     last_word = training.loop.attempt.read_final_record()
     assert last_word and (last_word.cause, last_word.reason) == ("stopped", reason)
     assert (last_word.step, last_word.saved) == (2, 2)
@@ -1174,7 +1174,7 @@ def test_a_plain_process_saves_and_exits_with_75(tmp_path: Path) -> None:
     asked = forked.run(script, "asked", cwd=tmp_path / "stopped")
     assert (asked.returncode, asked.stdout) == (75, ""), asked.stderr
     assert (
-        "clusterddp: stopped at step 3 (SIGTERM). To resume from there, start the run again"
+        "clusterddp: stopped at step 3 (SIGTERM). The next attempt continues from there"
         in asked.stderr
     )
     again, whole = (forked.run(script, cwd=tmp_path / name) for name in ("stopped", "undisturbed"))

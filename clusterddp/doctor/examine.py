@@ -216,7 +216,8 @@ def dataset(spec: JobSpec, *, must_share: bool) -> Check:
             return Check("dataset", OK, found, facts=facts)
         way = re.sub(r" {2,}", " ", more.strip().partition("\n")[0])
         advice = "; or see: ".join(filter(None, (way, "clusterddp data --help")))
-        return Check("dataset", WARNING if is_absent else ERROR, first.rstrip(":"), advice, facts)
+        found = f"{first.rstrip(':')}; only the built-in training needs it"
+        return Check("dataset", WARNING if is_absent else ERROR, found, advice, facts)
     kind, is_shared = _file_system(info.root)
     facts = {"whole": True, "file_system": kind, "shared": is_shared}
     advice = _sharing_advice(kind, is_shared, "--data-dir") if must_share else ""

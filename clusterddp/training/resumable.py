@@ -438,9 +438,7 @@ def note_end(
     """
     if reason:
         last = "" if saved in (step, None) else f", the last checkpoint has step {saved}"
-        log.info(
-            f"stopped at step {step} ({reason}){last}. To resume from there, start the run again"
-        )
+        log.info(f"stopped at step {step} ({reason}){last}. The next attempt continues from there")
     end = vars(FinalRecord("stopped" if reason else "done", reason, step, saved, trouble))
     content = {name: value for name, value in end.items() if value or name != "write_error"}
     try:

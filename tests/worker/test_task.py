@@ -207,8 +207,7 @@ def test_a_signal_has_it_save_leave_and_go_on_another_time(
     assert not (tmp_path / "report.json").exists()
     said = capsys.readouterr().out
     assert (
-        f"stopped at step {end['step']} ({reason}). To resume from there, start the run again"
-        in said
+        f"stopped at step {end['step']} ({reason}). The next attempt continues from there" in said
     )
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
 
