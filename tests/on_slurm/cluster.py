@@ -404,14 +404,17 @@ class SlurmCluster:
     def kill_host(self, host: str) -> None:
         """Kills every process of a host at once, as a power cut does.
 
-        Parents go first: a task's parent would otherwise record the task's end, which no power cut
-        leaves time for. The order of the ids is not that of the starts once they have wrapped.
+        All are stopped before one is killed, parents first, since none may act on the end of
+        another: a task's parent records it, and an srun whose controller is gone ends the tasks of
+        the other hosts.
         """
         namespace = self._namespaces[host]
 
         def empty() -> bool:
             pids = namespace.pids()
             for pid in sorted(pids, key=_start_ticks):
+                _kill(pid, signal.SIGSTOP)
+            for pid in pids:
                 _kill(pid)
             return not pids
 
@@ -886,9 +889,9 @@ def _start_ticks(pid: int) -> int:
         return 0
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, sig)
 
 
 def _words(argv: Sequence[str | os.PathLike[str]]) -> list[str]:
