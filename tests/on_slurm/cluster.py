@@ -404,19 +404,14 @@ class SlurmCluster:
     def kill_host(self, host: str) -> None:
         """Kills every process of a host at once, as a power cut does.
 
-        All are stopped before one is killed, parents first, since none may act on the end of
-        another: a task's parent records it, and an srun whose controller is gone ends the tasks of
-        the other hosts.
+        kill(2) of -1 does so, since none may act on the end of another: a task's parent would
+        record it, and an srun whose controller is gone ends the tasks of the other hosts.
         """
         namespace = self._namespaces[host]
 
         def empty() -> bool:
-            pids = namespace.pids()
-            for pid in sorted(pids, key=_start_ticks):
-                _kill(pid, signal.SIGSTOP)
-            for pid in pids:
-                _kill(pid)
-            return not pids
+            self.run_on(host, ["sh", "-c", "kill -9 -1"])
+            return not namespace.pids()
 
         try:
             _until(empty, 60, "the host's processes to end")
@@ -881,17 +876,9 @@ def _link(path: str) -> Path | None:
         return None
 
 
-def _start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot (proc_pid_stat(5)); 0 if it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0
-
-
-def _kill(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
+def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, sig)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _words(argv: Sequence[str | os.PathLike[str]]) -> list[str]:
