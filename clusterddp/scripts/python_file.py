@@ -93,7 +93,7 @@ class PythonFile:
 
     @property
     def tasks(self) -> int | None:
-        """How many tasks start it, or None if its steps differ."""
+        """Number of tasks that start it, or None if its steps differ."""
         tasks = {step.tasks for step in self.steps}
         return tasks.pop() if len(tasks) == 1 else None
 
