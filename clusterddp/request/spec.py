@@ -92,8 +92,8 @@ class JobSpec(Record):
     train: TrainConfig | None = None
     command: tuple[str, ...] = ()
     resumable: bool | None = None
-    """True if an attempt is known to resume from the previous one's checkpoint, like the training
-    does. None for a COMMAND, which shows it by starting a Loop. Other defaults depend on it."""
+    """True if an attempt is known to resume from the previous one's checkpoint: always true
+    of the training. None for a COMMAND until it starts a Loop. Other defaults depend on it."""
     allow_launcher: bool = option(False, "Allow COMMAND to be a launcher (torchrun, srun …).")
     job_name: str = option(
         "",
