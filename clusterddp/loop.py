@@ -8,6 +8,8 @@ so that every command sees its steps, metrics and checkpoints; elsewhere it writ
         for images, labels in loop.batches(loader):
             ...
             loop.step(loss=loss)
+
+A framework's loop has `clusterddp.integrations`.
 """
 
 import atexit
@@ -40,7 +42,9 @@ from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay, resumable, stop
 from clusterddp.training.metrics import Lines
 from clusterddp.training.paces import StepTimer
+from clusterddp.training.replay import Fetches
 from clusterddp.training.resumable import Resumable
+from clusterddp.training.sources import Source
 from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 
 T = TypeVar("T")
@@ -70,6 +74,15 @@ class Loop(Resumable):
     _watchdog: Watchdog | None = None
     _lines: Lines | None = None
     _unlisten: Callable[..., None] | None = None
+    _source: Source | None = None
+    """Loader of this epoch."""
+    _place: dict[str, Any] | None = None
+    """Position of the loader in the checkpoint; see `Source.state`."""
+    _drawn: replay.RandomStates | None = None
+    """Random state before the latest batch that `ahead` drew."""
+    _drawn_before: replay.RandomStates | None = None
+    """That of the checkpoint."""
+    _count_of_iterations = 0
 
     def __init__(
         self,
@@ -109,7 +122,7 @@ class Loop(Resumable):
         self._unlisten = stop.requested.listen()
         try:
             attempt, source = self._begin(directory)
-            wrappers = {name: ddp for name, each in states.items() if (ddp := _wrapper(each))}
+            wrappers = {name: ddp for name, each in states.items() if (ddp := wrapper_of(each))}
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
             modules, ready = [*wrappers.values()], lambda: self._mark(Phase.BACKWARD)
             super().__init__(
@@ -156,11 +169,52 @@ class Loop(Resumable):
         Take each epoch's batches from `batches`, or call `step` once per epoch: otherwise a resume
         could not tell how far the epoch was.
         """
-        if self.epoch >= count and self.rank == 0:
-            restart = "" if self._in_run else f". To start again, remove {self.attempt.run.path}"
-            log.info(f"nothing left to train: epoch {count} is done{restart}")
+        if self.epoch >= count:
+            self._say_nothing_left(f"epoch {count}")
         yield from super().epochs(count)
         self.finish()
+
+    def iterations(self, count: int) -> Iterator[int]:
+        """Yield the remaining iterations below `count`, from 0, for a loop without epochs.
+
+        Call `step` once in each, after all batches of a gradient accumulation. The last one saves.
+        Raises RuntimeError for an iteration without a step.
+        """
+        self._restore_random()
+        self._count_of_iterations = count
+        if self.steps >= count:
+            self._say_nothing_left(f"step {count}")
+        while self.steps < count:
+            before = self.steps
+            yield before
+            if self.steps != before + 1:
+                raise RuntimeError(
+                    f"loop.step() was called {self.steps - before} times in an iteration of "
+                    "loop.iterations(). Call it once, after optimizer.step()"
+                )
+
+    def step(self, **metrics: Any) -> None:
+        super().step(**metrics)
+        if self.steps == self._count_of_iterations:  # the script may leave by `break`
+            self.finish()
+
+    def ahead(self, draw: Callable[..., T]) -> Callable[..., T]:
+        """Return a function that draws batches before the step that precedes theirs has ended.
+
+        After a resume its first call draws the last of these batches again.
+        """
+
+        def drawn(*given: Any, **named: Any) -> T:
+            again, self._drawn_before = self._drawn_before, None
+            if again:
+                replay.restore(again, ())
+            self._drawn = replay.random_state(())
+            batch = draw(*given, **named)
+            if again:
+                self._restore_random()
+            return batch
+
+        return drawn
 
     def finish(self) -> None:
         """Save the final state and wait until it is on disk; collective. `epochs` calls it.
@@ -173,6 +227,11 @@ class Loop(Resumable):
             with suppress(OSError):
                 self._note_end("")
 
+    def _say_nothing_left(self, last: str) -> None:
+        if self.rank == 0:
+            restart = "" if self._in_run else f". To start again, remove {self.attempt.run.path}"
+            log.info(f"nothing left to train: {last} is done{restart}")
+
     def _stop_watching(self) -> None:
         """Leave the watchdog; the other ranks report a rank that disappears without this."""
         if self._watchdog:
@@ -181,6 +240,8 @@ class Loop(Resumable):
 
     def _planned(self) -> int | None:
         """Return the loop's last step, or None unless each batch is one step."""
+        if self._count_of_iterations:
+            return self._count_of_iterations
         epoch, batch, batches = self.epoch, self._position.step_in_epoch, self._batches
         is_a_step_each = epoch * batches + batch - self.steps in (0, 1)
         return self._epochs * batches if self._epochs and batches > 0 and is_a_step_each else None
@@ -200,7 +261,8 @@ class Loop(Resumable):
         for name, each in states.items():
             if name in _RESERVED:
                 raise TypeError(f"Loop({name}=…): this name is reserved. Choose another")
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+            has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+            if not (has_state or sharded.has_files(each)):
                 raise TypeError(
                     f"Loop({name}=…): a {type(each).__name__} has no state_dict and load_state_dict"
                 )
@@ -265,7 +327,9 @@ class Loop(Resumable):
         self._resume_batch, self._resume_ranks = position.step_in_epoch, ranks
         arranged: dict[str, list[int]] = {}
         if ranks == self.world_size:
-            self._random = content["random_states"][self.rank] if self._keeps_random else None
+            saved = content["random_states"][self.rank] or {}
+            self._random = saved if self._keeps_random and "now" in saved else None
+            self._place, self._drawn_before = saved.get("loader"), saved.get("drawn")
             arranged = loop["buckets"]
             for name in sorted(wrappers.keys() & arranged.keys()):
                 replay.restore_buckets(wrappers[name], arranged[name])
@@ -322,7 +386,7 @@ class Loop(Resumable):
         return results[0]
 
     def _watch(self, log_every: int) -> None:
-        """Start the watchdog and, on rank 0, the heartbeat."""
+        """Start, on rank 0, the heartbeat; and the watchdog."""
         self._first_step = time.time()
         if self.rank == 0:
             Loop._directories.add(self.attempt.run.path)
@@ -332,6 +396,11 @@ class Loop(Resumable):
             poll_time_limit(self._deadline, os.environ)
             path, position = self.attempt.metrics, self._position
             self._lines = Lines(path, log_every, position, self._shown_epoch, self._timer)
+        self._start_watchdog()
+        atexit.register(self.close)
+        self._timer.clock.restart()
+
+    def _start_watchdog(self) -> None:
         self._progress.mark(self.steps, Phase.USER_CODE)
         where: tuple[str, int] | None = ("127.0.0.1", 0)
         if self.world_size > 1:
@@ -351,8 +420,6 @@ class Loop(Resumable):
                 note=note,
                 has_own_code=True,
             ).__enter__()
-        atexit.register(self.close)
-        self._timer.clock.restart()
 
     def _publish_attempt(self, attempt: Attempt, hosts: list[str]) -> Path | None:
         """Choose on rank 0 the checkpoint to resume from and publish the attempt."""
@@ -404,29 +471,29 @@ class Loop(Resumable):
 
     def _rest_of(self, loader: Iterable[T]) -> Iterator[T]:
         """Skip the trained batches and restore the random state at that position."""
+        self._source = Source(loader)
         done, self._resume_batch = self._done_of(loader), 0
-        self._generators = replay.generators_of(loader)
-        if done and self._random:
-            replay.restore(self._random[1], self._generators)
-            self._start_random = self._random[1]
-        else:
-            if self._random:
-                replay.restore_own(self._random[0], self._generators)
-            self._start_random = replay.random_state(self._generators)
+        skips = self._source.load(self._place, is_inside=bool(done))
         if getattr(loader, "num_workers", 0):
-            replay.shield_workers(loader)
-        iterator = replay.skip(loader, done)
-        if done:
-            self._restore_random()
+            replay.shield_workers(self._source.base)
+        self._fetches, self._place = Fetches(self._random, done), None
         lengths = set(agreement.gather(_length(loader)))  # ranks must agree on the last batch
         self._batches = lengths.pop() if len(lengths) == 1 else -1
         self._position.step_in_epoch = done
-        return self._counted(iterator)
+        return self._counted(self._source.iterate(self._fetches, skips=skips))
 
     def _counted(self, batches: Iterator[T]) -> Iterator[T]:
         for batch in batches:
-            self._count(replay.count_samples(batch))
+            self._count(self._fetches.trained())
             yield batch
+
+    def _random_state(self) -> dict[str, Any] | None:
+        is_inside = self._position.step_in_epoch > 0
+        place = self._source.state(is_inside=is_inside) if self._source else {}
+        more = {"loader": place} if place else {}
+        if self._drawn and self._keeps_random:
+            more["drawn"] = self._drawn
+        return {**(super()._random_state() or {}), **more} or None
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
         if self._unlisten is None:  # training continues after finish()
@@ -519,7 +586,7 @@ def _unwrap(each: Any) -> Any:
     return each
 
 
-def _wrapper(each: Any) -> nn.parallel.DistributedDataParallel | None:
+def wrapper_of(each: Any) -> nn.parallel.DistributedDataParallel | None:
     """Return a module's DDP wrapper, if any, also inside torch.compile's."""
     inner = getattr(each, "_orig_mod", each)
     return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None

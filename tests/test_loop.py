@@ -915,11 +915,11 @@ def rank_fails(
 @trains_sharded
 def test_a_sharded_checkpoint_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     """On all ranks at the end of the loop; and in the last word of one that leaves."""
-    said = run_ranks(2, rank_fails, tmp_path / "end", 0, "sharded._digests", True)
+    said = run_ranks(2, rank_fails, tmp_path / "end", 0, "sharded.stored_sha256", True)
     assert said[0] == said[1]
     assert re.search(r"the training is done, but .*0012\.pt was not written: .*Stale", said[0][1])
     assert not list((tmp_path / "end/checkpoints").iterdir())
-    left = run_ranks(2, rank_fails, tmp_path / "left", 4, "sharded._digests", True)
+    left = run_ranks(2, rank_fails, tmp_path / "left", 4, "sharded.stored_sha256", True)
     assert left == [(75, "")] * 2
     final_record = Attempt(RunDir(tmp_path / "left"), 1).read_final_record()
     assert final_record and (final_record.step, final_record.saved) == (4, None)

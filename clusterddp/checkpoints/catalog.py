@@ -354,7 +354,7 @@ def _link(path: Path, folder: Path) -> None:
     # The target of a symbolic link is linked, not the link itself.
     for file in (*_shard_files(path), checksum_of(path), path):
         target = folder / file.relative_to(path.parent)
-        target.parent.mkdir(mode=0o700, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             os.link(file.resolve(), target)
         except OSError as error:
@@ -496,7 +496,8 @@ def _verify_shard(path: Path, digest: str, name: str = "") -> None:
     file = path.parent / name
     problem = "SHA-256 differs"
     try:
-        if file.parent != shards_of(path) or file.is_symlink():
+        inside = shards_of(path).resolve()
+        if file.is_symlink() or inside not in file.resolve().parents:
             raise FileNotFoundError  # hostile or damaged: never read outside of the directory
         with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             status = os.fstat(f.fileno())
@@ -526,7 +527,7 @@ def _sha256(file: IO[bytes]) -> str:
 def _shard_files(path: Path) -> list[Path]:
     """List the files of a sharded checkpoint; empty for any other."""
     with suppress(OSError):
-        return sorted(shards_of(path).iterdir())
+        return sorted(each for each in shards_of(path).rglob("*") if not each.is_dir())
     return []
 
 

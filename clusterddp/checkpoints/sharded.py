@@ -1,26 +1,43 @@
-"""Saves and restores sharded states with torch.distributed.checkpoint.
+"""Saves and restores states that are files of their own: shards, and those of a framework.
 
-Each rank writes its shards. When all files are complete, they are moved next to the checkpoint
-file, and their SHA-256 is in its list (`catalog`). They can be read on another number of ranks.
+Each rank writes its shards with torch.distributed.checkpoint; they can be read on another number of
+ranks. A framework's object writes its files by itself (`FileState`). When all files are complete,
+they are moved next to the checkpoint file, and their SHA-256 is in its list (`catalog`).
 """
 
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.writer import stored_sha256
+from clusterddp.distributed import agreement
 from clusterddp.files import sync_folder
 
 Objects = Mapping[str, Any]
-"""Modules, and their optimizers, by name."""
+"""Modules, their optimizers, and `FileState`s, by name."""
+
+
+class FileState(Protocol):
+    """State that writes and reads its own files, on all ranks together; Accelerate's Accelerator.
+
+    `save_state` may raise any exception if it cannot write.
+    """
+
+    def save_state(self, directory: str) -> object: ...
+    def load_state(self, directory: str) -> object: ...
+
+
+def has_files(state: object) -> bool:
+    """Return whether a state is a `FileState`."""
+    return hasattr(state, "save_state") and hasattr(state, "load_state")
 
 
 def is_sharded(module: object) -> bool:
@@ -34,42 +51,41 @@ def is_sharded(module: object) -> bool:
 
 
 def select_sharded(objects: Objects) -> dict[str, Any]:
-    """Return the sharded modules and the optimizers; empty without a sharded module."""
+    """Return the `FileState`s, and with a sharded module the modules and the optimizers."""
+    files = {name: each for name, each in objects.items() if has_files(each)}
     if not any(map(is_sharded, objects.values())):
-        return {}
+        return files
     found = {
         name: each for name, each in objects.items() if isinstance(each, (Optimizer, nn.Module))
     }
     for each in found.values():
         if isinstance(each, Optimizer):
             find_owner(each, found)
-    return found
+    return found | files
 
 
 def save(path: Path, objects: Objects) -> tuple[dict[str, str], str]:
-    """Save the shards of all ranks; the checkpoint `path` itself is written afterwards.
+    """Save the files of all ranks; the checkpoint `path` itself is written afterwards.
 
     Collective over the default process group. Returns the SHA-256 of each file by its path relative
     to the directory of `path`, and (at least on rank 0) the error of a rank that could not write.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-
-    final, rank = catalog.shards_of(path), dist.get_rank()
+    final, (rank, _) = catalog.shards_of(path), agreement.rank_and_world_size()
     fresh = final.with_name(f".{final.name}")
+    digests: dict[str, str] = {}
     try:
+        problem = ""
         if rank == 0:
             for left in (fresh, final):
                 shutil.rmtree(left, ignore_errors=True)
-        dist.barrier()
-        save_shards(_states(objects), checkpoint_id=fresh)
-        dist.barrier()
-        digests, problem = _digests(fresh, rank), ""
-    except (CheckpointException, OSError) as error:
-        digests, problem = {}, _first_words(error)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (digests, problem))
-    problem = next((words for _, words in gathered if words), "")
+            fresh.mkdir()
+    except OSError as error:
+        problem = str(error)
+    problem = next(filter(None, agreement.gather(problem)), "")
+    if not problem:
+        problem = next(filter(None, agreement.gather(_write(fresh, objects))), "")
+    if not problem:
+        digests, problem = _digests(fresh)
     if rank == 0 and not problem:
         try:
             fresh.replace(final)
@@ -80,8 +96,22 @@ def save(path: Path, objects: Objects) -> tuple[dict[str, str], str]:
         if rank == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         return {}, problem
-    named = {f"{final.name}/{name}": each for part, _ in gathered for name, each in part.items()}
-    return named, ""
+    return {f"{final.name}/{name}": each for name, each in digests.items()}, ""
+
+
+def _write(folder: Path, objects: Objects) -> str:
+    """Write the files of this rank; collective. Returns the error, empty if there is none."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+    try:
+        if states := _states(objects):
+            save_shards(states, checkpoint_id=folder)
+        for name, each in _files_of(objects).items():
+            each.save_state(str(folder / name))
+    except (CheckpointException, Exception) as error:  # torch's is a BaseException
+        return _first_words(error)
+    return ""
 
 
 def check(path: Path, objects: Objects) -> None:
@@ -92,6 +122,8 @@ def check(path: Path, objects: Objects) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     states = _states({n: each for n, each in objects.items() if isinstance(each, nn.Module)})
+    if not states:
+        return
     stored = FileSystemReader(catalog.shards_of(path)).read_metadata().state_dict_metadata
     for name, state in states.items():
         for key, value in state.items():
@@ -115,11 +147,14 @@ def restore(path: Path, objects: Objects) -> None:
 
     states = _states(objects)
     try:
-        load_shards(states, checkpoint_id=catalog.shards_of(path))
+        if states:
+            load_shards(states, checkpoint_id=catalog.shards_of(path))
     except CheckpointException as error:  # a BaseException
         raise ValueError(_first_words(error)) from None
     for name, each in objects.items():
-        if isinstance(each, Optimizer):
+        if has_files(each):
+            each.load_state(str(catalog.shards_of(path) / name))
+        elif isinstance(each, Optimizer):
             set_optimizer_state_dict(find_owner(each, objects), each, states[name])
         else:
             set_model_state_dict(each, states[name])
@@ -136,7 +171,12 @@ def _states(objects: Objects) -> dict[str, Any]:
         if isinstance(each, Optimizer)
         else get_model_state_dict(each)
         for name, each in objects.items()
+        if not has_files(each)
     }
+
+
+def _files_of(objects: Objects) -> dict[str, FileState]:
+    return {name: each for name, each in objects.items() if has_files(each)}
 
 
 def find_owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
@@ -151,13 +191,32 @@ def find_owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
     )
 
 
-def _digests(folder: Path, rank: int) -> dict[str, str]:
-    """Return the SHA-256 of the files that this rank wrote, read back from disk."""
-    written = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
-    for file in written:
-        with suppress(OSError), file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    return {file.name: stored_sha256(file) for file in written}
+def _digests(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the SHA-256 of all files as read back from disk, and the error; collective.
+
+    The ranks share the files. Over NFS a rank may not see another host's at once: who sees a file
+    that is left reads it in the second round.
+    """
+    rank, world_size = agreement.rank_and_world_size()
+    names = [str(each.relative_to(folder)) for each in folder.rglob("*") if not each.is_dir()]
+    mine = [name for name in names if zlib.crc32(name.encode()) % world_size == rank]
+    known: dict[str, str] = {}
+    for _ in range(2):
+        digests, problem = {}, ""
+        try:
+            for name in mine:
+                with suppress(OSError), (folder / name).open("rb") as opened:
+                    os.fsync(opened.fileno())
+                digests[name] = stored_sha256(folder / name)
+        except OSError as error:
+            problem = _first_words(error)
+        for part, problems in agreement.gather((digests, problem)):
+            known |= part
+            problem = problem or problems
+        if problem:
+            break
+        mine = [name for name in names if name not in known]
+    return known, problem
 
 
 def _first_words(error: BaseException) -> str:

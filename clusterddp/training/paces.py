@@ -193,7 +193,15 @@ class StepTimer:
     def of(
         cls, modules: Sequence[nn.Module], world_size: int, step: int, ready: Callable[[], None]
     ) -> "StepTimer":
-        """Return a timer that starts at a step and measures waiting in one DDP module's exchange.
+        """Return a timer that starts at a step; see `measure`."""
+        timer = cls(ExchangeWait(agreement.device()), step)
+        timer.measure(modules, world_size, ready)
+        return timer
+
+    def measure(
+        self, modules: Sequence[nn.Module], world_size: int, ready: Callable[[], None]
+    ) -> None:
+        """Measure waiting in one DDP module's exchange.
 
         ready: called when the last gradient of a pass is ready; in the first step at every one.
         """
@@ -201,10 +209,9 @@ class StepTimer:
         is_seen = len(modules) == 1 and not any(isinstance(x, nn.SyncBatchNorm) for x in layers)
         device = next(modules[0].parameters()).device if is_seen else agreement.device()
         is_known = world_size == 1 or is_seen
-        timer = cls(ExchangeWait(device, is_measurable=is_known, finds_end=True, ready=ready), step)
+        self._waiting = ExchangeWait(device, is_measurable=is_known, finds_end=True, ready=ready)
         if is_seen:
-            timer._first_pass.enter_context(timer._waiting.learn(modules[0]))
-        return timer
+            self._first_pass.enter_context(self._waiting.learn(modules[0]))
 
     def stop(self, *, exact: bool) -> None:
         """End a step; exact: after the GPU's queued work is done."""

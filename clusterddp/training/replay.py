@@ -10,8 +10,9 @@ position in its bucket, so the first step after a resume would differ by roundin
 import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,26 +24,112 @@ from clusterddp.processes.signals import ignore_requests
 
 T = TypeVar("T")
 
+RandomStates = dict[str, Any]
+"""One rank's random states in a checkpoint: `now`, at the `start` of the epoch, and before each
+batch that was fetched `ahead`."""
+_END = object()
+"""Marks the end of an iterator."""
 
-def skip(loader: Iterable[T], done: int) -> Iterator[T]:
+
+class Fetches:
+    """Batches that a loader gives to an epoch, from a position on.
+
+    A framework may fetch batches ahead of the training. The random states before each of them are
+    kept, so that a resumed epoch draws the same numbers for them.
+    """
+
+    def __init__(
+        self,
+        saved: RandomStates | None = None,
+        done: int = 0,
+        on_fetch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """saved: this rank's states in the checkpoint, if it resumes. done: the trained batches of
+        the epoch in it. on_fetch: called before each batch is read."""
+        self.start: Any = None
+        """Random states at the start of the epoch."""
+        self.generators: list[torch.Generator] = []
+        """Generators that belong to the loader."""
+        self._saved, self._done, self._on_fetch = saved, done, on_fetch
+        self._ahead: deque[tuple[Any, int]] = deque()
+
+    def read(self, loader: Iterable[T], kind: Any = None, *, skips: bool = True) -> Iterator[T]:
+        """Yield the untrained batches of the epoch.
+
+        kind: see `skip`. skips: whether the trained ones are left to skip.
+        """
+        saved, done, self._saved, self._done = self._saved, self._done, None, 0
+        now, ahead = None, deque[Any]()
+        self._ahead.clear()
+        self.generators = generators_of(loader)
+        if saved and done:
+            now, self.start, ahead = saved["now"], saved["start"], deque(saved["ahead"])
+            restore(self.start, self.generators)
+        else:
+            if saved:
+                restore_own(saved["now"], self.generators)
+            self.start = random_state(self.generators)
+        batches = skip(loader, done if skips else 0, kind)
+        while True:
+            if ahead:
+                restore(ahead.popleft(), self.generators)
+            elif now:
+                restore(now, ())
+                now = None
+            self._on_fetch()
+            before = random_state(self.generators)
+            batch = next(batches, _END)
+            if now and not ahead:  # the training goes on after the last batch that was ahead
+                restore(now, ())
+                now = None
+            if batch is _END:
+                return
+            self._ahead.append((before, count_samples(batch)))
+            yield cast(T, batch)
+
+    def trained(self) -> int:
+        """Count the next batch as trained; return its samples."""
+        return self._ahead.popleft()[1] if self._ahead else 0
+
+    def states(self) -> RandomStates:
+        """Return this rank's random states: now, and what a resumed epoch begins with."""
+        ahead = [before for before, _ in self._ahead]
+        return {"now": random_state(self.generators), "start": self.start, "ahead": ahead}
+
+
+def skip(loader: Any, done: int, kind: Any = None) -> Iterator[Any]:
     """Return an iterator over a loader without its first `done` batches.
 
     It skips them by index if the loader is torch's without workers. Otherwise it reads them:
     in a worker they draw random numbers that later batches depend on.
+
+    kind: class whose `__iter__` is called; by default the loader's.
     """
-    if type(loader) is DataLoader and loader.batch_sampler and loader.num_workers == 0:
+    kind = kind or type(loader)
+    if kind is DataLoader and loader.batch_sampler and loader.num_workers == 0:
         rest, indices = copy.copy(loader), _Indices(loader.batch_sampler)
         # A DataLoader's batch_sampler cannot be set; that of an unused copy can.
         object.__setattr__(rest, "batch_sampler", indices)
+        object.__setattr__(rest, "__class__", kind)
         # The loader draws one number first, the sampler another with its first batch.
-        batches: Iterator[T] = iter(rest)
+        batches: Iterator[Any] = iter(rest)
         for _ in range(done):
             next(indices, None)
         return batches
-    iterator = iter(loader)
+    iterator: Iterator[Any] = kind.__iter__(loader) if "__iter__" in dir(kind) else iter(loader)
     for _ in range(done):
         next(iterator, None)
     return iterator
+
+
+def read_by(loader: Any, begin: Callable[[type], Iterator[Any]]) -> None:
+    """Have each iteration over a loader call `begin`, with the loader's own class.
+
+    The framework that holds the loader goes on to iterate over it.
+    """
+    kind = getattr(type(loader), "_own_kind", type(loader))
+    namespace = {"__iter__": lambda _: begin(kind), "_own_kind": kind}
+    object.__setattr__(loader, "__class__", type(kind.__name__, (kind,), namespace))
 
 
 def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:
@@ -93,12 +180,24 @@ def restore_own(state: Mapping[str, Any], generators: Iterable[torch.Generator])
         generator.set_state(saved)
 
 
+def samplers_of(loader: object) -> list[Any]:
+    """Return a loader's sampler and batch sampler, and those that they wrap."""
+    found: list[Any] = []
+    owners = [loader]
+    while owners:
+        owner = owners.pop()
+        for name in ("sampler", "batch_sampler"):
+            each = getattr(owner, name, None)
+            if each is not None and not any(each is known for known in found):
+                found.append(each)
+                owners.append(each)
+    return found
+
+
 def generators_of(loader: object) -> list[torch.Generator]:
-    """Return the generators of a loader and its sampler."""
-    found = [
-        getattr(owner, "generator", None) for owner in (loader, getattr(loader, "sampler", None))
-    ]
-    return [each for each in found if isinstance(each, torch.Generator)]
+    """Return the generators of a loader and its samplers."""
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
+    return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
 
 
 def has_distributed_sampler(loader: object, world_size: int) -> bool:
@@ -107,11 +206,9 @@ def has_distributed_sampler(loader: object, world_size: int) -> bool:
     After k batches of b samples on each of n ranks the first k * b * n samples of its order are
     done, and the order is the same for any number of ranks.
     """
-    owners = loader, getattr(loader, "batch_sampler", None)
-    samplers = [getattr(owner, "sampler", None) for owner in owners]
     return any(
         isinstance(each, DistributedSampler) and each.num_replicas == world_size
-        for each in samplers
+        for each in samplers_of(loader)
     )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +34,7 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
 from clusterddp.training.paces import StepTimer, Stragglers, Throughputs
+from clusterddp.training.replay import Fetches, RandomStates
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 T = TypeVar("T")
@@ -61,9 +61,8 @@ class Resumable:
     """Number of epochs, and of batches in this one; 0 and -1 if unknown."""
     _in_epoch = _has_batches = False
     """True if this epoch's batches come from `batches`; else it has at most one step."""
-    _random: tuple[Any, Any] | None = None
-    """Saved states of this rank's generators: at the save, and at the start of the epoch."""
-    _start_random: Any = None
+    _random: RandomStates | None = None
+    """Random states of this rank in the checkpoint."""
     _keeps_random = _in_run = True
     """True if a checkpoint keeps the generators; whether clusterddp started this rank."""
     _postponed: tuple[str, bool] | None = None
@@ -105,8 +104,8 @@ class Resumable:
         self._whole = {name: each for name, each in states.items() if name not in self._shards}
         self._arranged = dict(arranged or {})
         """Bucket layout of each DDP wrapper, once known."""
-        self._generators: list[torch.Generator] = []
-        """Generators that belong to the loader."""
+        self._fetches = Fetches()
+        """Batches of this epoch, and the generators that belong to the loader."""
         self._request, self._deadline, self._poll = request, deadline, Poll()
         self._progress = progress or Progress()
         self._saver = Saver(attempt, keep_last) if self.rank == 0 else None
@@ -142,12 +141,7 @@ class Resumable:
         while self.epoch < count:
             self._in_epoch, self._has_batches = True, False
             yield self.epoch
-            self._in_epoch = False
-            self._position.next_epoch()
-            self._batches, self._resume_batch = -1, 0
-            reason, save = self._postponed or ("", False)
-            self._postponed = None
-            self._save_or_exit(reason, save or self._saving.due("epoch", self.epoch))
+            self._end_epoch()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the remaining batches of the epoch; collective.
@@ -210,6 +204,15 @@ class Resumable:
         if not self._has_batches:
             self._timer.clock.start()
         self._mark(Phase.USER_CODE)
+
+    def _end_epoch(self) -> None:
+        """Begin the next epoch, after the save or the stop that waited for the end of this one."""
+        self._in_epoch = False
+        self._position.next_epoch()
+        self._batches, self._resume_batch = -1, 0
+        reason, save = self._postponed or ("", False)
+        self._postponed = None
+        self._save_or_exit(reason, save or self._saving.due("epoch", self.epoch))
 
     def stop_requested(self) -> str:
         """Return why all ranks must stop, empty if they need not; collective.
@@ -363,14 +366,13 @@ class Resumable:
         trouble = "" if self._saver is None or self._saver.wait() else self._saver.trouble
         return agreement.gather(trouble)[0]
 
-    def _random_state(self) -> object:
-        """Return the states of this rank's generators: now, and at the start of the epoch."""
-        now = replay.random_state(self._generators), self._start_random
-        return now if self._keeps_random else None
+    def _random_state(self) -> RandomStates | None:
+        """Return this rank's entry of `random_states`."""
+        return self._fetches.states() if self._keeps_random else None
 
     def _restore_random(self) -> None:
-        if self._random and self._random[0]:
-            replay.restore(self._random[0], ())
+        if self._random:
+            replay.restore(self._random["now"], ())
 
     # -- pace, end and heartbeat -------------------------------------------------------------------
 

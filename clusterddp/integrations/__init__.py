@@ -1,0 +1,1 @@
+"""Resumable training in frameworks with a training loop of their own."""

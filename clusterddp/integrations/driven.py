@@ -1,0 +1,179 @@
+"""Loop that a framework's training loop drives: what the integrations have in common.
+
+A framework trains in fits: `trainer.fit()`, `trainer.train()`. A script may have several; a
+checkpoint holds the files of the current fit and of the finished ones, `fit-1`, `fit-2` …, so that
+an attempt passes the finished fits without training.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from clusterddp.distributed import agreement
+from clusterddp.distributed.heartbeat import Phase
+from clusterddp.errors import TrainingError
+from clusterddp.loop import Loop, wrapper_of
+from clusterddp.training import replay, stop
+from clusterddp.training.replay import Fetches
+from clusterddp.training.sources import Source
+
+_loop: "Driven | None" = None
+
+
+def begin_fit(write: Callable[[Path], object], **options: Any) -> "Driven":
+    """Return this process's loop, at another fit; collective.
+
+    write: writes the framework's files into a directory, on all ranks together.
+    options: those of `Loop`, at the first fit.
+    """
+    global _loop  # noqa: PLW0603
+    if _loop is None:
+        _loop = Driven(trainer=Fits(), **options)
+    _loop.fits.begin(write)
+    return _loop
+
+
+def require(owner: object, *names: str, package: str) -> None:
+    """Raise TrainingError unless an object of a framework has these private names."""
+    for name in names:
+        if not hasattr(owner, name):
+            import importlib.metadata
+
+            version = importlib.metadata.version(package)
+            raise TrainingError(
+                f"{package} {version} has no {type(owner).__name__}.{name}, which this version of "
+                f"clusterddp needs. Update clusterddp, or install another {package}. [CD0821]"
+            )
+
+
+class Fits:
+    """Files of the fits in a checkpoint; a `FileState`."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Current fit, from 1."""
+        self._source: Path | None = None
+        self._latest: Path | None = None
+        self._write: Callable[[Path], object] = lambda _: None
+
+    def begin(self, write: Callable[[Path], object]) -> None:
+        """Begin the next fit."""
+        self.number, self._write = self.number + 1, write
+
+    @property
+    def resumed(self) -> Path | None:
+        """Directory from which the current fit resumes."""
+        path = self._source / f"fit-{self.number}" if self._source else None
+        return path if path and path.is_dir() else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint was saved in a later fit."""
+        after = self._source / f"fit-{self.number + 1}" if self._source else None
+        return after is not None and after.is_dir()
+
+    def save_state(self, directory: str) -> None:
+        """Write the files of the current fit, and link those of the finished ones."""
+        folder = Path(directory)
+        rank, _ = agreement.rank_and_world_size()
+        if rank == 0:
+            for number in range(1, self.number):
+                earlier = self._find(folder, number)
+                shutil.copytree(earlier, folder / earlier.name, copy_function=_link)
+        folder.joinpath(f"fit-{self.number}").mkdir(parents=True, exist_ok=True)
+        self._write(folder / f"fit-{self.number}")
+
+    def load_state(self, directory: str) -> None:
+        """Note where the files are; the framework reads them itself."""
+        self._source = Path(directory)
+
+    def _find(self, folder: Path, number: int) -> Path:
+        """Return the newest directory of a finished fit; folder: of the new checkpoint."""
+        checkpoints = folder.parent.parent
+        found = sorted(checkpoints.glob(f"step-*.shards/{folder.name}/fit-{number}"))
+        if found:
+            return found[-1]
+        raise FileNotFoundError(f"no checkpoint in {checkpoints} holds fit {number}")
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+class Driven(Loop):
+    """Loop without a loop: the framework calls it at each batch, step, epoch and fit."""
+
+    _total: int | None = None
+
+    @property
+    def fits(self) -> Fits:
+        """Fits of the script."""
+        fits: Fits = self._objects["trainer"]
+        return fits
+
+    @property
+    def resumes_inside(self) -> bool:
+        """Whether the current fit resumes within an epoch; true until its first batch."""
+        return bool(self._resume_batch) and not self.fits.is_finished
+
+    def begin(self, model: nn.Module, total: int | None) -> None:
+        """Begin to train, once the framework has wrapped the model; collective.
+
+        total: the last step of all fits, if known.
+        """
+        self._total, self._in_epoch, self._has_batches = total, True, True
+        wrapper = wrapper_of(model)
+        self._wrappers = {"model": wrapper} if wrapper else {}
+        if wrapper and "model" in self._arranged and not self.fits.is_finished:
+            replay.restore_buckets(wrapper, self._arranged["model"])
+        modules = [*self._wrappers.values()]
+        self._timer.measure(modules, self.world_size, lambda: self._mark(Phase.BACKWARD))
+        if self.fits.number > 1:  # the end of the fit before stopped them
+            self._unlisten = self._unlisten or stop.requested.listen()
+            if not self._watchdog:
+                self._start_watchdog()
+        self._restore_random()
+
+    def read(self, loader: Any) -> None:
+        """Have the framework's iterations over a loader begin at the position of the checkpoint."""
+        source = Source(loader)
+
+        def begin(kind: type) -> Iterator[Any]:
+            done, self._resume_batch = self._done_of(loader), 0
+            self._source, self._fetches = source, Fetches(self._random, done, self._fetching)
+            skips = source.load(self._place, is_inside=bool(done))
+            self._place, self._position.step_in_epoch = None, done
+            for batch in self._fetches.read(source.base, kind, skips=skips):
+                self._mark(Phase.FORWARD)
+                yield batch
+
+        replay.shield_workers(source.base)
+        replay.read_by(source.base, begin)
+
+    def _fetching(self) -> None:
+        self._timer.clock.start()
+        self._mark(Phase.DATA)
+
+    def batch_done(self) -> None:
+        """Count a trained batch."""
+        self._count(self._fetches.trained())
+
+    def step_done(self, *, is_last: bool, **metrics: Any) -> None:
+        """Count an optimizer step; see `step`. is_last: whether the epoch has no further batch."""
+        self._batches = self._position.step_in_epoch if is_last else -1
+        self.step(**metrics)
+
+    def epoch_done(self) -> None:
+        """Count an epoch, after all its work; save or stop if that waited for it."""
+        self._end_epoch()
+        self._in_epoch = True
+
+    def _planned(self) -> int | None:
+        return self._total
