@@ -476,15 +476,16 @@ class Loop(Resumable):
         skips = self._source.load(self._place, is_inside=bool(done))
         if getattr(loader, "num_workers", 0):
             replay.shield_workers(self._source.base)
-        self._fetches, self._place = Fetches(self._random, done), None
+        fetches = self._fetches = Fetches(self._random, done)
+        self._place = None
         lengths = set(agreement.gather(_length(loader)))  # ranks must agree on the last batch
         self._batches = lengths.pop() if len(lengths) == 1 else -1
         self._position.step_in_epoch = done
-        return self._counted(self._source.iterate(self._fetches, skips=skips))
+        return self._counted(self._source.iterate(fetches, skips=skips), fetches)
 
-    def _counted(self, batches: Iterator[T]) -> Iterator[T]:
+    def _counted(self, batches: Iterator[T], fetches: Fetches) -> Iterator[T]:
         for batch in batches:
-            self._count(self._fetches.trained())
+            self._count(fetches.trained())
             yield batch
 
     def _random_state(self) -> dict[str, Any] | None:

@@ -147,10 +147,11 @@ class Driven(Loop):
 
         def begin(kind: type) -> Iterator[Any]:
             done, self._resume_batch = self._done_of(loader), 0
-            self._source, self._fetches = source, Fetches(self._random, done, self._fetching)
+            self._source = source
+            fetches = self._fetches = Fetches(self._random, done, self._fetching)
             skips = source.load(self._place, is_inside=bool(done))
             self._place, self._position.step_in_epoch = None, done
-            for batch in self._fetches.read(source.base, kind, skips=skips):
+            for batch in fetches.read(source.base, kind, skips=skips):
                 self._mark(Phase.FORWARD)
                 yield batch
 
@@ -163,7 +164,7 @@ class Driven(Loop):
 
     def batch_done(self) -> None:
         """Count a trained batch."""
-        self._count(self._fetches.trained())
+        self._count(self._fetches.trained() if self._fetches else 0)
 
     def step_done(self, *, is_last: bool, **metrics: Any) -> None:
         """Count an optimizer step; see `step`. is_last: whether the epoch has no further batch."""

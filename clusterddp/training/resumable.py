@@ -63,6 +63,8 @@ class Resumable:
     """True if this epoch's batches come from `batches`; else it has at most one step."""
     _random: RandomStates | None = None
     """Random states of this rank in the checkpoint."""
+    _fetches: Fetches | None = None
+    """Batches of this epoch, if `Fetches` reads them."""
     _keeps_random = _in_run = True
     """True if a checkpoint keeps the generators; whether clusterddp started this rank."""
     _postponed: tuple[str, bool] | None = None
@@ -104,8 +106,6 @@ class Resumable:
         self._whole = {name: each for name, each in states.items() if name not in self._shards}
         self._arranged = dict(arranged or {})
         """Bucket layout of each DDP wrapper, once known."""
-        self._fetches = Fetches()
-        """Batches of this epoch, and the generators that belong to the loader."""
         self._request, self._deadline, self._poll = request, deadline, Poll()
         self._progress = progress or Progress()
         self._saver = Saver(attempt, keep_last) if self.rank == 0 else None
@@ -368,7 +368,7 @@ class Resumable:
 
     def _random_state(self) -> RandomStates | None:
         """Return this rank's entry of `random_states`."""
-        return self._fetches.states() if self._keeps_random else None
+        return (self._fetches or Fetches()).states() if self._keeps_random else None
 
     def _restore_random(self) -> None:
         if self._random:

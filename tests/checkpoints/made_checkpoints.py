@@ -106,15 +106,16 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def make_sharded(folder: Path, step: int, ranks: int = 2) -> Path:
-    """A checkpoint with a file of each rank."""
+    """A checkpoint with a file of each rank, and one that a framework has written."""
     path = make(folder, step)
     shards = shards_of(path)
-    shards.mkdir()
+    (shards / "trainer/fit-1").mkdir(parents=True)
     with checksum_of(path).open("a") as sums:
-        for rank in range(ranks):
-            (shards / f"__{rank}_0.distcp").write_text(f"of rank {rank}")
-            digest = hashlib.sha256(f"of rank {rank}".encode()).hexdigest()
-            sums.write(f"{digest}  {shards.name}/__{rank}_0.distcp\n")
+        names = [f"__{rank}_0.distcp" for rank in range(ranks)]
+        for name in (*names, "trainer/fit-1/trainer.ckpt"):
+            (shards / name).write_text(f"of {name}")
+            digest = hashlib.sha256(f"of {name}".encode()).hexdigest()
+            sums.write(f"{digest}  {shards.name}/{name}\n")
     return path
 
 

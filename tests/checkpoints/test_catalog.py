@@ -379,9 +379,10 @@ def test_the_list_of_a_sharded_checkpoint_is_one_of_sha256sums(run: RunDir) -> N
         ["sha256sum", "--check", checksum_of(path).name],
         cwd=path.parent, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert checked.stdout.count(": OK") == 3
+    assert checked.stdout.count(": OK") == 4
     [entry] = list_verified(run)
-    size = len("of rank 0") + len("of rank 1")
+    names = ("__0_0.distcp", "__1_0.distcp", "trainer/fit-1/trainer.ckpt")
+    size = sum(len(f"of {name}") for name in names)
     assert (entry.problem, entry.bytes) == ("", path.stat().st_size + size)
 
 
@@ -428,7 +429,16 @@ def test_a_checkpoint_whose_shard_is_damaged_is_passed_over(
     assert [entry.problem for entry in list_verified(run)] == [problem, ""]
 
 
-@pytest.mark.parametrize("name", ["../../../spec.json", "/etc/passwd", "step-00000100.pt", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../../spec.json",
+        "step-00000100.shards/../step-00000100.pt",
+        "/etc/passwd",
+        "step-00000100.pt",
+        "",
+    ],
+)
 def test_a_list_that_leads_elsewhere_is_no_list(run: RunDir, name: str) -> None:
     first = attempt(run, 1)
     path = make(first.checkpoints, 100)
@@ -448,8 +458,9 @@ def test_shards_go_with_their_checkpoint(run: RunDir) -> None:
     assert [name for name in names_in(second.checkpoints) if name.endswith(".shards")] == [
         "step-00000200.shards", "step-00000300.shards",
     ]  # fmt: skip
-    shard = "step-00000300.shards/__0_0.distcp"
-    assert (second.checkpoints / shard).samefile(first.checkpoints / shard)
+    for name in ("__0_0.distcp", "trainer/fit-1/trainer.ckpt"):
+        shard = f"step-00000300.shards/{name}"
+        assert (second.checkpoints / shard).samefile(first.checkpoints / shard)
     catalog.remove(second.checkpoints / name_of(300))
     assert names_in(second.checkpoints) == [
         "step-00000200.pt", "step-00000200.pt.sha256", "step-00000200.shards",
