@@ -139,12 +139,14 @@ def _end_job(job: JobStart, attempt: Attempt, result: AttemptResult, history: Hi
     # After a failure, Slurm decides whether hardware caused it, and then restarts the job.
     if cause not in (Cause.DONE, Cause.FAILED, Cause.SUPERSEDED):
         _disable_requeue(job, history, preempted=cause == Cause.PREEMPTED)
+    is_counted = steps_gained(attempt, history.spec) is not None
+    again = f"{'resume' if is_counted else 'start again'} with: {job.run.resume_command}"
     if cause == Cause.CANCELLED:
-        log.info(f"resume with: {job.run.resume_command}")
+        log.info(again)
     elif cause not in (Cause.DONE, Cause.SUPERSEDED):
         log.info(coded(f"the run will not restart automatically: {decision.why}", decision.code))
-        if cause != Cause.FAILED or steps_gained(attempt, history.spec) is not None:
-            log.info(f"resume with: {job.run.resume_command}")
+        if cause != Cause.FAILED or is_counted:
+            log.info(again)
     if result.exit_code and cause != Cause.CANCELLED and not is_rehearsal(os.environ):
         _warn_of_requeue_exit(job.run, result.exit_code)
 

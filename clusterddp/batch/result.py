@@ -43,6 +43,7 @@ from clusterddp.slurm.client import Ending, ending
 from clusterddp.status import end_codes
 
 _ASKED_RESTART = f"command asked for a restart (exit code {EXIT_STOPPED})"
+_LOST = "what it trained since its own last checkpoint is lost"
 # srun's lines are at the end of the log, after all output of the setup.
 _LOG_TAIL_BYTES = 1 << 20
 # Lines of Lightning (2.6, loops/fit_loop.py and signal_connector.py): training has finished, or a
@@ -59,6 +60,10 @@ _MISSING_FILES = re.compile(
 _GIVE_UP_SECONDS = 60.0
 """Time after a suspension in which ranks give up whose wait timed out because of it."""
 _OVER_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|[Oo]ut[ -]?[Oo]f[ -]?[Mm]emory")
+_INTERRUPTIONS = (
+    *(Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.REQUEUED, Cause.NODE_LOST, Cause.STOPPED),
+    Cause.SUSPENDED,
+)
 _NOT_DECIDED = Decision(False, "")
 
 
@@ -299,15 +304,21 @@ class Evidence:
         preempted = word is Ending.CANCELLED and srun_lines.was_preempted(self.job_log)
         return Ending.PREEMPTED if preempted else word
 
+    @property
+    def has_no_loop(self) -> bool:
+        """True if the ranks run a command that has saved nothing with clusterddp."""
+        return not self.keeps_records and not self.has_final_record and self.steps_gained is None
+
     @cached_property
     def saved_clause(self) -> str:
         """Clause that says what the next attempt resumes from."""
         if not self.keeps_records and not self.has_final_record:
-            # Without a Loop, a command's checkpoints are unknown; only its exit code is known.
-            asked = f"the {_ASKED_RESTART}"
             if self.stop_signal:
-                asked = f"the command exited with code 0 on {self.stop_signal}"
-            return asked if self.stopped else "it is not known whether the command saved"
+                return f"the command exited with code 0 on {self.stop_signal}"
+            if self.stopped:
+                return f"the {_ASKED_RESTART}"
+            if self.has_no_loop:
+                return f"the command has saved no checkpoint with clusterddp: {_LOST}"
         step, saved = self.final_record.step, self.final_record.saved
         at = f" at step {step}" if step is not None else ""
         if saved not in (-1, step):
@@ -494,7 +505,7 @@ def _failed(evidence: Evidence) -> AttemptResult | None:
         return None
     if failure.exit_code in (128 + signal.SIGUSR1, 128 + signal.SIGUSR2):
         if not evidence.keeps_records and any(o.rank == failure.rank for o in evidence.outcomes):
-            why = "the command does not handle that signal, and it is not known what it had saved"
+            why = f"the command does not handle that signal: {_LOST}"
             line, code = f"{failure.describe()}: {why}", end_codes.NOT_SAVED
             return AttemptResult(
                 Ended(
@@ -567,6 +578,23 @@ def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:
         yield remark, ended.code
     if ended.cause == Cause.FAILED and (remark := _outside_paths(evidence, reason)):
         yield remark, "CD0320"
+    if remark := _missing_line(evidence, ended):
+        yield remark, ended.code
+
+
+def _missing_line(evidence: Evidence, ended: Ended) -> str:
+    """Return which lines an interrupted command lacks to be resumed; empty if not known."""
+    codes = (end_codes.NOT_SAVED, end_codes.EXITED_ON_SIGNAL)
+    if not evidence.has_no_loop or (evidence.stopped and not evidence.stop_signal):
+        return ""
+    if evidence.spec is None or not (ended.cause in _INTERRUPTIONS or ended.code in codes):
+        return ""
+    from clusterddp.scripts import check  # rarely needed
+
+    folder = evidence.run.code_folder
+    folder = folder if folder.is_dir() else Path.cwd()
+    missing = check.missing_line_of(evidence.spec.command, folder)
+    return f"to save and resume, {missing.advice} {'; '.join(missing.code)}" if missing else ""
 
 
 def _launcher_inside(evidence: Evidence) -> str:

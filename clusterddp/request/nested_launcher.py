@@ -21,7 +21,15 @@ START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
 """Launchers that start the ranks of a node as Python processes."""
 _ONLY_NAMED = frozenset(
     {
-        *("deepspeed", "horovodrun", "composer", "fabric run", "tune run", "colossalai run"),
+        *(
+            "deepspeed",
+            "horovodrun",
+            "composer",
+            "fabric run",
+            "lightning run",
+            "tune run",
+            "colossalai run",
+        ),
         *("trl sft", "trl dpo", "trl grpo", "trl kto", "trl reward", "trl rloo"),
         *("llamafactory-cli train", "axolotl train"),
     }
@@ -33,6 +41,8 @@ _MODULES = {
     "torch.distributed.run": "torchrun",
     "torch.distributed.launch": "torch.distributed.launch",
     "accelerate.commands.launch": "accelerate launch",
+    "composer.cli.launcher": "composer",
+    "deepspeed.launcher.runner": "deepspeed",
 }
 
 _CONTAINER = ("-B --bind --env --env-file -H --home --pwd -W --workdir", 1)

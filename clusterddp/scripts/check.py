@@ -4,13 +4,16 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from clusterddp.errors import RequestError, no_file
+from clusterddp.request import nested_launcher
 from clusterddp.scripts import sbatch_file
 from clusterddp.scripts.findings import Finding, Rules, rule_name
+from clusterddp.scripts.frameworks import NAMES, MissingLine, missing_line
 from clusterddp.scripts.job_script import JobScript
 from clusterddp.scripts.python_file import PythonFile, Started
 from clusterddp.scripts.python_rules import PYTHON_RULES
@@ -18,6 +21,9 @@ from clusterddp.scripts.sbatch_rules import SBATCH_RULES
 
 _MAX_BYTES = 1 << 20
 """Size limit of a script; Slurm's own is four times that."""
+_MAX_MODULES = 50
+"""Modules next to a script to read."""
+_IMPORTS = re.compile(r"^[ \t]*(?:from|import)[ \t]+([\w., \t]+)", re.MULTILINE)
 
 
 def read_script(name: str) -> str:
@@ -135,6 +141,58 @@ def _is_one_device_training(script: Path, texts: Mapping[Path, str]) -> bool:
         todo += siblings - found
         found |= siblings
     return trains
+
+
+def missing_line_of(command: Sequence[str], folder: Path) -> MissingLine | None:
+    """Return what a COMMAND's script lacks to be resumed; None if nothing, or if not known.
+
+    The script and the modules next to it are parsed only if a text names a framework.
+
+    folder: directory in which the COMMAND starts.
+    """
+    if any("clusterddp." in word for word in command):  # LightningCLI's options name classes
+        return None
+    program, file = nested_launcher.started(command)
+    module = nested_launcher.module_of(command)
+    name = file or (f"{module.replace('.', '/')}.py" if module else program)
+    texts = dict(_texts(folder / name)) if name.endswith(".py") else {}
+    modules = {module for text in texts.values() for module in _imported(text)}
+    if "clusterddp" in modules or not any(map(NAMES.search, texts.values())):
+        return None
+    for path, text in texts.items():
+        shown = os.path.relpath(path, folder)
+        try:
+            missing = missing_line(_python(shown, text), modules, own_loops=True)
+        except (RequestError, RecursionError):
+            continue  # the task itself will report it
+        if missing:
+            return replace(missing, file=shown)
+    return None
+
+
+def _texts(script: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the script and the modules next to it that it imports, with their texts."""
+    found, todo = {script}, [script]
+    while todo and len(found) < _MAX_MODULES:
+        path = todo.pop(0)
+        if not os.path.isfile(path):  # noqa: PTH113 -- as above
+            continue
+        try:
+            text = read_script(str(path))
+        except RequestError:
+            continue
+        yield path, text
+        modules = _imported(text) - sys.stdlib_module_names
+        siblings = {path.parent / f"{module}.py" for module in modules} - found
+        todo += sorted(siblings)
+        found |= siblings
+
+
+def _imported(text: str) -> set[str]:
+    """Return the packages that a script imports, by its text."""
+    lines = (line.partition(" import ")[0] for line in _IMPORTS.findall(text))
+    names = (name.strip(" \t.").partition(" ")[0] for line in lines for name in line.split(","))
+    return {name.partition(".")[0] for name in names}
 
 
 def _python(name: str, text: str) -> PythonFile:

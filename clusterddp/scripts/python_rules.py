@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from clusterddp.scripts.findings import Found, Rules
+from clusterddp.scripts.frameworks import missing_line
 from clusterddp.scripts.python_file import PythonFile
 
 PYTHON_RULES = rule = Rules()
@@ -826,6 +827,41 @@ def trainer_of_one(script: PythonFile) -> Iterator[Found]:
             "CPUs, or with one GPU per task, each task trains independently.",
             f"{before}{name}{known}{'' if after.startswith(')') else ', '}{after}",
         )
+
+
+# Interruptions
+
+
+@rule
+def not_resumable(script: PythonFile) -> Iterator[Found]:
+    """A training of Lightning, Fabric, transformers or Accelerate that clusterddp cannot resume.
+
+    Source: the frameworks' sources; seen: preempted, Lightning and Accelerate resume an epoch with
+    other batches.
+    """
+    if missing := missing_line(script):
+        why = "an interruption loses what the script trained since its own last checkpoint."
+        yield Found(missing.line, False, why, missing.instead)
+
+
+@rule
+def jit_checkpoint(script: PythonFile) -> Iterator[Found]:
+    """enable_jit_checkpoint of transformers next to resume(trainer).
+
+    Source: transformers' documentation, enable_jit_checkpoint; seen: at SIGTERM the ranks save at
+    different steps.
+    """
+    if "clusterddp.integrations.transformers.resume" not in script.imported.values():
+        return
+    for call in script.calls():
+        if _is_true(_keyword(call, "enable_jit_checkpoint")):
+            yield Found(
+                call.lineno,
+                True,
+                "resume(trainer) refuses enable_jit_checkpoint, because its ranks save at "
+                "different steps.",
+                _with_keyword(script, call, "enable_jit_checkpoint", ""),
+            )
 
 
 # The address

@@ -60,6 +60,8 @@ def submit(
     interruption is logged and raised again.
     """
     _check(spec, script, check_python=check_python, force=force, inputs_checked=inputs_checked)
+    if spec.program.has_own_code(spec.sweep) and not inputs_checked:
+        _suggest_line(spec)
     made = (SweepDir if spec.sweep else RunDir).create(spec, script)
     with made as run, reporting_queued_job(spec), contextlib.ExitStack() as stack:
         bundle.bundle_into(run)
@@ -300,6 +302,16 @@ def _warn_of_launcher(spec: JobSpec) -> None:
                 f"{already_ranks(spec)}: each would train a separate copy. "
                 f"Remove {found.name} there; if it is intended, add --allow-launcher. [CD0307]"
             )
+
+
+def _suggest_line(spec: JobSpec) -> None:
+    """Log which lines the script of a COMMAND lacks so that an interrupted run can resume."""
+    from clusterddp.scripts import check  # not needed for the built-in training
+
+    first = spec.trial_spec(0) if spec.sweep else spec
+    if missing := check.missing_line_of(first.command, Path.cwd()):
+        loses = "an interruption loses what the script trained since its own last checkpoint"
+        info("\n  ".join([f"{loses}. To save and resume, {missing.advice}", *missing.code]))
 
 
 def _keep_code(spec: JobSpec, run: RunDir, limit_mb: float) -> None:

@@ -952,7 +952,69 @@ def test_a_command_that_dies_of_the_signal_is_no_run_that_has_saved(workplace: W
     record(run, 0, 138, signal="SIGUSR1")
     got = finish_attempt(workplace, run, 138, requeue=True)
     assert last(run, "ended")["cause"] == "failed"
-    assert "does not handle that signal, and it is not known what it had saved" in got.out
+    assert f"does not handle that signal: {LOST}" in got.out
+
+
+LOST = "what it trained since its own last checkpoint is lost"
+FIT = "import lightning as L\ntrainer = L.Trainer()\ntrainer.fit(model)\n"
+ADD = (
+    "to save and resume, add before trainer.fit (train.py:3): "
+    "from clusterddp.integrations.lightning import resume; resume(trainer)"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "signal_name", "how"),
+    [
+        ("PREEMPTED", "SIGTERM", f"preempted; the command has saved no checkpoint with "
+         f"clusterddp: {LOST} [CD1206]"),
+        ("TIMEOUT", "SIGTERM", f"time limit; the command has saved no checkpoint with "
+         f"clusterddp: {LOST} [CD1205]"),
+        ("RUNNING", "SIGUSR1", f"the command does not handle that signal: {LOST} [CD1220]"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_interrupted_command_without_a_loop_is_told_what_is_lost_and_what_to_add(
+    workplace: Workplace, state: str, signal_name: str, how: str, copied: bool
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace, f"JobState={state}")
+    folder = run.code if copied else workplace.folder
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(FIT)
+    workplace.monkeypatch.chdir(workplace.folder)
+    exit_code = 138 if signal_name == "SIGUSR1" else 143
+    record(run, 0, exit_code, signal=signal_name)
+    got = finish_attempt(workplace, run, exit_code)
+    code = last(run, "ended")["code"]
+    assert how in got.out
+    assert f"clusterddp: {ADD} [{code}]\n" in got.out
+    assert ADD in json.loads(workplace.invoke("status", "own", "--json").out)["warnings"]
+    assert "resume with" not in got.out  # it starts from its own last checkpoint, if any
+
+
+def test_nothing_is_lost_where_the_command_asked_for_a_restart_itself(
+    workplace: Workplace,
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace, "JobState=PREEMPTED")
+    (workplace.folder / "train.py").write_text(FIT)
+    record(run, 0, 75)
+    got = finish_attempt(workplace, run, 75)
+    assert "preempted; the command asked for a restart" in got.out
+    assert LOST not in got.out and "to save and resume" not in got.out
+
+
+def test_a_loop_that_was_killed_before_its_last_save_is_not_taken_for_none(
+    workplace: Workplace,
+) -> None:
+    run = command_run(workplace)
+    slurm_says(workplace, "JobState=PREEMPTED")
+    saved(run)
+    record(run, 0, 137, signal="SIGKILL")
+    got = finish_attempt(workplace, run, 137)
+    assert "preempted; no rank saved a checkpoint at the end" in got.out
+    assert "resume with: clusterddp resume own" in got.out
 
 
 def test_a_job_that_slurm_put_back_meanwhile_is_taken_out(

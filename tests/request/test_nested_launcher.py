@@ -76,6 +76,8 @@ def test_a_launcher_is_found_and_the_command_is_given_without_it(
         "trl sft --config a.yaml", "llamafactory-cli train a.yaml", "axolotl train a.yaml",
         "colossalai run --nproc_per_node 4 train.py", "uv run composer -n 4 train.py",
         "trl grpo --config a.yaml", "python -m lightning_fabric run train.py",
+        "python -m composer.cli.launcher -n 4 train.py", "lightning run model train.py",
+        "python -m deepspeed.launcher.runner train.py",
         "bash -c 'uv run axolotl train a.yaml'",
     ],
 )  # fmt: skip

@@ -23,6 +23,13 @@ dist.init_process_group(args.backend)
 rank = dist.get_rank()
 model = DDP(net.cuda())
 """
+FIT = "import lightning as L\ntrainer = L.Trainer(devices=1, num_nodes=2)\ntrainer.fit(model)"
+HF = "from transformers import Trainer\nit = Trainer()\nresult = it.train(resume_from_checkpoint=a)"
+PREPARED = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+PREPARED += "model, data = accelerator.prepare(model, data)\naccelerator.backward(loss)"
+FABRIC = "from lightning.fabric import Fabric\nfabric = Fabric()\n"
+FABRIC += "model, optimizer = fabric.setup(model, optimizer)\nfabric.backward(loss)"
+OURS = "from clusterddp.integrations.transformers import resume\n"
 BESIDE = "\n#!job.sbatch\n"
 """Between a training script and the sbatch file that is checked with it."""
 EXEC = "srun clusterddp exec -- python train.py"
@@ -69,6 +76,10 @@ WILL: dict[str, list[str]] = {
         f'r = dist.get_rank() if many else 0\nd = torch.device(f"cuda:{{r}}"){NODES}',
         f"model = DDP(net.to(rank), device_ids=[rank]){NODES}", f"model = DDP(net.to(rank)){NODES}",
         f"x = x.cuda(rank){NODES}", f"torch.accelerator.set_device_index(rank){NODES}",
+    ],
+    "jit-checkpoint": [
+        f"{OURS}TrainingArguments(output_dir=out, enable_jit_checkpoint=True)",
+        f"{OURS}TrainingArguments(enable_jit_checkpoint=True, output_dir=out)",
     ],
 }  # fmt: skip
 
@@ -126,6 +137,16 @@ MAY: dict[str, list[str]] = {
         "import lightning as L\ntrainer = L.Trainer()",
         "from pytorch_lightning import Trainer\nTrainer(max_epochs=3).fit(model)",
         f"from lightning.pytorch import Trainer\ntrainer = Trainer(max_epochs=3){NODES}",
+    ],
+    "not-resumable": [
+        FIT,
+        "from pytorch_lightning import Trainer\nTrainer(max_epochs=3).fit(model)",
+        "import lightning\ndef run(trainer):\n    trainer.fit(model)",
+        "from lightning.pytorch.cli import LightningCLI\ncli = LightningCLI(Model)",
+        HF,
+        "from trl import SFTTrainer\nself.it = SFTTrainer(model)\nself.it.train()",
+        PREPARED,
+        FABRIC,
     ],
 }
 
@@ -251,6 +272,19 @@ RIGHT: dict[str, list[str]] = {
         f"{BESIDE}#SBATCH --gpus-per-node=4\nsrun python train.py",
         f"import lightning as L\ntrainer = L.Trainer(){NODES}".replace("nodes=2", "nodes=1"),
     ],
+    "not-resumable": [
+        f"{OURS}{HF}",
+        f"from clusterddp.loop import Loop\n{PREPARED}",
+        "from transformers import BertModel\nmodel = BertModel()\nmodel.train()",
+        "import lightning as L\nscaler.fit(model)",
+        PREPARED.replace("backward", "gather"),
+        "from lightning.pytorch.cli import LightningCLI\ncli = LightningCLI(Model, run=False)",
+        "loss.backward()",
+    ],
+    "jit-checkpoint": [
+        f"{OURS}TrainingArguments(output_dir=out)",
+        "from transformers import Trainer\nTrainingArguments(enable_jit_checkpoint=True)",
+    ],
 }  # fmt: skip
 
 
@@ -349,6 +383,14 @@ def test_text_that_looks_like_a_mistake_is_none() -> None:
          "right = right.item()\nprint('accuracy', right / len(loader.dataset))"),
         ("def main():\n    if rank != 0:\n        return\n    dist.barrier()",
          "dist.barrier()  # move it above line 12, or make every rank exit early there"),
+        (FIT, "from clusterddp.integrations.lightning import resume\nresume(trainer)\n"
+         "trainer.fit(model)"),
+        ("import lightning as L\nL.Trainer(devices=1, num_nodes=2).fit(model)",
+         "import resume\ntrainer = L.Trainer(devices=1, num_nodes=2)\nresume(trainer)\n"
+         "trainer.fit(model)"),
+        (HF, "from clusterddp.integrations.transformers import resume\nresume(it)\n"
+         "result = it.train(resume_from_checkpoint=a)"),
+        (PREPARED, "accelerator.prepare(model, data)\nloop = Loop(accelerator=accelerator)"),
     ],
 )  # fmt: skip
 def test_the_line_to_write_keeps_what_stands_around_the_mistake(script: str, instead: str) -> None:
