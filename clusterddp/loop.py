@@ -46,6 +46,7 @@ from clusterddp.training.replay import Fetches
 from clusterddp.training.resumable import Resumable
 from clusterddp.training.sources import Source
 from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
+from clusterddp.training.wrappers import ddp_wrappers, states_of
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ class Loop(Resumable):
         unsuitable state, ValueError for an invalid save_every.
         """
         self._check(states, save_every, directory)
-        self._objects = {name: _unwrap(each) for name, each in states.items()}
+        self._objects = states_of(states)
         self._keep_last, self._keeps_random = keep_last, random_states
         self._sharded = sharded.select_sharded(self._objects)
         self._check_readable()
@@ -122,7 +123,7 @@ class Loop(Resumable):
         self._unlisten = stop.requested.listen()
         try:
             attempt, source = self._begin(directory)
-            wrappers = {name: ddp for name, each in states.items() if (ddp := wrapper_of(each))}
+            wrappers = ddp_wrappers(states)
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
             modules, ready = [*wrappers.values()], lambda: self._mark(Phase.BACKWARD)
             super().__init__(
@@ -573,24 +574,6 @@ _RESERVED = frozenset(
         *("world_size", "versions", "loop", "config", "random_states"),
     }
 )
-
-
-def _unwrap(each: Any) -> Any:
-    """Return a module without the wrappers of DDP and torch.compile."""
-    while isinstance(each, nn.Module):
-        inner = getattr(each, "_orig_mod", None)
-        if isinstance(each, nn.parallel.DistributedDataParallel):
-            inner = each.module
-        if not isinstance(inner, nn.Module):
-            break
-        each = inner
-    return each
-
-
-def wrapper_of(each: Any) -> nn.parallel.DistributedDataParallel | None:
-    """Return a module's DDP wrapper, if any, also inside torch.compile's."""
-    inner = getattr(each, "_orig_mod", each)
-    return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
 
 
 def _script() -> str:

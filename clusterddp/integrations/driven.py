@@ -16,10 +16,11 @@ from torch import nn
 from clusterddp.distributed import agreement
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
-from clusterddp.loop import Loop, wrapper_of
+from clusterddp.loop import Loop
 from clusterddp.training import replay, stop
 from clusterddp.training.replay import Fetches
 from clusterddp.training.sources import Source
+from clusterddp.training.wrappers import wrapper_of
 
 _loop: "Driven | None" = None
 

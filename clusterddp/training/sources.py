@@ -68,7 +68,12 @@ class Source:
         """Iterate over the loader; torch's is read by `fetches`."""
         if self.base is self.loader:
             return fetches.read(self.loader, skips=skips)
-        replay.read_by(self.base, lambda kind: fetches.read(self.base, kind, skips=skips))
+
+        def begin(kind: type) -> Iterator[Any]:
+            object.__setattr__(self.base, "__class__", kind)  # another iteration is not ours
+            return fetches.read(self.base, kind, skips=skips)
+
+        replay.read_by(self.base, begin)
         return iter(self.loader)
 
     def _count(self) -> int:
