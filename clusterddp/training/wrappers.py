@@ -101,7 +101,7 @@ def _of_fabric(model: nn.Module) -> Any:
 def _holder(model: Any) -> Any:
     """Return the DDP wrapper of a model that an Accelerator has wrapped, else the model."""
     for each in gc.get_objects():
-        # An Accelerator keeps the model alone. Not isinstance, which lazy modules answer by loading.
+        # Not isinstance: a lazy module would answer it by loading what it stands for.
         if issubclass(type(each), DistributedDataParallel) and each.module is model:
             return each
     return model
