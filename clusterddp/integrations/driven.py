@@ -22,7 +22,8 @@ from clusterddp.training.replay import Fetches
 from clusterddp.training.sources import Source
 from clusterddp.training.wrappers import wrapper_of
 
-_loop: "Driven | None" = None
+_loops: dict[str, "Driven"] = {}
+"""Loops of this process by their `directory`."""
 
 
 def begin_fit(write: Callable[[Path], object], **options: Any) -> "Driven":
@@ -31,11 +32,12 @@ def begin_fit(write: Callable[[Path], object], **options: Any) -> "Driven":
     write: writes the framework's files into a directory, on all ranks together.
     options: those of `Loop`, at the first fit.
     """
-    global _loop  # noqa: PLW0603
-    if _loop is None:
-        _loop = Driven(trainer=Fits(), **options)
-    _loop.fits.begin(write)
-    return _loop
+    place = str(options.get("directory") or "")
+    if place not in _loops:
+        _loops[place] = Driven(trainer=Fits(), **options)
+    loop = _loops[place]
+    loop.begin_fit(write)
+    return loop
 
 
 def require(owner: object, *names: str, package: str) -> None:
@@ -124,6 +126,12 @@ class Driven(Loop):
         """Whether the current fit resumes within an epoch; true until its first batch."""
         return bool(self._resume_batch) and not self.fits.is_finished
 
+    def begin_fit(self, write: Callable[[Path], object]) -> None:
+        """Begin another fit; see `begin_fit`."""
+        self.fits.begin(write)
+        if not self.fits.resumed:  # the position in the checkpoint is not in this fit
+            self._random, self._place, self._resume_batch = None, None, 0
+
     def begin(self, model: nn.Module, total: int | None) -> None:
         """Begin to train, once the framework has wrapped the model; collective.
 
@@ -162,6 +170,11 @@ class Driven(Loop):
     def _fetching(self) -> None:
         self._timer.clock.start()
         self._mark(Phase.DATA)
+
+    def pause(self) -> None:
+        """Stop the clock of the step and the watch for hangs, for example during an evaluation."""
+        self._timer.clock.stop()
+        self._mark(Phase.USER_CODE)
 
     def batch_done(self) -> None:
         """Count a trained batch."""

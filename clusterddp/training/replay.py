@@ -181,9 +181,12 @@ def restore_own(state: Mapping[str, Any], generators: Iterable[torch.Generator])
 
 
 def samplers_of(loader: object) -> list[Any]:
-    """Return a loader's sampler and batch sampler, and those that they wrap."""
+    """Return a loader's sampler and batch sampler, and those that they wrap.
+
+    A CombinedLoader of Lightning has those of its loaders.
+    """
     found: list[Any] = []
-    owners = [loader]
+    owners = [loader, *getattr(loader, "flattened", ())]
     while owners:
         owner = owners.pop()
         for name in ("sampler", "batch_sampler"):
@@ -196,7 +199,8 @@ def samplers_of(loader: object) -> list[Any]:
 
 def generators_of(loader: object) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers."""
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
+    loaders = (loader, *getattr(loader, "flattened", ()))
+    found = [getattr(owner, "generator", None) for owner in (*loaders, *samplers_of(loader))]
     return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
 
 
@@ -240,8 +244,9 @@ class _Shielded:
 
 def shield_workers(loader: Any) -> None:
     """Keep a DataLoader's workers alive when Slurm signals every process of a step."""
-    if hasattr(loader, "worker_init_fn") and not isinstance(loader.worker_init_fn, _Shielded):
-        loader.worker_init_fn = _Shielded(loader.worker_init_fn)
+    for each in (loader, *getattr(loader, "flattened", ())):
+        if hasattr(each, "worker_init_fn") and not isinstance(each.worker_init_fn, _Shielded):
+            each.worker_init_fn = _Shielded(each.worker_init_fn)
 
 
 def count_samples(batch: object) -> int:

@@ -19,6 +19,8 @@ _WRAPPERS = {
     "_FabricDataLoader": ("_dataloader", "_num_iter_calls"),
 }
 """By class: the attribute with torch's loader, and the one with the number of iterations."""
+_OWN_ITERATION = ("CombinedLoader",)
+"""Classes that keep no position of their own."""
 
 
 class Source:
@@ -28,7 +30,7 @@ class Source:
         """Raises TrainingError for a framework's loader whose position is unknown."""
         self.loader, self.base, self._counter = loader, loader, ""
         kind = type(loader)
-        if kind.__module__.partition(".")[0] in _FRAMEWORKS:
+        if kind.__module__.partition(".")[0] in _FRAMEWORKS and kind.__name__ not in _OWN_ITERATION:
             inner, self._counter = _WRAPPERS.get(kind.__name__, ("", ""))
             self.base = getattr(loader, inner, None)
             if self.base is None or not hasattr(loader, self._counter):

@@ -1,0 +1,334 @@
+"""Makes a Lightning trainer resumable: `resume(trainer)`.
+
+Lightning restores its own checkpoint file; this module adds the position in the data, the random
+states, the metrics of the epoch so far and the stop. The only place that knows Lightning's private
+names. Sources: `_FitLoop`, `_TrainingEpochLoop`, `_CheckpointConnector` of Lightning 2.4 to 2.6.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterddp.distributed import agreement
+from clusterddp.errors import TrainingError
+from clusterddp.integrations.driven import Driven, begin_fit, require
+from clusterddp.training import replay
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_FILE = "trainer.ckpt"
+_KEY = "clusterddp"
+"""Entry in Lightning's checkpoint with what it does not hold."""
+_TUNERS = ("LearningRateFinder", "BatchSizeFinder")
+
+
+def resume(trainer: Any, **options: Any) -> None:
+    """Have each `trainer.fit()` save checkpoints, stop on request and resume.
+
+    options: those of `Resume`.
+    """
+    trainer.callbacks.append(Resume(**options))
+
+
+def _base() -> Any:
+    """Return the Callback of the package in use."""
+    imported = [name for name in _PACKAGES if name in sys.modules]
+    found = [name for name in _PACKAGES if find_spec(name.partition(".")[0])]
+    return importlib.import_module([*imported, *found, _PACKAGES[0]][0]).Callback
+
+
+class Resume(_base()):  # type: ignore[misc]
+    """Lightning callback that makes `trainer.fit()` resumable; for LightningCLI."""
+
+    def __init__(
+        self,
+        directory: str | None = None,
+        save_every: str = "10m",
+        keep_last: int = 3,
+        log_every: int = 0,
+    ) -> None:
+        """directory, save_every, keep_last, log_every: see `clusterddp.loop.Loop`."""
+        given = dict(save_every=save_every, keep_last=keep_last, log_every=log_every)
+        self._options: dict[str, Any] = {"directory": directory, **given}
+        self._fit: _Fit | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and not trainer.fast_dev_run:
+            self._fit = _Fit(trainer) if self._fit is None else self._fit.of(trainer)
+            self._fit.begin(self._options)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        if self._fit:
+            self._fit.loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._fit and self._fit.is_training:
+            self._fit.loop.pause()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._fit and self._fit.is_training:
+            self._fit.validated()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._fit:
+            self._fit.loop.finish()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._fit:
+            self._fit.end()
+
+
+class _Fit:
+    """Fits of a trainer: hooks on its loops, and the files of a checkpoint."""
+
+    loop: Driven
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.loss = trainer, None
+        self._fit_loop, self._connector = trainer.fit_loop, trainer._checkpoint_connector
+        self._epoch_loop = self._fit_loop.epoch_loop
+        self._results = trainer._logger_connector
+        self._check()
+        signals = trainer._signal_connector
+        signals.register_signal_handlers = lambda: None  # Lightning's exchange messages
+        _wrap(self._fit_loop, "_load_combined_loader_states", after=self._hold)
+        _wrap(self._fit_loop, "on_advance_start", before=self._start)
+        _wrap(self._fit_loop, "on_advance_end", after=lambda: self.loop.epoch_done())
+        _wrap(self._epoch_loop, "on_run_start", after=self._go_on)
+        _wrap(self._epoch_loop, "on_advance_end", after=self._trained)
+        self._reset = self._epoch_loop.reset
+        self._epoch_loop.reset = self._begin_epoch
+
+    def _check(self) -> None:
+        package = type(self.trainer).__module__.partition(".")[0]
+        trainer, fit_loop = self.trainer, self._fit_loop
+        require(trainer, "_signal_connector", "_logger_connector", package=package)
+        require(trainer._signal_connector, "register_signal_handlers", package=package)
+        require(self._connector, "resume_start", "dump_checkpoint", package=package)
+        require(self._results, "_first_loop_iter", "_callback_metrics", package=package)
+        require(fit_loop, "_load_combined_loader_states", "on_advance_start", package=package)
+        require(self._epoch_loop, "_restarting", "_batches_that_stepped", "reset", package=package)
+        tuners = [type(each).__name__ for each in trainer.callbacks]
+        if found := next((name for name in _TUNERS if name in tuners), ""):
+            raise TrainingError(
+                f"{found} trains within fit(), which cannot be resumed. Use Lightning's Tuner "
+                "before resume(trainer), or remove it. [CD0822]"
+            )
+
+    def of(self, trainer: Any) -> "_Fit":
+        """Return the object of a trainer: this one, or a new one."""
+        return self if trainer is self.trainer else _Fit(trainer)
+
+    # -- fit ---------------------------------------------------------------------------------
+
+    def begin(self, options: Mapping[str, Any]) -> None:
+        """Begin a fit, before Lightning restores a checkpoint; collective."""
+        self.loop = begin_fit(self._write, **options)
+        self._is_first, self._has_ended, self._read = True, False, None
+        source = self.loop.fits.resumed
+        self._inside = bool(source) and self.loop.resumes_inside
+        self._kept: dict[str, Any] = {}
+        self._sanity_steps = self.trainer.num_sanity_val_steps
+        if source:
+            self.trainer.num_sanity_val_steps = 0
+            path = source / f"rank-{self.loop.rank}.pt"
+            if path.exists():
+                self._kept = torch.load(path, map_location="cpu", weights_only=False)
+            original = self._connector.resume_start
+            takes = inspect.signature(original).parameters
+            known = {"weights_only": False} if "weights_only" in takes else {}
+
+            def resume_start(*_: Any, **__: Any) -> None:
+                del self._connector.resume_start
+                original(source / _FILE, **known)
+                more = self._connector._loaded_checkpoint[_KEY]
+                self.trainer.should_stop = more["should_stop"]
+                self._kept |= {"reload": more["reload"]}
+
+            self._connector.resume_start = resume_start
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a fit is in progress, and not a sanity check."""
+        return self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
+
+    def _hold(self) -> None:
+        """Delay the iteration of new loaders until the epoch begins."""
+        loader = self._fit_loop._combined_loader
+        if len(loader.flattened) > 1:
+            replay.read_by(loader, lambda _: iter(()))
+            modes = sys.modules[loader.__module__]._SUPPORTED_MODES
+            loader._iterator = modes[loader._mode]["iterator"](loader.flattened, loader.limits)
+        else:
+            replay.read_by(loader.flattened[0], lambda _: iter(()))
+
+    def _start(self) -> None:
+        """Begin to train."""
+        if not self._is_first:
+            return
+        trainer, fit_loop = self.trainer, self._fit_loop
+        trainer.num_sanity_val_steps = self._sanity_steps
+        if "reload" in self._kept:
+            fit_loop._last_train_dl_reload_epoch = self._kept["reload"]
+        steps = trainer.estimated_stepping_batches
+        stepped = self._epoch_loop._batches_that_stepped
+        total = None if steps in (-1, float("inf")) else self.loop.steps + steps - stepped
+        self.loop.begin(trainer.model, total)
+
+    def end(self) -> None:
+        """End a fit, also one that had nothing left to train."""
+        if self._is_first and self.loop.steps:
+            self.loop.finish()
+        self.trainer.num_sanity_val_steps = self._sanity_steps
+
+    # -- epoch -------------------------------------------------------------------------------
+
+    def _begin_epoch(self) -> None:
+        """Replace the epoch loop's `reset`: begin, or continue, an epoch."""
+        loop, combined = self._epoch_loop, self._fit_loop._combined_loader
+        if self._is_first and not self._inside:
+            loop.restarting = False
+        stepped = loop._batches_that_stepped
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            self._reset()
+        loop._batches_that_stepped = stepped
+        if combined is not self._read:
+            self._read, several = combined, len(combined.flattened) > 1
+            self.loop.read(combined if several else combined.flattened[0])
+        if self._is_first:
+            iter(self._fit_loop._data_fetcher)
+            loop._restarting = True  # Lightning iterates again otherwise
+
+    def _go_on(self, *_: Any) -> None:
+        """Train on as if the epoch had not been interrupted."""
+        if not self._is_first:
+            return
+        self._is_first, self._step = False, self._epoch_loop.global_step
+        self._epoch_loop.restarting = self._fit_loop._restarting = False
+        self._restore_metrics()
+
+    def _trained(self, *_: Any) -> None:
+        """Count a batch after its validation and schedulers."""
+        self.loop.batch_done()
+        step = self._epoch_loop.global_step
+        if step != self._step:  # several with manual optimization
+            self._step = step
+            self.loop.step_done(is_last=self._epoch_loop.done, **dict(self._metrics()))
+
+    def _metrics(self) -> Iterator[tuple[str, Any]]:
+        if _is_number(self.loss):
+            yield "loss", self.loss
+        if self.trainer.optimizers:
+            yield "lr", self.trainer.optimizers[0].param_groups[0]["lr"]
+
+    def validated(self) -> None:
+        """Log the metrics of a validation."""
+        known = self._results.metrics["callback"]
+        found = {_plain(name): each for name, each in known.items() if _is_number(each)}
+        if found:
+            self.loop.test(**found)
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _write(self, directory: Path) -> None:
+        """Write Lightning's checkpoint and this rank's metrics."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        content = self._connector.dump_checkpoint(weights_only=False)
+        reload = self._fit_loop._last_train_dl_reload_epoch
+        content[_KEY] = {"should_stop": trainer.should_stop, "reload": reload}
+        plugin = strategy.checkpoint_io
+        if hasattr(plugin, "_executor"):  # Lightning's AsyncCheckpointIO does not tell when
+            strategy.checkpoint_io = plugin.checkpoint_io
+        try:
+            strategy.save_checkpoint(content, directory / _FILE)
+        finally:
+            strategy.checkpoint_io = plugin
+        torch.save(self._metric_states(), directory / f"rank-{self.loop.rank}.pt")
+
+    def _metric_states(self) -> dict[str, Any]:
+        logs, val_loop = self._results, self._epoch_loop.val_loop
+        return {
+            "shown": [logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics],
+            "results": {name: _state_of(each) for name, each in self._epoch_loop._results.items()},
+            "modules": {name: _state_of(each) for name, each in self._modules()},
+            "seen": dict(val_loop._seen_batches_per_dataloader),
+        }
+
+    def _modules(self) -> Iterator[tuple[str, Any]]:
+        """Yield the model's torchmetrics."""
+        kind = sys.modules["torchmetrics"].Metric
+        for name, each in self.trainer.lightning_module.named_modules():
+            if isinstance(each, kind):
+                yield name, each
+
+    def _restore_metrics(self) -> None:
+        if "shown" not in self._kept:
+            return
+        logs, shown = self._results, self._kept["shown"]
+        logs._callback_metrics, logs._logged_metrics, logs._progress_bar_metrics = shown
+        self._epoch_loop.val_loop._seen_batches_per_dataloader.update(self._kept["seen"])
+        for name, each in self._modules():
+            _load(each, self._kept["modules"].get(name))
+        if self._inside:
+            logs._first_loop_iter = True  # the next batch is not the epoch's first
+            _load_on_entry(self._epoch_loop._results, self._kept["results"])
+
+
+def _wrap(
+    owner: Any,
+    name: str,
+    before: Callable[..., None] = lambda *_: None,
+    after: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Call functions before and after a method of an object."""
+    original = getattr(owner, name)
+
+    def wrapped(*given: Any) -> Any:
+        before(*given)
+        result = original(*given)
+        after(*given)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    """Return the state of a torchmetrics.Metric; another metric in it is not part of it."""
+    names = [*metric._defaults, "_update_count"]
+    return {name: getattr(metric, name) for name in names}
+
+
+def _load(metric: Any, state: Mapping[str, Any] | None) -> None:
+    if state and not metric._computed:
+        for name, value in state.items():
+            setattr(metric, name, value)
+        metric.to(metric.device)
+
+
+def _load_on_entry(results: Any, states: dict[str, Any]) -> None:
+    """Restore a result of Lightning's `log` when it is entered for the first time."""
+
+    def enter(self: Any, name: str, metric: Any) -> None:
+        dict.__setitem__(self, name, metric)
+        _load(metric, states.pop(name, None))
+
+    kind = type(results)
+    results.__class__ = type(kind.__name__, (kind,), {"__setitem__": enter})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _plain(name: str) -> str:
+    """Return the name of a validation metric in reports."""
+    plain = name.removeprefix("val_").removeprefix("val/")
+    return "accuracy" if plain == "acc" else plain
