@@ -7,7 +7,7 @@ an attempt passes the finished fits without training.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,10 @@ class Driven(Loop):
     """Loop without a loop: the framework calls it at each batch, step, epoch and fit."""
 
     _total: int | None = None
+    _is_open = False
+    """Whether a batch has been trained since the latest step."""
+    _tested: Mapping[str, Any] | None = None
+    """Evaluation metrics of the coming step."""
 
     @property
     def fits(self) -> Fits:
@@ -189,6 +193,13 @@ class Driven(Loop):
         """Count an epoch, after all its work; save or stop if that waited for it."""
         self._end_epoch()
         self._in_epoch = True
+
+    def _stepped(self, metrics: Mapping[str, Any]) -> bool:
+        save = super()._stepped(metrics)
+        tested, self._tested, self._is_open = self._tested, None, False
+        if tested:
+            self.test(**tested)
+        return save
 
     def _planned(self) -> int | None:
         return self._total

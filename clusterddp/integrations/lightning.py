@@ -7,7 +7,6 @@ names. Sources: `_FitLoop`, `_TrainingEpochLoop`, `_CheckpointConnector` of Ligh
 
 import importlib
 import inspect
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from clusterddp.distributed import agreement
 from clusterddp.errors import TrainingError
 from clusterddp.integrations.driven import Driven, begin_fit, require
 from clusterddp.training import replay
@@ -55,7 +53,7 @@ class Resume(_base()):  # type: ignore[misc]
         log_every: int = 0,
     ) -> None:
         """directory, save_every, keep_last, log_every: see `clusterddp.loop.Loop`."""
-        given = dict(save_every=save_every, keep_last=keep_last, log_every=log_every)
+        given = {"save_every": save_every, "keep_last": keep_last, "log_every": log_every}
         self._options: dict[str, Any] = {"directory": directory, **given}
         self._fit: _Fit | None = None
 
@@ -100,9 +98,9 @@ class _Fit:
         signals.register_signal_handlers = lambda: None  # Lightning's exchange messages
         _wrap(self._fit_loop, "_load_combined_loader_states", after=self._hold)
         _wrap(self._fit_loop, "on_advance_start", before=self._start)
-        _wrap(self._fit_loop, "on_advance_end", after=lambda: self.loop.epoch_done())
+        _wrap(self._fit_loop, "on_advance_end", after=self._epoch_done)
         _wrap(self._epoch_loop, "on_run_start", after=self._go_on)
-        _wrap(self._epoch_loop, "on_advance_end", after=self._trained)
+        _wrap(self._epoch_loop, "on_advance_end", before=self._batch_done, after=self._trained)
         self._reset = self._epoch_loop.reset
         self._epoch_loop.reset = self._begin_epoch
 
@@ -149,8 +147,7 @@ class _Fit:
                 del self._connector.resume_start
                 original(source / _FILE, **known)
                 more = self._connector._loaded_checkpoint[_KEY]
-                self.trainer.should_stop = more["should_stop"]
-                self._kept |= {"reload": more["reload"]}
+                self.trainer.should_stop, self._kept["reload"] = more
 
             self._connector.resume_start = resume_start
 
@@ -176,7 +173,9 @@ class _Fit:
         trainer, fit_loop = self.trainer, self._fit_loop
         trainer.num_sanity_val_steps = self._sanity_steps
         if "reload" in self._kept:
-            fit_loop._last_train_dl_reload_epoch = self._kept["reload"]
+            train, val = self._kept["reload"]
+            fit_loop._last_train_dl_reload_epoch = train
+            self._epoch_loop.val_loop._last_val_dl_reload_epoch = val
         steps = trainer.estimated_stepping_batches
         stepped = self._epoch_loop._batches_that_stepped
         total = None if steps in (-1, float("inf")) else self.loop.steps + steps - stepped
@@ -215,9 +214,14 @@ class _Fit:
         self._epoch_loop.restarting = self._fit_loop._restarting = False
         self._restore_metrics()
 
-    def _trained(self, *_: Any) -> None:
-        """Count a batch after its validation and schedulers."""
+    def _batch_done(self, *_: Any) -> None:
         self.loop.batch_done()
+
+    def _epoch_done(self) -> None:
+        self.loop.epoch_done()
+
+    def _trained(self, *_: Any) -> None:
+        """Count a step after its validation and schedulers."""
         step = self._epoch_loop.global_step
         if step != self._step:  # several with manual optimization
             self._step = step
@@ -242,8 +246,9 @@ class _Fit:
         """Write Lightning's checkpoint and this rank's metrics."""
         trainer, strategy = self.trainer, self.trainer.strategy
         content = self._connector.dump_checkpoint(weights_only=False)
-        reload = self._fit_loop._last_train_dl_reload_epoch
-        content[_KEY] = {"should_stop": trainer.should_stop, "reload": reload}
+        train, val = self._fit_loop, self._epoch_loop.val_loop
+        reload = train._last_train_dl_reload_epoch, val._last_val_dl_reload_epoch
+        content[_KEY] = trainer.should_stop, reload
         plugin = strategy.checkpoint_io
         if hasattr(plugin, "_executor"):  # Lightning's AsyncCheckpointIO does not tell when
             strategy.checkpoint_io = plugin.checkpoint_io

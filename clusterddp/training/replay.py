@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from clusterddp.errors import CheckpointError
 from clusterddp.processes.signals import ignore_requests
@@ -106,7 +106,8 @@ def skip(loader: Any, done: int, kind: Any = None) -> Iterator[Any]:
     kind: class whose `__iter__` is called; by default the loader's.
     """
     kind = kind or type(loader)
-    if kind is DataLoader and loader.batch_sampler and loader.num_workers == 0:
+    has_indices = kind is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    if has_indices and loader.batch_sampler is not None and loader.num_workers == 0:
         rest, indices = copy.copy(loader), _Indices(loader.batch_sampler)
         # A DataLoader's batch_sampler cannot be set; that of an unused copy can.
         object.__setattr__(rest, "batch_sampler", indices)

@@ -5,10 +5,12 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from clusterddp.distributed.agreement import Poll
 from clusterddp.integrations import driven
 from clusterddp.training import stop
 
@@ -62,10 +64,6 @@ def model_of(package: str = PACKAGE, **more: Any) -> Any:
     return Model()
 
 
-class Logged:
-    """Lines of a logger."""
-
-
 def logger_of(package: str, lines: list[Any]) -> Any:
     base = importlib.import_module(f"{package}.loggers.logger").Logger
 
@@ -99,7 +97,8 @@ def process() -> Iterator[None]:
     stop.requested.forget()
     driven._loops.clear()
     try:
-        yield
+        with mock.patch.object(Poll, "due", lambda *_: True):
+            yield
     finally:
         for loop in driven._loops.values():
             loop.close()
@@ -115,7 +114,7 @@ def fit(
     directory: Path,
     *,
     stops: tuple[int, ...] = (),
-    loader: Callable[[], Any] = loader_of(),
+    loader: Callable[[], Any] | None = None,
     val: Callable[[], Any] | None = None,
     model: Callable[[], Any] = model_of,
     callbacks: Callable[[], list[Any]] = list,
@@ -143,7 +142,7 @@ def fit(
             if number == 0:
                 torch.manual_seed(7)
             try:
-                (fits or _fit)(trainer, net, (loader(), val() if val else None))
+                (fits or _fit)(trainer, net, ((loader or loader_of())(), val() if val else None))
                 assert not at, f"not stopped at {at}"
             except SystemExit as error:
                 assert (error.code, bool(at)) == (75, True)
