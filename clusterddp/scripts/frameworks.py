@@ -111,16 +111,21 @@ def _of_own_loop(script: PythonFile) -> MissingLine | None:
     for call in script.calls("backward"):
         loops = [each for each, _ in script.above(call) if isinstance(each, ast.For | ast.While)]
         line = loops[-1].lineno if loops else call.lineno
+        place = f"before the {'training loop' if loops else 'loop over this step'}"
         lines = (_LOOP, "loop = Loop(model=model, optimizer=optimizer)")
         instead = "\n".join((*lines, script.line_at(line)))
-        return MissingLine(line, "before the training loop", lines, instead, _PAGE)
+        return MissingLine(line, place, lines, instead, _PAGE)
     return None
 
 
 def _is_made_by(script: PythonFile, node: ast.AST, kind: str) -> bool:
     """Return whether an object has a class named `…kind`, by its value or its own name."""
-    values = [node, *script.values_of(node)]
-    if any(isinstance(v, ast.Call) and script.last_name(v).endswith(kind) for v in values):
+    calls = [each for each in (node, *script.values_of(node)) if isinstance(each, ast.Call)]
+    made = {script.last_name(call) for call in calls}
+    for own in script.nodes:
+        if isinstance(own, ast.ClassDef) and own.name in made:
+            return any(script.full_name(base).endswith(kind) for base in own.bases)
+    if any(name.endswith(kind) for name in made):
         return True
     name = getattr(node, "id", getattr(node, "attr", ""))
     return kind.lower() in name.lower()

@@ -120,6 +120,9 @@ def test_a_framework_that_leaves_with_0_at_a_preemption_goes_back_and_is_done_in
     log = run.job_log.read_text()
     assert (end["cause"], end["stop_signal"], end["exit_code"]) == ("preempted", "SIGTERM", 75), log
     assert "the command exited with code 0 on SIGTERM" in log
+    method = "fit" if script == LIGHTNING else "train"
+    place = f"o save and resume, add before Trainer(…).{method} (train.py:"
+    assert place in done.stderr and place in log
     assert with_grace.job_state(after) == "PENDING"
     assert with_grace.wait_job(job_id, LONG) == "COMPLETED"
     assert [end["cause"] for end in ends()] == ["preempted", "done"]
