@@ -18,7 +18,7 @@ from clusterddp.batch.job import (
     retry_while_unreachable,
 )
 from clusterddp.batch.result import AttemptResult, Evidence, determine_result
-from clusterddp.errors import ClusterDDPError, SlurmError, coded
+from clusterddp.errors import EXIT_STOPPED, ClusterDDPError, SlurmError, coded
 from clusterddp.ranks.variables import is_rehearsal
 from clusterddp.request.options import EXPEDITE
 from clusterddp.request.sweep import is_array
@@ -140,7 +140,8 @@ def _end_job(job: JobStart, attempt: Attempt, result: AttemptResult, history: Hi
     if cause not in (Cause.DONE, Cause.FAILED, Cause.SUPERSEDED):
         _disable_requeue(job, history, preempted=cause == Cause.PREEMPTED)
     is_counted = steps_gained(attempt, history.spec) is not None
-    again = f"{'resume' if is_counted else 'start again'} with: {job.run.resume_command}"
+    resumes = is_counted or result.exit_code == EXIT_STOPPED
+    again = f"{'resume' if resumes else 'start again'} with: {job.run.resume_command}"
     if cause == Cause.CANCELLED:
         log.info(again)
     elif cause not in (Cause.DONE, Cause.SUPERSEDED):

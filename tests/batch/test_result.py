@@ -1003,6 +1003,7 @@ def test_nothing_is_lost_where_the_command_asked_for_a_restart_itself(
     got = finish_attempt(workplace, run, 75)
     assert "preempted; the command asked for a restart" in got.out
     assert LOST not in got.out and "to save and resume" not in got.out
+    assert "resume with: clusterddp resume own" in got.out
 
 
 def test_a_loop_that_was_killed_before_its_last_save_is_not_taken_for_none(

@@ -128,8 +128,9 @@ def test_a_script_that_resumes_or_is_not_known_is_told_nothing(
     assert SAVES_AND_RESUMES not in train(text, *words, **files)
 
 
-def test_a_script_that_names_no_framework_is_not_parsed(
-    train: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", ["import torch\nprint('fit')\n", f"import clusterddp\n{FIT}"])
+def test_a_script_without_a_frameworks_name_or_with_ours_is_not_parsed(
+    train: Callable[..., str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(check, "missing_line", lambda *_, **__: pytest.fail("it is parsed"))
-    assert SAVES_AND_RESUMES not in train("import torch\nprint('loss.backward()')\n")
+    assert SAVES_AND_RESUMES not in train(text)
