@@ -18,3 +18,10 @@ def test_ci_runs_the_readme_s_test_command_with_no_mnist_at_hand() -> None:
     others = lines[first].replace("'not slow'", "'slow and not alone and not release'")
     alone = 'step python -m pytest -m alone "${files[@]}"'
     assert (lines[second], lines[third]) == (others, alone)
+
+
+def test_ci_runs_on_slurm_24_11_what_it_leaves_to_a_release_on_22_05() -> None:
+    """Tests with the mark `release` that belong to these checks run nowhere else in CI."""
+    text = (ROOT / ".ci" / "run").read_text()
+    last_step = text.partition("step python -m tests.on_slurm.versions --release trixie")[2]
+    assert {"preemption", "stacks"} <= {*re.findall(r"--check '?(\w+)", last_step)}

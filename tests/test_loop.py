@@ -878,7 +878,7 @@ def _seeded(batch: int, rank: int) -> torch.Generator:
     ("ranks", "options"),
     [
         (3, {}),
-        pytest.param(8, {}, marks=pytest.mark.slow),
+        pytest.param(8, {}, marks=[pytest.mark.slow, pytest.mark.release]),
         pytest.param(3, {"gradient_as_bucket_view": True}, marks=pytest.mark.slow),
         pytest.param(3, {"find_unused_parameters": True}, marks=pytest.mark.slow),
     ],

@@ -12,7 +12,8 @@ from tests.on_slurm.cluster import SlurmCluster
 from tests.on_slurm.held import LONG
 from tests.on_slurm.test_submit import CLUSTERDDP
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # two jobs, one after the other
+# cli/commands/test_compare.py has jobs that wait for each other, and the runs themselves.
+pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.timeout(600)]
 
 
 def test_one_rank_and_four_are_compared_job_after_job(

@@ -14,8 +14,10 @@ QUICK = [fault.name for fault in FAULTS_OF_ALL_SUBJECTS.values() if fault.quick]
 # Without a Slurm, training/test_loop.py and tests/test_loop.py stop four ranks and sharded ones,
 # fill a disk and tear a checkpoint, and cli/commands/test_train.py refuses a run's second job; on
 # one, test_endings.py cancels, requeues, up to the cap as well, kills the batch controller,
-# and has a set-up that is broken.
+# and has a set-up that is broken. CI preempts with grace on Slurm 24.11 (.ci/run), and here a Loop
+# (test_frameworks.py) and trials (test_sweeps.py).
 RELEASE = (
+    "preempt-with-grace",
     *("signal-four-ranks", "signal-four-ranks-buckets", "loop-fsdp-killed", "newest-torn"),
     *("disk-full-at-the-signal", "requeue-from-outside", "scancel", "requeue-cap"),
     *("broken-script", "two-jobs-of-one-run", "batch-controller-killed"),

@@ -64,13 +64,17 @@ def weights(run: Path, world_size: int = 4) -> str:
     return str(report["weights_sha256"])
 
 
-@pytest.mark.slow  # cli/commands/test_train.py shows it of ranks by hand and torchrun
+# Each of them by itself: ranks by hand and torchrun's in cli/commands/test_train.py, a rehearsal's
+# in launchers/test_local.py, torchrun's and submitit's on Slurm in test_signals.py, sbatch's in
+# test_user.py and test_life.py.
+@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(600)  # five trainings in a row
 @pytest.mark.parametrize(
     ("tasks_per_node", "bucket_cap_mb"),
     [
         pytest.param(1, "25", id="one bucket"),
-        pytest.param(2, "0.01", id="several buckets", marks=pytest.mark.release),
+        pytest.param(2, "0.01", id="several buckets"),
     ],
 )
 def test_one_request_trains_to_the_same_weights_under_every_launcher(

@@ -187,13 +187,13 @@ def test_a_stopped_run_is_not_held_by_an_expedited_requeue(
 
 
 def test_stop_reaches_a_run_that_waits_to_be_requeued(
-    cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path
+    cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    data = ["--data-dir", str(synthetic_dir)]
-    hold = Hold(tmp_path, HELD_AT, until_told=True)
-    submit(cluster, tmp_path, *TRAINING, *data, "--run-name", "waits", env=hold.env)
+    program = "trap 'exit 75' USR1; touch up; while :; do sleep 0.1; done"
+    submit(cluster, tmp_path, "--run-name", "waits", "--requeue", "--no-snapshot", "--",
+           "bash", "-c", program)  # fmt: skip
     run = RunDir(tmp_path / "jobs/waits")
-    wait_held(hold, run.path)
+    wait_for((tmp_path / "up").exists, "the command to start")
     job_id = told(cluster, tmp_path, "waits")["job_id"]
     # Nothing starts until it is up again: a requeued job's wait is short.
     cluster.run(["scontrol", "update", "PartitionName=main", "State=DOWN"], check=True)

@@ -21,6 +21,7 @@ from tests.waiting import wait_for
 
 __all__ = ["home"]
 pytestmark = pytest.mark.timeout(600)  # a start of a job, and several steps beside it
+# `release` is for 22.05 alone: CI runs all of this file on Slurm 24.11 (.ci/run, `--check stacks`).
 
 ASKED = ["--nodes", "2", "--tasks-per-node", "2", "--no-snapshot", "--run-name", "a"]
 AT_THEIR_PLACES = "3 of 4 (ranks 0, 2-3) in waits (train.py:3)"
@@ -73,6 +74,7 @@ def test_the_ranks_of_both_hosts_are_shown_and_go_on(
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_an_ordinary_user_sees_eight_ranks_beside_a_sites_sitecustomize(
     slurm_available: None, home: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_an_ordinary_user_sees_eight_ranks_beside_a_sites_sitecustomize(
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_silent_command_is_ended_when_asked_and_the_odd_rank_is_named(
     cluster: SlurmCluster, tmp_path: Path, go: Path
 ) -> None:
@@ -155,6 +158,7 @@ for _ in loop.epochs(1):
 
 
 @pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("program", ["training", "loop"])
 def test_a_hang_that_the_watchdog_finds_ends_the_job_when_asked(
     cluster: SlurmCluster, tmp_path: Path, synthetic_dir: Path, program: str

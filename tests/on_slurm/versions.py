@@ -97,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for release in dict.fromkeys(arguments.release or RELEASES):
             try:
-                row = run(release, arguments.roots, checks)
+                root = root_for(release, arguments.roots)
+                if arguments.only_roots:
+                    continue
+                row = run(root, checks)
             except (Unavailable, ClusterError) as error:
                 print(f"{release} {'failed' if required else 'skipped'}: {error}", flush=True)
                 ok = ok and not required
@@ -106,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ok = ok and row.ok
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    print(table(rows, checks))
+    if not arguments.only_roots:
+        print(table(rows, checks))
     return 0 if ok else 1
 
 
@@ -128,16 +132,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--roots", type=Path, default=DEFAULT_ROOTS, metavar="DIR",
         help="the directory that keeps the root file systems; default: %(default)s",
     )  # fmt: skip
+    parser.add_argument(
+        "--only-roots", action="store_true", help="make the root file systems; run no test"
+    )
     if DEFAULT_ROOT is not None:
         parser.error(f"{ROOT_VARIABLE} is set: each release has its own root")
     return parser.parse_args(argv)
 
 
-def run(release: str, roots: Path, checks: Sequence[str]) -> Row:
-    """The row of one release. Raises Unavailable or ClusterError where its Slurm does not boot."""
+def root_for(release: str, roots: Path) -> Path | None:
+    """The root file system to boot a release from; None for this machine's own.
+
+    Raises Unavailable when its Slurm cannot be had.
+    """
     if reason := why_unavailable() if release == OWN else _why_no_root():
         raise Unavailable(reason)
-    root = None if release == OWN else root_of(release, roots.resolve())
+    return None if release == OWN else root_of(release, roots.resolve())
+
+
+def run(root: Path | None, checks: Sequence[str]) -> Row:
+    """The row of one release, of its root. Raises ClusterError where its Slurm does not boot."""
     with SlurmCluster(hosts=1, root=root) as cluster:
         slurm = version(cluster)
         debian = cluster.run(["cat", "/etc/debian_version"], check=True).stdout.strip()

@@ -445,7 +445,8 @@ def test_an_agent_starts_ranks_of_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["spawn", "forkserver", pytest.param("exec", marks=pytest.mark.release)]
+    "method",
+    ["spawn", *(pytest.param(how, marks=pytest.mark.release) for how in ("forkserver", "exec"))],
 )
 def test_ranks_on_a_workstation_run_the_same_file(
     carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path, method: str

@@ -74,7 +74,7 @@ def whole(synthetic_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     [
         *([0], [EPOCH], [END], [3, 14]),
         *(
-            pytest.param(stops, marks=pytest.mark.slow)
+            pytest.param(stops, marks=[pytest.mark.slow, pytest.mark.release])
             for stops in (
                 *([1], [4], [EPOCH - 1], [EPOCH + 1], [END - 1], [0, 0, 5]),
                 *([EPOCH, EPOCH], [EPOCH, EPOCH + 1], [6, 7, 8]),
