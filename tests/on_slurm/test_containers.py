@@ -263,7 +263,7 @@ def test_an_ordinary_users_containers_write_that_users_files(
 
 
 @pytest.mark.slow
-@pytest.mark.release  # below, a debug run saves and goes on in new ones; test_user.py has a requeue
+@pytest.mark.release  # below, a debug run goes on in new ones; test_signals.py has requeues
 def test_a_requeued_run_goes_on_in_new_containers_to_the_same_weights(
     site: Site, tmp_path: Path, synthetic_dir: Path, uninterrupted: str
 ) -> None:

@@ -66,7 +66,7 @@ def weights(run: Path, world_size: int = 4) -> str:
 
 # Each of them by itself: ranks by hand and torchrun's in cli/commands/test_train.py, a rehearsal's
 # in launchers/test_local.py, torchrun's and submitit's on Slurm in test_signals.py, sbatch's in
-# test_user.py and test_life.py.
+# test_life.py.
 @pytest.mark.slow
 @pytest.mark.release
 @pytest.mark.timeout(600)  # five trainings in a row

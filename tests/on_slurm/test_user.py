@@ -19,7 +19,9 @@ from tests.on_slurm.test_life import train_to
 from tests.on_slurm.test_submit import CLUSTERDDP
 from tests.training.trainings import weights_in_one_piece
 
-pytestmark = pytest.mark.slow
+# CI has a user's COMMAND that is requeued (test_bad_nodes.py), a user's training whose files are
+# all the user's (test_containers.py), and requeues to the same weights (test_signals.py).
+pytestmark = [pytest.mark.slow, pytest.mark.release]
 
 SAVED_AT, HELD_AT = 50, 60
 TRAINING = [

@@ -430,6 +430,7 @@ def test_two_ranks_train_from_it_and_what_they_spawn_imports_it(
 
 
 @pytest.mark.slow
+@pytest.mark.release  # above without one; every torchrun job on Slurm has agents that do
 def test_an_agent_starts_ranks_of_it(
     carried: RunDir, bare: Path, synthetic_dir: Path, tmp_path: Path
 ) -> None:
