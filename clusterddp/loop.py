@@ -56,6 +56,8 @@ _OTHER_LOOP_SECONDS = 60.0
 _STRAGGLER_SECONDS = 60.0
 _WATCHDOG_SECONDS = 300.0
 """Time without progress between a batch and its step before the hanging rank is reported."""
+_CLOSE_SECONDS = 600.0
+"""Time for which `close` waits for the shards of all ranks."""
 _GROUP_SECONDS = 600.0
 """Timeout of NCCL's process groups, the shorter of torch's two; a hang is reported before it."""
 
@@ -154,7 +156,9 @@ class Loop(Resumable):
     def close(self) -> None:
         """Wait for the current checkpoint write and stop the heartbeat; runs at exit as well."""
         with suppress(Exception):
-            if self._saver:
+            # Another rank may have been lost without a word.
+            ended = not self._shard_save or self._shard_save.wait(_CLOSE_SECONDS)
+            if self._saver and ended:
                 self._saver.wait()
         self._stop_listening()
         self._stop_watching()

@@ -1,21 +1,28 @@
 """Saves and restores states that are files of their own: shards, and those of a framework.
 
-Each rank writes its shards with torch.distributed.checkpoint; they can be read on another number of
-ranks. A framework's object writes its files by itself (`FileState`). When all files are complete,
-they are moved next to the checkpoint file, and their SHA-256 is in its list (`catalog`).
+Each rank copies its shards, and a thread writes them with torch.distributed.checkpoint; they can be
+read on another number of ranks. A framework's object writes its files by itself (`FileState`).
+When all files are complete, they are moved next to the checkpoint file, and their SHA-256 is in its
+list (`catalog`).
 """
 
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
+from clusterddp import log
 from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.writer import stored_sha256
 from clusterddp.distributed import agreement
@@ -23,6 +30,9 @@ from clusterddp.files import sync_folder
 
 Objects = Mapping[str, Any]
 """Modules, their optimizers, and `FileState`s, by name."""
+_CONNECT_SECONDS = 60.0
+_WRITE_SECONDS = 1800.0
+"""Time for which a rank that has written waits for the others; torch's default for gloo."""
 
 
 class FileState(Protocol):
@@ -64,54 +74,138 @@ def select_sharded(objects: Objects) -> dict[str, Any]:
     return found | files
 
 
-def save(path: Path, objects: Objects) -> tuple[dict[str, str], str]:
-    """Save the files of all ranks; the checkpoint `path` itself is written afterwards.
+def connect() -> dist.ProcessGroup | None:
+    """Return a group for the threads that write a checkpoint together; collective.
 
-    Collective over the default process group. Returns the SHA-256 of each file by its path relative
-    to the directory of `path`, and (at least on rank 0) the error of a rank that could not write.
+    Threads must not share the training's group: their collectives would interleave. None if gloo
+    cannot connect the ranks, which is logged, or if there is no group at all.
     """
-    final, (rank, _) = catalog.shards_of(path), agreement.rank_and_world_size()
-    fresh = final.with_name(f".{final.name}")
-    digests: dict[str, str] = {}
+    from torch.distributed import distributed_c10d
+
+    if not agreement.has_group():
+        return None
+    group, problem = None, ""
     try:
-        problem = ""
-        if rank == 0:
-            for left in (fresh, final):
-                shutil.rmtree(left, ignore_errors=True)
-            fresh.mkdir()
-    except OSError as error:
-        problem = str(error)
+        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=_CONNECT_SECONDS))
+        group = cast(dist.ProcessGroup, made)
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=_WRITE_SECONDS), group)
+    except RuntimeError as error:
+        problem = _first_words(error)
     problem = next(filter(None, agreement.gather(problem)), "")
-    if not problem:
-        problem = next(filter(None, agreement.gather(_write(fresh, objects))), "")
-    if not problem:
-        digests, problem = _digests(fresh)
-    if rank == 0 and not problem:
+    if problem and dist.get_rank() == 0:
+        log.info(
+            f"gloo cannot connect the ranks: {problem}. Training will wait while its shards are "
+            "written. Set GLOO_SOCKET_IFNAME to the network interface between the nodes"
+        )
+    return None if problem else group
+
+
+class Save:
+    """Save of the files of all ranks; the checkpoint itself is written afterwards.
+
+    The constructor copies the shards to the CPU, and a thread writes them. `FileState`s write their
+    files in the constructor.
+    """
+
+    def __init__(self, path: Path, objects: Objects, group: dist.ProcessGroup | None) -> None:
+        """path: the checkpoint. group: see `connect`; without it the constructor does everything.
+
+        Collective over the default process group. An earlier save must have ended.
+        """
+        self._final, (self._rank, _) = catalog.shards_of(path), agreement.rank_and_world_size()
+        self._fresh = self._final.with_name(f".{self._final.name}")
+        self._written: tuple[dict[str, str], str] = {}, ""
+        problem, states = self._prepare(), {}
+        if not problem:
+            with torch.no_grad():
+                states = tree_map_only(Tensor, _copy, _states(objects))
+            problem = self._write_own(_files_of(objects))
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(states, problem, group, agreement.device()),
+            name="shards",
+            daemon=True,
+        )
+        self._thread.start()
+        if group is None and agreement.has_group():
+            self._thread.join()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the thread, forever or for some seconds; return whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> tuple[dict[str, str], str]:
+        """Wait; return the SHA-256 of each file by its path relative to the checkpoint's directory.
+
+        Also returns, at least on rank 0, the error of a rank that could not write.
+        """
+        self._thread.join()
+        return self._written
+
+    def _prepare(self) -> str:
+        """Make an empty directory; return rank 0's error on all ranks."""
+        problem = ""
+        if self._rank == 0:
+            for left in (self._fresh, self._final):
+                shutil.rmtree(left, ignore_errors=True)
+            try:
+                self._fresh.mkdir()
+            except OSError as error:
+                problem = str(error)
+        return next(filter(None, agreement.gather(problem)), "")
+
+    def _write_own(self, files: Mapping[str, FileState]) -> str:
+        """Have the `FileState`s write their files; return this rank's error."""
         try:
-            fresh.replace(final)
-            sync_folder(final.parent)
-        except OSError as error:
-            problem = str(error)
-    if problem:
-        if rank == 0:
-            shutil.rmtree(fresh, ignore_errors=True)
-        return {}, problem
-    return {f"{final.name}/{name}": each for name, each in digests.items()}, ""
+            for name, each in files.items():
+                each.save_state(str(self._fresh / name))
+        except Exception as error:
+            return _first_words(error)
+        return ""
+
+    def _run(
+        self,
+        states: dict[str, Any],
+        problem: str,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        digests: dict[str, str] = {}
+        try:
+            if device.type == "cuda":  # a setting of each thread
+                torch.cuda.set_device(device)
+            digests, problem = self._write(states, problem, group)
+            if self._rank == 0 and not problem:
+                self._fresh.replace(self._final)
+                sync_folder(self._final.parent)
+        except Exception as error:  # of the disk, or of gloo if a rank is lost
+            problem = _first_words(error)
+        if problem and self._rank == 0:
+            shutil.rmtree(self._fresh, ignore_errors=True)
+        named = {f"{self._final.name}/{name}": each for name, each in digests.items()}
+        self._written = ({}, problem) if problem else (named, "")
+
+    def _write(
+        self, states: dict[str, Any], problem: str, group: dist.ProcessGroup | None
+    ) -> tuple[dict[str, str], str]:
+        """Write the shards; return all files' digests, and an error of any rank."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+        if states:
+            try:
+                save_shards(states, checkpoint_id=self._fresh, process_group=group)
+            except (CheckpointException, Exception) as error:  # torch's is a BaseException
+                problem = problem or _first_words(error)
+            states.clear()
+        problem = next(filter(None, agreement.gather(problem, group=group)), "")
+        return ({}, problem) if problem else _digests(self._fresh, group)
 
 
-def _write(folder: Path, objects: Objects) -> str:
-    """Write the files of this rank; collective. Returns the error, empty if there is none."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-
-    try:
-        if states := _states(objects):
-            save_shards(states, checkpoint_id=folder)
-        for name, each in _files_of(objects).items():
-            each.save_state(str(folder / name))
-    except (CheckpointException, Exception) as error:  # torch's is a BaseException
-        return _first_words(error)
-    return ""
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)
 
 
 def check(path: Path, objects: Objects) -> None:
@@ -134,7 +228,7 @@ def check(path: Path, objects: Objects) -> None:
 
 
 def restore(path: Path, objects: Objects) -> None:
-    """Restore the result of `save`, at any number of ranks. Collective over the default group.
+    """Restore the result of `Save`, at any number of ranks. Collective over the default group.
 
     Raises ValueError if it does not fit.
     """
@@ -191,7 +285,7 @@ def find_owner(optimizer: Optimizer, objects: Objects) -> nn.Module:
     )
 
 
-def _digests(folder: Path) -> tuple[dict[str, str], str]:
+def _digests(folder: Path, group: dist.ProcessGroup | None) -> tuple[dict[str, str], str]:
     """Return the SHA-256 of all files as read back from disk, and the error; collective.
 
     The ranks share the files. Over NFS a rank may not see another host's at once: who sees a file
@@ -210,7 +304,7 @@ def _digests(folder: Path) -> tuple[dict[str, str], str]:
                 digests[name] = stored_sha256(folder / name)
         except OSError as error:
             problem = _first_words(error)
-        for part, problems in agreement.gather((digests, problem)):
+        for part, problems in agreement.gather((digests, problem), group=group):
             known |= part
             problem = problem or problems
         if problem:
@@ -223,4 +317,6 @@ def _first_words(error: BaseException) -> str:
     """Return a rank's own error from torch's report of all ranks."""
     failures = getattr(error, "failures", None) or {0: (error,)}
     cause = next(iter(failures.values()))[0]
-    return (str(cause).splitlines() or [type(cause).__name__])[0]
+    words = (str(cause).splitlines() or [type(cause).__name__])[0]
+    # How torch's zip writer reports a write(2) that failed or was cut short.
+    return f"the disk may be full ({words})" if "unexpected pos" in words else words

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from clusterddp.files import sync_folder, write_atomically
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.records import SavingReport
 
+AwaitShards = Callable[[], tuple[Mapping[str, str], str]]
+"""Waits for the files of a sharded checkpoint: their SHA-256 by path, or a rank's error."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -75,12 +77,12 @@ class Saver:
         self,
         content: Mapping[str, Any],
         copy_seconds: float = 0.0,
-        shards: Mapping[str, str] | None = None,
+        shards: AwaitShards | None = None,
     ) -> None:
         """Start to write the result of `state.collect`, after an earlier write has ended.
 
         content: has at least `step` and `best`. copy_seconds: time that collecting it took.
-        shards: SHA-256 of the existing files of a sharded checkpoint (`sharded.save`).
+        shards: called in the thread for a sharded checkpoint.
 
         A full or lost disk is logged and counted; raises any other error of the earlier write.
         """
@@ -88,15 +90,9 @@ class Saver:
         self.costs.copy_seconds += copy_seconds
         self._done = False
         self._thread = threading.Thread(
-            target=self._run, args=(content, copy_seconds, shards or {}), name="saver", daemon=True
+            target=self._run, args=(content, copy_seconds, shards), name="saver", daemon=True
         )
         self._thread.start()
-
-    def failed(self, path: Path, cause: str) -> None:
-        """Log and count a checkpoint whose shards were not written."""
-        self._join()
-        self._done = False
-        self._count_failure(path, cause)
 
     def wait(self) -> bool:
         """Wait for all checkpoints; return whether the last is on disk and verified."""
@@ -114,19 +110,23 @@ class Saver:
             raise error
 
     def _run(
-        self, content: Mapping[str, Any], copy_seconds: float, shards: Mapping[str, str]
+        self, content: Mapping[str, Any], copy_seconds: float, shards: AwaitShards | None
     ) -> None:
         """Write one checkpoint, in the thread."""
         began = time.perf_counter()
         path = self._folder / name_of(content["step"])
         try:
             written = 0
+            digests, problem = shards() if shards else ({}, "")
+            if problem:
+                self._count_failure(path, problem)
+                return
             # After a resume this may be the checkpoint from which the attempt started: do not risk
             # the valid file for the same state.
             if not self._is_valid(path):
                 data = to_bytes(content)
                 written = len(data)
-                if not self._publish(path, data, shards):
+                if not self._publish(path, data, digests):
                     return
                 del data
             self.last_step = content["step"]

@@ -313,9 +313,9 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if has_group() else (0, 1)
 
 
-def device() -> torch.device:
-    """Return the device for small values of the default process group: NCCL supports only GPUs."""
-    if has_group() and dist.get_backend() == "nccl":
+def device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device for small values of a process group: NCCL supports only GPUs."""
+    if has_group() and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -327,36 +327,36 @@ def maximum(values: torch.Tensor) -> None:
         _await_dropped([values])
 
 
-def rows(values: list[float]) -> list[list[float]]:
+def rows(values: list[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
     """Return the numbers of all ranks, one row per rank."""
     if rank_and_world_size()[1] == 1:
         return [values]
-    sent = torch.tensor(values, dtype=torch.float64, device=device())
+    sent = torch.tensor(values, dtype=torch.float64, device=device(group))
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(received, sent)
+    dist.all_gather(received, sent, group)
     _await_dropped([sent, *received])
     return [each.tolist() for each in received]
 
 
-def gather(value: T, *, on_first: bool = False) -> list[T]:
+def gather(value: T, *, on_first: bool = False, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the pickled and exchanged values of all ranks; with `on_first` only on rank 0.
 
-    Collective over the default process group.
+    Collective over the default process group, or another one of all ranks.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return [value]
     data = bytearray(pickle.dumps(value))
-    lengths = [int(row[0]) for row in rows([len(data)])]
+    lengths = [int(row[0]) for row in rows([len(data)], group)]
     padded = bytearray(max(lengths))
     padded[: len(data)] = data
-    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device())
+    sent = torch.frombuffer(padded, dtype=torch.uint8).to(device(group))
     receives = rank == 0 or not on_first
     received = [torch.empty_like(sent) for _ in lengths] if receives else []
     if on_first:
-        dist.gather(sent, received or None, dst=0)
+        dist.gather(sent, received or None, dst=0, group=group)
     else:
-        dist.all_gather(received, sent)
+        dist.all_gather(received, sent, group)
     _await_dropped([sent, *received])
     return [
         pickle.loads(each.cpu().numpy().tobytes()[:length])

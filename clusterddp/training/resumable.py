@@ -110,6 +110,8 @@ class Resumable:
         self._progress = progress or Progress()
         self._saver = Saver(attempt, keep_last) if self.rank == 0 else None
         self._costs = self._saver.costs if self._saver else Costs()
+        self._shard_group = sharded.connect() if self._shards else None
+        self._shard_save: sharded.Save | None = None
         self._best: Best | None = None
         self._first_step: float | None = None
         """Start time of the attempt's first step, once it starts."""
@@ -326,18 +328,19 @@ class Resumable:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Copy the state of all ranks on rank 0 and write it in the background."""
+        """Copy the state of all ranks on rank 0, or their shards, and write in the background."""
         self._progress.mark(self.steps, Phase.SAVE)
+        if self._shard_save:  # before the memory of another copy is needed
+            (self._saver or self._shard_save).wait()
         for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
             if indices := replay.rebuild_buckets(self._wrappers[name]):
                 self._arranged[name] = indices
         began = time.monotonic()
         random_states = agreement.gather(self._random_state(), on_first=True)
         path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._entries()
-        shards, problem = sharded.save(path, self._shards) if self._shards else ({}, "")
-        if self._saver and problem:
-            self._saver.failed(path, problem)
-        elif self._saver:
+        if self._shards:
+            self._shard_save = sharded.Save(path, self._shards, self._shard_group)
+        if self._saver:
             content = state.collect(
                 self._whole,
                 self._position,
@@ -346,6 +349,7 @@ class Resumable:
                 best=self._best,
                 **kept,
             )
+            shards = self._shard_save.result if self._shard_save else None
             self._saver.save(content, time.monotonic() - began, shards)
         self._saved_step, self._saved_at = self.steps, time.monotonic()
 
@@ -361,6 +365,9 @@ class Resumable:
         return trouble
 
     def _trouble(self) -> str:
+        self._progress.mark(self.steps, Phase.SAVE)
+        if self._shard_save and not self._saver:
+            self._shard_save.wait()
         # The other ranks wait for rank 0 here.
         self._progress.mark(self.steps, Phase.SAVE if self._saver else Phase.DONE)
         trouble = "" if self._saver is None or self._saver.wait() else self._saver.trouble

@@ -386,7 +386,7 @@ def test_shards_go_with_a_checkpoint_that_cannot_be_written(
     (shards / "__0_0.distcp").touch()
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda _: Path("/nowhere").stat())
-        writer.save(content_of(1), shards={f"{shards.name}/__0_0.distcp": "0"})
+        writer.save(content_of(1), shards=lambda: ({f"{shards.name}/__0_0.distcp": "0"}, ""))
         assert not writer.wait()
     assert place.holds_only()
 
