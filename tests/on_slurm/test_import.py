@@ -89,6 +89,7 @@ def test_the_file_and_the_line_start_the_same_tasks(cluster: SlurmCluster, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.release  # such lines: scripts/test_submit_line.py; tasks of both: above
 def test_the_ranks_of_torchrun_are_tasks_with_the_same_ranks(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
