@@ -13,6 +13,8 @@ from clusterddp.scripts.python_file import PythonFile
 NAMES = re.compile(r"lightning|transformers|\btrl\b|accelerate|init_process_group")
 """Names of which one is in every script that lacks a line."""
 _LOOP = "from clusterddp.loop import Loop"
+_WRAPPERS = re.compile(r"torch\..*(?:DistributedDataParallel|FullyShardedDataParallel)")
+_OPTIMIZERS = re.compile(r"torch\.optim\.[A-Z]\w*")
 _PAGE = "docs/resumable.md"
 
 
@@ -112,10 +114,20 @@ def _of_own_loop(script: PythonFile) -> MissingLine | None:
         loops = [each for each, _ in script.above(call) if isinstance(each, ast.For | ast.While)]
         line = loops[-1].lineno if loops else call.lineno
         place = f"before the {'training loop' if loops else 'loop over this step'}"
-        lines = (_LOOP, "loop = Loop(model=model, optimizer=optimizer)")
+        model = _assigned(script, _WRAPPERS, "model")
+        optimizer = _assigned(script, _OPTIMIZERS, "optimizer")
+        lines = (_LOOP, f"loop = Loop(model={model}, optimizer={optimizer})")
         instead = "\n".join((*lines, script.line_at(line)))
         return MissingLine(line, place, lines, instead, _PAGE)
     return None
+
+
+def _assigned(script: PythonFile, names: re.Pattern[str], default: str) -> str:
+    """Return the variable that gets the value of a call with such a name."""
+    for value, targets in script.assignments:
+        if isinstance(value, ast.Call) and names.fullmatch(script.full_name(value.func)):
+            return ast.unparse(targets[0])
+    return default
 
 
 def _is_made_by(script: PythonFile, node: ast.AST, kind: str) -> bool:

@@ -101,6 +101,11 @@ def test_a_frameworks_script_is_told_which_lines_resume_it_and_where(
         ("import torch.distributed as dist\ndist.init_process_group()\n"
          "for epoch in range(3):\n    for x in data:\n        f(x).backward()", {},
          "before the training loop (train.py:3; docs/resumable.md):"),
+        ("import torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+         "torch.distributed.init_process_group()\nddp = DDP(model)\n"
+         "sgd = torch.optim.SGD(ddp.parameters())\nwhile True:\n    f(x).backward()", {},
+         "before the training loop (train.py:6; docs/resumable.md):\n  "
+         "from clusterddp.loop import Loop\n  loop = Loop(model=ddp, optimizer=sgd)\n"),
     ],
 )  # fmt: skip
 def test_the_line_is_found_in_the_modules_next_to_the_script_and_in_a_loop_of_torch(
