@@ -97,7 +97,7 @@ def installed(kind: str, environment: Path, tree: Path) -> list[str]:
     [
         "pth",
         pytest.param("finder", marks=pytest.mark.slow),
-        pytest.param("PYTHONPATH", marks=pytest.mark.slow),
+        pytest.param("PYTHONPATH", marks=[pytest.mark.slow, pytest.mark.release]),  # below: src
     ],
 )
 def test_tasks_import_the_copy_of_a_source_tree_that_is_installed_in_place(

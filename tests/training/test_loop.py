@@ -99,7 +99,9 @@ def test_a_run_cut_off_anywhere_ends_as_one_in_a_piece(
     assert lines_of(tmp_path, "eval") == whole["eval"] == [EPOCH, END]
 
 
-@pytest.mark.parametrize("cap", [pytest.param(25.0, marks=pytest.mark.slow), 0.01])
+@pytest.mark.parametrize(
+    "cap", [pytest.param(25.0, marks=[pytest.mark.slow, pytest.mark.release]), 0.01]
+)
 def test_four_ranks_cut_off_in_mid_epoch_end_with_the_very_weights(
     cap: float, synthetic_dir: Path, tmp_path: Path
 ) -> None:
