@@ -33,6 +33,8 @@ def begin_fit(write: Callable[[Path], object], **options: Any) -> "Driven":
     options: those of `Loop`, at the first fit.
     """
     place = str(options.get("directory") or "")
+    if place in _loops and not _loops[place].fits.is_over:  # left by SystemExit or an error
+        _loops.pop(place).close()
     if place not in _loops:
         _loops[place] = Driven(trainer=Fits(), **options)
     loop = _loops[place]
@@ -59,13 +61,15 @@ class Fits:
     def __init__(self) -> None:
         self.number = 0
         """Current fit, from 1."""
+        self.is_over = False
+        """Whether the current fit is done."""
         self._source: Path | None = None
         self._latest: Path | None = None
         self._write: Callable[[Path], object] = lambda _: None
 
     def begin(self, write: Callable[[Path], object]) -> None:
         """Begin the next fit."""
-        self.number, self._write = self.number + 1, write
+        self.number, self._write, self.is_over = self.number + 1, write, False
 
     @property
     def resumed(self) -> Path | None:
@@ -171,6 +175,19 @@ class Driven(Loop):
         replay.shield_workers(source.base)
         replay.read_by(source.base, begin)
 
+    def done_of(self, loader: Any) -> int:
+        """Return the trained batches of the epoch in which the current fit resumes."""
+        return self._done_of(loader) if self.resumes_inside else 0
+
+    def skip(self, batches: int) -> None:
+        """Have the next epoch begin after this number of batches."""
+        self._resume_batch, self._resume_ranks = batches, self.world_size
+
+    @property
+    def batches_done(self) -> int:
+        """Trained batches of this epoch."""
+        return self._position.step_in_epoch
+
     def _fetching(self) -> None:
         self._timer.clock.start()
         self._mark(Phase.DATA)
@@ -200,6 +217,10 @@ class Driven(Loop):
         if tested:
             self.test(**tested)
         return save
+
+    def finish(self) -> None:
+        super().finish()
+        self.fits.is_over = True
 
     def _planned(self) -> int | None:
         return self._total

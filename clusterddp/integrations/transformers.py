@@ -1,0 +1,261 @@
+"""Makes the Trainer of Hugging Face's transformers resumable, with one line.
+
+    from clusterddp.integrations.transformers import resume
+
+    trainer = resume(Trainer(model, args, train_dataset=data))
+    trainer.train()
+
+The only place that knows private names of transformers. Sources: `Trainer._inner_training_loop` of
+transformers 4.57 and 5.0 to 5.24, `Trainer._run_epoch` of 5.24.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import transformers.trainer
+from transformers import TrainerCallback
+
+from clusterddp.errors import TrainingError
+from clusterddp.integrations.driven import Driven, begin_fit, require
+
+T = TypeVar("T")
+
+_WRAPPED = (
+    *("train", "training_step", "set_initial_training_values"),
+    *("_maybe_log_save_evaluate", "_load_rng_state"),
+)
+_ONLY_OURS = {
+    "push_to_hub": False,
+    "save_strategy": "no",
+    "save_total_limit": None,
+    "save_only_model": False,
+    "save_on_each_node": False,
+}
+"""Arguments of the trainer while a checkpoint of ours is written: the whole state, no other file."""
+_ONCE_TRAINED = {
+    "ignore_data_skip": False,
+    "eval_on_start": False,
+    "restore_callback_states_from_checkpoint": True,
+}
+"""Arguments of the trainer while a resumed `train()` runs."""
+
+
+def resume(trainer: T, **options: Any) -> T:
+    """Have `trainer.train()` save, leave with exit code 75 when asked to, and resume; return it.
+
+    Call it on every rank, before `train()`.
+
+    options: those of `clusterddp.loop.Loop`: `save_every`, `keep_last`, `directory`, `log_every`.
+
+    Raises TrainingError for an option of the trainer that contradicts this, and for a version of
+    transformers that it does not know.
+    """
+    _Resumable(trainer, options)
+    return trainer
+
+
+class _Resumable(TrainerCallback):
+    """Wraps the methods of one trainer, and counts its batches.
+
+    Each method with the parameter `original` takes the place of the trainer's one of that name.
+    """
+
+    _loop: Driven
+    _source: Path | None = None
+    """Trainer's checkpoint from which this `train()` resumes, if it does."""
+    _position: dict[str, Any]
+    """What the trainer keeps in local variables; see `_write`."""
+    _loss: Any = 0.0
+    """Sum of the losses since the last optimizer step."""
+    _loss_sum: Any = 0.0
+    """The trainer's sum since its last log."""
+    _has_stepped = False
+
+    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+        self._trainer, self._options = trainer, options
+        _refuse(trainer.args)
+        require(trainer, "_save_checkpoint", *_WRAPPED, package="transformers")
+        for name in (*_WRAPPED, "_init_training_state", "_finalize_training"):
+            if hasattr(trainer, name):  # the last two since 5.3
+                setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
+        trainer.add_callback(self)
+
+    # -- one train() ---------------------------------------------------------------------------
+
+    def train(
+        self,
+        original: Callable[..., T],
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        **given: Any,
+    ) -> T:
+        if trial is not None:
+            raise TrainingError(
+                "resume(trainer): hyperparameter_search() trains many times in an order of its "
+                "own, which no attempt can repeat. Call it on a trainer without resume(), or use "
+                "`clusterddp sweep`. [CD0822]"
+            )
+        args = self._trainer.args
+        loop = self._loop = begin_fit(self._write, **self._options)
+        self._position = {"epoch": 0, "seconds": 0.0}
+        self._began, self._is_over, self._source = time.time(), False, None
+        if loop.fits.resumed:
+            [self._source] = loop.fits.resumed.glob("checkpoint-*")
+            self._position = json.loads(self._position_file(loop.fits.resumed).read_text())
+            resume_from_checkpoint = str(self._source)
+        resumed = _set(args, **_ONCE_TRAINED) if self._source else nullcontext()
+        with resumed, _set(transformers.trainer, skip_first_batches=self._skip):
+            result = original(resume_from_checkpoint, trial, **given)
+        self._is_over = True
+        loop.finish()
+        return result
+
+    def set_initial_training_values(
+        self, original: Callable[..., Any], args: Any, dataloader: Any, *more: Any
+    ) -> Any:
+        self._loader = dataloader
+        epochs, *others, max_steps = original(args, dataloader, *more)
+        if self._source and (
+            self._loop.fits.is_finished
+            or self._position["is_stopped"]
+            or self._position["step"] >= max_steps
+        ):
+            epochs = 0
+        return (epochs, *others, max_steps)
+
+    def _init_training_state(self, original: Callable[..., Any], *given: Any) -> tuple[int, int]:
+        epoch, batches = original(*given)
+        if not self._source:
+            return epoch, batches
+        size = self._trainer.args.gradient_accumulation_steps
+        batches = self._loop.done_of(self._loader)
+        self._loop.skip(batches - batches % size)
+        return self._position["epoch"], batches - batches % size
+
+    def _skip(self, loader: T, batches: int = 0) -> T:
+        """Leave skipping to the loop, which reads the loader."""
+        if not self._source:  # the checkpoint that train() was given
+            self._loop.skip(batches)
+        return loader
+
+    def _load_rng_state(self, original: Callable[..., None], checkpoint: Any) -> None:
+        if not self._source:
+            original(checkpoint)
+
+    def _finalize_training(
+        self, original: Callable[..., T], trial: Any, samples: Any, start_time: float
+    ) -> T:
+        return original(trial, samples, start_time - self._position["seconds"])
+
+    # -- its steps -----------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer, kept = self._trainer, self._position
+        total = self._loop.steps + state.max_steps - state.global_step
+        self._loop.begin(trainer.model_wrapped, total)
+        self._loop.read(self._loader)
+        if self._source:
+            for name in ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"):
+                if hasattr(trainer, name):
+                    setattr(trainer, name, kept[name])
+            if hasattr(trainer, "_tr_loss"):
+                trainer._tr_loss.fill_(kept.pop("loss"))
+        else:
+            kept["epoch"] = int(state.epoch or 0)
+
+    def training_step(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        loss = original(*given, **named)
+        self._loss = self._loss + loss
+        return loss
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._loop.batch_done()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._loop.batch_done()
+        self._has_stepped = True
+
+    def _maybe_log_save_evaluate(
+        self, original: Callable[..., None], loss_sum: Any, *given: Any, **named: Any
+    ) -> None:
+        self._loss_sum = loss_sum
+        if "loss" in self._position:
+            loss_sum += self._position.pop("loss")
+        self._loop.pause()
+        original(loss_sum, *given, **named)
+        if self._has_stepped:
+            control, loss = self._trainer.control, self._loss
+            self._has_stepped, self._loss = False, 0.0
+            length = _length(self._loader)
+            is_last = self._loop.batches_done == length
+            is_last = is_last or control.should_epoch_stop or control.should_training_stop
+            rate = self._trainer.optimizer.param_groups[0]["lr"]
+            self._loop.step_done(is_last=is_last, loss=loss, lr=rate)
+        else:
+            self._position["epoch"] += 1
+            self._loop.epoch_done()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if hasattr(self, "_loop"):
+            metrics = kwargs["metrics"]
+            numbers = {name: each for name, each in metrics.items() if isinstance(each, float)}
+            self._loop.test(**{name.removeprefix("eval_"): each for name, each in numbers.items()})
+
+    # -- its checkpoints -----------------------------------------------------------------------
+
+    def _write(self, directory: Path) -> None:
+        """Write the trainer's checkpoint, and what it keeps in local variables."""
+        trainer = self._trainer
+        with _set(trainer.args, output_dir=str(directory), **_ONLY_OURS):
+            trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        step, loss = trainer.state.global_step, 0.0 if self._is_over else float(self._loss_sum)
+        known = {
+            "epoch": self._position["epoch"],
+            "step": step,
+            "is_stopped": trainer.control.should_training_stop and step < trainer.state.max_steps,
+            "loss": loss,
+            "seconds": self._position["seconds"] + time.time() - self._began,
+            "_total_loss_scalar": trainer._total_loss_scalar,
+            "_globalstep_last_logged": trainer._globalstep_last_logged,
+            "_initial_global_step": getattr(trainer, "_initial_global_step", 0),
+        }
+        self._position_file(directory).write_text(json.dumps(known))
+
+    def _position_file(self, directory: Path) -> Path:
+        return directory / f"trainer-{self._loop.rank}.json"
+
+
+def _refuse(args: Any) -> None:
+    remedies = {
+        "enable_jit_checkpoint": "resume() saves at a signal, on all ranks at the same step",
+        "auto_find_batch_size": "each attempt has to train with the same batches. Set "
+        "per_device_train_batch_size",
+    }
+    for name, why in remedies.items():
+        if getattr(args, name, False):
+            raise TrainingError(f"resume(trainer): omit {name}: {why}. [CD0822]")
+
+
+@contextmanager
+def _set(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes for the time of the context."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:
+        return -1

@@ -1,0 +1,200 @@
+"""transformers' Trainer with `resume`: stopped anywhere, it ends as one that was not."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import (  # noqa: E402
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from clusterddp.distributed.agreement import Poll  # noqa: E402
+from clusterddp.errors import EXIT_STOPPED  # noqa: E402
+from clusterddp.integrations import driven  # noqa: E402
+from clusterddp.integrations.transformers import resume  # noqa: E402
+from clusterddp.slurm.forms import LOOP_VARIABLE  # noqa: E402
+from clusterddp.training import stop  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SAMPLES = 22
+"""Of batches of two: eleven batches, which neither 2 nor 3 divides."""
+
+
+class Model(nn.Module):
+    """A regression with dropout; counts its evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.layers(x)
+        return {"loss": (out - labels).square().mean(), "out": out}
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Mask values by chance, from all three generators."""
+    x = torch.stack([each["x"] for each in samples])
+    x = x * (torch.rand_like(x) > 0.2) + random.random() / 10 + float(np.random.rand()) / 10
+    return {"x": x, "labels": torch.stack([each["labels"] for each in samples])}
+
+
+def data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.rand(SAMPLES, 5, generator=generator)
+    return [{"x": row[:4], "labels": row[4:]} for row in rows]
+
+
+class Stop(TrainerCallback):  # type: ignore[misc]
+    """Asks for a stop at a step; notes what happened."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.events = at, list[str]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append(f"step {state.global_step}")
+        if state.global_step == self.at:
+            stop.requested.note("stop")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+        self.events.append(f"evaluated {metrics['eval_loss']}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append(f"saved {state.global_step}")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append(f"epoch {state.epoch}")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No request, loop or rank of anybody else's; and a request is seen at its step."""
+    monkeypatch.setattr(Poll, "due", lambda *_: True)
+    for name in (LOOP_VARIABLE, "SLURM_JOB_ID", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    leave()
+
+
+def leave() -> None:
+    """End the process's loop, as the end of the process does."""
+    for loop in driven._loops.values():
+        loop.close()
+    driven._loops.clear()
+    stop.requested.forget()
+
+
+class Run:
+    """A training in one directory, and what its attempts did."""
+
+    def __init__(self, path: Path, **arguments: Any) -> None:
+        self.path = path
+        self.callbacks: list[Any] = arguments.pop("callbacks", [])
+        self.more = {name: arguments.pop(name) for name in ("train_dataset",) if name in arguments}
+        self.arguments = {
+            "num_train_epochs": 3, "per_device_train_batch_size": 2, "logging_steps": 3,
+            "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
+            "learning_rate": 0.01, **arguments,
+        }  # fmt: skip
+        self.events: list[str] = []
+
+    def trainer(self, at: int = 0) -> Any:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        args = TrainingArguments(output_dir=str(self.path / "out"), **self.arguments)
+        trainer = Trainer(
+            Model(), args, data_collator=collate,
+            **{"train_dataset": data(), "eval_dataset": data()[:4], **self.more},
+        )  # fmt: skip
+        self.stop = Stop(at)
+        for each in [self.stop, *(make() for make in self.callbacks)]:
+            trainer.add_callback(each)
+        return trainer
+
+    def attempt(self, at: int = 0, train: Callable[[Any], Any] = lambda t: t.train()) -> Any:
+        """Train until a step, or the end if it is 0; returns the trainer."""
+        trainer = resume(self.trainer(at), directory=self.path / "run")
+        if at:
+            with pytest.raises(SystemExit) as left:
+                train(trainer)
+            assert left.value.code == EXIT_STOPPED
+        else:
+            train(trainer)
+        self.events += self.stop.events
+        leave()
+        return trainer
+
+
+def logs(trainer: Any) -> list[dict[str, Any]]:
+    """Return what the trainer logged, without the times."""
+    return [
+        {name: value for name, value in line.items() if not name.endswith(("runtime", "second"))}
+        for line in trainer.state.log_history
+    ]
+
+
+def assert_equal(interrupted: Any, whole: Any) -> None:
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(interrupted.model.state_dict()[name], value), name
+    assert logs(interrupted) == logs(whole)
+    assert interrupted.state.best_metric == whole.state.best_metric
+
+
+@pytest.mark.parametrize(
+    ("stops", "arguments"),
+    [
+        pytest.param([1], {}, id="first step"),
+        pytest.param([4], {"dataloader_num_workers": 2}, id="workers"),
+        pytest.param([14, 15], {}, id="twice in a row"),
+        pytest.param([11], {}, id="last batch"),
+        pytest.param([33], {}, id="last step"),
+        pytest.param([2, 8], {"gradient_accumulation_steps": 2}, id="accumulation of 2"),
+        pytest.param([6], {"gradient_accumulation_steps": 2}, id="last, of one batch"),
+        pytest.param([3, 5, 7], {"gradient_accumulation_steps": 3}, id="accumulation of 3"),
+        pytest.param(
+            [7],
+            {"gradient_accumulation_steps": 3, "dataloader_num_workers": 2},
+            id="accumulation, workers",
+        ),
+        pytest.param([15], {"max_steps": 27}, id="steps"),
+        pytest.param([27], {"max_steps": 27}, id="its last step, within an epoch"),
+        pytest.param([8], {"eval_strategy": "steps", "eval_steps": 4}, id="at an evaluation"),
+        pytest.param(
+            [11, 14], {"eval_strategy": "epoch", "save_strategy": "epoch"}, id="evaluation of epochs"
+        ),
+        pytest.param(
+            [10, 20],
+            {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 2},
+            id="its own checkpoints",
+        ),
+        pytest.param(
+            [9],
+            {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3,
+             "load_best_model_at_end": True, "eval_on_start": True},
+            id="best model",
+        ),
+    ],
+)  # fmt: skip
+def test_a_stopped_training_ends_as_one_that_was_not(
+    tmp_path: Path, stops: list[int], arguments: dict[str, Any]
+) -> None:
+    whole = Run(tmp_path / "whole", **arguments)
+    expected = whole.attempt()
+    run = Run(tmp_path / "stopped", **arguments)
+    for at in stops:
+        run.attempt(at)
+    ended = run.attempt()
+    assert_equal(ended, expected)
+    assert run.events == whole.events
