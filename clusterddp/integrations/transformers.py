@@ -36,13 +36,13 @@ _ONLY_OURS = {
     "save_only_model": False,
     "save_on_each_node": False,
 }
-"""Arguments of the trainer while a checkpoint of ours is written: the whole state, no other file."""
+"""Arguments of the trainer while it writes a checkpoint of ours."""
 _ONCE_TRAINED = {
     "ignore_data_skip": False,
     "eval_on_start": False,
     "restore_callback_states_from_checkpoint": True,
 }
-"""Arguments of the trainer while a resumed `train()` runs."""
+"""Arguments of the trainer in a resumed `train()`."""
 
 
 def resume(trainer: T, **options: Any) -> T:

@@ -172,7 +172,7 @@ def assert_equal(interrupted: Any, whole: Any) -> None:
         pytest.param([27], {"max_steps": 27}, id="its last step, within an epoch"),
         pytest.param([8], {"eval_strategy": "steps", "eval_steps": 4}, id="at an evaluation"),
         pytest.param(
-            [11, 14], {"eval_strategy": "epoch", "save_strategy": "epoch"}, id="evaluation of epochs"
+            [11, 14], {"eval_strategy": "epoch", "save_strategy": "epoch"}, id="epochs evaluated"
         ),
         pytest.param(
             [10, 20],
