@@ -97,7 +97,7 @@ class _Fit:
         signals = trainer._signal_connector
         signals.register_signal_handlers = lambda: None  # Lightning's exchange messages
         _wrap(self._fit_loop, "_load_combined_loader_states", after=self._hold)
-        _wrap(self._fit_loop, "on_advance_start", before=self._start)
+        _wrap(self._fit_loop, "on_advance_start", before=self._start, after=self._started)
         _wrap(self._fit_loop, "on_advance_end", after=self._epoch_done)
         _wrap(self._epoch_loop, "on_run_start", after=self._go_on)
         _wrap(self._epoch_loop, "on_advance_end", before=self._batch_done, after=self._trained)
@@ -105,7 +105,7 @@ class _Fit:
         self._epoch_loop.reset = self._begin_epoch
 
     def _check(self) -> None:
-        package = type(self.trainer).__module__.partition(".")[0]
+        package = type(self._fit_loop).__module__.partition(".")[0]
         trainer, fit_loop = self.trainer, self._fit_loop
         require(trainer, "_signal_connector", "_logger_connector", package=package)
         require(trainer._signal_connector, "register_signal_handlers", package=package)
@@ -156,12 +156,17 @@ class _Fit:
         """Whether a fit is in progress, and not a sanity check."""
         return self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
 
+    def _module(self, name: str) -> Any:
+        """Return a module of the trainer's package."""
+        package = type(self._fit_loop).__module__.partition(".loops")[0]
+        return importlib.import_module(f"{package}.{name}")
+
     def _hold(self) -> None:
         """Delay the iteration of new loaders until the epoch begins."""
         loader = self._fit_loop._combined_loader
         if len(loader.flattened) > 1:
             replay.read_by(loader, lambda _: iter(()))
-            modes = sys.modules[loader.__module__]._SUPPORTED_MODES
+            modes = self._module("utilities.combined_loader")._SUPPORTED_MODES
             loader._iterator = modes[loader._mode]["iterator"](loader.flattened, loader.limits)
         else:
             replay.read_by(loader.flattened[0], lambda _: iter(()))
@@ -180,6 +185,19 @@ class _Fit:
         stepped = self._epoch_loop._batches_that_stepped
         total = None if steps in (-1, float("inf")) else self.loop.steps + steps - stepped
         self.loop.begin(trainer.model, total)
+        if self._inside:
+            _load_on_entry(self._epoch_loop._results, self._kept.get("results", {}))
+
+    def _started(self) -> None:
+        """Set what is set at an epoch's start: newer releases do not in a resumed epoch."""
+        if not self._is_first or not self._inside:
+            return
+        if hasattr(self._fit_loop, "restarted_mid_epoch"):
+            for each in self.trainer.callbacks:
+                if type(each).__name__ == "GradientAccumulationScheduler":
+                    each.on_train_epoch_start(self.trainer)
+            call = self._module("trainer.call")
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def end(self) -> None:
         """End a fit, also one that had nothing left to train."""
@@ -284,7 +302,6 @@ class _Fit:
             _load(each, self._kept["modules"].get(name))
         if self._inside:
             logs._first_loop_iter = True  # the next batch is not the epoch's first
-            _load_on_entry(self._epoch_loop._results, self._kept["results"])
 
 
 def _wrap(

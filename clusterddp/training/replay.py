@@ -130,7 +130,8 @@ def read_by(loader: Any, begin: Callable[[type], Iterator[Any]]) -> None:
     """
     kind = getattr(type(loader), "_own_kind", type(loader))
     namespace = {"__iter__": lambda _: begin(kind), "_own_kind": kind}
-    object.__setattr__(loader, "__class__", type(kind.__name__, (kind,), namespace))
+    kind_here = type(kind.__name__, (kind,), namespace | {"__module__": kind.__module__})
+    object.__setattr__(loader, "__class__", kind_here)
 
 
 def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:
