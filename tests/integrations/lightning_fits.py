@@ -120,7 +120,7 @@ def fit(
     callbacks: Callable[[], list[Any]] = list,
     package: str = PACKAGE,
     fits: Callable[[Any, Any, Any], None] | None = None,
-    seeds: tuple[int, ...] = (7,),
+    save_every: str = "10m",
     **options: Any,
 ) -> tuple[dict[str, Any], list[Any], Any]:
     """Fit in as many attempts as stops, and one more; return weights, lines and the trainer."""
@@ -137,7 +137,7 @@ def fit(
                 log_every_n_steps=1, default_root_dir=directory,
                 callbacks=[*callbacks(), stopper(package, at)], **given,
             )  # fmt: skip
-            resume(trainer, directory=str(directory / "run"))
+            resume(trainer, directory=str(directory / "run"), save_every=save_every)
             net = model()
             if number == 0:
                 torch.manual_seed(7)
