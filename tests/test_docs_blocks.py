@@ -40,6 +40,8 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in BESID
 LANGUAGES = {"bash", "console", "text", "ini", "toml", "json", "python", "jinja", "diff"}
 EXAMPLES = {"docs/from-one-device.md", "docs/resumable.md", "examples/README.md"}
 """Pages whose changes tests/test_examples.py puts into the scripts of examples/."""
+FRAMEWORKS = {f"docs/{name}.md" for name in ("lightning", "coming/lightning")}
+"""Pages whose changes the scripts of tests/on_slurm/frameworks have."""
 RUN_BY = {
     "docs/python.md": "tests/test_docs_python.py",
     "docs/start.md": "tests/test_start_page.py",
@@ -111,7 +113,7 @@ def test_every_block_has_a_language_that_is_held() -> None:
         assert {*fences.findall(text)} <= LANGUAGES, page
         indented = re.search(r"^[^\s*\d-].*\n\n    \S.*", fences.sub("", text), re.MULTILINE)
         assert not indented, f"{page}: an indented block: {indented}"
-    assert {block.page for block in of_language("diff")} == {*EXAMPLES, "README.md"}
+    assert {block.page for block in of_language("diff")} == {*EXAMPLES, *FRAMEWORKS, "README.md"}
 
 
 def test_the_changes_of_the_readme_are_those_of_the_resumable_page() -> None:

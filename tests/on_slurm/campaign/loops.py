@@ -1,5 +1,7 @@
 """Faults of a script of one's own that has a `Loop`: examples/, plain (DDP) and sharded (FSDP2).
 
+The scripts of frameworks have an integration instead, on four ranks.
+
 Each strikes at a step that is drawn anew.
 """
 
@@ -9,8 +11,17 @@ import random
 from collections.abc import Callable
 
 from tests.on_slurm.campaign.fault import fault
+from tests.on_slurm.campaign.files import Filler
 from tests.on_slurm.campaign.nodes import ON_BOTH, SOON
-from tests.on_slurm.campaign.run import SCRIPT_PACE, SCRIPT_STEPS, Run, Struck, Trial, slurm
+from tests.on_slurm.campaign.run import (
+    FRAMEWORKS,
+    SCRIPT_PACE,
+    SCRIPT_STEPS,
+    Run,
+    Struck,
+    Trial,
+    slurm,
+)
 from tests.on_slurm.campaign.stops import more_time
 
 _draw = random.SystemRandom()
@@ -74,6 +85,22 @@ def _out_of_time(trial: Trial, config: str) -> str:
     return f"{seen}; stopped at step {final_record.step}"
 
 
+def _stopped_twice(trial: Trial, config: str) -> str:
+    first = _draw.randrange(2, SCRIPT_STEPS[config] // 2)
+    moments = [f"step-{first}", f"step-{first + 16}"]  # ranks agree within half a second
+    for moment in moments:
+        trial.want(moment, until_told=True)
+    run = trial.start(config=config, pace=SCRIPT_PACE)
+    for moment in moments:
+        trial.held(moment, run.world_size, _PATIENCE)
+        trial.clusterddp("stop", run.name, timeout=_PATIENCE)
+        run.wait_over(_PATIENCE)
+        if (again := trial.clusterddp("resume", run.name, timeout=_PATIENCE)).returncode:
+            raise run.differs(again.stderr)
+    struck = Struck(first - 1, run.struck().time, 1)
+    return _end(run, struck, moments[0], ["stopped", "stopped", "done"])
+
+
 def _node_lost(trial: Trial, config: str) -> str:
     run, struck, moment = _begin(trial, config, *ON_BOTH)
     host = _draw.choice(["h01", "h02"])
@@ -84,6 +111,21 @@ def _node_lost(trial: Trial, config: str) -> str:
     return f"{_end(run, struck, moment)}; without {host}"
 
 
+def _disk_full(trial: Trial, config: str) -> str:
+    """Not a byte is left at one of its saves."""
+    trial.want("step-20")
+    trial.want("step-28")
+    run = trial.start(config=config, pace=SCRIPT_PACE)
+    trial.held("step-20", run.world_size, _PATIENCE)
+    filler, struck = Filler(trial.folder, leave=0), run.struck()
+    trial.release("step-20")
+    trial.held("step-28", run.world_size, _PATIENCE)
+    filler.remove()
+    trial.release("step-28")
+    run.wait_said("was not written", 5)
+    return _end(run, struck, "step-20", ["done"])
+
+
 def _strike(what: Callable[[Trial, str], str], config: str) -> Callable[[Trial], str]:
     def strike(trial: Trial) -> str:
         return what(trial, config)
@@ -92,11 +134,17 @@ def _strike(what: Callable[[Trial, str], str], config: str) -> Callable[[Trial],
     return strike
 
 
+for _config in FRAMEWORKS:
+    fault(f"{_config}-disk-full", needs=(_config,), conf={}, disk="tmpfs")(
+        _strike(_disk_full, _config)
+    )
+
 fault("loop-three-killed", hosts=3, conf={}, needs=("loop-three",))(_strike(_killed, "loop-three"))
 
-for _config in ("loop", "loop-fsdp"):
+for _config in ("loop", "loop-fsdp", *FRAMEWORKS):
     _needs, _quick = (_config,), _config == "loop-fsdp"
     fault(f"{_config}-killed", needs=_needs, quick=_quick)(_strike(_killed, _config))
     fault(f"{_config}-preempted", needs=_needs, conf={})(_strike(_preempted, _config))
     fault(f"{_config}-out-of-time", needs=_needs)(_strike(_out_of_time, _config))
     fault(f"{_config}-node-lost", needs=_needs, conf=SOON)(_strike(_node_lost, _config))
+    fault(f"{_config}-stopped-twice", needs=_needs)(_strike(_stopped_twice, _config))

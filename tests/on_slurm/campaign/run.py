@@ -45,18 +45,24 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *("--bucket-cap-mb", "0.01"),
     ],
 }
-SCRIPTS = {"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py", "loop-three": "resumable.py"}
-"""Of a configuration the script of examples/ that it runs as its COMMAND."""
-SCRIPT_STEPS = {"loop": 48, "loop-fsdp": 48, "loop-three": 33}
+FRAMEWORKS = {"lightning": "train_lightning.py"}
+"""By the framework's package the script of `frameworks` that trains on four ranks with it."""
+SCRIPTS = {
+    **{"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py", "loop-three": "resumable.py"},
+    **FRAMEWORKS,
+}
+"""Of a configuration the script of examples/, or of a framework, that it runs as its COMMAND."""
+SCRIPT_STEPS = {"loop": 48, "loop-fsdp": 48, "loop-three": 33, **dict.fromkeys(FRAMEWORKS, 48)}
 SCRIPT_PACE = 0.1
 EXAMPLES = Path(__file__).parents[3] / "examples"
+FRAMEWORK_SCRIPTS = Path(__file__).parents[1] / "frameworks"
 REAL_DATA = ("four-buckets",)
 """Those that train the real MNIST where it is at hand; the others have less to load."""
 
 
 def world_size_of(config: str) -> int:
     """Return the ranks of a configuration."""
-    if config.startswith("four"):
+    if config.startswith("four") or config in FRAMEWORKS:
         return 4
     return {"one": 1, "three": 3, "loop-three": 3}.get(config, 2)
 
@@ -148,13 +154,14 @@ class Trial(Place):
         """Submits a run and returns at once."""
         argv = ["submit", "--run-name", name, "--json"]
         if config in SCRIPTS:
-            for file in EXAMPLES.glob("*.py"):
+            for file in (*EXAMPLES.glob("*.py"), *FRAMEWORK_SCRIPTS.glob("*.py")):
                 shutil.copy(file, self.folder)
             # Of the package the COMMAND sees what its run carries, and no other.
             only = f"PYTHONPATH={Path(__file__).with_name('hooks')}"
             argv += [
-                "--nodes", str(world_size_of(config)), "--requeue", "--env", only, "--env",
-                "OMP_NUM_THREADS=1",
+                "--nodes", str(min(world_size_of(config), 3) if config not in FRAMEWORKS else 2),
+                "--tasks-per-node", "2" if config in FRAMEWORKS else "1",
+                "--requeue", "--env", only, "--env", "OMP_NUM_THREADS=1",
             ]  # fmt: skip
             argv += [*options, "--", sys.executable, SCRIPTS[config]]
         else:
