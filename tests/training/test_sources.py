@@ -1,0 +1,172 @@
+"""Loaders with a position of their own: a stopped training reads on where it was."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from clusterddp.distributed.agreement import Poll
+from clusterddp.errors import TrainingError
+from clusterddp.loop import Loop
+from clusterddp.training import stop
+
+SAMPLES, BATCH = 22, 4
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Requests are seen at their step; none is left."""
+    monkeypatch.setattr(Poll, "due", lambda *_: True)
+    for name in ("SLURM_JOB_ID", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    stop.requested.forget()
+
+
+class Mapped(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4,), index / SAMPLES) + torch.rand(4)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples that draw, in another order each time."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(SAMPLES).tolist():
+            self.read += 1
+            yield torch.full((4,), index / SAMPLES) + torch.rand(4) + random.random()
+
+
+class Positioned(IterableDataset[Tensor]):
+    """A stream that knows its position, as a HF IterableDataset does."""
+
+    def __init__(self) -> None:
+        self.read = self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < SAMPLES:
+            self.position += 1
+            self.read += 1
+            yield torch.full((4,), self.position / SAMPLES) + torch.rand(4)
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def train(folder: Path, loader: Any, stops: int, seed: int = 0) -> tuple[list[Tensor], Any, Any]:
+    """Train three epochs; return the weights, the sum of each batch, and the exit code."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loop, read, code = Loop(directory=folder, model=model, optimizer=optimizer), [], None
+    try:
+        for _ in loop.epochs(3):
+            for samples in loop.batches(loader()):
+                optimizer.zero_grad()
+                model(samples).square().mean().backward()
+                optimizer.step()
+                read.append(round(samples.sum().item(), 4))
+                if loop.steps + 1 == stops:
+                    stop.requested.note("stop")
+                loop.step()
+            read.append(loop.steps)  # what stands behind the epoch runs once
+    except SystemExit as left:
+        code = left.code
+    loop.close()
+    stop.requested.forget()
+    return [each.detach().clone() for each in model.parameters()], read, code
+
+
+def check(folder: Path, loader: Callable[[], Any], *stops: int) -> None:
+    """Compare a stopped training with the undisturbed one; the loader is made once in each."""
+    whole, read, _ = train(folder / "whole", _once(loader), 0)
+    for step in stops:
+        where = folder / f"stopped-{step}"
+        _, before, code = train(where, _once(loader), step)
+        after, rest, _ = train(where, _once(loader), 0, seed=7)
+        assert (code, before + rest) == (75, read), f"stopped at {step}"
+        assert all(map(torch.equal, whole, after)), f"stopped at {step}: other weights"
+
+
+def _once(loader: Callable[[], Any]) -> Callable[[], Any]:
+    made: list[Any] = []
+
+    def give() -> Any:
+        if not made:
+            torch.manual_seed(1)
+            made.append(loader())
+        return made[0]
+
+    return give
+
+
+# The sixth batch is the last of an epoch, which a stream does not tell.
+STOPS = (1, 6, 8, 13)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.release)])
+def test_a_stream_is_read_again_up_to_its_position(tmp_path: Path, workers: int) -> None:
+    check(tmp_path, lambda: DataLoader(Stream(), batch_size=BATCH, num_workers=workers), *STOPS)
+
+
+def test_a_stream_that_knows_its_position_is_not_read_again(tmp_path: Path) -> None:
+    check(tmp_path, lambda: DataLoader(Positioned(), batch_size=BATCH), *STOPS)
+    left = DataLoader(Positioned(), batch_size=BATCH)
+    train(tmp_path / "one", lambda: left, 8)
+    resumed = DataLoader(Positioned(), batch_size=BATCH)
+    train(tmp_path / "one", lambda: resumed, 0)
+    assert resumed.dataset.read == 3 * SAMPLES - left.dataset.read  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.release)])
+@pytest.mark.parametrize("dataset", [Mapped, Stream, Positioned])
+def test_a_stateful_dataloader_continues_by_its_own_state(
+    tmp_path: Path, dataset: Any, workers: int
+) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    shuffle = dataset is Mapped
+    check(
+        tmp_path,
+        lambda: stateful.StatefulDataLoader(
+            dataset(), batch_size=BATCH, shuffle=shuffle, num_workers=workers
+        ),
+        *STOPS,
+    )
+
+
+def test_a_loader_of_fabric_continues(tmp_path: Path) -> None:
+    fabric = pytest.importorskip("lightning.fabric")
+    check(
+        tmp_path,
+        lambda: fabric.Fabric(accelerator="cpu", devices=1).setup_dataloaders(
+            DataLoader(Mapped(), batch_size=BATCH, shuffle=True)
+        ),
+        *STOPS,
+    )
+
+
+def test_a_frameworks_loader_whose_position_is_unknown_is_refused(tmp_path: Path) -> None:
+    class Other:
+        __module__ = "accelerate.data_loader"
+
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(4)
+
+    with pytest.raises(TrainingError, match=r"cannot resume a accelerate.*Other.*CD0819"):
+        train(tmp_path, Other, 0)
