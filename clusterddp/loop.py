@@ -44,12 +44,14 @@ from clusterddp.training.metrics import Lines
 from clusterddp.training.paces import StepTimer
 from clusterddp.training.replay import Fetches
 from clusterddp.training.resumable import Resumable
-from clusterddp.training.sources import Source
+from clusterddp.training.sources import Source, shares_order, splits_batches
 from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 from clusterddp.training.wrappers import ddp_wrappers, states_of
 
 T = TypeVar("T")
 
+_END = object()
+"""Marks the end of an iterator."""
 DEFAULT_FOLDER = "jobs"
 """Default runs directory, relative to the current directory."""
 _OTHER_LOOP_SECONDS = 60.0
@@ -86,6 +88,8 @@ class Loop(Resumable):
     _drawn_before: replay.RandomStates | None = None
     """That of the checkpoint."""
     _count_of_iterations = 0
+    _left: Iterator[Any] | None = None
+    """Batches left of the epoch."""
 
     def __init__(
         self,
@@ -119,6 +123,8 @@ class Loop(Resumable):
         self._check(states, save_every, directory)
         self._objects = states_of(states)
         self._keep_last, self._keeps_random = keep_last, random_states
+        self._peeked: list[Any] = []
+        """Batch, or _END, that was read ahead of its turn."""
         self._sharded = sharded.select_sharded(self._objects)
         self._check_readable()
         self.rank, self.world_size = agreement.rank_and_world_size()
@@ -331,10 +337,14 @@ class Loop(Resumable):
             position.next_epoch()
         self._resume_batch, self._resume_ranks = position.step_in_epoch, ranks
         arranged: dict[str, list[int]] = {}
-        if ranks == self.world_size:
-            saved = content["random_states"][self.rank] or {}
+        is_same = ranks == self.world_size
+        saved = content["random_states"][self.rank if is_same else 0] or {}
+        self._place = saved.get("loader")
+        if not is_same and self._place:
+            self._place = {name: each for name, each in self._place.items() if name != "own"}
+        if is_same:
             self._random = saved if self._keeps_random and "now" in saved else None
-            self._place, self._drawn_before = saved.get("loader"), saved.get("drawn")
+            self._drawn_before = saved.get("drawn")
             arranged = loop["buckets"]
             for name in sorted(wrappers.keys() & arranged.keys()):
                 replay.restore_buckets(wrappers[name], arranged[name])
@@ -483,19 +493,38 @@ class Loop(Resumable):
             replay.shield_workers(self._source.base)
         fetches = self._fetches = Fetches(self._random, done)
         self._place = None
+        self._peeked.clear()
         lengths = set(agreement.gather(_length(loader)))  # ranks must agree on the last batch
         self._batches = lengths.pop() if len(lengths) == 1 else -1
         self._position.step_in_epoch = done
         return self._counted(self._source.iterate(fetches, skips=skips), fetches)
 
     def _counted(self, batches: Iterator[T], fetches: Fetches) -> Iterator[T]:
-        for batch in batches:
+        self._left = batches
+        while True:
+            batch = self._peeked.pop() if self._peeked else next(batches, _END)
+            if batch is _END:
+                self._left = None
+                return
             self._count(fetches.trained())
             yield batch
 
+    def _is_last_batch(self) -> bool:
+        if self._batches >= 0 or not (self._left and self._source):
+            return super()._is_last_batch()
+        is_last = self._source.is_at_end
+        if is_last is None:  # of unknown length: reads a batch ahead of its turn
+            if not self._peeked:
+                self._place = self._source.state(is_inside=True)
+                self._peeked.append(next(self._left, _END))
+            is_last = self._peeked[0] is _END
+        return all(agreement.gather(is_last))
+
     def _random_state(self) -> dict[str, Any] | None:
         is_inside = self._position.step_in_epoch > 0
-        place = self._source.state(is_inside=is_inside) if self._source else {}
+        place = self._place
+        if self._source and not (is_inside and self._peeked):
+            place = self._source.state(is_inside=is_inside)
         more = {"loader": place} if place else {}
         if self._drawn and self._keeps_random:
             more["drawn"] = self._drawn
@@ -524,19 +553,20 @@ class Loop(Resumable):
         batches, ranks = self._resume_batch, self._resume_ranks
         if not batches or ranks == self.world_size:
             return batches
-        if not (self._sharded or replay.has_distributed_sampler(loader, self.world_size)):
+        is_sharded = any(map(sharded.is_sharded, self._sharded.values()))
+        if not (is_sharded or shares_order(loader, self.world_size)):
             raise CheckpointError(
                 f"the checkpoint of step {self.steps} has {ranks} ranks, but this world has "
-                f"{self.world_size}. Only a loader with torch's DistributedSampler can continue "
-                "an epoch at another number of ranks. Use one, or start "
-                f"{ranks} ranks. [CD0709]"
+                f"{self.world_size}. Only a loader with torch's DistributedSampler, or Accelerate's "
+                "with use_seedable_sampler=True, can continue an epoch at another number of ranks. "
+                f"Use one, or start {ranks} ranks. [CD0709]"
             )
         seen, size = self._position.samples, getattr(loader, "batch_size", None)
         if seen and size:
             done: int = seen // (size * self.world_size)
             self._position.samples = done * size * self.world_size
         else:
-            done = batches * ranks // self.world_size
+            done = batches if splits_batches(loader) else batches * ranks // self.world_size
         if self.rank == 0:
             log.info(
                 f"the checkpoint has {ranks} ranks, this world {self.world_size}: random numbers "

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from clusterddp.errors import CheckpointError
 from clusterddp.processes.signals import ignore_requests
@@ -204,18 +204,6 @@ def generators_of(loader: object) -> list[torch.Generator]:
     loaders = (loader, *getattr(loader, "flattened", ()))
     found = [getattr(owner, "generator", None) for owner in (*loaders, *samplers_of(loader))]
     return [each for each in dict.fromkeys(found) if isinstance(each, torch.Generator)]
-
-
-def has_distributed_sampler(loader: object, world_size: int) -> bool:
-    """Return whether a loader's sampler is torch's DistributedSampler for this world size.
-
-    After k batches of b samples on each of n ranks the first k * b * n samples of its order are
-    done, and the order is the same for any number of ranks.
-    """
-    return any(
-        isinstance(each, DistributedSampler) and each.num_replicas == world_size
-        for each in samplers_of(loader)
-    )
 
 
 class _Indices:

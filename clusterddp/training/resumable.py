@@ -70,6 +70,8 @@ class Resumable:
     _postponed: tuple[str, bool] | None = None
     _resume_batch = 0
     """Trained batches of the epoch in the checkpoint."""
+    _loose = 0
+    """Batches since the latest step."""
 
     def __init__(
         self,
@@ -198,11 +200,10 @@ class Resumable:
         save = self._stepped(metrics)
         reason, is_time = self._agree() if asks else ("", False)
         save = save or is_time or self._saving.due("step", self.steps)
-        if self._position.step_in_epoch == self._batches:
-            before, was_due = self._postponed or ("", False)
-            self._postponed = reason or before, save or was_due
-        else:
-            self._save_or_exit(reason, save)
+        before, was_due = self._postponed or ("", False)
+        self._postponed, self._loose = (reason or before, save or was_due), 0
+        if any(self._postponed) and not self._is_last_batch():
+            self._save_postponed()
         if not self._has_batches:
             self._timer.clock.start()
         self._mark(Phase.USER_CODE)
@@ -213,8 +214,13 @@ class Resumable:
         self._position.next_epoch()
         self._batches, self._resume_batch = -1, 0
         reason, save = self._postponed or ("", False)
-        self._postponed = None
-        self._save_or_exit(reason, save or self._saving.due("epoch", self.epoch))
+        self._postponed = reason, save or self._saving.due("epoch", self.epoch)
+        if not self._loose:  # else gradients wait for the next step
+            self._save_postponed()
+
+    def _save_postponed(self) -> None:
+        (reason, save), self._postponed = self._postponed or ("", False), None
+        self._save_or_exit(reason, save)
 
     def stop_requested(self) -> str:
         """Return why all ranks must stop, empty if they need not; collective.
@@ -266,6 +272,10 @@ class Resumable:
     def _rest_of(self, loader: Iterable[T]) -> Iterator[T]:
         """Return an iterator over the epoch's untrained batches."""
         return iter(loader)
+
+    def _is_last_batch(self) -> bool:
+        """Return whether the epoch has no further batch; collective."""
+        return self._position.step_in_epoch == self._batches
 
     def _asks(self, step: int) -> bool:
         """Return whether the ranks agree at this step; the same on all of them."""
@@ -396,6 +406,7 @@ class Resumable:
     def _count(self, samples: int) -> None:
         """Add a batch of this rank to the counts."""
         self._timer.images += samples
+        self._loose += 1
         self._position.step_in_epoch += 1
         self._position.samples += samples * self.world_size
         self._position.images += samples * self.world_size

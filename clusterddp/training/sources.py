@@ -8,7 +8,7 @@ accelerate 1.1 to 1.15, `_FabricDataLoader.__iter__` of Lightning 2.4 to 2.6.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from clusterddp.errors import TrainingError
 from clusterddp.training import replay
@@ -35,8 +35,8 @@ class Source:
             self.base = getattr(loader, inner, None)
             if self.base is None or not hasattr(loader, self._counter):
                 raise TrainingError(
-                    f"loop.batches() cannot resume a {kind.__module__}.{kind.__name__}. "
-                    f"{_REMEDIES.get(kind.__name__, _NEWER)} [CD0819]"
+                    f"the position of {kind.__module__}.{kind.__name__} is unknown, so a resume "
+                    f"would train on other batches. {_REMEDIES.get(kind.__name__, _NEWER)} [CD0819]"
                 )
         self._owner = self._state_owner()
         self._first = self._count()
@@ -51,10 +51,15 @@ class Source:
             for each, seed in zip(self._seeded(), state["seeds"], strict=False):
                 each.initial_seed = seed
         self._first = self._count()
-        if state and self._owner is not None and is_inside:
+        if state and "own" in state and self._owner is not None and is_inside:
             self._owner.load_state_dict(state["own"])
             return False
         return True
+
+    @property
+    def is_at_end(self) -> bool | None:
+        """Whether the epoch has no further batch; None if the loader does not tell."""
+        return getattr(self.loader, "end_of_dataloader", None) if self._counter else None
 
     def state(self, *, is_inside: bool) -> dict[str, Any]:
         """Return the position, as plain values; empty if the random states hold all of it."""
@@ -94,6 +99,26 @@ class Source:
         return (
             dataset if is_read_here and self.base is self.loader and _has_state(dataset) else None
         )
+
+
+def shares_order(loader: object, world_size: int) -> bool:
+    """Return whether the ranks share out one order, the same for any number of ranks.
+
+    After k batches of b samples on each of n ranks the first k * b * n samples are done. True for
+    torch's DistributedSampler, and for Accelerate's BatchSamplerShard with a SeedableRandomSampler
+    or without shuffling.
+    """
+    samplers = replay.samplers_of(loader)
+    if any(isinstance(s, DistributedSampler) and s.num_replicas == world_size for s in samplers):
+        return True
+    is_shared = any(getattr(each, "num_processes", 0) == world_size for each in samplers)
+    has_order = any(isinstance(s, SequentialSampler) or hasattr(s, "initial_seed") for s in samplers)
+    return is_shared and has_order
+
+
+def splits_batches(loader: object) -> bool:
+    """Return whether the ranks share out each batch, not the batches (Accelerate)."""
+    return any(getattr(each, "split_batches", False) for each in replay.samplers_of(loader))
 
 
 _NEWER = "Update clusterddp, or install an older release of the framework."

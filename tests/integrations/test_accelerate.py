@@ -2,16 +2,18 @@
 
 import os
 import random
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from clusterddp.distributed.agreement import Poll
+from clusterddp.errors import TrainingError
 from clusterddp.loop import Loop
 from clusterddp.training import stop
 from tests.training.ranks import run_ranks
@@ -32,6 +34,24 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return self.samples[index] + torch.rand(4) + random.random(), self.samples[index, :1]
 
 
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same, one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([Noisy()[index] for index in range(44)])
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Requests are seen at their step; none is left."""
+    monkeypatch.setattr(Poll, "due", lambda *_: True)
+    for name in ("SLURM_JOB_ID", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's
+    yield
+    stop.requested.forget()
+
+
 def train(
     folder: Path,
     *,
@@ -39,13 +59,16 @@ def train(
     seed: int = 0,
     workers: int = 0,
     accumulation: int = 1,
-    data: Any = None,
+    epochs: int = 3,
+    data: str = "",
     passes_objects: bool = False,
+    numbers: bool = False,
     **config: Any,
 ) -> tuple[list[Tensor], list[float], int]:
-    """Train three epochs; return the weights, the sum of each batch, and the exit code.
+    """Train; return the weights, the sum of each batch, and the exit code.
 
-    stops: step after which a stop is requested. config: of the DataLoaderConfiguration.
+    stops: step at which a stop is requested. numbers: return the numbers of the samples instead of
+    the sums. config: of the DataLoaderConfiguration.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -61,7 +84,8 @@ def train(
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 1))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
-    loader: Any = DataLoader(data or Noisy(), batch_size=4, shuffle=not data, num_workers=workers)
+    dataset: Any = Stream() if data else Noisy()
+    loader: Any = DataLoader(dataset, batch_size=4, shuffle=not data, num_workers=workers)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     states = (
         {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -70,7 +94,7 @@ def train(
     )
     loop, read, code = Loop(directory=folder, **states), [], 0
     try:
-        for _ in loop.epochs(3):
+        for _ in loop.epochs(epochs):
             for samples, targets in loop.batches(loader):
                 with accelerator.accumulate(model):
                     loss = (model(samples) - targets).square().mean()
@@ -78,7 +102,8 @@ def train(
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                read.append(round(samples.sum().item(), 4))
+                sums = (targets[:, 0] * 40 * 44 / 4) if numbers else samples.sum()[None]
+                read += [round(each, 4) for each in sums.tolist()]
                 if accelerator.sync_gradients:
                     if loop.steps + 1 == stops:
                         stop.requested.note("stop")
@@ -92,7 +117,6 @@ def train(
 
 def check(folder: Path, stops: Sequence[int], **config: Any) -> str:
     """Compare an undisturbed training with stopped ones; return what differs."""
-    Poll.due = lambda *_: True  # type: ignore[method-assign, assignment]
     weights, read, code = train(folder / "whole", **config)
     assert code == 0
     for step in stops:
@@ -106,29 +130,82 @@ def check(folder: Path, stops: Sequence[int], **config: Any) -> str:
     return ""
 
 
-def _on_rank(rank: int, world_size: int, folder: str, cases: list[Any]) -> list[str]:
+def _on_rank(rank: int, world_size: int, act: Callable[..., Any], *arguments: Any) -> Any:
+    Poll.due = lambda *_: True  # type: ignore[method-assign, assignment]
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    return [
-        check(Path(folder, str(number)), stops, **config)
-        for number, (stops, config) in enumerate(cases)
-    ]
+    return act(*arguments)
+
+
+def _check_all(folder: str, cases: Sequence[Any]) -> list[str]:
+    return [check(Path(folder, str(n)), *cases[n][:1], **cases[n][1]) for n in range(len(cases))]
+
+
+@pytest.mark.parametrize(
+    ("stops", "config"),
+    [
+        ((1, 4, 11, 17), {}),
+        ((7, 11), {"use_seedable_sampler": True}),
+        ((2, 3, 6), {"accumulation": 4}),  # the third step of an epoch has three batches
+        ((2, 3, 6), {"accumulation": 4, "passes_objects": True}),
+        ((7, 11), {"data": "stream", "dispatch_batches": False}),
+        ((7, 11), {"use_stateful_dataloader": True}),
+        ((7, 11), {"use_stateful_dataloader": True, "use_seedable_sampler": True}),
+        pytest.param((7,), {"workers": 2}, marks=pytest.mark.release),
+    ],
+)
+def test_one_rank_that_stops_ends_in_the_weights_of_the_undisturbed_one(
+    tmp_path: Path, stops: Sequence[int], config: dict[str, Any]
+) -> None:
+    assert check(tmp_path, stops, **config) == ""
 
 
 CASES = [
     ((1, 4, 6), {}),
     ((4,), {"use_seedable_sampler": True}),
-    ((1, 2, 4), {"accumulation": 4}),
+    ((1, 2, 4), {"accumulation": 2}),
     ((4,), {"split_batches": True}),
     ((5,), {"passes_objects": True}),
+    ((4,), {"use_stateful_dataloader": True}),
+    ((4,), {"data": "stream", "dispatch_batches": False}),
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_stopped_training_ends_in_the_weights_of_the_undisturbed_one(
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.release), 4])
+def test_ranks_that_stop_end_in_the_weights_of_the_undisturbed_ones(
     tmp_path: Path, world_size: int
 ) -> None:
-    for differences in run_ranks(world_size, _on_rank, str(tmp_path), CASES):
+    """Gloo's sum of four ranks depends on DDP's buckets."""
+    for differences in run_ranks(world_size, _on_rank, _check_all, str(tmp_path), CASES):
         assert not any(differences), "\n".join(differences)
+
+
+def test_a_loader_that_one_rank_reads_for_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingError, match=r"(?s)DataLoaderDispatcher.*dispatch_batches=False.*0819"
+    ):
+        train(tmp_path, data="stream")
+
+
+def test_an_accelerator_without_a_prepared_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"accelerator\.prepare"):
+        Loop(directory=tmp_path, accelerator=accelerate.Accelerator(cpu=True))
+
+
+def _continue(folder: str, stops: int, config: dict[str, Any]) -> list[float]:
+    return train(Path(folder), stops=stops, numbers=True, **config)[1]
+
+
+@pytest.mark.parametrize("config", [{"use_seedable_sampler": True}, {"split_batches": True}])
+def test_another_number_of_ranks_reads_each_sample_of_the_epoch(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    if "split_batches" in config:
+        config = {**config, "use_seedable_sampler": True}
+    first = run_ranks(2, _on_rank, _continue, str(tmp_path), 2, config)
+    rest = run_ranks(4, _on_rank, _continue, str(tmp_path), 0, {**config, "seed": 7, "epochs": 1})
+    read = [number for each in (*first, *rest) for number in each]
+    assert sorted(set(read)) == [*range(44)]
+    assert len(read) == 44 if "split_batches" in config else 44 + 12
