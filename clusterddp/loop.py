@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import nn
 
@@ -507,7 +507,7 @@ class Loop(Resumable):
                 self._left = None
                 return
             self._count(fetches.trained())
-            yield batch
+            yield cast(T, batch)
 
     def _is_last_batch(self) -> bool:
         if self._batches >= 0 or not (self._left and self._source):
@@ -557,9 +557,9 @@ class Loop(Resumable):
         if not (is_sharded or shares_order(loader, self.world_size)):
             raise CheckpointError(
                 f"the checkpoint of step {self.steps} has {ranks} ranks, but this world has "
-                f"{self.world_size}. Only a loader with torch's DistributedSampler, or Accelerate's "
-                "with use_seedable_sampler=True, can continue an epoch at another number of ranks. "
-                f"Use one, or start {ranks} ranks. [CD0709]"
+                f"{self.world_size}. Only a loader with torch's DistributedSampler, or one of "
+                "Accelerate with use_seedable_sampler=True, can continue an epoch at another "
+                f"number of ranks. Use one, or start {ranks} ranks. [CD0709]"
             )
         seen, size = self._position.samples, getattr(loader, "batch_size", None)
         if seen and size:

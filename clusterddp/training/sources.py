@@ -8,7 +8,13 @@ accelerate 1.1 to 1.15, `_FabricDataLoader.__iter__` of Lightning 2.4 to 2.6.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from clusterddp.errors import TrainingError
 from clusterddp.training import replay
@@ -38,6 +44,9 @@ class Source:
                     f"the position of {kind.__module__}.{kind.__name__} is unknown, so a resume "
                     f"would train on other batches. {_REMEDIES.get(kind.__name__, _NEWER)} [CD0819]"
                 )
+        if hasattr(self.base, "_initial_iter_for_state_dict"):
+            # torchdata's: an iterator that an earlier state_dict() has begun drew its numbers then.
+            self.base.load_state_dict({})
         self._owner = self._state_owner()
         self._first = self._count()
 
@@ -91,14 +100,19 @@ class Source:
         return [each for each in replay.samplers_of(self.base) if hasattr(each, "initial_seed")]
 
     def _state_owner(self) -> Any:
-        """Return the object that has the loader's own state_dict, if one does."""
-        if _has_state(self.base):
-            return self.loader
+        """Return the object that has the loader's own state_dict, if one does and can be trusted.
+
+        torchdata's StatefulDataLoader forgets the order of a sampler without a state of its own.
+        """
         dataset = getattr(self.base, "dataset", None)
+        if _has_state(self.base):
+            samplers = [] if isinstance(dataset, IterableDataset) else replay.samplers_of(self.base)
+            kept = (BatchSampler, DistributedSampler, SequentialSampler)
+            is_kept = all(isinstance(each, kept) or _has_state(each) for each in samplers)
+            return self.loader if is_kept else None
         is_read_here = isinstance(self.base, DataLoader) and self.base.num_workers == 0
-        return (
-            dataset if is_read_here and self.base is self.loader and _has_state(dataset) else None
-        )
+        is_own = is_read_here and self.base is self.loader and _has_state(dataset)
+        return dataset if is_own else None
 
 
 def shares_order(loader: object, world_size: int) -> bool:
@@ -112,7 +126,9 @@ def shares_order(loader: object, world_size: int) -> bool:
     if any(isinstance(s, DistributedSampler) and s.num_replicas == world_size for s in samplers):
         return True
     is_shared = any(getattr(each, "num_processes", 0) == world_size for each in samplers)
-    has_order = any(isinstance(s, SequentialSampler) or hasattr(s, "initial_seed") for s in samplers)
+    has_order = any(
+        isinstance(s, SequentialSampler) or hasattr(s, "initial_seed") for s in samplers
+    )
     return is_shared and has_order
 
 

@@ -103,11 +103,16 @@ def train(folder: Path, loader: Any, stops: int, seed: int = 0) -> tuple[list[Te
 
 def check(folder: Path, loader: Callable[[], Any], *stops: int) -> None:
     """Compare a stopped training with the undisturbed one; loader makes one for each."""
-    whole, read, _ = train(folder / "whole", loader(), 0)
+
+    def made(seed: int = 1) -> Any:
+        torch.manual_seed(seed)
+        return loader()
+
+    whole, read, _ = train(folder / "whole", made(), 0)
     for step in stops:
         where = folder / f"stopped-{step}"
-        _, before, code = train(where, loader(), step)
-        after, rest, _ = train(where, loader(), 0, seed=7)
+        _, before, code = train(where, made(), step)
+        after, rest, _ = train(where, made(2), 0, seed=7)
         assert (code, before + rest) == (75, read), f"stopped at {step}"
         assert all(map(torch.equal, whole, after)), f"stopped at {step}: other weights"
 
