@@ -123,8 +123,7 @@ class Loop(Resumable):
         self._check(states, save_every, directory)
         self._objects = states_of(states)
         self._keep_last, self._keeps_random = keep_last, random_states
-        self._peeked: list[Any] = []
-        """Batch, or _END, that was read ahead of its turn."""
+        self._peeked: list[Any] = []  # a batch, or _END, that was read early
         self._sharded = sharded.select_sharded(self._objects)
         self._check_readable()
         self.rank, self.world_size = agreement.rank_and_world_size()
@@ -133,7 +132,7 @@ class Loop(Resumable):
             attempt, source = self._begin(directory)
             wrappers = ddp_wrappers(states)
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
-            modules, ready = [*wrappers.values()], lambda: self._mark(Phase.BACKWARD)
+            modules = [*wrappers.values()]
             super().__init__(
                 attempt,
                 self._objects,
@@ -147,7 +146,7 @@ class Loop(Resumable):
                 request=stop.requested,
                 deadline=self._deadline_of(attempt),
                 straggler_window=_STRAGGLER_SECONDS,
-                timer=StepTimer.of(modules, self.world_size, position.step, ready),
+                timer=StepTimer.of(modules, self.world_size, position.step, self._mark_backward),
             )
         except BaseException:
             self._stop_listening()
@@ -162,7 +161,7 @@ class Loop(Resumable):
     def close(self) -> None:
         """Wait for the current checkpoint write and stop the heartbeat; runs at exit as well."""
         with suppress(Exception):
-            # Another rank may have been lost without a word.
+            # Another rank may have been lost silently.
             ended = not self._shard_save or self._shard_save.wait(_CLOSE_SECONDS)
             if self._saver and ended:
                 self._saver.wait()
@@ -237,6 +236,9 @@ class Loop(Resumable):
         if not self._in_run:  # a run is done when its command is
             with suppress(OSError):
                 self._note_end("")
+
+    def _mark_backward(self) -> None:
+        self._mark(Phase.BACKWARD)
 
     def _say_nothing_left(self, last: str) -> None:
         if self.rank == 0:
@@ -513,7 +515,7 @@ class Loop(Resumable):
         if self._batches >= 0 or not (self._left and self._source):
             return super()._is_last_batch()
         is_last = self._source.is_at_end
-        if is_last is None:  # of unknown length: reads a batch ahead of its turn
+        if is_last is None:  # of unknown length: reads the next batch early
             if not self._peeked:
                 self._place = self._source.state(is_inside=True)
                 self._peeked.append(next(self._left, _END))

@@ -40,7 +40,9 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in BESID
 LANGUAGES = {"bash", "console", "text", "ini", "toml", "json", "python", "jinja", "diff"}
 EXAMPLES = {"docs/from-one-device.md", "docs/resumable.md", "examples/README.md"}
 """Pages whose changes tests/test_examples.py puts into the scripts of examples/."""
-FRAMEWORKS = {f"docs/{name}.md" for name in ("lightning", "coming/lightning")}
+FRAMEWORKS = {
+    f"docs/{name}.md" for name in ("lightning", "coming/lightning", "transformers", "accelerate")
+}
 """Pages whose changes the scripts of tests/on_slurm/frameworks have."""
 RUN_BY = {
     "docs/python.md": "tests/test_docs_python.py",
@@ -49,7 +51,7 @@ RUN_BY = {
     "docs/scripts.md": "tests/test_scripts_page.py",
     "docs/tutorial.md": "tests/test_tutorial.py",
 }
-OTHERS = [f"docs/coming/{name}.md" for name in ("lightning", "nemo-run", "submitit")]
+OTHERS = [f"docs/coming/{name}.md" for name in ("nemo-run", "submitit")]
 """Pages whose Python is for another tool."""
 NOT_PRINTED = {
     "CONTRIBUTING.md": "the floors: a test of their own",

@@ -1,7 +1,7 @@
-"""Saves and restores states that are files of their own: shards, and those of a framework.
+"""Saves and restores states in separate files: shards, and the files of a framework.
 
 Each rank copies its shards, and a thread writes them with torch.distributed.checkpoint; they can be
-read on another number of ranks. A framework's object writes its files by itself (`FileState`).
+read on another number of ranks. A framework's object writes its own files (`FileState`).
 When all files are complete, they are moved next to the checkpoint file, and their SHA-256 is in its
 list (`catalog`).
 """
@@ -180,7 +180,7 @@ class Save:
             if self._rank == 0 and not problem:
                 self._fresh.replace(self._final)
                 sync_folder(self._final.parent)
-        except Exception as error:  # of the disk, or of gloo if a rank is lost
+        except Exception as error:  # the disk's, or gloo's if a rank is lost
             problem = _first_words(error)
         if problem and self._rank == 0:
             shutil.rmtree(self._fresh, ignore_errors=True)

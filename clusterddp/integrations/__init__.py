@@ -1,1 +1,1 @@
-"""Resumable training in frameworks with a training loop of their own."""
+"""Resumable training in frameworks that have their own training loop."""

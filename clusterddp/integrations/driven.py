@@ -30,7 +30,7 @@ def begin_fit(write: Callable[[Path], object], **options: Any) -> "Driven":
     """Return this process's loop, at another fit; collective.
 
     write: writes the framework's files into a directory, on all ranks together.
-    options: those of `Loop`, at the first fit.
+    options: the first fit's; see `Loop`.
     """
     place = str(options.get("directory") or "")
     if place in _loops and not _loops[place].fits.is_over:  # left by SystemExit or an error
@@ -84,7 +84,7 @@ class Fits:
         return after is not None and after.is_dir()
 
     def save_state(self, directory: str) -> None:
-        """Write the files of the current fit, and link those of the finished ones."""
+        """Write the files of the current fit, and link the finished fits' files."""
         folder = Path(directory)
         rank, _ = agreement.rank_and_world_size()
         if rank == 0:
@@ -99,7 +99,7 @@ class Fits:
         self._source = Path(directory)
 
     def _find(self, folder: Path, number: int) -> Path:
-        """Return the newest directory of a finished fit; folder: of the new checkpoint."""
+        """Return the newest directory of a finished fit; folder: the new checkpoint's."""
         checkpoints = folder.parent.parent
         found = sorted(checkpoints.glob(f"step-*.shards/{folder.name}/fit-{number}"))
         if found:

@@ -30,7 +30,7 @@ _TUNERS = ("LearningRateFinder", "BatchSizeFinder")
 def resume(trainer: Any, **options: Any) -> None:
     """Have each `trainer.fit()` save checkpoints, stop on request and resume.
 
-    options: those of `Resume`.
+    options: see `Resume`.
     """
     trainer.callbacks.append(Resume(**options))
 
@@ -268,7 +268,7 @@ class _Fit:
         reload = train._last_train_dl_reload_epoch, val._last_val_dl_reload_epoch
         content[_KEY] = trainer.should_stop, reload
         plugin = strategy.checkpoint_io
-        if hasattr(plugin, "_executor"):  # Lightning's AsyncCheckpointIO does not tell when
+        if hasattr(plugin, "_executor"):  # AsyncCheckpointIO gives no sign when it is done
             strategy.checkpoint_io = plugin.checkpoint_io
         try:
             strategy.save_checkpoint(content, directory / _FILE)

@@ -50,7 +50,7 @@ def resume(trainer: T, **options: Any) -> T:
 
     Call it on every rank, before `train()`.
 
-    options: those of `clusterddp.loop.Loop`: `save_every`, `keep_last`, `directory`, `log_every`.
+    options of `clusterddp.loop.Loop`: `save_every`, `keep_last`, `directory`, `log_every`.
 
     Raises TrainingError for an option of the trainer that contradicts this, and for a version of
     transformers that it does not know.
@@ -96,8 +96,8 @@ class _Resumable(TrainerCallback):
     ) -> T:
         if trial is not None:
             raise TrainingError(
-                "resume(trainer): hyperparameter_search() trains many times in an order of its "
-                "own, which no attempt can repeat. Call it on a trainer without resume(), or use "
+                "resume(trainer): hyperparameter_search() trains many times in an order that "
+                "no attempt can repeat. Call it on a trainer without resume(), or use "
                 "`clusterddp sweep`. [CD0822]"
             )
         args = self._trainer.args

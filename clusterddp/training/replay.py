@@ -34,7 +34,7 @@ _END = object()
 class Fetches:
     """Batches that a loader gives to an epoch, from a position on.
 
-    A framework may fetch batches ahead of the training. The random states before each of them are
+    A framework may fetch batches before they are trained. The random states before each of them are
     kept, so that a resumed epoch draws the same numbers for them.
     """
 
@@ -79,7 +79,7 @@ class Fetches:
             self._on_fetch()
             before = random_state(self.generators)
             batch = next(batches, _END)
-            if now and not ahead:  # the training goes on after the last batch that was ahead
+            if now and not ahead:  # the last batch that was ahead; the training continues
                 restore(now, ())
                 now = None
             if batch is _END:
@@ -126,7 +126,7 @@ def skip(loader: Any, done: int, kind: Any = None) -> Iterator[Any]:
 def read_by(loader: Any, begin: Callable[[type], Iterator[Any]]) -> None:
     """Have each iteration over a loader call `begin`, with the loader's own class.
 
-    The framework that holds the loader goes on to iterate over it.
+    The framework continues to iterate over the loader.
     """
     kind = getattr(type(loader), "_own_kind", type(loader))
     namespace = {"__iter__": lambda _: begin(kind), "_own_kind": kind}
@@ -156,7 +156,7 @@ def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:
 def restore(state: Mapping[str, Any], generators: Iterable[torch.Generator]) -> None:
     """Restore the generators from a result of `random_state`.
 
-    Raises CheckpointError for damaged states and for those of another generator.
+    Raises CheckpointError for damaged states and for another generator's.
     """
     try:
         of_torch, (version, integers, waiting) = state["torch"], state["python"]
@@ -185,7 +185,7 @@ def restore_own(state: Mapping[str, Any], generators: Iterable[torch.Generator])
 def samplers_of(loader: object) -> list[Any]:
     """Return a loader's sampler and batch sampler, and those that they wrap.
 
-    A CombinedLoader of Lightning has those of its loaders.
+    A CombinedLoader of Lightning has its loaders' generators.
     """
     found: list[Any] = []
     owners = [loader, *getattr(loader, "flattened", ())]

@@ -1,4 +1,4 @@
-"""Loaders that keep a position of their own: torchdata's, Accelerate's and Fabric's.
+"""Loaders that keep their own position: torchdata's, Accelerate's and Fabric's.
 
 The only place that knows the private names of Accelerate's and Fabric's loaders. Both wrap torch's
 loader, count their iterations, and shuffle by that count. Sources: `DataLoaderShard.__iter__` of
@@ -26,7 +26,7 @@ _WRAPPERS = {
 }
 """By class: the attribute with torch's loader, and the one with the number of iterations."""
 _OWN_ITERATION = ("CombinedLoader",)
-"""Classes that keep no position of their own."""
+"""Classes that keep no position."""
 
 
 class Source:
@@ -67,7 +67,7 @@ class Source:
 
     @property
     def is_at_end(self) -> bool | None:
-        """Whether the epoch has no further batch; None if the loader does not tell."""
+        """Whether the epoch has no further batch; None if unknown."""
         return getattr(self.loader, "end_of_dataloader", None) if self._counter else None
 
     def state(self, *, is_inside: bool) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Source:
     def _state_owner(self) -> Any:
         """Return the object that has the loader's own state_dict, if one does and can be trusted.
 
-        torchdata's StatefulDataLoader forgets the order of a sampler without a state of its own.
+        torchdata's StatefulDataLoader forgets the order of a sampler that has no state.
         """
         dataset = getattr(self.base, "dataset", None)
         if _has_state(self.base):

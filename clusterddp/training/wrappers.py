@@ -1,4 +1,4 @@
-"""Wrappers around models: DDP's, torch.compile's, and those of Accelerate and Fabric.
+"""Wrappers around models: DDP's, torch.compile's, Accelerate's and Fabric's.
 
 The only place that knows the private names of Accelerate's Accelerator and of Fabric's models.
 Sources: `Accelerator.save_state` of accelerate 1.1 to 1.15, `_FabricModule` of Lightning 2.4 to
@@ -101,7 +101,7 @@ def _of_fabric(model: nn.Module) -> Any:
 def _holder(model: Any) -> Any:
     """Return the DDP wrapper of a model that an Accelerator has wrapped, else the model."""
     for each in gc.get_objects():
-        # Not isinstance: a lazy module would answer it by loading what it stands for.
+        # Not isinstance: a lazy module would answer it by loading its module.
         if issubclass(type(each), DistributedDataParallel) and each.module is model:
             return each
     return model
