@@ -132,7 +132,6 @@ class Loop(Resumable):
             attempt, source = self._begin(directory)
             wrappers = ddp_wrappers(states)
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
-            modules = [*wrappers.values()]
             super().__init__(
                 attempt,
                 self._objects,
@@ -146,7 +145,7 @@ class Loop(Resumable):
                 request=stop.requested,
                 deadline=self._deadline_of(attempt),
                 straggler_window=_STRAGGLER_SECONDS,
-                timer=StepTimer.of(modules, self.world_size, position.step, self._mark_backward),
+                timer=self._timer_at(position.step, [*wrappers.values()]),
             )
         except BaseException:
             self._stop_listening()
@@ -237,8 +236,8 @@ class Loop(Resumable):
             with suppress(OSError):
                 self._note_end("")
 
-    def _mark_backward(self) -> None:
-        self._mark(Phase.BACKWARD)
+    def _timer_at(self, step: int, modules: list[Any]) -> StepTimer:
+        return StepTimer.of(modules, self.world_size, step, lambda: self._mark(Phase.BACKWARD))
 
     def _say_nothing_left(self, last: str) -> None:
         if self.rank == 0:
