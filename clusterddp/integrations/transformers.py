@@ -130,7 +130,7 @@ class _Resumable(TrainerCallback):
 
     def _init_training_state(self, original: Callable[..., Any], *given: Any) -> tuple[int, int]:
         epoch, batches = original(*given)
-        if not self._source:
+        if not self._source or self._loop.fits.is_finished:
             return epoch, batches
         size = self._trainer.args.gradient_accumulation_steps
         batches = self._loop.done_of(self._loader)
