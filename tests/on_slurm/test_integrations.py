@@ -19,7 +19,11 @@ from tests.on_slurm.test_submit import CLUSTERDDP, submit
 from tests.waiting import wait_for
 
 HERE = Path(__file__).parent
-SCRIPTS = {"lightning": HERE / "frameworks/train_lightning.py"}
+SCRIPTS = {
+    "lightning": HERE / "frameworks/train_lightning.py",
+    "accelerate": HERE / "frameworks/train_accelerate.py",
+    "torch": HERE / "frameworks/train_iterations.py",
+}
 """By the package that a script needs."""
 LONG = 240.0
 

@@ -45,7 +45,11 @@ CONFIGURATIONS: dict[str, list[str]] = {
         *("--bucket-cap-mb", "0.01"),
     ],
 }
-FRAMEWORKS = {"lightning": "train_lightning.py"}
+FRAMEWORKS = {
+    "lightning": "train_lightning.py",
+    "accelerate": "train_accelerate.py",
+    "iterations": "train_iterations.py",
+}
 """By the framework's package the script of `frameworks` that trains on four ranks with it."""
 SCRIPTS = {
     **{"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py", "loop-three": "resumable.py"},
