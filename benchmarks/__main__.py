@@ -22,6 +22,7 @@ BENCHMARKS = {
     "launch": "benchmarks.launch",
     "scale": "benchmarks.scale",
     "step": "benchmarks.step",
+    "hooks": "benchmarks.hooks",
     "scaling": "benchmarks.scaling",
     "growth": "benchmarks.growth",
     "sweeps": "benchmarks.sweeps",
@@ -47,7 +48,7 @@ _VERSIONS = ("clusterddp", "click", "jinja2", "torch", "torchvision", "numpy")
 def command(only: tuple[str, ...], as_json: bool, plots: Path | None) -> None:
     """Measure clusterddp against others and against its lower bounds; print tables of ratios.
 
-    Takes up to 20 minutes on two cores; the first time also what installing the others takes.
+    Takes up to 26 minutes on two cores; the first time also what installing the others takes.
     What this machine does not allow is skipped, and said. Judges nothing: the exit code is 0
     however slow it was.
     """

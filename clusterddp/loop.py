@@ -87,7 +87,6 @@ class Loop(Resumable):
     """Random state before the latest batch that `ahead` drew."""
     _drawn_before: replay.RandomStates | None = None
     """That of the checkpoint."""
-    _count_of_iterations = 0
     _left: Iterator[Any] | None = None
     """Batches left of the epoch."""
 
@@ -190,7 +189,7 @@ class Loop(Resumable):
         Raises RuntimeError for an iteration without a step.
         """
         self._restore_random()
-        self._count_of_iterations = count
+        self._count_of_steps = count
         if self.steps >= count:
             self._say_nothing_left(f"step {count}")
         while self.steps < count:
@@ -201,11 +200,6 @@ class Loop(Resumable):
                     f"loop.step() was called {self.steps - before} times in an iteration of "
                     "loop.iterations(). Call it once, after optimizer.step()"
                 )
-
-    def step(self, **metrics: Any) -> None:
-        super().step(**metrics)
-        if self.steps == self._count_of_iterations:  # the script may leave by `break`
-            self.finish()
 
     def ahead(self, draw: Callable[..., T]) -> Callable[..., T]:
         """Return a function that draws batches before the step that precedes theirs has ended.
@@ -252,8 +246,8 @@ class Loop(Resumable):
 
     def _planned(self) -> int | None:
         """Return the loop's last step, or None unless each batch is one step."""
-        if self._count_of_iterations:
-            return self._count_of_iterations
+        if self._count_of_steps:
+            return self._count_of_steps
         epoch, batch, batches = self.epoch, self._position.step_in_epoch, self._batches
         is_a_step_each = epoch * batches + batch - self.steps in (0, 1)
         return self._epochs * batches if self._epochs and batches > 0 and is_a_step_each else None
@@ -511,13 +505,15 @@ class Loop(Resumable):
             yield cast(T, batch)
 
     def _is_last_batch(self) -> bool:
-        if self._batches >= 0 or not (self._left and self._source):
+        if self._batches >= 0 or not (self._left and self._source and self._fetches):
             return super()._is_last_batch()
         is_last = self._source.is_at_end
         if is_last is None:  # of unknown length: reads the next batch early
             if not self._peeked:
                 self._place = self._source.state(is_inside=True)
+                self._fetches.is_early = True
                 self._peeked.append(next(self._left, _END))
+                self._fetches.is_early = False
             is_last = self._peeked[0] is _END
         return all(agreement.gather(is_last))
 

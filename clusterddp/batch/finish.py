@@ -139,15 +139,13 @@ def _end_job(job: JobStart, attempt: Attempt, result: AttemptResult, history: Hi
     # After a failure, Slurm decides whether hardware caused it, and then restarts the job.
     if cause not in (Cause.DONE, Cause.FAILED, Cause.SUPERSEDED):
         _disable_requeue(job, history, preempted=cause == Cause.PREEMPTED)
-    is_counted = steps_gained(attempt, history.spec) is not None
-    resumes = is_counted or result.exit_code == EXIT_STOPPED
-    again = f"{'resume' if resumes else 'start again'} with: {job.run.resume_command}"
-    if cause == Cause.CANCELLED:
-        log.info(again)
-    elif cause not in (Cause.DONE, Cause.SUPERSEDED):
+    if cause not in (Cause.CANCELLED, Cause.DONE, Cause.SUPERSEDED):
         log.info(coded(f"the run will not restart automatically: {decision.why}", decision.code))
-        if cause != Cause.FAILED or is_counted:
-            log.info(again)
+    is_counted = steps_gained(attempt, history.spec) is not None
+    if cause not in (Cause.DONE, Cause.SUPERSEDED) and (cause != Cause.FAILED or is_counted):
+        resumes = is_counted or result.exit_code == EXIT_STOPPED
+        how = "resume" if resumes else "start again"
+        log.info(f"{how} with: {job.run.resume_command}")
     if result.exit_code and cause != Cause.CANCELLED and not is_rehearsal(os.environ):
         _warn_of_requeue_exit(job.run, result.exit_code)
 

@@ -585,9 +585,9 @@ def _remarks(evidence: Evidence, ended: Ended) -> Iterator[tuple[str, str]]:
 def _missing_line(evidence: Evidence, ended: Ended) -> str:
     """Return which lines an interrupted command lacks to be resumed; empty if not known."""
     codes = (end_codes.NOT_SAVED, end_codes.EXITED_ON_SIGNAL)
-    if not evidence.has_no_loop or (evidence.stopped and not evidence.stop_signal):
-        return ""
     if evidence.spec is None or not (ended.cause in _INTERRUPTIONS or ended.code in codes):
+        return ""
+    if not evidence.has_no_loop or (evidence.stopped and not evidence.stop_signal):
         return ""
     from clusterddp.scripts import check  # rarely needed
 

@@ -62,9 +62,8 @@ class Fits:
         self.number = 0
         """Current fit, from 1."""
         self.is_over = False
-        """Whether the current fit is done."""
+        """True if the current fit is done."""
         self._source: Path | None = None
-        self._latest: Path | None = None
         self._write: Callable[[Path], object] = lambda _: None
 
     def begin(self, write: Callable[[Path], object]) -> None:
@@ -79,7 +78,7 @@ class Fits:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint was saved in a later fit."""
+        """True if the checkpoint was saved in a later fit."""
         after = self._source / f"fit-{self.number + 1}" if self._source else None
         return after is not None and after.is_dir()
 
@@ -118,8 +117,6 @@ class Driven(Loop):
     """Loop without a loop: the framework calls it at each batch, step, epoch and fit."""
 
     _total: int | None = None
-    _is_open = False
-    """Whether a batch has been trained since the latest step."""
     _tested: Mapping[str, Any] | None = None
     """Evaluation metrics of the coming step."""
 
@@ -131,7 +128,7 @@ class Driven(Loop):
 
     @property
     def resumes_inside(self) -> bool:
-        """Whether the current fit resumes within an epoch; true until its first batch."""
+        """True until the first batch of a fit that resumes within an epoch."""
         return bool(self._resume_batch) and not self.fits.is_finished
 
     def begin_fit(self, write: Callable[[Path], object]) -> None:
@@ -213,7 +210,7 @@ class Driven(Loop):
 
     def _stepped(self, metrics: Mapping[str, Any]) -> bool:
         save = super()._stepped(metrics)
-        tested, self._tested, self._is_open = self._tested, None, False
+        tested, self._tested = self._tested, None
         if tested:
             self.test(**tested)
         return save

@@ -153,7 +153,7 @@ class _Fit:
 
     @property
     def is_training(self) -> bool:
-        """Whether a fit is in progress, and not a sanity check."""
+        """True if a fit is in progress, and not a sanity check."""
         return self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
 
     def _module(self, name: str) -> Any:

@@ -16,6 +16,7 @@ _LOOP = "from clusterddp.loop import Loop"
 _WRAPPERS = re.compile(r"torch\..*(?:DistributedDataParallel|FullyShardedDataParallel)")
 _OPTIMIZERS = re.compile(r"torch\.optim\.[A-Z]\w*")
 _PAGE = "docs/resumable.md"
+_PAGES = {"Accelerator": "docs/accelerate.md"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def _of_prepared(script: PythonFile, method: str, kind: str, states: str) -> Mis
             name = ast.unparse(call.func.value)
             lines = (_LOOP, f"loop = Loop({states.format(name)})")
             instead = "\n".join((lines[0], script.line(call), lines[1]))
-            return MissingLine(call.lineno, f"after {name}.{method}", lines, instead, _PAGE)
+            page = _PAGES.get(kind, _PAGE)
+            return MissingLine(call.lineno, f"after {name}.{method}", lines, instead, page)
     return None
 
 

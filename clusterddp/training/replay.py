@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 RandomStates = dict[str, Any]
 """One rank's random states in a checkpoint: `now`, at the `start` of the epoch, and before each
-batch that was fetched `ahead`."""
+batch that was fetched `ahead`; and whether persistent workers are `live` at the epoch's start."""
 _END = object()
 """Marks the end of an iterator."""
 
@@ -50,7 +50,11 @@ class Fetches:
         """Random states at the start of the epoch."""
         self.generators: list[torch.Generator] = []
         """Generators that belong to the loader."""
+        self.is_early = False
+        """True while a batch is read that the training does not take yet."""
         self._saved, self._done, self._on_fetch = saved, done, on_fetch
+        self._loader: Any = None
+        self._was_live = False
         self._ahead: deque[tuple[Any, int]] = deque()
 
     def read(self, loader: Iterable[T], kind: Any = None, *, skips: bool = True) -> Iterator[T]:
@@ -62,6 +66,9 @@ class Fetches:
         now, ahead = None, deque[Any]()
         self._ahead.clear()
         self.generators = generators_of(loader)
+        if saved and saved["live"] and not _is_live(loader):
+            _start_workers(loader, kind, self.generators)
+        self._loader, self._was_live = loader, _is_live(loader)
         if saved and done:
             now, self.start, ahead = saved["now"], saved["start"], deque(saved["ahead"])
             restore(self.start, self.generators)
@@ -77,7 +84,8 @@ class Fetches:
                 restore(now, ())
                 now = None
             self._on_fetch()
-            before = random_state(self.generators)
+            is_ahead = self.is_early or self._ahead
+            before = random_state(self.generators) if is_ahead else None
             batch = next(batches, _END)
             if now and not ahead:  # the last batch that was ahead; the training continues
                 restore(now, ())
@@ -91,10 +99,30 @@ class Fetches:
         """Count the next batch as trained; return its samples."""
         return self._ahead.popleft()[1] if self._ahead else 0
 
-    def states(self) -> RandomStates:
-        """Return this rank's random states: now, and what a resumed epoch begins with."""
-        ahead = [before for before, _ in self._ahead]
-        return {"now": random_state(self.generators), "start": self.start, "ahead": ahead}
+    def states(self, *, is_inside: bool) -> RandomStates:
+        """Return this rank's random states; is_inside: whether some of the epoch is trained."""
+        return {
+            "now": random_state(self.generators),
+            "start": self.start,
+            "ahead": [before for before, _ in self._ahead],
+            "live": self._was_live if is_inside else _is_live(self._loader),
+        }
+
+
+def _is_live(loader: object) -> bool:
+    """Return whether a loader has persistent workers that run."""
+    loaders = (loader, *getattr(loader, "flattened", ()))
+    return any(
+        getattr(each, "persistent_workers", False) and each._iterator is not None
+        for each in loaders
+    )
+
+
+def _start_workers(loader: Any, kind: Any, generators: Sequence[torch.Generator]) -> None:
+    """Start persistent workers; their start draws a number, which a later epoch does not."""
+    before = random_state(generators)
+    (kind or type(loader)).__iter__(loader)
+    restore(before, generators)
 
 
 def skip(loader: Any, done: int, kind: Any = None) -> Iterator[Any]:

@@ -70,6 +70,8 @@ class Resumable:
     _postponed: tuple[str, bool] | None = None
     _resume_batch = 0
     """Trained batches of the epoch in the checkpoint."""
+    _count_of_steps = 0
+    """Steps of a loop without epochs; 0 in any other."""
     _loose = 0
     """Batches since the latest step."""
 
@@ -207,6 +209,8 @@ class Resumable:
         if not self._has_batches:
             self._timer.clock.start()
         self._mark(Phase.USER_CODE)
+        if self.steps == self._count_of_steps:  # the script may leave its loop by `break`
+            self.finish()
 
     def _end_epoch(self) -> None:
         """Begin the next epoch, after the save or the stop that waited for the end of this one."""
@@ -385,7 +389,10 @@ class Resumable:
 
     def _random_state(self) -> RandomStates | None:
         """Return this rank's entry of `random_states`."""
-        return (self._fetches or Fetches()).states() if self._keeps_random else None
+        if not self._keeps_random:
+            return None
+        is_inside = self._position.step_in_epoch > 0
+        return (self._fetches or Fetches()).states(is_inside=is_inside)
 
     def _restore_random(self) -> None:
         if self._random:

@@ -67,7 +67,7 @@ class Source:
 
     @property
     def is_at_end(self) -> bool | None:
-        """Whether the epoch has no further batch; None if unknown."""
+        """True if the epoch has no further batch; None if unknown."""
         return getattr(self.loader, "end_of_dataloader", None) if self._counter else None
 
     def state(self, *, is_inside: bool) -> dict[str, Any]:

@@ -221,9 +221,9 @@ def rank_exchanges(rank: int, _: int) -> tuple[int, list[Any]]:
         used.append(values)
         reduce(values, **options)
 
-    def gathered(received: list[torch.Tensor], sent: torch.Tensor) -> None:
+    def gathered(received: list[torch.Tensor], sent: torch.Tensor, *group: Any) -> None:
         used.extend([*received, sent])
-        gather(received, sent)
+        gather(received, sent, *group)
 
     dist.all_reduce, dist.all_gather = reduced, gathered
     poll, held, given = Poll(), 0, list[Any]()

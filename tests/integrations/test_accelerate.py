@@ -110,8 +110,9 @@ def train(
                     loop.step(loss=loss)
     except SystemExit as left:
         code = int(left.code or 0)
-    loop.close()
-    stop.requested.forget()
+    finally:
+        loop.close()
+        stop.requested.forget()
     return [parameter.detach().clone() for parameter in model.parameters()], read, code
 
 

@@ -20,7 +20,7 @@ from transformers import (  # noqa: E402
 )
 
 from clusterddp.distributed.agreement import Poll  # noqa: E402
-from clusterddp.errors import EXIT_STOPPED  # noqa: E402
+from clusterddp.errors import EXIT_STOPPED, TrainingError  # noqa: E402
 from clusterddp.integrations import driven  # noqa: E402
 from clusterddp.integrations.transformers import resume  # noqa: E402
 from clusterddp.slurm.forms import LOOP_VARIABLE  # noqa: E402
@@ -199,6 +199,36 @@ def test_a_stopped_training_ends_as_one_that_was_not(
     ended = run.attempt()
     assert_equal(ended, expected)
     assert run.events == whole.events
+
+
+@pytest.mark.parametrize("name", ["enable_jit_checkpoint", "auto_find_batch_size"])
+def test_an_option_that_contradicts_it_is_refused(tmp_path: Path, name: str) -> None:
+    trainer = Run(tmp_path).trainer()
+    setattr(trainer.args, name, True)
+    with pytest.raises(TrainingError, match=rf"(?s)omit {name}.*CD0822"):
+        resume(trainer)
+
+
+def test_early_stopping_counts_over_attempts_and_a_finished_training_trains_nothing(
+    tmp_path: Path,
+) -> None:
+    arguments = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "metric_for_best_model": "loss", "load_best_model_at_end": True, "learning_rate": 0.5,
+        "callbacks": [lambda: transformers.EarlyStoppingCallback(early_stopping_patience=3)],
+    }  # fmt: skip
+    whole = Run(tmp_path / "whole", **arguments)
+    expected = whole.attempt()
+    last = expected.state.global_step
+    assert last < 33, "it stops early"
+    run = Run(tmp_path / "stopped", **arguments)
+    run.attempt(last - 1)
+    assert_equal(run.attempt(), expected)
+    assert run.events == whole.events
+    again = run.attempt()
+    assert run.events == whole.events
+    for name, value in expected.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value), name
 
 
 def test_two_trainings_in_one_script_each_resume_in_their_own(tmp_path: Path) -> None:

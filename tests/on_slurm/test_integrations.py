@@ -21,6 +21,7 @@ from tests.waiting import wait_for
 HERE = Path(__file__).parent
 SCRIPTS = {
     "lightning": HERE / "frameworks/train_lightning.py",
+    "transformers": HERE / "frameworks/train_transformers.py",
     "accelerate": HERE / "frameworks/train_accelerate.py",
     "torch": HERE / "frameworks/train_iterations.py",
 }

@@ -96,8 +96,9 @@ def train(folder: Path, loader: Any, stops: int, seed: int = 0) -> tuple[list[Te
             read.append(loop.steps)  # what stands behind the epoch runs once
     except SystemExit as left:
         code = left.code
-    loop.close()
-    stop.requested.forget()
+    finally:
+        loop.close()
+        stop.requested.forget()
     return [each.detach().clone() for each in model.parameters()], read, code
 
 
@@ -124,6 +125,17 @@ STOPS = (1, 6, 8, 13)
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.release)])
 def test_a_stream_is_read_again_up_to_its_position(tmp_path: Path, workers: int) -> None:
     check(tmp_path, lambda: DataLoader(Stream(), batch_size=BATCH, num_workers=workers), *STOPS)
+
+
+def test_persistent_workers_that_ran_before_the_epoch_draw_no_other_order(tmp_path: Path) -> None:
+    """A fresh start of workers draws a number, which the epochs after the first do not."""
+    check(
+        tmp_path,
+        lambda: DataLoader(
+            Mapped(), batch_size=BATCH, shuffle=True, num_workers=1, persistent_workers=True
+        ),
+        *STOPS,
+    )
 
 
 def test_a_stream_that_knows_its_position_is_not_read_again(tmp_path: Path) -> None:

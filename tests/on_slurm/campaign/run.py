@@ -47,6 +47,7 @@ CONFIGURATIONS: dict[str, list[str]] = {
 }
 FRAMEWORKS = {
     "lightning": "train_lightning.py",
+    "transformers": "train_transformers.py",
     "accelerate": "train_accelerate.py",
     "iterations": "train_iterations.py",
 }
