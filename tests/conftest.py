@@ -35,7 +35,8 @@ HERE = Path(__file__).parent
 LONGEST = (
     "on_slurm/test_endings.py", "on_slurm/test_faults.py", "on_slurm/test_launchers.py",
     "on_slurm/test_containers.py", "on_slurm/test_spares.py", "on_slurm/test_preflight.py",
-    "on_slurm/test_sweeps.py", "on_slurm/test_signals.py", "on_slurm/test_life.py",
+    "on_slurm/test_sweeps.py", "on_slurm/test_integrations.py", "on_slurm/test_signals.py",
+    "on_slurm/test_life.py", "integrations/test_accelerate.py", "integrations/test_lightning.py",
     "cli/commands/test_debug.py", "on_slurm/test_cluster.py", "launchers/test_local.py",
     "test_articles.py", "on_slurm/test_submit.py", "on_slurm/test_client.py",
     "test_examples.py", "cli/commands/test_train.py", "cli/commands/test_compare.py",
@@ -58,8 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs the real MNIST, so that `-m mnist` runs just that; puts LONGEST first."""
+    """Marks what needs the real MNIST, so that `-m mnist` runs just that; puts LONGEST first.
+
+    A test for a release is a slow one.
+    """
     for item in items:
+        if item.get_closest_marker("release"):
+            item.add_marker("slow")
         if "mnist_dir" in getattr(item, "fixturenames", ()):
             item.add_marker("mnist")
     gpu.pytest_collection_modifyitems(items)

@@ -156,14 +156,24 @@ def assert_equal(interrupted: Any, whole: Any) -> None:
 @pytest.mark.parametrize(
     ("stops", "arguments"),
     [
-        pytest.param([1], {}, id="first step"),
-        pytest.param([4], {"dataloader_num_workers": 2}, id="workers"),
+        pytest.param([1], {}, id="first step", marks=pytest.mark.release),
+        pytest.param([4], {"dataloader_num_workers": 2}, id="workers", marks=pytest.mark.release),
         pytest.param([14, 15], {}, id="twice in a row"),
         pytest.param([11], {}, id="last batch"),
-        pytest.param([33], {}, id="last step"),
-        pytest.param([2, 8], {"gradient_accumulation_steps": 2}, id="accumulation of 2"),
+        pytest.param([33], {}, id="last step", marks=pytest.mark.release),
+        pytest.param(
+            [2, 8],
+            {"gradient_accumulation_steps": 2},
+            id="accumulation of 2",
+            marks=pytest.mark.release,
+        ),
         pytest.param([6], {"gradient_accumulation_steps": 2}, id="last, of one batch"),
-        pytest.param([3, 5, 7], {"gradient_accumulation_steps": 3}, id="accumulation of 3"),
+        pytest.param(
+            [3, 5, 7],
+            {"gradient_accumulation_steps": 3},
+            id="accumulation of 3",
+            marks=pytest.mark.release,
+        ),
         pytest.param(
             [7],
             {"gradient_accumulation_steps": 3, "dataloader_num_workers": 2},
