@@ -41,17 +41,15 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay, resumable, stop
 from clusterddp.training.metrics import Lines
-from clusterddp.training.paces import StepTimer
-from clusterddp.training.replay import Fetches
+from clusterddp.training.paces import ExchangeWait, StepTimer
+from clusterddp.training.replay import END, Fetches
 from clusterddp.training.resumable import Resumable
-from clusterddp.training.sources import Source, shares_order, splits_batches
+from clusterddp.training.sources import Source, length_of, shares_order, splits_batches
 from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 from clusterddp.training.wrappers import ddp_wrappers, states_of
 
 T = TypeVar("T")
 
-_END = object()
-"""Marks the end of an iterator."""
 DEFAULT_FOLDER = "jobs"
 """Default runs directory, relative to the current directory."""
 _OTHER_LOOP_SECONDS = 60.0
@@ -85,8 +83,6 @@ class Loop(Resumable):
     """Position of the loader in the checkpoint; see `Source.state`."""
     _drawn: replay.RandomStates | None = None
     """Random state before the latest batch that `ahead` drew."""
-    _drawn_before: replay.RandomStates | None = None
-    """That of the checkpoint."""
     _left: Iterator[Any] | None = None
     """Batches left of the epoch."""
 
@@ -122,7 +118,7 @@ class Loop(Resumable):
         self._check(states, save_every, directory)
         self._objects = states_of(states)
         self._keep_last, self._keeps_random = keep_last, random_states
-        self._peeked: list[Any] = []  # a batch, or _END, that was read early
+        self._peeked: list[Any] = []  # a batch, or END, that was read early
         self._sharded = sharded.select_sharded(self._objects)
         self._check_readable()
         self.rank, self.world_size = agreement.rank_and_world_size()
@@ -136,20 +132,20 @@ class Loop(Resumable):
                 self._objects,
                 position,
                 shards=self._sharded,
-                wrappers=wrappers,
-                arranged=arranged,
                 save_every=save_every,
                 keep_last=keep_last,
                 is_resumed=source is not None,
                 request=stop.requested,
                 deadline=self._deadline_of(attempt),
                 straggler_window=_STRAGGLER_SECONDS,
-                timer=self._timer_at(position.step, [*wrappers.values()]),
+                timer=StepTimer(ExchangeWait(agreement.device()), position.step),
             )
+            self._arranged = arranged
+            self._measure(wrappers)
+            self._watch(log_every)
         except BaseException:
             self._stop_listening()
             raise
-        self._watch(log_every)
 
     def test(self, **metrics: Any) -> None:
         """Log rank 0's test metrics; reports show `accuracy` and `loss`."""
@@ -192,6 +188,7 @@ class Loop(Resumable):
         self._count_of_steps = count
         if self.steps >= count:
             self._say_nothing_left(f"step {count}")
+            self.finish()
         while self.steps < count:
             before = self.steps
             yield before
@@ -208,7 +205,7 @@ class Loop(Resumable):
         """
 
         def drawn(*given: Any, **named: Any) -> T:
-            again, self._drawn_before = self._drawn_before, None
+            again = self._random.pop("drawn", None) if self._random else None
             if again:
                 replay.restore(again, ())
             self._drawn = replay.random_state(())
@@ -230,8 +227,10 @@ class Loop(Resumable):
             with suppress(OSError):
                 self._note_end("")
 
-    def _timer_at(self, step: int, modules: list[Any]) -> StepTimer:
-        return StepTimer.of(modules, self.world_size, step, lambda: self._mark(Phase.BACKWARD))
+    def _measure(self, wrappers: Mapping[str, nn.parallel.DistributedDataParallel]) -> None:
+        """Keep the wrappers' bucket layouts, and measure the waiting in their exchange."""
+        self._wrappers, modules = wrappers, [*wrappers.values()]
+        self._timer.measure(modules, self.world_size, lambda: self._mark(Phase.BACKWARD))
 
     def _say_nothing_left(self, last: str) -> None:
         if self.rank == 0:
@@ -339,7 +338,6 @@ class Loop(Resumable):
             self._place = {name: each for name, each in self._place.items() if name != "own"}
         if is_same:
             self._random = saved if self._keeps_random and "now" in saved else None
-            self._drawn_before = saved.get("drawn")
             arranged = loop["buckets"]
             for name in sorted(wrappers.keys() & arranged.keys()):
                 replay.restore_buckets(wrappers[name], arranged[name])
@@ -481,24 +479,29 @@ class Loop(Resumable):
 
     def _rest_of(self, loader: Iterable[T]) -> Iterator[T]:
         """Skip the trained batches and restore the random state at that position."""
-        self._source = Source(loader)
-        done, self._resume_batch = self._done_of(loader), 0
-        skips = self._source.load(self._place, is_inside=bool(done))
-        if getattr(loader, "num_workers", 0):
-            replay.shield_workers(self._source.base)
-        fetches = self._fetches = Fetches(self._random, done)
-        self._place = None
+        source = Source(loader)
+        fetches, skips = self._begin_reading(source)
         self._peeked.clear()
-        lengths = set(agreement.gather(_length(loader)))  # ranks must agree on the last batch
+        lengths = set(agreement.gather(length_of(loader)))  # ranks must agree on the last batch
         self._batches = lengths.pop() if len(lengths) == 1 else -1
-        self._position.step_in_epoch = done
-        return self._counted(self._source.iterate(fetches, skips=skips), fetches)
+        return self._counted(source.iterate(fetches, skips=skips), fetches)
+
+    def _begin_reading(
+        self, source: Source, on_fetch: Callable[[], None] = lambda: None
+    ) -> tuple[Fetches, bool]:
+        """Begin to read an epoch; also return whether the trained batches are left to skip."""
+        done, self._resume_batch = self._done_of(source.loader), 0
+        skips = source.load(self._place, is_inside=bool(done))
+        replay.shield_workers(source.base)
+        self._source, self._fetches = source, Fetches(self._random, done, on_fetch)
+        self._place, self._position.step_in_epoch = None, done
+        return self._fetches, skips
 
     def _counted(self, batches: Iterator[T], fetches: Fetches) -> Iterator[T]:
         self._left = batches
         while True:
-            batch = self._peeked.pop() if self._peeked else next(batches, _END)
-            if batch is _END:
+            batch = self._peeked.pop() if self._peeked else next(batches, END)
+            if batch is END:
                 self._left = None
                 return
             self._count(fetches.trained())
@@ -512,9 +515,9 @@ class Loop(Resumable):
             if not self._peeked:
                 self._place = self._source.state(is_inside=True)
                 self._fetches.is_early = True
-                self._peeked.append(next(self._left, _END))
+                self._peeked.append(next(self._left, END))
                 self._fetches.is_early = False
-            is_last = self._peeked[0] is _END
+            is_last = self._peeked[0] is END
         return all(agreement.gather(is_last))
 
     def _random_state(self) -> dict[str, Any] | None:
@@ -622,10 +625,3 @@ def _tasks() -> int:
     """Return the number of tasks according to the environment."""
     value = os.environ.get("WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", ""))
     return int(value) if value.isdigit() else 1
-
-
-def _length(loader: object) -> int:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return -1

@@ -62,7 +62,7 @@ def is_sharded(module: object) -> bool:
 
 def select_sharded(objects: Objects) -> dict[str, Any]:
     """Return the `FileState`s, and with a sharded module the modules and the optimizers."""
-    files = {name: each for name, each in objects.items() if has_files(each)}
+    files = _files_of(objects)
     if not any(map(is_sharded, objects.values())):
         return files
     found = {
@@ -119,7 +119,7 @@ class Save:
         problem, states = self._prepare(), {}
         if not problem:
             with torch.no_grad():
-                states = tree_map_only(Tensor, _copy, _states(objects))
+                states = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), _states(objects))
             problem = self._write_own(_files_of(objects))
         self._thread = threading.Thread(
             target=self._run,
@@ -202,10 +202,6 @@ class Save:
             states.clear()
         problem = next(filter(None, agreement.gather(problem, group=group)), "")
         return ({}, problem) if problem else _digests(self._fresh, group)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True)
 
 
 def check(path: Path, objects: Objects) -> None:

@@ -7,7 +7,7 @@ an attempt passes the finished fits without training.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
 from clusterddp.loop import Loop
 from clusterddp.training import replay, stop
-from clusterddp.training.replay import Fetches
 from clusterddp.training.sources import Source
 from clusterddp.training.wrappers import wrapper_of
 
@@ -33,10 +32,13 @@ def begin_fit(write: Callable[[Path], object], **options: Any) -> "Driven":
     options: the first fit's; see `Loop`.
     """
     place = str(options.get("directory") or "")
+    number = 0
     if place in _loops and not _loops[place].fits.is_over:  # left by SystemExit or an error
-        _loops.pop(place).close()
+        left = _loops.pop(place)
+        left.close()
+        number = left.fits.number - 1  # this is the same fit again
     if place not in _loops:
-        _loops[place] = Driven(trainer=Fits(), **options)
+        _loops[place] = Driven(trainer=Fits(number), **options)
     loop = _loops[place]
     loop.begin_fit(write)
     return loop
@@ -56,14 +58,16 @@ def require(owner: object, *names: str, package: str) -> None:
 
 
 class Fits:
-    """Files of the fits in a checkpoint; a `FileState`."""
+    """Files of the fits in a checkpoint; a `FileState`. A fit without a step may have none."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
         """Current fit, from 1."""
         self.is_over = False
         """True if the current fit is done."""
         self._source: Path | None = None
+        self._last = 0
+        """Fit in which the checkpoint was saved."""
         self._write: Callable[[Path], object] = lambda _: None
 
     def begin(self, write: Callable[[Path], object]) -> None:
@@ -79,8 +83,7 @@ class Fits:
     @property
     def is_finished(self) -> bool:
         """True if the checkpoint was saved in a later fit."""
-        after = self._source / f"fit-{self.number + 1}" if self._source else None
-        return after is not None and after.is_dir()
+        return self.number < self._last
 
     def save_state(self, directory: str) -> None:
         """Write the files of the current fit, and link the finished fits' files."""
@@ -88,22 +91,16 @@ class Fits:
         rank, _ = agreement.rank_and_world_size()
         if rank == 0:
             for number in range(1, self.number):
-                earlier = self._find(folder, number)
-                shutil.copytree(earlier, folder / earlier.name, copy_function=_link)
+                name = f"step-*.shards/{folder.name}/fit-{number}"
+                if found := sorted(folder.parent.parent.glob(name)):
+                    shutil.copytree(found[-1], folder / found[-1].name, copy_function=_link)
         folder.joinpath(f"fit-{self.number}").mkdir(parents=True, exist_ok=True)
         self._write(folder / f"fit-{self.number}")
 
     def load_state(self, directory: str) -> None:
         """Note where the files are; the framework reads them itself."""
         self._source = Path(directory)
-
-    def _find(self, folder: Path, number: int) -> Path:
-        """Return the newest directory of a finished fit; folder: the new checkpoint's."""
-        checkpoints = folder.parent.parent
-        found = sorted(checkpoints.glob(f"step-*.shards/{folder.name}/fit-{number}"))
-        if found:
-            return found[-1]
-        raise FileNotFoundError(f"no checkpoint in {checkpoints} holds fit {number}")
+        self._last = max(int(each.name[len("fit-") :]) for each in self._source.glob("fit-*"))
 
 
 def _link(source: str, target: str) -> None:
@@ -117,8 +114,6 @@ class Driven(Loop):
     """Loop without a loop: the framework calls it at each batch, step, epoch and fit."""
 
     _total: int | None = None
-    _tested: Mapping[str, Any] | None = None
-    """Evaluation metrics of the coming step."""
 
     @property
     def fits(self) -> Fits:
@@ -134,7 +129,9 @@ class Driven(Loop):
     def begin_fit(self, write: Callable[[Path], object]) -> None:
         """Begin another fit; see `begin_fit`."""
         self.fits.begin(write)
-        if not self.fits.resumed:  # the position in the checkpoint is not in this fit
+        if not (
+            self.fits.resumed or self.fits.is_finished
+        ):  # the position in the checkpoint is not in this fit
             self._random, self._place, self._resume_batch = None, None, 0
 
     def begin(self, model: nn.Module, total: int | None) -> None:
@@ -144,11 +141,9 @@ class Driven(Loop):
         """
         self._total, self._in_epoch, self._has_batches = total, True, True
         wrapper = wrapper_of(model)
-        self._wrappers = {"model": wrapper} if wrapper else {}
+        self._measure({"model": wrapper} if wrapper else {})
         if wrapper and "model" in self._arranged and not self.fits.is_finished:
             replay.restore_buckets(wrapper, self._arranged["model"])
-        modules = [*self._wrappers.values()]
-        self._timer.measure(modules, self.world_size, lambda: self._mark(Phase.BACKWARD))
         if self.fits.number > 1:  # the end of the fit before stopped them
             self._unlisten = self._unlisten or stop.requested.listen()
             if not self._watchdog:
@@ -156,20 +151,18 @@ class Driven(Loop):
         self._restore_random()
 
     def read(self, loader: Any) -> None:
-        """Have the framework's iterations over a loader begin at the position of the checkpoint."""
+        """Have the framework's next iteration over a loader read an epoch.
+
+        It begins at the position of the checkpoint.
+        """
         source = Source(loader)
 
-        def begin(kind: type) -> Iterator[Any]:
-            done, self._resume_batch = self._done_of(loader), 0
-            self._source = source
-            fetches = self._fetches = Fetches(self._random, done, self._fetching)
-            skips = source.load(self._place, is_inside=bool(done))
-            self._place, self._position.step_in_epoch = None, done
-            for batch in fetches.read(source.base, kind, skips=skips):
+        def begin() -> Iterator[Any]:
+            fetches, skips = self._begin_reading(source, self._fetching)
+            for batch in fetches.read(source.base, skips=skips):
                 self._mark(Phase.FORWARD)
                 yield batch
 
-        replay.shield_workers(source.base)
         replay.read_by(source.base, begin)
 
     def done_of(self, loader: Any) -> int:
@@ -207,13 +200,6 @@ class Driven(Loop):
         """Count an epoch, after all its work; save or stop if that waited for it."""
         self._end_epoch()
         self._in_epoch = True
-
-    def _stepped(self, metrics: Mapping[str, Any]) -> bool:
-        save = super()._stepped(metrics)
-        tested, self._tested = self._tested, None
-        if tested:
-            self.test(**tested)
-        return save
 
     def finish(self) -> None:
         super().finish()

@@ -129,7 +129,7 @@ class _Fit:
     def begin(self, options: Mapping[str, Any]) -> None:
         """Begin a fit, before Lightning restores a checkpoint; collective."""
         self.loop = begin_fit(self._write, **options)
-        self._is_first, self._has_ended, self._read = True, False, None
+        self._is_first = True
         source = self.loop.fits.resumed
         self._inside = bool(source) and self.loop.resumes_inside
         self._kept: dict[str, Any] = {}
@@ -161,15 +161,19 @@ class _Fit:
         package = type(self._fit_loop).__module__.partition(".loops")[0]
         return importlib.import_module(f"{package}.{name}")
 
+    @property
+    def _loader(self) -> Any:
+        """Loader of the training, or Lightning's CombinedLoader of several."""
+        combined = self._fit_loop._combined_loader
+        return combined if len(combined.flattened) > 1 else combined.flattened[0]
+
     def _hold(self) -> None:
         """Delay the iteration of new loaders until the epoch begins."""
-        loader = self._fit_loop._combined_loader
-        if len(loader.flattened) > 1:
-            replay.read_by(loader, lambda _: iter(()))
+        loader = self._loader
+        replay.read_by(loader, lambda: iter(()))
+        if loader is self._fit_loop._combined_loader:
             modes = self._module("utilities.combined_loader")._SUPPORTED_MODES
             loader._iterator = modes[loader._mode]["iterator"](loader.flattened, loader.limits)
-        else:
-            replay.read_by(loader.flattened[0], lambda _: iter(()))
 
     def _start(self) -> None:
         """Begin to train."""
@@ -201,7 +205,7 @@ class _Fit:
 
     def end(self) -> None:
         """End a fit, also one that had nothing left to train."""
-        if self._is_first and self.loop.steps:
+        if self._is_first:
             self.loop.finish()
         self.trainer.num_sanity_val_steps = self._sanity_steps
 
@@ -209,7 +213,7 @@ class _Fit:
 
     def _begin_epoch(self) -> None:
         """Replace the epoch loop's `reset`: begin, or continue, an epoch."""
-        loop, combined = self._epoch_loop, self._fit_loop._combined_loader
+        loop = self._epoch_loop
         if self._is_first and not self._inside:
             loop.restarting = False
         stepped = loop._batches_that_stepped
@@ -217,9 +221,7 @@ class _Fit:
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
             self._reset()
         loop._batches_that_stepped = stepped
-        if combined is not self._read:
-            self._read, several = combined, len(combined.flattened) > 1
-            self.loop.read(combined if several else combined.flattened[0])
+        self.loop.read(self._loader)
         if self._is_first:
             iter(self._fit_loop._data_fetcher)
             loop._restarting = True  # Lightning iterates again otherwise

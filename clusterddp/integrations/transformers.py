@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from clusterddp.errors import TrainingError
 from clusterddp.integrations.driven import Driven, begin_fit, require
+from clusterddp.training.sources import length_of
 
 T = TypeVar("T")
 
@@ -158,7 +159,6 @@ class _Resumable(TrainerCallback):
         trainer, kept = self._trainer, self._position
         total = self._loop.steps + state.max_steps - state.global_step
         self._loop.begin(trainer.model_wrapped, total)
-        self._loop.read(self._loader)
         if self._source:
             for name in ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"):
                 if hasattr(trainer, name):
@@ -167,6 +167,9 @@ class _Resumable(TrainerCallback):
                 trainer._tr_loss.fill_(kept.pop("loss"))
         else:
             kept["epoch"] = int(state.epoch or 0)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._loop.read(self._loader)
 
     def training_step(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         loss = original(*given, **named)
@@ -191,8 +194,7 @@ class _Resumable(TrainerCallback):
         if self._has_stepped:
             control, loss = self._trainer.control, self._loss
             self._has_stepped, self._loss = False, 0.0
-            length = _length(self._loader)
-            is_last = self._loop.batches_done == length
+            is_last = self._loop.batches_done == length_of(self._loader)
             is_last = is_last or control.should_epoch_stop or control.should_training_stop
             rate = self._trainer.optimizer.param_groups[0]["lr"]
             self._loop.step_done(is_last=is_last, loss=loss, lr=rate)
@@ -252,10 +254,3 @@ def _set(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-def _length(loader: Any) -> int:
-    try:
-        return len(loader)
-    except TypeError:
-        return -1

@@ -21,15 +21,8 @@ START_PYTHON = AGENTS | {"accelerate launch", "accelerate-launch"}
 """Launchers that start the ranks of a node as Python processes."""
 _ONLY_NAMED = frozenset(
     {
-        *(
-            "deepspeed",
-            "horovodrun",
-            "composer",
-            "fabric run",
-            "lightning run",
-            "tune run",
-            "colossalai run",
-        ),
+        *("deepspeed", "horovodrun", "composer", "fabric run", "lightning run", "tune run"),
+        "colossalai run",
         *("trl sft", "trl dpo", "trl grpo", "trl kto", "trl reward", "trl rloo"),
         *("llamafactory-cli train", "axolotl train"),
     }

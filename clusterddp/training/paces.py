@@ -189,15 +189,6 @@ class StepTimer:
         self._waiting, self._last = waiting, (step, 0, 0.0)
         self._first_pass = ExitStack()
 
-    @classmethod
-    def of(
-        cls, modules: Sequence[nn.Module], world_size: int, step: int, ready: Callable[[], None]
-    ) -> "StepTimer":
-        """Return a timer that starts at a step; see `measure`."""
-        timer = cls(ExchangeWait(agreement.device()), step)
-        timer.measure(modules, world_size, ready)
-        return timer
-
     def measure(
         self, modules: Sequence[nn.Module], world_size: int, ready: Callable[[], None]
     ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from clusterddp.errors import CheckpointError
+from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.processes.signals import ignore_requests
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 RandomStates = dict[str, Any]
 """One rank's random states in a checkpoint: `now`, at the `start` of the epoch, and before each
 batch that was fetched `ahead`; and whether persistent workers are `live` at the epoch's start."""
-_END = object()
+END = object()
 """Marks the end of an iterator."""
 
 
@@ -57,17 +57,14 @@ class Fetches:
         self._was_live = False
         self._ahead: deque[tuple[Any, int]] = deque()
 
-    def read(self, loader: Iterable[T], kind: Any = None, *, skips: bool = True) -> Iterator[T]:
-        """Yield the untrained batches of the epoch.
-
-        kind: see `skip`. skips: whether the trained ones are left to skip.
-        """
+    def read(self, loader: Iterable[T], *, skips: bool = True) -> Iterator[T]:
+        """Yield the untrained batches of the epoch; skips: whether the trained ones are left."""
         saved, done, self._saved, self._done = self._saved, self._done, None, 0
         now, ahead = None, deque[Any]()
         self._ahead.clear()
         self.generators = generators_of(loader)
         if saved and saved["live"] and not _is_live(loader):
-            _start_workers(loader, kind, self.generators)
+            _start_workers(loader, self.generators)
         self._loader, self._was_live = loader, _is_live(loader)
         if saved and done:
             now, self.start, ahead = saved["now"], saved["start"], deque(saved["ahead"])
@@ -76,7 +73,7 @@ class Fetches:
             if saved:
                 restore_own(saved["now"], self.generators)
             self.start = random_state(self.generators)
-        batches = skip(loader, done if skips else 0, kind)
+        batches = skip(loader, done if skips else 0)
         while True:
             if ahead:
                 restore(ahead.popleft(), self.generators)
@@ -86,11 +83,11 @@ class Fetches:
             self._on_fetch()
             is_ahead = self.is_early or self._ahead
             before = random_state(self.generators) if is_ahead else None
-            batch = next(batches, _END)
+            batch = next(batches, END)
             if now and not ahead:  # the last batch that was ahead; the training continues
                 restore(now, ())
                 now = None
-            if batch is _END:
+            if batch is END:
                 return
             self._ahead.append((before, count_samples(batch)))
             yield cast(T, batch)
@@ -118,48 +115,56 @@ def _is_live(loader: object) -> bool:
     )
 
 
-def _start_workers(loader: Any, kind: Any, generators: Sequence[torch.Generator]) -> None:
+def _start_workers(loader: Any, generators: Sequence[torch.Generator]) -> None:
     """Start persistent workers; their start draws a number, which a later epoch does not."""
     before = random_state(generators)
-    (kind or type(loader)).__iter__(loader)
+    iter(loader)
     restore(before, generators)
 
 
-def skip(loader: Any, done: int, kind: Any = None) -> Iterator[Any]:
+def skip(loader: Any, done: int) -> Iterator[Any]:
     """Return an iterator over a loader without its first `done` batches.
 
     It skips them by index if the loader is torch's without workers. Otherwise it reads them:
     in a worker they draw random numbers that later batches depend on.
-
-    kind: class whose `__iter__` is called; by default the loader's.
     """
-    kind = kind or type(loader)
-    has_indices = kind is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    has_indices = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
     if has_indices and loader.batch_sampler is not None and loader.num_workers == 0:
         rest, indices = copy.copy(loader), _Indices(loader.batch_sampler)
         # A DataLoader's batch_sampler cannot be set; that of an unused copy can.
         object.__setattr__(rest, "batch_sampler", indices)
-        object.__setattr__(rest, "__class__", kind)
         # The loader draws one number first, the sampler another with its first batch.
         batches: Iterator[Any] = iter(rest)
         for _ in range(done):
             next(indices, None)
         return batches
-    iterator: Iterator[Any] = kind.__iter__(loader) if "__iter__" in dir(kind) else iter(loader)
+    iterator: Iterator[Any] = iter(loader)
     for _ in range(done):
         next(iterator, None)
     return iterator
 
 
-def read_by(loader: Any, begin: Callable[[type], Iterator[Any]]) -> None:
-    """Have each iteration over a loader call `begin`, with the loader's own class.
+def read_by(loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+    """Have the next iteration over a loader call `begin` instead.
 
-    The framework continues to iterate over the loader.
+    Only the next: a validation or the script may iterate over the same loader.
+
+    Raises TrainingError for an object of a built-in class.
     """
     kind = getattr(type(loader), "_own_kind", type(loader))
-    namespace = {"__iter__": lambda _: begin(kind), "_own_kind": kind}
-    kind_here = type(kind.__name__, (kind,), namespace | {"__module__": kind.__module__})
-    object.__setattr__(loader, "__class__", kind_here)
+
+    def iterate(_: object) -> Iterator[Any]:
+        object.__setattr__(loader, "__class__", kind)
+        return begin()
+
+    namespace = {"__iter__": iterate, "_own_kind": kind, "__module__": kind.__module__}
+    try:
+        object.__setattr__(loader, "__class__", type(kind.__name__, (kind,), namespace))
+    except TypeError:
+        raise TrainingError(
+            f"the batches of a {kind.__name__} cannot be continued at a position. "
+            "Use a DataLoader. [CD0819]"
+        ) from None
 
 
 def random_state(generators: Iterable[torch.Generator]) -> dict[str, Any]:

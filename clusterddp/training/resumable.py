@@ -34,13 +34,11 @@ from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
 from clusterddp.training.paces import StepTimer, Stragglers, Throughputs
-from clusterddp.training.replay import Fetches, RandomStates
+from clusterddp.training.replay import END, Fetches, RandomStates
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 T = TypeVar("T")
 
-_END = object()
-"""Marks the end of an iterator."""
 # An attempt saves once by then, to measure what a save costs.
 _FIRST_SAVE_SECONDS = 40.0
 
@@ -82,8 +80,6 @@ class Resumable:
         position: Position,
         *,
         shards: Mapping[str, Stateful] | None = None,
-        wrappers: Mapping[str, DistributedDataParallel] | None = None,
-        arranged: Mapping[str, list[int]] | None = None,
         save_every: str,
         keep_last: int,
         is_resumed: bool,
@@ -95,8 +91,6 @@ class Resumable:
     ) -> None:
         """states: contents of a checkpoint by name; shards: the sharded ones among them.
 
-        wrappers: DDP wrappers by the same names, whose bucket layout is kept; arranged: the known
-        layouts.
         position: progress of the training, which this object advances.
         request: stop request of this rank; any rank's stops all. deadline: known on rank 0.
         timer: measures this rank's steps.
@@ -106,10 +100,12 @@ class Resumable:
         """True if it started from a checkpoint."""
         self.rank, self.world_size = agreement.rank_and_world_size()
         self._position, self._timer = position, timer
-        self._shards, self._wrappers = shards or {}, wrappers or {}
+        self._shards = shards or {}
         self._whole = {name: each for name, each in states.items() if name not in self._shards}
-        self._arranged = dict(arranged or {})
-        """Bucket layout of each DDP wrapper, once known."""
+        self._wrappers: Mapping[str, DistributedDataParallel] = {}
+        """DDP wrappers, whose bucket layout is kept, by the names of their states."""
+        self._arranged: dict[str, list[int]] = {}
+        """Bucket layout of each wrapper, once known."""
         self._request, self._deadline, self._poll = request, deadline, Poll()
         self._progress = progress or Progress()
         self._saver = Saver(attempt, keep_last) if self.rank == 0 else None
@@ -166,8 +162,8 @@ class Resumable:
         while True:
             self._timer.clock.start()
             self._mark(Phase.DATA)
-            batch = next(iterator, _END)
-            if batch is _END:
+            batch = next(iterator, END)
+            if batch is END:
                 self._timer.clock.stop()
                 self._mark(Phase.USER_CODE)
                 return

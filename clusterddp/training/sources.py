@@ -84,12 +84,7 @@ class Source:
         """Iterate over the loader; torch's is read by `fetches`."""
         if self.base is self.loader:
             return fetches.read(self.loader, skips=skips)
-
-        def begin(kind: type) -> Iterator[Any]:
-            object.__setattr__(self.base, "__class__", kind)  # another iteration is not ours
-            return fetches.read(self.base, kind, skips=skips)
-
-        replay.read_by(self.base, begin)
+        replay.read_by(self.base, lambda: fetches.read(self.base, skips=skips))
         return iter(self.loader)
 
     def _count(self) -> int:
@@ -130,6 +125,14 @@ def shares_order(loader: object, world_size: int) -> bool:
         isinstance(s, SequentialSampler) or hasattr(s, "initial_seed") for s in samplers
     )
     return is_shared and has_order
+
+
+def length_of(loader: object) -> int:
+    """Return the number of batches of an epoch; -1 if unknown."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
 
 
 def splits_batches(loader: object) -> bool:
