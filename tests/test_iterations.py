@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from clusterddp.distributed.agreement import Poll
 from clusterddp.loop import Loop
+from clusterddp.run.attempt import attempts
+from clusterddp.run.run_dir import RunDir
 from clusterddp.training import stop
 
 STEPS = 9
@@ -80,6 +82,8 @@ def test_its_end_is_saved_and_a_further_start_trains_nothing(tmp_path: Path, bre
     again, happened, _ = train(tmp_path, seed=7, breaks=breaks)
     assert (code, happened) == (None, ["the end"])
     assert all(map(torch.equal, weights, again))
+    reasons = [each.read_final_record().reason for each in attempts(RunDir(tmp_path))]
+    assert reasons == ["", ""]
 
 
 def test_an_iteration_without_one_step_is_an_error(tmp_path: Path) -> None:

@@ -149,6 +149,16 @@ def twice(trainer: Any, net: Any, loaders: Any) -> None:
     trainer.fit(net, *loaders)
 
 
+def also_without_steps(trainer: Any, net: Any, loaders: Any) -> None:
+    for epochs in (0, 2, 2, 3):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(net, *loaders)
+
+
+def validates_the_same(trainer: Any, net: Any, loaders: Any) -> None:
+    trainer.fit(net, loaders[0], loaders[0])
+
+
 def stops_early(**options: Any) -> Case:
     return {**VAL, "max_epochs": 6, "callbacks": lambda: [EarlyStopping("val_loss", **options)]}
 
@@ -175,6 +185,11 @@ CASES: dict[str, tuple[Case, list[tuple[int, ...]]]] = {
     "reloaded": ({**VAL, "reload_dataloaders_every_n_epochs": 2}, [(8,), (12,)]),
     "two optimizers": ({"model": manual}, [(8,)]),
     "two fits": ({**VAL, "fits": twice}, [(8,), (18,), (20,), (3, 20)]),
+    "fits without steps": ({"fits": also_without_steps}, [(8,), (14,)]),
+    "validated with the training's loader": (
+        {"fits": validates_the_same, "val_check_interval": 2},
+        [(3,), (5,), (9,)],
+    ),
     "hook of an epoch's start": ({"model": with_hook}, [(8,)]),
     "other callbacks": (
         {
@@ -285,6 +300,32 @@ def test_our_checkpoint_comes_before_one_that_the_script_names(tmp_path: Path) -
     found, logged, _ = fit(tmp_path / "stopped", stops=(8,), fits=fits)
     assert same(weights, found)
     assert logged == lines
+
+
+def test_a_fit_that_failed_is_resumed_by_the_next_call(tmp_path: Path) -> None:
+    broken = [20]
+
+    def step(self: Any, batch: Any, index: int) -> Any:
+        if self.global_step in broken:
+            broken.clear()
+            raise ValueError("broken")
+        return self.loss(batch)
+
+    def fits(trainer: Any, net: Any, loaders: Any) -> None:
+        with pytest.raises(ValueError, match="broken"):
+            twice(trainer, net, loaders)
+        trainer.fit(net, *loaders)
+
+    weights, _, _ = fit(tmp_path / "whole", fits=twice)
+    model = partial(model_of, training_step=step)
+    found, _, trainer = fit(tmp_path / "failed", fits=fits, model=model, save_every="1steps")
+    assert trainer.global_step == 30
+    assert same(weights, found)
+
+
+def test_a_loader_of_a_built_in_class_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"(?s)batches of a range.*DataLoader.*CD0819"):
+        fit(tmp_path, loader=lambda: range(6))
 
 
 def test_lightning_takes_no_signal(tmp_path: Path) -> None:
