@@ -27,7 +27,7 @@ from torch import nn
 
 from clusterddp import log
 from clusterddp.checkpoints import sharded, state
-from clusterddp.checkpoints.state import Content, Position, why_unreadable
+from clusterddp.checkpoints.state import Position, why_unreadable
 from clusterddp.distributed import agreement, heartbeat
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.distributed.watchdog import Watchdog, noting
@@ -322,7 +322,8 @@ class Loop(Resumable):
     ) -> tuple[Position, dict[str, list[int]]]:
         """Restore a checkpoint on all ranks; return its position and its wrappers' buckets."""
         content = state.load_together(source)
-        self._on_all_ranks(source, lambda: self._restore(source, content))
+        whole = {name: each for name, each in self._objects.items() if name not in self._sharded}
+        self._on_all_ranks(source, lambda: state.restore(source, whole, content))
         if self._sharded:
             self._on_all_ranks(source, lambda: sharded.check(source, self._sharded))
             self._on_all_ranks(source, lambda: sharded.restore(source, self._sharded))
@@ -375,15 +376,15 @@ class Loop(Resumable):
                 f"them. If the others train too, {each} [CD0816]"
             )
 
-    def _on_all_ranks(self, source: Path, act: Callable[[], T]) -> T:
-        """Call a part of the resume and return its result; collective.
+    def _on_all_ranks(self, source: Path, act: Callable[[], object]) -> None:
+        """Call a part of the resume; collective.
 
         Raises CheckpointError on all ranks if it fails on one: no rank enters the next collective
         without the others.
         """
-        results, problem = [], ""
+        problem = ""
         try:
-            results.append(act())
+            act()
         except (CheckpointError, OSError) as error:
             code = getattr(error, "code", "CD0505")
             problem = f"rank {self.rank} on {host_name(os.environ)}: {coded(error, code)}"
@@ -391,7 +392,6 @@ class Loop(Resumable):
             problem = f"the checkpoint {source} does not fit this loop's states: {error}"
         if problem := next(filter(None, agreement.gather(problem)), ""):
             raise CheckpointError(problem, code="CD0703")
-        return results[0]
 
     def _watch(self, log_every: int) -> None:
         """Start, on rank 0, the heartbeat; and the watchdog."""
@@ -469,11 +469,6 @@ class Loop(Resumable):
                 f"the checkpoint {path} {'is' if loop['sharded'] else 'is not'} sharded, but this "
                 f"model {is_now}. Wrap the model before Loop() in the same way. [CD0709]"
             )
-
-    def _restore(self, source: Path, content: Content) -> None:
-        """Restore everything that is not sharded."""
-        whole = {name: each for name, each in self._objects.items() if name not in self._sharded}
-        state.restore(source, whole, content)
 
     # -- steps -------------------------------------------------------------------------------
 

@@ -100,6 +100,17 @@ def ignored_signals() -> Iterator[None]:
 
 
 @pytest.fixture
+def asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A training in this process sees a stop request at its step; none is left."""
+    from clusterddp.distributed.agreement import Poll  # torch
+    from clusterddp.training import stop
+
+    monkeypatch.setattr(Poll, "due", lambda *_: True)
+    yield
+    stop.requested.forget()
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """An empty run, in a directory whose name a shell would take apart."""
     path = tmp_path / "it's a $(touch pwned) run"

@@ -1,6 +1,5 @@
 """A loop of N iterations, without epochs: stopped anywhere it ends in the same weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clusterddp.distributed.agreement import Poll
 from clusterddp.loop import Loop
 from clusterddp.run.attempt import attempts
 from clusterddp.run.run_dir import RunDir
@@ -16,15 +14,7 @@ from clusterddp.training import stop
 
 STEPS = 9
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Requests are seen at their step; none is left."""
-    monkeypatch.setattr(Poll, "due", lambda *_: True)
-    for name in ("SLURM_JOB_ID", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    stop.requested.forget()
+pytestmark = pytest.mark.usefixtures("asked_at_each_step")
 
 
 def train(folder: Path, stops: int = 0, *, seed: int = 0, breaks: bool = False) -> Any:

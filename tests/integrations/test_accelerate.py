@@ -2,7 +2,6 @@
 
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,10 @@ from clusterddp.training import stop
 from tests.training.ranks import run_ranks
 
 accelerate = pytest.importorskip("accelerate")
+pytestmark = [
+    pytest.mark.usefixtures("asked_at_each_step"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's
+]
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -39,17 +42,6 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter([Noisy()[index] for index in range(44)])
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Requests are seen at their step; none is left."""
-    monkeypatch.setattr(Poll, "due", lambda *_: True)
-    for name in ("SLURM_JOB_ID", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata's
-    yield
-    stop.requested.forget()
 
 
 def train(

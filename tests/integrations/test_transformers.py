@@ -19,11 +19,9 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from clusterddp.distributed.agreement import Poll  # noqa: E402
 from clusterddp.errors import EXIT_STOPPED, TrainingError  # noqa: E402
 from clusterddp.integrations import driven  # noqa: E402
 from clusterddp.integrations.transformers import resume  # noqa: E402
-from clusterddp.slurm.forms import LOOP_VARIABLE  # noqa: E402
 from clusterddp.training import stop  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -79,11 +77,8 @@ class Stop(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No request, loop or rank of anybody else's; and a request is seen at its step."""
-    monkeypatch.setattr(Poll, "due", lambda *_: True)
-    for name in (LOOP_VARIABLE, "SLURM_JOB_ID", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
+def alone(asked_at_each_step: None) -> Iterator[None]:
+    """A request is seen at its step; no loop is left."""
     yield
     leave()
 

@@ -1,7 +1,6 @@
 """Loaders with a position of their own: a stopped training reads on where it was."""
 
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from clusterddp.distributed.agreement import Poll
 from clusterddp.errors import TrainingError
 from clusterddp.loop import Loop
 from clusterddp.training import stop
 
 SAMPLES, BATCH = 22, 4
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Requests are seen at their step; none is left."""
-    monkeypatch.setattr(Poll, "due", lambda *_: True)
-    for name in ("SLURM_JOB_ID", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for its_own in ("The `srun` command is available", "'set_vital' is deprecated"):
-        warnings.filterwarnings("ignore", message=its_own)
-    yield
-    stop.requested.forget()
+pytestmark = [
+    pytest.mark.usefixtures("asked_at_each_step"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 
 def noise() -> Tensor:
