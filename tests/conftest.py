@@ -106,6 +106,7 @@ def asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from clusterddp.training import stop
 
     monkeypatch.setattr(Poll, "due", lambda *_: True)
+    stop.requested.forget()
     yield
     stop.requested.forget()
 

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from clusterddp import checkpoints
 from clusterddp import loop as loop_module
 from clusterddp.checkpoints import catalog, state
-from clusterddp.distributed.agreement import Poll
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import CheckpointError, RequestError, TrainingError
 from clusterddp.files import read, read_json_lines
@@ -112,18 +111,10 @@ class Training:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No request, handler, job or rank of anybody else's; and a request is seen at its step."""
-    monkeypatch.setattr(Poll, "due", lambda *_: True)
-    for name in (LOOP_VARIABLE, "SLURM_JOB_ID", *TASK, "RANK", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    numbers = [
-        signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-    ]  # fmt: skip
-    before = {number: signal.getsignal(number) for number in numbers}
-    stop.requested.forget()
+def alone(asked_at_each_step: None) -> Iterator[None]:
+    """A request is seen at its step; no handler is left."""
+    before = {number: signal.getsignal(number) for number in stop._REASON_BY_SIGNAL}
     yield
-    stop.requested.forget()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -545,7 +536,7 @@ def test_what_a_rank_cannot_restore_keeps_its_code(
         raise error
 
     Training(tmp_path).run()
-    monkeypatch.setattr(Loop, "_restore", fails)
+    monkeypatch.setattr(state, "restore", fails)
     with pytest.raises(CheckpointError) as caught:
         Training(tmp_path)
     assert caught.value.code == code

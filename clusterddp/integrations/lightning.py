@@ -59,7 +59,8 @@ class Resume(_base()):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and not trainer.fast_dev_run:
-            self._fit = _Fit(trainer) if self._fit is None else self._fit.of(trainer)
+            if self._fit is None or self._fit.trainer is not trainer:
+                self._fit = _Fit(trainer)
             self._fit.begin(self._options)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
@@ -98,9 +99,9 @@ class _Fit:
         signals.register_signal_handlers = lambda: None  # Lightning's exchange messages
         _wrap(self._fit_loop, "_load_combined_loader_states", after=self._hold)
         _wrap(self._fit_loop, "on_advance_start", before=self._start, after=self._started)
-        _wrap(self._fit_loop, "on_advance_end", after=self._epoch_done)
+        _wrap(self._fit_loop, "on_advance_end", after=lambda *_: self.loop.epoch_done())
         _wrap(self._epoch_loop, "on_run_start", after=self._go_on)
-        _wrap(self._epoch_loop, "on_advance_end", before=self._batch_done, after=self._trained)
+        _wrap(self._epoch_loop, "on_advance_end", lambda *_: self.loop.batch_done(), self._trained)
         self._reset = self._epoch_loop.reset
         self._epoch_loop.reset = self._begin_epoch
 
@@ -119,10 +120,6 @@ class _Fit:
                 f"{found} trains within fit(), which cannot be resumed. Use Lightning's Tuner "
                 "before resume(trainer), or remove it. [CD0822]"
             )
-
-    def of(self, trainer: Any) -> "_Fit":
-        """Return the object of a trainer: this one, or a new one."""
-        return self if trainer is self.trainer else _Fit(trainer)
 
     # -- fit ---------------------------------------------------------------------------------
 
@@ -233,12 +230,6 @@ class _Fit:
         self._is_first, self._step = False, self._epoch_loop.global_step
         self._epoch_loop.restarting = self._fit_loop._restarting = False
         self._restore_metrics()
-
-    def _batch_done(self, *_: Any) -> None:
-        self.loop.batch_done()
-
-    def _epoch_done(self) -> None:
-        self.loop.epoch_done()
 
     def _trained(self, *_: Any) -> None:
         """Count a step after its validation and schedulers."""
