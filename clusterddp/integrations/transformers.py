@@ -6,7 +6,7 @@
     trainer.train()
 
 The only place that knows private names of transformers. Sources: `Trainer._inner_training_loop` of
-transformers 4.57 and 5.0 to 5.24, `Trainer._run_epoch` of 5.24.
+transformers 4.57, 5.0 and 5.24, `Trainer._init_training_state` and `_run_epoch` of 5.24.
 """
 
 import json
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _WRAPPED = (
     *("train", "training_step", "set_initial_training_values"),
-    *("_maybe_log_save_evaluate", "_load_rng_state"),
+    *("_maybe_log_save_evaluate", "_load_callback_state", "_load_rng_state"),
 )
 _ONLY_OURS = {
     "push_to_hub": False,
@@ -81,8 +81,8 @@ class _Resumable(TrainerCallback):
         self._trainer, self._options = trainer, options
         _refuse(trainer.args)
         require(trainer, "_save_checkpoint", *_WRAPPED, package="transformers")
-        for name in (*_WRAPPED, "_init_training_state", "_finalize_training"):
-            if hasattr(trainer, name):  # the last two since 5.3
+        for name in (*_WRAPPED, "_finalize_training"):
+            if hasattr(trainer, name):  # the last one since 5.3
                 setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
         trainer.add_callback(self)
 
@@ -120,23 +120,26 @@ class _Resumable(TrainerCallback):
         self, original: Callable[..., Any], args: Any, dataloader: Any, *more: Any
     ) -> Any:
         self._loader = dataloader
-        epochs, *others, max_steps = original(args, dataloader, *more)
+        epochs, self._steps_of_epoch, *others, max_steps = original(args, dataloader, *more)
         if self._source and (
             self._loop.fits.is_finished
             or self._position["is_stopped"]
             or self._position["step"] >= max_steps
         ):
             epochs = 0
-        return (epochs, *others, max_steps)
+        return (epochs, self._steps_of_epoch, *others, max_steps)
 
-    def _init_training_state(self, original: Callable[..., Any], *given: Any) -> tuple[int, int]:
-        epoch, batches = original(*given)
-        if not self._source or self._loop.fits.is_finished:
-            return epoch, batches
-        size = self._trainer.args.gradient_accumulation_steps
-        batches = self._loop.done_of(self._loader)
-        self._loop.skip(batches - batches % size)
-        return self._position["epoch"], batches - batches % size
+    def _load_callback_state(self, original: Callable[..., None]) -> None:
+        """Have the trainer, which divides the step next, find our epoch and batch.
+
+        It would not after an epoch that ended early, and at another number of ranks.
+        """
+        original()
+        if self._source and not self._loop.fits.is_finished:
+            size = self._trainer.args.gradient_accumulation_steps
+            steps = self._loop.done_of(self._loader) // size
+            self._loop.skip(steps * size)
+            self._trainer.state.global_step = self._position["epoch"] * self._steps_of_epoch + steps
 
     def _skip(self, loader: T, batches: int = 0) -> T:
         """Leave skipping to the loop, which reads the loader."""
@@ -157,6 +160,7 @@ class _Resumable(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, kept = self._trainer, self._position
+        state.global_step = kept.get("step", state.global_step)
         total = self._loop.steps + state.max_steps - state.global_step
         self._loop.begin(trainer.model_wrapped, total)
         if self._source:

@@ -1,10 +1,4 @@
-"""Lightning with `resume`: a fit that is stopped ends in the same weights and logs.
-
-To test another release, or the other package, put it ahead on the path:
-
-    pip install --no-deps --target /tmp/lightning-2.5.6 lightning==2.5.6
-    PYTHONPATH=/tmp/lightning-2.5.6 pytest tests/integrations/test_lightning.py
-"""
+"""Lightning with `resume`: a fit that is stopped ends in the same weights and logs."""
 
 import signal
 from collections.abc import Callable

@@ -76,6 +76,13 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         self.events.append(f"epoch {state.epoch}")
 
 
+class ShortEpoch(TrainerCallback):  # type: ignore[misc]
+    """Ends the first epoch at its fifth step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step == 5
+
+
 @pytest.fixture(autouse=True)
 def alone(asked_at_each_step: None) -> Iterator[None]:
     """A request is seen at its step; no loop is left."""
@@ -174,6 +181,7 @@ def assert_equal(interrupted: Any, whole: Any) -> None:
             {"gradient_accumulation_steps": 3, "dataloader_num_workers": 2},
             id="accumulation, workers",
         ),
+        pytest.param([5, 8], {"callbacks": [ShortEpoch]}, id="short epoch"),
         pytest.param([15], {"max_steps": 27}, id="steps"),
         pytest.param([27], {"max_steps": 27}, id="its last step, within an epoch"),
         pytest.param([8], {"eval_strategy": "steps", "eval_steps": 4}, id="at an evaluation"),

@@ -4,6 +4,7 @@ Each script of `frameworks` trains on two hosts of two ranks and compares its we
 a training without the lines. tests.on_slurm.campaign does the rest to the same scripts.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -49,12 +50,15 @@ def test_a_stopped_training_resumes_and_ends_in_the_same_weights(
     folder, holds = tmp_path / "work", tmp_path / "holds"
     folder.mkdir()
     holds.mkdir()
-    (folder / "train.py").write_text(SCRIPTS[package].read_text())
+    release = f"import {package}\nprint('with', {package}.__version__)\n"
+    (folder / "train.py").write_text(SCRIPTS[package].read_text() + release)
     (holds / "want-step-8").write_text("until told")
+    hooks = str(HERE / "campaign/hooks")
+    paths = os.pathsep.join(filter(None, [hooks, os.environ.get("PYTHONPATH")]))
     done = submit(
         cluster, folder, "--nodes", "2", "--tasks-per-node", "2", "--run-name", "own",
         "--partition", "main", "--no-snapshot", "--json",
-        "--env", f"PYTHONPATH={HERE / 'campaign/hooks'}", "--env", f"CAMPAIGN_HOLDS={holds}",
+        "--env", f"PYTHONPATH={paths}", "--env", f"CAMPAIGN_HOLDS={holds}",
         "--env", "CHECK=1", "--env", "OMP_NUM_THREADS=1",
         "--", sys.executable, "train.py",
     )  # fmt: skip
@@ -75,4 +79,5 @@ def test_a_stopped_training_resumes_and_ends_in_the_same_weights(
         log = run.rank_log(rank).read_text()
         assert "trained on to step 48" in log
         assert "the weights are equal" in log
+        assert f"with {importlib.metadata.version(package)}" in log
     assert 8 <= end["step"] < 48
