@@ -178,7 +178,7 @@ class _Resumable(TrainerCallback):
     def training_step(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
         loss = original(*given, **named)
         self._loss = self._loss + loss
-        return loss
+        return loss + self._position.pop("loss", 0.0)  # before 5.3 the sum is a local variable
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._loop.batch_done()
@@ -191,8 +191,6 @@ class _Resumable(TrainerCallback):
         self, original: Callable[..., None], loss_sum: Any, *given: Any, **named: Any
     ) -> None:
         self._loss_sum = loss_sum
-        if "loss" in self._position:
-            loss_sum += self._position.pop("loss")
         self._loop.pause()
         original(loss_sum, *given, **named)
         if self._has_stepped:
