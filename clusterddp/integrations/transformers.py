@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import transformers.trainer
 from transformers import TrainerCallback
 
@@ -44,6 +45,9 @@ _ONCE_TRAINED = {
     "restore_callback_states_from_checkpoint": True,
 }
 """Arguments of the trainer in a resumed `train()`."""
+torch.serialization.register_package(  # 4.57 and 5.0 load an optimizer so on several CPU ranks
+    1001, lambda _: None, lambda storage, location: storage if location == "cpu:0" else None
+)
 
 
 def resume(trainer: T, **options: Any) -> T:
