@@ -466,6 +466,17 @@ def test_an_epoch_without_batches_is_one_step_and_is_done_once(tmp_path: Path, s
     assert done == ([0, 3, 4] if saves else [0, 1, 2, 3, 4])
 
 
+def test_a_second_pass_of_batches_in_an_epoch_is_refused(tmp_path: Path) -> None:
+    """A validation through it would be taken for the training after a resume."""
+    loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"twice in an epoch"):
+        for _ in loop.epochs(1):
+            for _ in loop.batches(range(2)):
+                loop.step()
+            list(loop.batches(range(2)))
+    loop.close()
+
+
 def test_a_second_step_without_batches_is_refused(tmp_path: Path) -> None:
     """A resume could not tell where in the epoch it was, and would do its steps again."""
     loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))

@@ -145,6 +145,8 @@ class Driven(Loop):
         if wrapper and "model" in self._arranged and not self.fits.is_finished:
             replay.restore_buckets(wrapper, self._arranged["model"])
         if self.fits.number > 1:  # the end of the fit before stopped them
+            if self._saver and not self._in_run:
+                self.attempt.end.unlink(missing_ok=True)
             self._unlisten = self._unlisten or stop.requested.listen()
             if not self._watchdog:
                 self._start_watchdog()
@@ -200,6 +202,10 @@ class Driven(Loop):
         """Count an epoch, after all its work; save or stop if that waited for it."""
         self._end_epoch()
         self._in_epoch = True
+
+    def abandon(self) -> None:
+        """Restore the signals' actions after a fit that failed; the script may continue."""
+        self._stop_listening()
 
     def finish(self) -> None:
         super().finish()

@@ -12,13 +12,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from clusterddp.errors import TrainingError
 from clusterddp.integrations.driven import Driven, begin_fit, require
 from clusterddp.training import replay
+
+T = TypeVar("T")
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FILE = "trainer.ckpt"
@@ -27,12 +29,13 @@ _KEY = "clusterddp"
 _TUNERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
-def resume(trainer: Any, **options: Any) -> None:
-    """Have each `trainer.fit()` save checkpoints, stop on request and resume.
+def resume(trainer: T, **options: Any) -> T:
+    """Have each `trainer.fit()` save checkpoints, stop on request and resume; return the trainer.
 
     options: see `Resume`.
     """
-    trainer.callbacks.append(Resume(**options))
+    trainer.callbacks.append(Resume(**options))  # type: ignore[attr-defined]
+    return trainer
 
 
 def _base() -> Any:
@@ -55,12 +58,14 @@ class Resume(_base()):  # type: ignore[misc]
         """directory, save_every, keep_last, log_every: see `clusterddp.loop.Loop`."""
         given = {"save_every": save_every, "keep_last": keep_last, "log_every": log_every}
         self._options: dict[str, Any] = {"directory": directory, **given}
+        self._fits: dict[Any, _Fit] = {}
         self._fit: _Fit | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and not trainer.fast_dev_run:
-            if self._fit is None or self._fit.trainer is not trainer:
-                self._fit = _Fit(trainer)
+            if trainer not in self._fits:
+                self._fits[trainer] = _Fit(trainer)
+            self._fit = self._fits[trainer]
             self._fit.begin(self._options)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
@@ -82,6 +87,10 @@ class Resume(_base()):  # type: ignore[misc]
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if self._fit:
             self._fit.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._fit and isinstance(exception, Exception):
+            self._fit.loop.abandon()
 
 
 class _Fit:
@@ -108,17 +117,28 @@ class _Fit:
     def _check(self) -> None:
         package = type(self._fit_loop).__module__.partition(".")[0]
         trainer, fit_loop = self.trainer, self._fit_loop
-        require(trainer, "_signal_connector", "_logger_connector", package=package)
-        require(trainer._signal_connector, "register_signal_handlers", package=package)
-        require(self._connector, "resume_start", "dump_checkpoint", package=package)
-        require(self._results, "_first_loop_iter", "_callback_metrics", package=package)
-        require(fit_loop, "_load_combined_loader_states", "on_advance_start", package=package)
-        require(self._epoch_loop, "_restarting", "_batches_that_stepped", "reset", package=package)
+        val_loop = self._epoch_loop.val_loop
+        for owner, names in (
+            (trainer, "_signal_connector _logger_connector"),
+            (trainer._signal_connector, "register_signal_handlers"),
+            (self._connector, "resume_start dump_checkpoint _loaded_checkpoint"),
+            (self._results, "_first_loop_iter _callback_metrics"),
+            (fit_loop, "_load_combined_loader_states on_advance_start _combined_loader"),
+            (fit_loop, "_data_fetcher _last_train_dl_reload_epoch"),
+            (self._epoch_loop, "_restarting _batches_that_stepped reset"),
+            (val_loop, "_last_val_dl_reload_epoch _seen_batches_per_dataloader"),
+        ):
+            require(owner, *names.split(), package=package)
         tuners = [type(each).__name__ for each in trainer.callbacks]
         if found := next((name for name in _TUNERS if name in tuners), ""):
             raise TrainingError(
                 f"{found} trains within fit(), which cannot be resumed. Use Lightning's Tuner "
                 "before resume(trainer), or remove it. [CD0822]"
+            )
+        if sum(isinstance(each, Resume) for each in trainer.callbacks) > 1:
+            raise TrainingError(
+                "resume(trainer) was called twice, or the trainer has the callback too. Omit one. "
+                "[CD0822]"
             )
 
     # -- fit ---------------------------------------------------------------------------------

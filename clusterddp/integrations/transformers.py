@@ -85,6 +85,8 @@ class _Resumable(TrainerCallback):
         self._trainer, self._options = trainer, options
         _refuse(trainer.args)
         require(trainer, "_save_checkpoint", *_WRAPPED, package="transformers")
+        if any(isinstance(each, _Resumable) for each in trainer.callback_handler.callbacks):
+            raise TrainingError("resume(trainer) was called twice. Call it once. [CD0822]")
         for name in (*_WRAPPED, "_finalize_training"):
             if hasattr(trainer, name):  # the last one since 5.3
                 setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
@@ -115,7 +117,11 @@ class _Resumable(TrainerCallback):
             resume_from_checkpoint = str(self._source)
         resumed = _set(args, **_ONCE_TRAINED) if self._source else nullcontext()
         with resumed, _set(transformers.trainer, skip_first_batches=self._skip):
-            result = original(resume_from_checkpoint, trial, **given)
+            try:
+                result = original(resume_from_checkpoint, trial, **given)
+            except Exception:
+                loop.abandon()
+                raise
         self._is_over = True
         loop.finish()
         return result

@@ -152,10 +152,16 @@ class Resumable:
         they are read again, so that random transforms draw the same numbers.
 
         Raises CheckpointError after a resume at another world size, unless the loader has torch's
-        DistributedSampler or the model is sharded.
+        DistributedSampler or the model is sharded; RuntimeError at a second call in an epoch.
         """
         if not self._in_epoch:
             raise RuntimeError("call loop.batches() inside `for … in loop.epochs(…)`")
+        if self._has_batches:
+            raise RuntimeError(
+                "loop.batches() was called twice in an epoch, so a resume could not continue the "
+                "right one. Call it once, for the batches that are trained. For a validation use "
+                "the loader itself"
+            )
         self._has_batches = True
         iterator = self._rest_of(loader)
         self._timer.clock.restart()  # the time before belongs to the epoch's own code

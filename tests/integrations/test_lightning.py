@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from clusterddp.errors import TrainingError
+from clusterddp.integrations.lightning import Resume
 from clusterddp.run.attempt import attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import stop
@@ -306,8 +307,11 @@ def test_a_fit_that_failed_is_resumed_by_the_next_call(tmp_path: Path) -> None:
         return self.loss(batch)
 
     def fits(trainer: Any, net: Any, loaders: Any) -> None:
+        before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(ValueError, match="broken"):
             twice(trainer, net, loaders)
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert attempts(RunDir(tmp_path / "failed/run"))[-1].read_final_record() is None
         trainer.fit(net, *loaders)
 
     weights, _, _ = fit(tmp_path / "whole", fits=twice)
@@ -371,6 +375,11 @@ def test_a_full_disk_does_not_end_the_training_and_the_next_save_retries(
 def test_a_tuner_within_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"(?s)LearningRateFinder trains within fit.*CD0822"):
         fit(tmp_path, callbacks=lambda: [LearningRateFinder()])
+
+
+def test_the_line_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"(?s)resume\(trainer\) was called twice.*CD0822"):
+        fit(tmp_path, callbacks=lambda: [Resume()])
 
 
 def test_a_release_without_a_name_that_is_needed_is_refused(

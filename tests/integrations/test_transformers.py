@@ -1,6 +1,7 @@
 """transformers' Trainer with `resume`: stopped anywhere, it ends as one that was not."""
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -81,6 +82,13 @@ class ShortEpoch(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_epoch_stop = state.global_step == 5
+
+
+class Broken(TrainerCallback):  # type: ignore[misc]
+    """Fails within the training, after its start."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise ValueError("broken")
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +228,20 @@ def test_an_option_that_contradicts_it_is_refused(tmp_path: Path, name: str) -> 
     setattr(trainer.args, name, True)
     with pytest.raises(TrainingError, match=rf"(?s)omit {name}.*CD0822"):
         resume(trainer)
+
+
+def test_the_line_twice_is_refused(tmp_path: Path) -> None:
+    trainer = resume(Run(tmp_path).trainer())
+    with pytest.raises(TrainingError, match=r"(?s)was called twice.*CD0822"):
+        resume(trainer)
+
+
+def test_a_training_that_failed_leaves_the_signals_to_the_script(tmp_path: Path) -> None:
+    trainer = resume(Run(tmp_path, callbacks=[Broken]).trainer(), directory=tmp_path / "run")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_early_stopping_counts_over_attempts_and_a_finished_training_trains_nothing(
