@@ -65,8 +65,8 @@ class Resume(_base()):  # type: ignore[misc]
         if stage == "fit" and not trainer.fast_dev_run:
             if trainer not in self._fits:
                 self._fits[trainer] = _Fit(trainer)
-            self._fit = self._fits[trainer]
-            self._fit.begin(self._options)
+            self._fits[trainer].begin(self._options)
+            self._fit = self._fits[trainer]  # only now: on_exception needs its loop
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         if self._fit:

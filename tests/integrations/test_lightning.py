@@ -377,6 +377,12 @@ def test_a_tuner_within_fit_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, callbacks=lambda: [LearningRateFinder()])
 
 
+def test_a_run_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file in the place of the run")
+    with pytest.raises(TrainingError, match=r"(?s)cannot create an attempt.*CD0504"):
+        fit(tmp_path)
+
+
 def test_the_line_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"(?s)resume\(trainer\) was called twice.*CD0822"):
         fit(tmp_path, callbacks=lambda: [Resume()])
