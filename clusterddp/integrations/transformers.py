@@ -87,6 +87,12 @@ class _Resumable(TrainerCallback):
         require(trainer, "_save_checkpoint", *_WRAPPED, package="transformers")
         if any(isinstance(each, _Resumable) for each in trainer.callback_handler.callbacks):
             raise TrainingError("resume(trainer) was called twice. Call it once. [CD0822]")
+        if not (hasattr(trainer, "_get_num_items_in_batch") or hasattr(trainer, "_run_epoch")):
+            raise TrainingError(
+                "resume(trainer) needs transformers 4.57 or later: earlier releases do not end the "
+                "last accumulation of a resumed epoch if it is shorter. Update transformers. "
+                "[CD0821]"
+            )
         for name in (*_WRAPPED, "_finalize_training"):
             if hasattr(trainer, name):  # the last one since 5.3
                 setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))

@@ -244,6 +244,16 @@ def test_a_training_that_failed_leaves_the_signals_to_the_script(tmp_path: Path)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_release_that_resumes_accumulations_wrongly_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Run(tmp_path).trainer()
+    for name in ("_run_epoch", "_get_num_items_in_batch"):
+        monkeypatch.delattr(Trainer, name, raising=False)
+    with pytest.raises(TrainingError, match=r"(?s)transformers 4\.57 or later.*CD0821"):
+        resume(trainer)
+
+
 def test_early_stopping_counts_over_attempts_and_a_finished_training_trains_nothing(
     tmp_path: Path,
 ) -> None:
