@@ -109,10 +109,11 @@ def main() -> int:
     parser.add_argument("--at-step", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument("--limit", type=float, default=600, help="seconds a job; default: 600")
     parser.add_argument("--keep", action="store_true", help="keep both directories")
-    parser.add_argument("arguments", nargs="*", metavar="ARG", help="of the script, after --")
-    given = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser.epilog = "After --: the script's arguments."
+    given = parser.parse_args(sys.argv[1:end])
     root = Path(tempfile.mkdtemp(prefix="frameworks-"))
-    command = [given.script.name, *given.arguments]
+    command = [given.script.name, *sys.argv[end + 1 :]]
     try:
         with SlurmCluster(hosts=2) as cluster:
             for name, at in (("whole", 0), ("stopped", given.at_step)):
