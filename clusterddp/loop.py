@@ -159,6 +159,12 @@ class Loop(Resumable):
             ended = not self._shard_save or self._shard_save.wait(_CLOSE_SECONDS)
             if self._saver and ended:
                 self._saver.wait()
+        has_stepped = self.steps > self._start_step or hasattr(sys, "last_type")
+        if self.rank == 0 and self._unlisten and not has_stepped:
+            log.warning(
+                "Loop counted no step, so nothing was saved. Call loop.step() after each "
+                "optimizer.step(). [CD0824]"
+            )
         self._stop_listening()
         self._stop_watching()
         Loop._directories.discard(self.attempt.run.path)
@@ -280,8 +286,9 @@ class Loop(Resumable):
         if directory is None and not agreement.has_group() and _tasks() > 1:
             raise TrainingError(
                 f"the environment names {_tasks()} tasks, but there is no process group. Call "
-                "torch.distributed.init_process_group() before Loop(), or pass each task a "
-                "different Loop(directory=…). [CD0816]"
+                "torch.distributed.init_process_group() before Loop(), request as many ranks from "
+                "the framework (Lightning: devices and num_nodes), or pass each task a different "
+                "Loop(directory=…). [CD0816]"
             )
 
     def _begin(self, directory: str | os.PathLike[str] | None) -> tuple[Attempt, Path | None]:

@@ -477,6 +477,18 @@ def test_a_second_pass_of_batches_in_an_epoch_is_refused(tmp_path: Path) -> None
     loop.close()
 
 
+@pytest.mark.parametrize("use", ["loop.step()", "", "raise ValueError"])
+def test_a_script_that_counts_no_step_is_told_so(tmp_path: Path, use: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from torch import nn\nfrom clusterddp.loop import Loop\n"
+        f"loop = Loop(model=nn.Linear(1, 1))\n{use}\n"
+    )
+    argv = [sys.executable, "-W", "ignore", script]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ("Loop counted no step, so nothing was saved" in done.stderr) == (not use)
+
+
 def test_a_second_step_without_batches_is_refused(tmp_path: Path) -> None:
     """A resume could not tell where in the epoch it was, and would do its steps again."""
     loop = Loop(directory=tmp_path, model=nn.Linear(1, 1))

@@ -34,6 +34,8 @@ def resume(trainer: T, **options: Any) -> T:
 
     options: see `Resume`.
     """
+    if not hasattr(trainer, "fit_loop"):
+        raise TypeError(f"resume() takes a Trainer of Lightning, not a {type(trainer).__name__}")
     trainer.callbacks.append(Resume(**options))  # type: ignore[attr-defined]
     return trainer
 

@@ -21,6 +21,7 @@ import torch
 import transformers.trainer
 from transformers import TrainerCallback
 
+from clusterddp.distributed import agreement
 from clusterddp.errors import TrainingError
 from clusterddp.integrations.driven import Driven, begin_fit, require
 from clusterddp.training.sources import length_of
@@ -60,6 +61,8 @@ def resume(trainer: T, **options: Any) -> T:
     Raises TrainingError for an option of the trainer that contradicts this, and for a version of
     transformers that it does not know.
     """
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(f"resume() takes a Trainer of transformers, not a {type(trainer).__name__}")
     _Resumable(trainer, options)
     return trainer
 
@@ -114,6 +117,12 @@ class _Resumable(TrainerCallback):
                 "`clusterddp sweep`. [CD0822]"
             )
         args = self._trainer.args
+        _, ranks = agreement.rank_and_world_size()
+        if args.world_size < ranks:
+            raise TrainingError(
+                f"each of {ranks} ranks would train by itself: the Trainer sees no GPU. Request "
+                "GPUs, or set TrainingArguments(use_cpu=True). [CD0816]"
+            )
         loop = self._loop = begin_fit(self._write, **self._options)
         self._position = {"epoch": 0, "seconds": 0.0}
         self._began, self._is_over, self._source = time.time(), False, None

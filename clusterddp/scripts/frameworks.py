@@ -15,6 +15,7 @@ NAMES = re.compile(r"lightning|transformers|\btrl\b|accelerate|init_process_grou
 _LOOP = "from clusterddp.loop import Loop"
 _WRAPPERS = re.compile(r"torch\..*(?:DistributedDataParallel|FullyShardedDataParallel)")
 _OPTIMIZERS = re.compile(r"torch\.optim\.[A-Z]\w*")
+_USE = "# then use loop.epochs(…), loop.batches(loader) and loop.step()"
 _PAGE = "docs/resumable.md"
 _PAGES = {"Accelerator": "docs/accelerate.md"}
 
@@ -101,8 +102,8 @@ def _of_prepared(script: PythonFile, method: str, kind: str, states: str) -> Mis
     for call in script.calls(method):
         if isinstance(call.func, ast.Attribute) and _is_made_by(script, call.func.value, kind):
             name = ast.unparse(call.func.value)
-            lines = (_LOOP, f"loop = Loop({states.format(name)})")
-            instead = "\n".join((lines[0], script.line(call), lines[1]))
+            lines = (_LOOP, f"loop = Loop({states.format(name)})", _USE)
+            instead = "\n".join((lines[0], script.line(call), *lines[1:]))
             page = _PAGES.get(kind, _PAGE)
             return MissingLine(call.lineno, f"after {name}.{method}", lines, instead, page)
     return None
@@ -118,7 +119,7 @@ def _of_own_loop(script: PythonFile) -> MissingLine | None:
         place = f"before the {'training loop' if loops else 'loop over this step'}"
         model = _assigned(script, _WRAPPERS, "model")
         optimizer = _assigned(script, _OPTIMIZERS, "optimizer")
-        lines = (_LOOP, f"loop = Loop(model={model}, optimizer={optimizer})")
+        lines = (_LOOP, f"loop = Loop(model={model}, optimizer={optimizer})", _USE)
         instead = "\n".join((*lines, script.line_at(line)))
         return MissingLine(line, place, lines, instead, _PAGE)
     return None

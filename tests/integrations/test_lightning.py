@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from clusterddp.errors import TrainingError
-from clusterddp.integrations.lightning import Resume
+from clusterddp.integrations.lightning import Resume, resume
 from clusterddp.run.attempt import attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import stop
@@ -386,6 +386,11 @@ def test_a_run_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_the_line_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"(?s)resume\(trainer\) was called twice.*CD0822"):
         fit(tmp_path, callbacks=lambda: [Resume()])
+
+
+def test_only_a_trainer_is_made_resumable() -> None:
+    with pytest.raises(TypeError, match="takes a Trainer of Lightning, not a str"):
+        resume("trainer")
 
 
 def test_a_release_without_a_name_that_is_needed_is_refused(

@@ -20,6 +20,7 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
+from clusterddp.distributed import agreement  # noqa: E402
 from clusterddp.errors import EXIT_STOPPED, TrainingError  # noqa: E402
 from clusterddp.integrations import driven  # noqa: E402
 from clusterddp.integrations.transformers import resume  # noqa: E402
@@ -228,6 +229,19 @@ def test_an_option_that_contradicts_it_is_refused(tmp_path: Path, name: str) -> 
     setattr(trainer.args, name, True)
     with pytest.raises(TrainingError, match=rf"(?s)omit {name}.*CD0822"):
         resume(trainer)
+
+
+def test_only_a_trainer_is_made_resumable() -> None:
+    with pytest.raises(TypeError, match="takes a Trainer of transformers, not a str"):
+        resume("trainer")
+
+
+def test_ranks_that_train_by_themselves_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "rank_and_world_size", lambda: (0, 2))
+    with pytest.raises(TrainingError, match=r"(?s)each of 2 ranks.*use_cpu=True.*CD0816"):
+        resume(Run(tmp_path).trainer()).train()
 
 
 def test_the_line_twice_is_refused(tmp_path: Path) -> None:

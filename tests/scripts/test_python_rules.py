@@ -392,7 +392,8 @@ def test_text_that_looks_like_a_mistake_is_none() -> None:
          "trainer.fit(model)"),
         (HF, "from clusterddp.integrations.transformers import resume\nresume(it)\n"
          "result = it.train(resume_from_checkpoint=a)"),
-        (PREPARED, "accelerator.prepare(model, data)\nloop = Loop(accelerator=accelerator)"),
+        (PREPARED, "accelerator.prepare(model, data)\nloop = Loop(accelerator=accelerator)\n"
+         "# then use loop.epochs(…), loop.batches(loader) and loop.step()"),
     ],
 )  # fmt: skip
 def test_the_line_to_write_keeps_what_stands_around_the_mistake(script: str, instead: str) -> None:

@@ -105,7 +105,8 @@ def test_a_frameworks_script_is_told_which_lines_resume_it_and_where(
          "torch.distributed.init_process_group()\nddp = DDP(model)\n"
          "sgd = torch.optim.SGD(ddp.parameters())\nwhile True:\n    f(x).backward()", {},
          "before the training loop (train.py:6; docs/resumable.md):\n  "
-         "from clusterddp.loop import Loop\n  loop = Loop(model=ddp, optimizer=sgd)\n"),
+         "from clusterddp.loop import Loop\n  loop = Loop(model=ddp, optimizer=sgd)\n  # then use "
+         "loop.epochs(…), loop.batches(loader) and loop.step()\n"),
     ],
 )  # fmt: skip
 def test_the_line_is_found_in_the_modules_next_to_the_script_and_in_a_loop_of_torch(
