@@ -44,7 +44,7 @@ from clusterddp.training.metrics import Lines
 from clusterddp.training.paces import ExchangeWait, StepTimer
 from clusterddp.training.replay import END, Fetches
 from clusterddp.training.resumable import Resumable
-from clusterddp.training.sources import Source, length_of, shares_order, splits_batches
+from clusterddp.training.sources import Source, length_of, order_of, splits_batches
 from clusterddp.training.stop import Deadline, LivenessWriter, poll_time_limit
 from clusterddp.training.wrappers import ddp_wrappers, states_of
 
@@ -73,6 +73,8 @@ class Loop(Resumable):
     """Runs with an open loop in this process."""
     _resume_ranks = 0
     """World size of the checkpoint."""
+    _resume_order: str | None = None
+    """Order of the samples in the checkpoint; see `order_of`."""
     _liveness_writer: LivenessWriter | None = None
     _watchdog: Watchdog | None = None
     _lines: Lines | None = None
@@ -338,6 +340,7 @@ class Loop(Resumable):
         if loop["is_whole"]:
             position.next_epoch()
         self._resume_batch, self._resume_ranks = position.step_in_epoch, ranks
+        self._resume_order = loop.get("order")
         arranged: dict[str, list[int]] = {}
         is_same = ranks == self.world_size
         saved = content["random_states"][self.rank if is_same else 0] or {}
@@ -556,7 +559,8 @@ class Loop(Resumable):
         if not batches or ranks == self.world_size:
             return batches
         is_sharded = any(map(sharded.is_sharded, self._sharded.values()))
-        if not (is_sharded or shares_order(loader, self.world_size)):
+        order = order_of(loader, self.world_size)
+        if not (is_sharded or (order and self._resume_order in (order, None))):
             raise CheckpointError(
                 f"the checkpoint of step {self.steps} has {ranks} ranks, but this world has "
                 f"{self.world_size}. Only a loader with torch's DistributedSampler, or one of "
@@ -591,6 +595,8 @@ class Loop(Resumable):
             "buckets": self._arranged,
             "is_whole": is_whole,
         }
+        if self._source:
+            known["order"] = order_of(self._source.loader, self.world_size)
         return {"loop": known}
 
     def _check_readable(self) -> None:

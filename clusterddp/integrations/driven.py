@@ -171,9 +171,16 @@ class Driven(Loop):
         """Return the trained batches of the epoch in which the current fit resumes."""
         return self._done_of(loader) if self.resumes_inside else 0
 
-    def skip(self, batches: int) -> None:
-        """Have the next epoch begin after this number of batches."""
+    @property
+    def has_other_ranks(self) -> bool:
+        """True if it resumes from a checkpoint of another number of ranks."""
+        return self._resume_ranks not in (0, self.world_size)
+
+    def skip(self, batches: int, loader: Any) -> None:
+        """Have the next epoch begin after this number of a loader's batches."""
         self._resume_batch, self._resume_ranks = batches, self.world_size
+        if size := getattr(loader, "batch_size", None):
+            self._position.samples = batches * size * self.world_size
 
     @property
     def batches_done(self) -> int:

@@ -156,7 +156,7 @@ class _Fit:
         if source:
             self.trainer.num_sanity_val_steps = 0
             path = source / f"rank-{self.loop.rank}.pt"
-            if path.exists():
+            if path.exists() and not self.loop.has_other_ranks:
                 self._kept = torch.load(path, map_location="cpu", weights_only=False)
             original = self._connector.resume_start
             takes = inspect.signature(original).parameters
@@ -240,10 +240,20 @@ class _Fit:
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
             self._reset()
         loop._batches_that_stepped = stepped
+        if self._is_first and self._inside and self.loop.has_other_ranks:
+            self._recount()
         self.loop.read(self._loader)
         if self._is_first:
             iter(self._fit_loop._data_fetcher)
             loop._restarting = True  # Lightning iterates again otherwise
+
+    def _recount(self) -> None:
+        """Count the epoch's trained batches at this number of ranks, in whole accumulations."""
+        done = self.loop.done_of(self._loader)
+        done -= done % self.trainer.accumulate_grad_batches
+        self.loop.skip(done, self._loader)
+        current = self._epoch_loop.batch_progress.current
+        current.ready = current.started = current.processed = current.completed = done
 
     def _go_on(self, *_: Any) -> None:
         """Train on as if the epoch had not been interrupted."""

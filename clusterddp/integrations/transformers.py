@@ -128,7 +128,7 @@ class _Resumable(TrainerCallback):
         self._began, self._is_over, self._source = time.time(), False, None
         if loop.fits.resumed:
             [self._source] = loop.fits.resumed.glob("checkpoint-*")
-            self._position = json.loads(self._position_file(loop.fits.resumed).read_text())
+            self._position = self._read_position(loop.fits.resumed)
             resume_from_checkpoint = str(self._source)
         resumed = _set(args, **_ONCE_TRAINED) if self._source else nullcontext()
         with resumed, _set(transformers.trainer, skip_first_batches=self._skip):
@@ -146,6 +146,8 @@ class _Resumable(TrainerCallback):
     ) -> Any:
         self._loader = dataloader
         epochs, self._steps_of_epoch, *others, max_steps = original(args, dataloader, *more)
+        if self._source and args.max_steps <= 0 and not self._loop.fits.is_finished:
+            max_steps += self._shift_of(max_steps)
         if self._source and (
             self._loop.fits.is_finished
             or self._position["is_stopped"]
@@ -153,6 +155,20 @@ class _Resumable(TrainerCallback):
         ):
             epochs = 0
         return (epochs, self._steps_of_epoch, *others, max_steps)
+
+    def _shift_of(self, max_steps: int) -> int:
+        """Return how many more steps than `max_steps` this training has, by other numbers of ranks.
+
+        The trainer counts the steps of all epochs at this number of ranks.
+        """
+        kept = self._position
+        if self._loop.has_other_ranks:
+            done = (
+                self._loop.done_of(self._loader) // self._trainer.args.gradient_accumulation_steps
+            )
+            left = max_steps - kept["epoch"] * self._steps_of_epoch - done
+            kept["shift"] = kept["step"] + max(left, 0) - max_steps
+        return int(kept.get("shift", 0))
 
     def _load_callback_state(self, original: Callable[..., None]) -> None:
         """Have the trainer, which divides the step next, find our epoch and batch.
@@ -163,13 +179,13 @@ class _Resumable(TrainerCallback):
         if self._source and not self._loop.fits.is_finished:
             size = self._trainer.args.gradient_accumulation_steps
             steps = self._loop.done_of(self._loader) // size
-            self._loop.skip(steps * size)
+            self._loop.skip(steps * size, self._loader)
             self._trainer.state.global_step = self._position["epoch"] * self._steps_of_epoch + steps
 
     def _skip(self, loader: T, batches: int = 0) -> T:
         """Leave skipping to the loop, which reads the loader."""
         if not self._source:  # the checkpoint that train() was given
-            self._loop.skip(batches)
+            self._loop.skip(batches, loader)
         return loader
 
     def _load_rng_state(self, original: Callable[..., None], checkpoint: Any) -> None:
@@ -248,12 +264,19 @@ class _Resumable(TrainerCallback):
             "step": step,
             "is_stopped": trainer.control.should_training_stop and step < trainer.state.max_steps,
             "loss": loss,
+            "shift": self._position.get("shift", 0),
             "seconds": self._position["seconds"] + time.time() - self._began,
             "_total_loss_scalar": trainer._total_loss_scalar,
             "_globalstep_last_logged": trainer._globalstep_last_logged,
             "_initial_global_step": getattr(trainer, "_initial_global_step", 0),
         }
         self._position_file(directory).write_text(json.dumps(known))
+
+    def _read_position(self, directory: Path) -> dict[str, Any]:
+        own = self._position_file(directory)
+        if own.exists():
+            return dict(json.loads(own.read_text()))
+        return {**json.loads((directory / "trainer-0.json").read_text()), "loss": 0.0}
 
     def _position_file(self, directory: Path) -> Path:
         return directory / f"trainer-{self._loop.rank}.json"

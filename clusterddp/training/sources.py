@@ -110,21 +110,23 @@ class Source:
         return dataset if is_own else None
 
 
-def shares_order(loader: object, world_size: int) -> bool:
-    """Return whether the ranks share out one order, the same for any number of ranks.
+def order_of(loader: object, world_size: int) -> str:
+    """Return the name of an order that the ranks share out, the same for any number of ranks.
 
-    After k batches of b samples on each of n ranks the first k * b * n samples are done. True for
-    torch's DistributedSampler, and for Accelerate's BatchSamplerShard with a SeedableRandomSampler
-    or without shuffling.
+    After k batches of b samples on each of n ranks the first k * b * n samples are done. Torch's
+    DistributedSampler has one, and Accelerate's BatchSamplerShard with a SeedableRandomSampler or
+    without shuffling. Empty if there is none. Frameworks add these samplers for several ranks only.
     """
     samplers = replay.samplers_of(loader)
-    if any(isinstance(s, DistributedSampler) and s.num_replicas == world_size for s in samplers):
-        return True
-    is_shared = any(getattr(each, "num_processes", 0) == world_size for each in samplers)
-    has_order = any(
-        isinstance(s, SequentialSampler) or hasattr(s, "initial_seed") for s in samplers
-    )
-    return is_shared and has_order
+    for each in samplers:
+        if isinstance(each, DistributedSampler) and each.num_replicas == world_size:
+            return "shuffled" if each.shuffle else "sequential"
+    shards = any(getattr(each, "num_processes", 0) == world_size for each in samplers)
+    if world_size > 1 and not shards:
+        return ""
+    if any(hasattr(each, "initial_seed") for each in samplers):
+        return "seeded"
+    return "sequential" if any(isinstance(s, SequentialSampler) for s in samplers) else ""
 
 
 def length_of(loader: object) -> int:
@@ -143,7 +145,8 @@ def splits_batches(loader: object) -> bool:
 _NEWER = "Update clusterddp, or install an older release of the framework."
 _REMEDIES = {
     "DataLoaderDispatcher": (
-        "Use Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))."
+        "Use Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False)), or "
+        'TrainingArguments(accelerator_config={"dispatch_batches": False}).'
     ),
     "SkipDataLoader": "Pass the loader itself: loop.batches() skips the trained batches.",
 }

@@ -121,19 +121,25 @@ def fit(
     package: str = PACKAGE,
     fits: Callable[[Any, Any, Any], None] | None = None,
     save_every: str = "10m",
+    resumes: bool = True,
     **options: Any,
 ) -> tuple[dict[str, Any], list[Any], Any]:
-    """Fit in as many attempts as stops, and one more; return weights, lines and the trainer."""
+    """Fit in as many attempts as stops, and one more; return weights, lines and the trainer.
+
+    resumes: whether there is one more.
+    """
     pl = importlib.import_module(package)
     from clusterddp.integrations.lightning import resume
 
     lines: list[Any] = []
-    for number, at in enumerate((*stops, 0)):
+    for number, at in enumerate((*stops, 0) if resumes else stops):
         with process():
             torch.manual_seed(7 + number)  # a later attempt has to restore the random state
-            given = {"max_epochs": 3, "logger": logger_of(package, lines), **options}
+            given = {
+                "devices": 1, "max_epochs": 3, "logger": logger_of(package, lines), **options,
+            }  # fmt: skip
             trainer = pl.Trainer(
-                accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False,
+                accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
                 log_every_n_steps=1, default_root_dir=directory,
                 callbacks=[*callbacks(), stopper(package, at)], **given,
             )  # fmt: skip

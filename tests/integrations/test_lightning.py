@@ -1,5 +1,6 @@
 """Lightning with `resume`: a fit that is stopped ends in the same weights and logs."""
 
+import os
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -28,6 +30,7 @@ from clusterddp.run.attempt import attempts
 from clusterddp.run.run_dir import RunDir
 from clusterddp.training import stop
 from tests.integrations.lightning_fits import Samples, fit, loader_of, model_of, process, same
+from tests.training.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -229,6 +232,15 @@ LONGER: dict[str, tuple[Case, list[tuple[int, ...]]]] = {
         [(3,), (8,)],
     ),
     "no checkpoints of Lightning's": ({"enable_checkpointing": False}, [(8,)]),
+    "time limit of Lightning's": ({"max_time": {"hours": 1}}, [(8,)]),
+    "written by a thread": (
+        {
+            "plugins": [AsyncCheckpointIO()],
+            "save_every": "2steps",
+            "callbacks": lambda: [ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)],
+        },
+        [(8,)],
+    ),
 }  # fmt: skip
 
 
@@ -253,6 +265,58 @@ def test_the_other_package_resumes_as_well(tmp_path: Path) -> None:
     found, logged, _ = fit(tmp_path / "stopped", stops=(8,), **package)
     assert same(weights, found)
     assert logged == lines
+
+
+class Numbers(Samples):
+    """Samples whose target is their number."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(4), torch.tensor([float(index)])
+
+
+def read_by_ranks(
+    rank: int, world_size: int, directory: str, stops: tuple[int, ...], has_sampler: bool
+) -> list[Any]:
+    """Fit as one of several ranks, up to the stop; return each batch's number and samples."""
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": "1"}
+    read: list[Any] = []
+
+    def step(self: Any, batch: Any, index: int) -> Any:
+        read.append((self.current_epoch, index, batch[1][:, 0].int().tolist()))
+        return self.loss(batch)
+
+    sampler: Any = DistributedSampler(Numbers(), num_replicas=world_size, rank=rank)
+    fit(
+        Path(directory),
+        stops=stops,
+        resumes=not stops,
+        loader=loader_of(
+            Numbers(), **({"sampler": sampler, "shuffle": None} if has_sampler else {})
+        ),
+        model=partial(model_of, training_step=step),
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+        max_epochs=1,
+        logger=False,
+    )
+    return read
+
+
+@pytest.mark.parametrize("has_sampler", [True, False], ids=["its own sampler", "Lightning's"])
+def test_another_number_of_ranks_reads_the_rest_of_the_epoch_or_is_refused(
+    tmp_path: Path, has_sampler: bool
+) -> None:
+    """Lightning gives a shuffled loader a DistributedSampler only if there are several ranks."""
+    [before] = run_ranks(1, read_by_ranks, str(tmp_path), (3,), has_sampler)
+    if not has_sampler:
+        with pytest.raises(AssertionError, match=r"CheckpointError.*has 1 ranks, but this world"):
+            run_ranks(2, read_by_ranks, str(tmp_path), (), has_sampler)
+        return
+    after = run_ranks(2, read_by_ranks, str(tmp_path), (), has_sampler)
+    assert [index for _, index, _ in after[0]] == [1, 2]
+    # Three batches of one rank are one and a half of two ranks: the third is trained again.
+    read = [number for each in (*before[:2], *after[0], *after[1]) for number in each[2]]
+    assert sorted(read) == [*range(24)]
 
 
 def counting(seen: list[str]) -> Callable[[], Any]:

@@ -1,5 +1,6 @@
 """transformers' Trainer with `resume`: stopped anywhere, it ends as one that was not."""
 
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -21,10 +22,12 @@ from transformers import (  # noqa: E402
 )
 
 from clusterddp.distributed import agreement  # noqa: E402
+from clusterddp.distributed.agreement import Poll  # noqa: E402
 from clusterddp.errors import EXIT_STOPPED, TrainingError  # noqa: E402
 from clusterddp.integrations import driven  # noqa: E402
 from clusterddp.integrations.transformers import resume  # noqa: E402
 from clusterddp.training import stop  # noqa: E402
+from tests.training.ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -55,6 +58,13 @@ def data() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.rand(SAMPLES, 5, generator=generator)
     return [{"x": row[:4], "labels": row[4:]} for row in rows]
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data())
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]
@@ -208,6 +218,12 @@ def assert_equal(interrupted: Any, whole: Any) -> None:
              "load_best_model_at_end": True, "eval_on_start": True},
             id="best model",
         ),
+        pytest.param(
+            [4, 11],
+            {"train_dataset": Stream(), "max_steps": 27,
+             "accelerator_config": {"dispatch_batches": False}},
+            id="stream",
+        ),
     ],
 )  # fmt: skip
 def test_a_stopped_training_ends_as_one_that_was_not(
@@ -266,6 +282,77 @@ def test_a_release_that_resumes_accumulations_wrongly_is_refused(
         monkeypatch.delattr(Trainer, name, raising=False)
     with pytest.raises(TrainingError, match=r"(?s)transformers 4\.57 or later.*CD0821"):
         resume(trainer)
+
+
+def test_a_stream_that_one_rank_reads_for_all_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, train_dataset=Stream(), max_steps=4)
+    with pytest.raises(TrainingError, match=r'(?s)accelerator_config=\{"dispatch_batches".*CD0819'):
+        run.attempt()
+
+
+@pytest.mark.parametrize("at", [8, 11])
+def test_the_first_attempt_begins_with_the_checkpoint_that_the_script_names(
+    tmp_path: Path, at: int
+) -> None:
+    Run(tmp_path / "named", save_strategy="steps", save_steps=5, max_steps=5).attempt()
+
+    def train(trainer: Any) -> None:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "named/out/checkpoint-5"))
+
+    whole = Run(tmp_path / "whole")
+    expected = whole.attempt(train=train)
+    run = Run(tmp_path / "stopped")
+    run.attempt(at, train)
+    assert_equal(run.attempt(train=train), expected)
+    assert run.events == whole.events
+    assert run.events[0] == "step 6"
+
+
+class Reader(Trainer):  # type: ignore[misc]
+    """Notes the samples that it trains on."""
+
+    def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        self.read = [*getattr(self, "read", []), *inputs.pop("number").tolist()]
+        return super().training_step(model, inputs, *given, **named)
+
+
+def numbered(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {**collate(samples), "number": torch.tensor([each["number"] for each in samples])}
+
+
+def read_by_ranks(rank: int, world_size: int, path: str, at: int) -> tuple[list[int], int, int]:
+    """Train two epochs as one of several ranks; return the samples, the last step and the plan."""
+    Poll.due = lambda *_: True  # type: ignore[method-assign, assignment]
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    args = TrainingArguments(
+        output_dir=f"{path}/out", num_train_epochs=2, per_device_train_batch_size=2,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, ddp_backend="gloo",
+        remove_unused_columns=False,
+    )  # fmt: skip
+    rows = [{**row, "number": number} for number, row in enumerate(data())]
+    trainer = Reader(
+        Model(), args, train_dataset=rows, data_collator=numbered, callbacks=[Stop(at)]
+    )
+    resume(trainer, directory=f"{path}/run")
+    with suppress(SystemExit):
+        trainer.train()
+    leave()
+    return trainer.read, trainer.state.global_step, trainer.state.max_steps
+
+
+def test_another_number_of_ranks_trains_the_rest_of_all_epochs(tmp_path: Path) -> None:
+    [(before, _, _)] = run_ranks(1, read_by_ranks, str(tmp_path), 6)
+    ranks = run_ranks(2, read_by_ranks, str(tmp_path), 0)
+    assert [each[1:] for each in ranks] == [(6 + 3 + 6, 6 + 3 + 6)] * 2
+    rest = [number for read, _, _ in ranks for number in read[:6]]
+    # Eleven batches are six of two ranks: the last ones begin again at the epoch's start.
+    assert sorted({*before, *rest}) == [*range(SAMPLES)]
+    assert len(before) + len(rest) == SAMPLES + 2
+    again = [number for read, _, _ in ranks for number in read[6:]]
+    assert sorted(set(again)) == [*range(SAMPLES)]
 
 
 def test_early_stopping_counts_over_attempts_and_a_finished_training_trains_nothing(

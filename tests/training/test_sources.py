@@ -1,5 +1,6 @@
 """Loaders with a position of their own: a stopped training reads on where it was."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,11 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    get_worker_info,
+)
 
-from clusterddp.errors import TrainingError
+from clusterddp.distributed.agreement import Poll
+from clusterddp.errors import CheckpointError, TrainingError
 from clusterddp.loop import Loop
 from clusterddp.training import stop
+from tests.training.ranks import run_ranks
 
 SAMPLES, BATCH = 22, 4
 
@@ -164,6 +173,81 @@ def test_a_loader_of_fabric_continues(tmp_path: Path) -> None:
         ),
         *STOPS,
     )
+
+
+def as_rank_of_fabric(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Train three epochs, undisturbed or stopped at steps; return what differs."""
+    from lightning.fabric import Fabric
+
+    Poll.due = lambda *_: True  # type: ignore[method-assign, assignment]
+    os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_PORT": "1"}
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp")
+    fabric.launch()
+
+    def attempt(name: str, stops: int, seed: int) -> tuple[list[Tensor], list[float], Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        layers = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 1)
+        module = nn.Sequential(*layers)
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+        loader = fabric.setup_dataloaders(DataLoader(Mapped(), batch_size=BATCH, shuffle=True))
+        loop: Any = Loop(directory=Path(folder, name), model=model, optimizer=optimizer)
+        read, code = [], None
+        try:
+            for _ in loop.epochs(3):
+                for samples in loop.batches(loader):
+                    optimizer.zero_grad()
+                    fabric.backward(model(samples).square().mean())
+                    optimizer.step()
+                    read.append(round(samples.sum().item(), 4))
+                    if loop.steps + 1 == stops:
+                        stop.requested.note("stop")
+                    loop.step()
+        except SystemExit as left:
+            code = left.code
+        finally:
+            loop.close()
+            stop.requested.forget()
+        return [each.detach().clone() for each in model.parameters()], read, code
+
+    whole, read, _ = attempt("whole", 0, 0)
+    found: list[Any] = []
+    for step in (1, 2):
+        _, before, code = attempt(f"stopped-{step}", step, 0)
+        after, rest, _ = attempt(f"stopped-{step}", 0, 7)
+        found.append((code, before + rest == read, all(map(torch.equal, whole, after))))
+    return found
+
+
+def test_ranks_of_fabric_end_in_the_weights_of_the_undisturbed_ones(tmp_path: Path) -> None:
+    """Gloo's sum of four ranks depends on DDP's buckets."""
+    pytest.importorskip("lightning.fabric")
+    for found in run_ranks(4, as_rank_of_fabric, str(tmp_path)):
+        assert found == [(75, True, True)] * 2
+
+
+def test_an_order_that_another_number_of_ranks_does_not_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A framework may add a DistributedSampler only where there are several ranks."""
+    loader = DataLoader(Mapped(), batch_size=BATCH, shuffle=True)
+    train(tmp_path, loader, 2)
+    monkeypatch.setattr(Loop, "_resume", with_ranks(2))
+    sampler: Any = DistributedSampler(Mapped(), num_replicas=1, rank=0)
+    with pytest.raises(CheckpointError, match=r"(?s)has 2 ranks.*CD0709"):
+        train(tmp_path, DataLoader(Mapped(), batch_size=BATCH, sampler=sampler), 0)
+
+
+def with_ranks(count: int) -> Callable[..., Any]:
+    """Return a resume that takes the checkpoint for one of another number of ranks."""
+    original = Loop._resume
+
+    def resume(loop: Loop, *given: Any) -> Any:
+        result = original(loop, *given)
+        loop._resume_ranks = count
+        return result
+
+    return resume
 
 
 def test_a_frameworks_loader_whose_position_is_unknown_is_refused(tmp_path: Path) -> None:
