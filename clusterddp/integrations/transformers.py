@@ -120,7 +120,7 @@ class _Resumable(TrainerCallback):
         _, ranks = agreement.rank_and_world_size()
         if args.world_size < ranks:
             raise TrainingError(
-                f"each of {ranks} ranks would train by itself: the Trainer sees no GPU. Request "
+                f"each of {ranks} ranks would train on its own: the Trainer sees no GPU. Request "
                 "GPUs, or set TrainingArguments(use_cpu=True). [CD0816]"
             )
         loop = self._loop = begin_fit(self._write, **self._options)

@@ -35,7 +35,7 @@ def train(
     at: the step at which all ranks are told to stop, after which the run is resumed; 0: none.
     limit: seconds for each job. Raises AssertionError if an attempt ends in another way.
     """
-    holds = folder / "holds"
+    holds = folder.with_name(f"{folder.name}-holds")  # not among the code
     holds.mkdir()
     if at:
         (holds / f"want-step-{at}").write_text("until told")
