@@ -118,7 +118,8 @@ class Struck:
         self.cluster.run(["scancel", "--batch", "--signal=INT", self.job_id], check=True)
 
     def cancel_the_step(self) -> None:
-        self.cluster.run(["scancel", f"{self.job_id}.0"], check=True)
+        # It fails where the step is gone between its two requests; the row asserts the cancel.
+        self.cluster.run(["scancel", f"{self.job_id}.0"])
 
     def scancel(self) -> None:
         self.cluster.run(["scancel", self.job_id], check=True)

@@ -96,7 +96,9 @@ def differences(one: Path, other: Path, pattern: str) -> list[str]:
     return [
         name
         for name in names
-        if any(name not in each for each in found) or not torch.equal(*(f[name] for f in found))
+        if any(name not in each for each in found)
+        or found[0][name].dtype != found[1][name].dtype
+        or not torch.equal(*(each[name] for each in found))
     ]
 
 

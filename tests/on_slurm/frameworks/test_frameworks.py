@@ -1,13 +1,14 @@
 """The command that compares a script's weights over a stop finds a difference."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.on_slurm.frameworks.__main__ import differences
 
-VALUES = {"model": [{"weight": torch.ones(2), "bias": torch.zeros(1)}], "epoch": 3}
+VALUES: dict[str, Any] = {"model": [{"weight": torch.ones(2), "bias": torch.zeros(1)}], "epoch": 3}
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,7 @@ VALUES = {"model": [{"weight": torch.ones(2), "bias": torch.zeros(1)}], "epoch":
         ({**VALUES, "epoch": 4}, []),
         ({"model": [{"weight": torch.ones(2), "bias": torch.ones(1)}]}, ["/model/0/bias"]),
         ({"model": [{"weight": torch.ones(2)}]}, ["/model/0/bias"]),
+        ({"model": [{**VALUES["model"][0], "bias": torch.zeros(1).double()}]}, ["/model/0/bias"]),
     ],
 )
 def test_tensors_that_differ_are_named(tmp_path: Path, other: object, found: list[str]) -> None:
