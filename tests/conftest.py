@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +49,9 @@ _MNIST = "CLUSTERDDP_TEST_MNIST"
 _NO_SKIPS = os.environ.get("CLUSTERDDP_REQUIRE_SLURM") == "1"
 
 
+_BIN = str(Path(sys.executable).parent)
+if _BIN not in os.environ["PATH"].split(os.pathsep):  # `python` is this one, also if not activated
+    os.environ["PATH"] = os.pathsep.join((_BIN, os.environ["PATH"]))
 os.environ["XDG_STATE_HOME"] = os.devnull
 """No test finds the runs of another, or of a person, by the output roots noted there."""
 
