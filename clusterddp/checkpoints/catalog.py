@@ -3,8 +3,8 @@
 step-00001200.pt has a SHA-256 file in the format of sha256sum(1), because torch.load silently
 accepts a flipped bit. best.json in the same directory names the best checkpoint. Shards are in the
 directory step-00001200.shards and in the same list of digests. A new attempt gets the checkpoints
-that it needs as links or copies. Works without torch: `state` handles the content, and `writer`
-writes.
+that it needs as links or copies. Works without torch: `state` handles the content, and `writer` and
+`node_memory` write.
 """
 
 import errno
@@ -17,16 +17,16 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from clusterddp import log
 from clusterddp.errors import CheckpointError
 from clusterddp.files import read as read_record
-from clusterddp.files import read_file, sync_folder, write_record
+from clusterddp.files import read_file, sync_folder, write_atomically, write_record
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.run_dir import RunDir
@@ -515,6 +515,69 @@ def _verify_shard(path: Path, digest: str, name: str = "") -> None:
         f"the checkpoint {path} is damaged: its shard {file}: {problem}. Resume from an older "
         "checkpoint of the run.",
     )
+
+
+def publish(
+    attempt: Attempt, path: Path, write: Callable[[IO[bytes]], object], shards: Mapping[str, str]
+) -> bool:
+    """Write a checkpoint of an attempt, durably; it gets its name only once it is verified.
+
+    Verified means that the bytes read back from the disk match those written. write: writes them in
+    order into a file. shards: SHA-256 of its shards by path. Returns False, and publishes nothing,
+    if a later attempt has begun. Raises OSError, after it has removed all partial files.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    fresh = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            summed = _Summed(file)
+            write(cast(IO[bytes], summed))
+            file.flush()
+            os.fsync(file.fileno())
+        digest = summed.digest.hexdigest()
+        if stored_sha256(fresh) != digest:
+            raise OSError("the bytes read back differ from those written")
+        # The checksum first, so that the checkpoint is valid as soon as its name exists.
+        sums = {path.name: digest, **shards}
+        lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
+        write_atomically(checksum_of(path), lines.encode())
+        if attempt.is_superseded:
+            return False
+        fresh.replace(path)
+        sync_folder(path.parent)
+        return True
+    finally:
+        _take_away(fresh)
+        if not path.exists():
+            _take_away(checksum_of(path))
+            shutil.rmtree(shards_of(path), ignore_errors=True)
+
+
+class _Summed:
+    """File that is written in order, with the SHA-256 of its bytes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _take_away(path: Path) -> None:
+    with suppress(OSError):  # the disk is lost; the next attempt removes the file
+        path.unlink(missing_ok=True)
+
+
+def stored_sha256(path: Path) -> str:
+    """Return the digest of the bytes on disk, not of those cached in memory. Raises OSError."""
+    with path.open("rb") as file:
+        if hasattr(os, "posix_fadvise"):  # drop clean pages to read from disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return _sha256(file)
 
 
 def _sha256(file: IO[bytes]) -> str:

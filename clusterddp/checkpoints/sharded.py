@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from clusterddp import log
 from clusterddp.checkpoints import catalog
-from clusterddp.checkpoints.writer import stored_sha256
+from clusterddp.checkpoints.catalog import stored_sha256
 from clusterddp.distributed import agreement
 from clusterddp.files import sync_folder
 

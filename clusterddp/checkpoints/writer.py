@@ -1,17 +1,8 @@
-"""Writes rank 0's checkpoints from a background thread, durable and verified.
+"""Writes rank 0's checkpoints from a background thread; older ones are deleted only after that."""
 
-A file gets its name only after the bytes read back from the disk match the bytes written; older
-checkpoints are deleted only after that.
-"""
-
-import hashlib
-import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +12,11 @@ from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
 from clusterddp.checkpoints.state import to_bytes
 from clusterddp.errors import CheckpointError, coded
-from clusterddp.files import sync_folder, write_atomically
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.records import SavingReport
 
 AwaitShards = Callable[[], tuple[Mapping[str, str], str]]
 """Waits for the files of a sharded checkpoint: their SHA-256 by path, or a rank's error."""
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -155,39 +144,14 @@ class Saver:
         )
 
     def _publish(self, path: Path, data: bytes, shards: Mapping[str, str]) -> bool:
-        """Write and verify the checkpoint; return False if another attempt is training now.
-
-        Raises OSError, after it has removed all partial files.
-        """
-        digest = hashlib.sha256(data).hexdigest()
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        fresh = Path(name)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if stored_sha256(fresh) != digest:
-                raise OSError("the bytes read back differ from those written")
-            # The checksum first, so that the checkpoint is valid as soon as its name exists.
-            sums = {path.name: digest, **shards}
-            lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
-            write_atomically(checksum_of(path), lines.encode())
-            if self._attempt.is_superseded:
-                self._warn_once(
-                    "superseded",
-                    f"the checkpoint {path} was not published: a later attempt of the run is "
-                    "training.",
-                )
-                return False
-            fresh.replace(path)
-            self._valid[path.name] = _signature(path)
-            sync_folder(path.parent)
-        finally:
-            _take_away(fresh)
-            if not path.exists():
-                _take_away(checksum_of(path))
-                shutil.rmtree(catalog.shards_of(path), ignore_errors=True)
+        """Publish a checkpoint; return False if another attempt is training now. Raises OSError."""
+        if not catalog.publish(self._attempt, path, lambda file: file.write(data), shards):
+            self._warn_once(
+                "superseded",
+                f"the checkpoint {path} was not published: a later attempt of the run is training.",
+            )
+            return False
+        self._valid[path.name] = _signature(path)
         return True
 
     def _tidy(self, best: Best | None) -> None:
@@ -250,23 +214,7 @@ class Saver:
             log.warning(coded(line, "CD0706"))
 
 
-def stored_sha256(path: Path) -> str:
-    """Return the digest of the bytes on disk, not of those cached in memory. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if hasattr(os, "posix_fadvise"):  # drop clean pages to read from disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _signature(path: Path) -> tuple[int, ...]:
     """Return numbers that change when a checkpoint or its checksum does. Raises OSError."""
     both = path.lstat(), checksum_of(path).stat()
     return tuple(part for file in both for part in (file.st_ino, file.st_size, file.st_mtime_ns))
-
-
-def _take_away(path: Path) -> None:
-    with suppress(OSError):  # the disk is lost; the next attempt removes the file
-        path.unlink(missing_ok=True)

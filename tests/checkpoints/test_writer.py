@@ -208,7 +208,7 @@ def test_what_a_crash_could_take_is_on_disk_before_anything_relies_on_it(
     writer.save(content_of(1))
     assert writer.wait()
     done: list[str] = []
-    fsync, replace, unlink, stored = os.fsync, Path.replace, Path.unlink, saver.stored_sha256
+    fsync, replace, unlink, stored = os.fsync, Path.replace, Path.unlink, catalog.stored_sha256
 
     def shown(name: str) -> str:
         """Without the random end of a temporary file."""
@@ -234,7 +234,7 @@ def test_what_a_crash_could_take_is_on_disk_before_anything_relies_on_it(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     monkeypatch.setattr(Path, "unlink", unlinked)
-    monkeypatch.setattr(saver, "stored_sha256", verified)
+    monkeypatch.setattr(catalog, "stored_sha256", verified)
     writer.save(content_of(2))
     assert writer.wait()
     assert done == [
@@ -265,19 +265,19 @@ def test_nothing_is_removed_and_nothing_published_before_verification(
     writer = place.saver(keep_last=1)
     writer.save(content_of(1))
     assert writer.wait()
-    stored = saver.stored_sha256
+    stored = catalog.stored_sha256
 
     def seen(path: Path) -> str:
         assert place.steps == [1]
         return "0" * 64
 
-    monkeypatch.setattr(saver, "stored_sha256", seen)
+    monkeypatch.setattr(catalog, "stored_sha256", seen)
     writer.save(content_of(2))
     assert not writer.wait()
     assert place.holds_only(1)
     assert "the bytes read back differ from those written" in place.said[0]
     assert "the last valid one is from step 1" in place.said[0]
-    monkeypatch.setattr(saver, "stored_sha256", stored)
+    monkeypatch.setattr(catalog, "stored_sha256", stored)
     writer.save(content_of(3))
     assert writer.wait() and place.holds_only(3)
 
@@ -461,7 +461,7 @@ def test_earlier_attempts_are_emptied_once_this_one_has_saved(
         (folder / "notes.txt").write_text("a person's own")
     writer = place.saver()
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "stored_sha256", lambda _: "")
+        patched.setattr(catalog, "stored_sha256", lambda _: "")
         writer.save(content_of(2))
         assert not writer.wait()
     assert all(catalog.files(folder) for folder in folders)
