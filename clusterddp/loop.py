@@ -94,6 +94,7 @@ class Loop(Resumable):
         directory: str | os.PathLike[str] | None = None,
         save_every: str = "10m",
         keep_last: int = 3,
+        snapshot_every: float = 10,
         log_every: int = 0,
         random_states: bool = True,
         **states: Any,
@@ -107,6 +108,8 @@ class Loop(Resumable):
         save_every: `500steps`, `1epoch` or `10m`. The first checkpoint is saved at the first step
             after 40 s, whatever the interval.
         keep_last: number of checkpoints to keep.
+        snapshot_every: seconds between snapshots in the memory of the nodes, in a run; more where
+            snapshots would take more than 0.5 % of the time. 0: none.
         log_every: steps between two lines of metrics; 0 writes one line per second and prints one
             every ten seconds.
         random_states: save and restore the random generators of every rank, so that a resumed run
@@ -135,6 +138,7 @@ class Loop(Resumable):
                 position,
                 shards=self._sharded,
                 save_every=save_every,
+                snapshot_every=snapshot_every if self._in_run else 0,
                 keep_last=keep_last,
                 is_resumed=source is not None,
                 request=stop.requested,
@@ -584,9 +588,12 @@ class Loop(Resumable):
         """Return the epoch to show with metrics, from 1."""
         return self.epoch + 1 if self._in_epoch else max(self.epoch, 1)
 
+    def _save(self) -> None:
+        self._check_readable()
+        super()._save()
+
     def _entries(self) -> dict[str, object]:
         """Return the entries of a checkpoint besides the states and the position."""
-        self._check_readable()
         is_whole = self._in_epoch and not self._has_batches and self._position.step_in_epoch == 1
         known = {
             "script": _script(),

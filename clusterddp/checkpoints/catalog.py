@@ -4,7 +4,7 @@ step-00001200.pt has a SHA-256 file in the format of sha256sum(1), because torch
 accepts a flipped bit. best.json in the same directory names the best checkpoint. Shards are in the
 directory step-00001200.shards and in the same list of digests. A new attempt gets the checkpoints
 that it needs as links or copies. Works without torch: `state` handles the content, and `writer` and
-`node_memory` write.
+`from_memory` write.
 """
 
 import errno

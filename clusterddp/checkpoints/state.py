@@ -79,12 +79,13 @@ def collect(
     world_size: int,
     random_states: list[Any],
     best: Best | None = None,
+    copy: Callable[[Tensor], Tensor] | None = None,
     **more: object,
 ) -> Content:
     """Collect the content of a checkpoint, with all tensors copied to the CPU.
 
     Contains the fields of `Position`, the states by name (for a module without the DDP wrapper),
-    `random_states` (one per rank), and `more` (plain values of the training).
+    `random_states` (one per rank), and `more` (plain values of the training). copy: see `copied`.
     """
     head = {
         "format": FORMAT,  # first, where `catalog` looks for it
@@ -95,7 +96,7 @@ def collect(
         "random_states": random_states,
     }
     kept = {name: each.state_dict() for name, each in states.items()}
-    return {**head, **copied({**more, **kept})}
+    return {**head, **copied({**more, **kept}, copy)}
 
 
 def load(path: Path, *, shards: bool = True) -> Content:
@@ -124,11 +125,11 @@ def load_together(path: Path) -> Content:
     [(length, (message, code)), *_] = agreement.gather((len(data), problem))
     if message:
         raise CheckpointError(message, code=code)
-    return _parsed(path, _broadcast(data, length))
+    return _parsed(path, broadcast(data, length))
 
 
-def _broadcast(data: bytes, size: int) -> bytes:
-    """Broadcast rank 0's bytes; the buffers are freed before they are parsed."""
+def broadcast(data: bytes, size: int) -> bytes:
+    """Broadcast rank 0's bytes, at least one; collective. size: their number."""
     whole = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
     for piece in torch.split(whole, _PIECE_BYTES):
         sent = piece.to(agreement.device())

@@ -187,6 +187,11 @@ class TrainConfig(Record):
     save_every: str = option(
         "1epoch", "Checkpoint interval: 1epoch, 500steps or 10m.", TIMED_INTERVAL, "INTERVAL"
     )
+    snapshot_every: float = option(
+        10,
+        "Interval of snapshots in the nodes' memory, longer where one takes long; 0: never.",
+        DURATION_OR_NEVER,
+    )
     keep_last: int = option(3, "Checkpoints to keep, plus the best.", COUNT)
     eval_every: str = option("1epoch", "Evaluation interval.", INTERVAL, "INTERVAL")
     log_every: int = option(0, "Steps per log line; 0: automatic.", WHOLE)

@@ -50,6 +50,8 @@ ALIVE_SECONDS = 2.0
 LIVENESS_TIMEOUT = 15.0
 """Age of the liveness file from which an attempt of another job counts as dead."""
 _RESERVE_BYTES = 256 << 10
+FROM_MEMORY = ".memory"
+"""End of the hidden file that shows that a snapshot is written as a checkpoint."""
 
 
 class StartRefused(ClusterDDPError):
@@ -179,6 +181,11 @@ class Attempt:
         """True if its record has a newer format than this version reads."""
         record = self.read_record()
         return record is not None and record.format > ATTEMPT_FORMAT
+
+    @property
+    def is_saving_memory(self) -> bool:
+        """True while a snapshot in a node's memory is written as a checkpoint."""
+        return any(self.checkpoints.glob(f".step-*{FROM_MEMORY}"))
 
     @property
     def is_superseded(self) -> bool:

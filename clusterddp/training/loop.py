@@ -7,7 +7,7 @@ import base64
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp import log
 from clusterddp.checkpoints.catalog import Best
@@ -40,7 +41,7 @@ from clusterddp.training.learner import Learner, poor_statistics
 from clusterddp.training.metrics import Journal
 from clusterddp.training.paces import StepTimer, Throughputs, of_ranks
 from clusterddp.training.profiling import Profiler
-from clusterddp.training.resumable import CheckpointExit, Resumable
+from clusterddp.training.resumable import SAVE, CheckpointExit, Resumable
 from clusterddp.training.step import Schedule
 from clusterddp.training.stop import Deadline, StopRequest
 
@@ -134,6 +135,7 @@ class Training(Resumable):
             self.learner.states,
             position,
             save_every=config.save_every,
+            snapshot_every=config.snapshot_every,
             keep_last=config.keep_last,
             is_resumed=bool(agreed.resume),
             request=request,
@@ -165,6 +167,11 @@ class Training(Resumable):
 
     note_end, spent = Resumable._note_end, Resumable._spent
     sign_of_life = Resumable._sign_of_life
+
+    @property
+    def _replicas(self) -> Sequence[DistributedDataParallel]:
+        ddp = self.learner.ddp
+        return [ddp] if isinstance(ddp, DistributedDataParallel) else []
 
     @property
     def position(self) -> Position:
@@ -203,7 +210,7 @@ class Training(Resumable):
             if self.position.samples < len(self.train_set):
                 break
             if self._is_best_due("epoch", epoch + 1):
-                self._postponed = ("", True)  # save at the start of the next epoch
+                self._postponed = ("", SAVE)  # save at the start of the next epoch
         self.finish()
 
     def finish(self) -> None:

@@ -7,18 +7,19 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp import files, log
 from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.catalog import Best
-from clusterddp.checkpoints.state import Position, Stateful
+from clusterddp.checkpoints.state import Content, Position, Stateful
 from clusterddp.checkpoints.writer import Costs, Saver
 from clusterddp.distributed import agreement
 from clusterddp.distributed.agreement import Poll
@@ -35,12 +36,15 @@ from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
 from clusterddp.training.paces import StepTimer, Stragglers, Throughputs
 from clusterddp.training.replay import END, Fetches, RandomStates
+from clusterddp.training.snapshots import Snapshots
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 T = TypeVar("T")
 
 # An attempt saves once by then, to measure what a save costs.
 _FIRST_SAVE_SECONDS = 40.0
+SNAPSHOT, SAVE = 1, 2
+"""What keeps the state after a step: the memory of the nodes, or a checkpoint."""
 
 
 class CheckpointExit(SystemExit):
@@ -65,7 +69,8 @@ class Resumable:
     """Batches of this epoch, if `Fetches` reads them."""
     _keeps_random = _in_run = True
     """True if a checkpoint keeps the generators; whether clusterddp started this rank."""
-    _postponed: tuple[str, bool] | None = None
+    _postponed: tuple[str, int] | None = None
+    """Reason to stop, and whether to save, after the epoch's remaining code."""
     _resume_batch = 0
     """Trained batches of the epoch in the checkpoint."""
     _count_of_steps = 0
@@ -81,6 +86,7 @@ class Resumable:
         *,
         shards: Mapping[str, Stateful] | None = None,
         save_every: str,
+        snapshot_every: float,
         keep_last: int,
         is_resumed: bool,
         request: StopRequest,
@@ -119,6 +125,8 @@ class Resumable:
         """Images and seconds of each rank in this attempt."""
         self._stragglers = Stragglers(attempt, self.rank, straggler_window)
         self._saving = Interval.parse(save_every)
+        # A shard on one node would be lost with it.
+        self._snapshots = Snapshots(attempt, 0.0 if self._shards else snapshot_every)
         self._accounted = self._waited = 0.0
         self._start_step, self._earlier_seconds = position.step, position.seconds
         self._saved_step = position.step if is_resumed else -1
@@ -197,15 +205,17 @@ class Resumable:
             self._position.step_in_epoch = self._batches = 1
         if self._has_batches:
             self._mark(Phase.UPDATE)
+        self._snapshots.poll()
         asks = self._asks(self.steps + 1)
         self._stop_clock(exact=asks)
         self._position.step += 1
         self._random = None  # no longer needed
-        save = self._stepped(metrics)
-        reason, is_time = self._agree() if asks else ("", False)
-        save = save or is_time or self._saving.due("step", self.steps)
-        before, was_due = self._postponed or ("", False)
-        self._postponed, self._loose = (reason or before, save or was_due), 0
+        is_due = self._stepped(metrics)
+        reason, save = self._agree() if asks else ("", 0)
+        if is_due or self._saving.due("step", self.steps):
+            save = SAVE
+        before, was_due = self._postponed or ("", 0)
+        self._postponed, self._loose = (reason or before, max(save, was_due)), 0
         if any(self._postponed) and not self._is_last_batch():
             self._save_postponed()
         if not self._has_batches:
@@ -219,13 +229,13 @@ class Resumable:
         self._in_epoch = False
         self._position.next_epoch()
         self._batches, self._resume_batch = -1, 0
-        reason, save = self._postponed or ("", False)
-        self._postponed = reason, save or self._saving.due("epoch", self.epoch)
+        reason, save = self._postponed or ("", 0)
+        self._postponed = reason, SAVE if self._saving.due("epoch", self.epoch) else save
         if not self._loose:  # else gradients wait for the next step
             self._save_postponed()
 
     def _save_postponed(self) -> None:
-        (reason, save), self._postponed = self._postponed or ("", False), None
+        (reason, save), self._postponed = self._postponed or ("", 0), None
         self._save_or_exit(reason, save)
 
     def stop_requested(self) -> str:
@@ -237,12 +247,17 @@ class Resumable:
 
     def save(self) -> None:
         """Save, at most once per step; collective. A full disk is logged; the next save retries."""
+        self._keep(self._save)
+
+    def _keep(self, keep: Callable[[], None]) -> None:
+        """Save or take a snapshot, outside of the training's time, unless this step is saved."""
         if self._saved_step == self.steps:
             return
         self._flush()
         place = self._progress.position
         with self._timer.clock.excluding():
-            self._save()
+            self._progress.mark(self.steps, Phase.SAVE)
+            keep()
         self._progress.mark(place.step, place.phase)
 
     def leave(self, reason: str) -> NoReturn:
@@ -260,7 +275,7 @@ class Resumable:
 
     def finish(self) -> None:
         """Save the final state and wait until it is on disk; collective. Raises CheckpointError."""
-        reason, _ = self._postponed or ("", False)
+        reason, _ = self._postponed or ("", 0)
         if reason:  # the stop was postponed, then the loop ended by `break`
             self.leave(reason)
         self.save()
@@ -308,21 +323,23 @@ class Resumable:
 
     # -- whether to stop, and to save ----------------------------------------------------------
 
-    def _agree(self) -> tuple[str, bool]:
-        """Agree on whether to stop, why, and whether to save now; collective.
+    def _agree(self) -> tuple[str, int]:
+        """Agree on whether to stop, why, and whether to keep the state now; collective.
 
         The ranks exchange their paces as well.
         """
         self._request.looked_at = True
         if self._deadline.is_near(self._lead_seconds):
             self._request.note("time limit")
-        due = self.rank == 0 and self._is_due()
-        wishes = [REASONS.index(self._request.reason), int(due)]
+        due = 0
+        if self.rank == 0:
+            due = SAVE if self._is_due() else SNAPSHOT * self._snapshots.is_due()
+        wishes = [REASONS.index(self._request.reason), due]
         code, save = self._poll.ask(self.steps, wishes)
         if self._costs.saves:
             self._deadline.check_lead(self._lead_seconds)
         self._account()
-        return REASONS[code], bool(save)
+        return REASONS[code], save
 
     @property
     def _lead_seconds(self) -> float:
@@ -335,39 +352,69 @@ class Resumable:
         first = self._saved_at == self._began and now - self._began > _FIRST_SAVE_SECONDS
         return first or now - self._saved_at >= self._saving.seconds
 
-    def _save_or_exit(self, reason: str, save: bool) -> None:
+    def _save_or_exit(self, reason: str, save: int) -> None:
         if reason:
             self.leave(reason)
         if save:
-            self.save()
+            self._keep(self._save if save == SAVE else self._take_snapshot)
 
     # -- checkpoints ---------------------------------------------------------------------------
 
     def _save(self) -> None:
         """Copy the state of all ranks on rank 0, or their shards, and write in the background."""
-        self._progress.mark(self.steps, Phase.SAVE)
         if self._shard_save:  # before the memory of another copy is needed
             (self._saver or self._shard_save).wait()
-        for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
-            if indices := replay.rebuild_buckets(self._wrappers[name]):
-                self._arranged[name] = indices
+        self._arrange()
         began = time.monotonic()
         random_states = agreement.gather(self._random_state(), on_first=True)
         path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._entries()
         if self._shards:
             self._shard_save = sharded.Save(path, self._shards, self._shard_group)
         if self._saver:
-            content = state.collect(
-                self._whole,
-                self._position,
-                world_size=self.world_size,
-                random_states=random_states,
-                best=self._best,
-                **kept,
-            )
+            content = self._content(random_states, kept)
             shards = self._shard_save.result if self._shard_save else None
             self._saver.save(content, time.monotonic() - began, shards)
         self._saved_step, self._saved_at = self.steps, time.monotonic()
+        self._snapshots.postpone()
+
+    def _take_snapshot(self) -> None:
+        """Copy the state into the memory of the nodes."""
+        self._arrange()
+        self._snapshots.take(
+            self.steps,
+            self._whole,
+            self._replicas,
+            self._random_state(),
+            lambda random_states, copy: self._content(random_states, self._entries(), copy),
+        )
+
+    @property
+    def _replicas(self) -> Sequence[DistributedDataParallel]:
+        """Wrappers of the models whose parameters are alike on all ranks."""
+        return [*self._wrappers.values()]
+
+    def _arrange(self) -> None:
+        """Note the layout of each wrapper's buckets; collective."""
+        for name in sorted(self._wrappers.keys() - self._arranged.keys()):  # on each rank alike
+            if indices := replay.rebuild_buckets(self._wrappers[name]):
+                self._arranged[name] = indices
+
+    def _content(
+        self,
+        random_states: list[Any],
+        entries: Mapping[str, object],
+        copy: Callable[[Tensor], Tensor] | None = None,
+    ) -> Content:
+        """Return the content of a checkpoint at this step."""
+        return state.collect(
+            self._whole,
+            self._position,
+            world_size=self.world_size,
+            random_states=random_states,
+            best=self._best,
+            copy=copy,
+            **entries,
+        )
 
     def _await_checkpoint(self) -> str:
         """Wait for the last checkpoint, and retry once if it could not be written.

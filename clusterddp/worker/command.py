@@ -81,6 +81,7 @@ def run_command(
         explain=explain,
         began=began,
         is_command=True,
+        environ=environ,
     )
 
 

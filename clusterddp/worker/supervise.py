@@ -16,7 +16,7 @@ import signal
 import stat
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -40,6 +40,7 @@ from clusterddp.run.attempt import Attempt, write_restart_divider
 from clusterddp.run.outcome import TaskRecord
 from clusterddp.run.records import TaskError, announced
 from clusterddp.run.run_dir import RunDir
+from clusterddp.worker.memory_keeper import MemoryKeeper
 
 # Signals that Slurm, an agent or a user sends to a task; they must not end its parent.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -63,6 +64,7 @@ def supervise(
     record: TaskRecord | None = None,
     began: Callable[[int, TaskRecord], None] | None = None,
     is_command: bool = False,
+    environ: MutableMapping[str, str] = os.environ,
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
@@ -75,6 +77,7 @@ def supervise(
     began: called with the child's process id and its record when it runs; may start threads.
     is_command: exit code 0 does not imply success, so a signal that reaches the child first, and
         this process only after the child's end, is recorded as well.
+    environ: variables of the child, which names the memory for its snapshots.
 
     Returns the child's exit code, or 128 + N if signal N ended it. Returns 0 for EXIT_STOPPED under
     Slurm or an agent, because they would otherwise end the other ranks. `child` may exec. Call it
@@ -89,17 +92,20 @@ def supervise(
     record, own = record or TaskRecord(run, env, attempt), attempt and Attempt(run, attempt)
     if own:
         _divide_log(own)
-    task = _Forked(child, listen, own.stop if own and is_command else None, record)
+    memory = MemoryKeeper(environ)
+    task = _Forked(child, listen, own.stop if own and is_command else None, record, memory)
     with Relay(SIGNALS, task.pass_on) as relay:
         task.fork(relay)
         record.record_start(task.pid)
         if began:
             began(task.pid, record)
-        status = record.record_end(
-            _await_end(task.pid, env, record, waits_for_signal=is_command and not task.forwards),
-            lambda status: task.reported() or explain(status),
-        )
+        waits = is_command and not task.forwards
+        status = _await_end(task.pid, env, record, waits_for_signal=waits)
+        error = task.reported()
+        record.record_end(status, lambda status: error or explain(status))
         code = os.waitstatus_to_exitcode(status)
+        if code not in (0, EXIT_STOPPED):
+            memory.save(error.code if error else "")
         if code not in (0, EXIT_STOPPED) and own:
             from clusterddp.worker import lost_script  # seldom needed
 
@@ -187,13 +193,15 @@ class _Forked:
         listen: Callable[[], object] | None,
         stop: Path | None,
         record: TaskRecord,
+        memory: MemoryKeeper,
     ) -> None:
-        """Take the child's function, its signal handlers and its record.
+        """Take the child's function, its signal handlers, its record and its memory.
 
         stop: file that exists if a COMMAND was asked to stop before its start. The signal has then
         reached only srun, or would kill the COMMAND at its start.
         """
         self._child, self._listen, self._stop, self._record = child, listen, stop, record
+        self._memory = memory
         self.forwards = forwards_signals(os.environ)
         self._mask: set[int] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         self._reports = os.pipe()  # closed on exec, as all of Python's descriptors
@@ -225,6 +233,8 @@ class _Forked:
         """Record a signal, and forward it if the process has not received it directly."""
         if accepts_signal(self.pid, number):
             self._record.note_signal(number)
+        if number == signal.SIGTERM:
+            self._memory.note_term()
         if self.forwards and not (number == signal.SIGINT and _in_foreground()):
             send(number, [self.pid])
 

@@ -1,0 +1,225 @@
+"""Saves the newest snapshot in a node's memory as an ordinary checkpoint; needs no torch.
+
+The parent of a failed rank calls it. One task of the run writes and the others wait for it, because
+srun ends all tasks soon after the first failed one.
+"""
+
+import contextlib
+import os
+import shutil
+import struct
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from clusterddp import files, log, polling
+from clusterddp.checkpoints import catalog
+from clusterddp.files import sync_folder
+from clusterddp.run import node_memory
+from clusterddp.run.attempt import FROM_MEMORY, Attempt, attempt_at
+from clusterddp.run.node_memory import HEADER_BYTES, Index, Record, owner_of, read_steps
+
+_CHUNK_BYTES = 8 << 20
+# torch.save begins each record at a multiple of this, so that torch.load can map the file.
+_ALIGNMENT, _PADDING_ID = 64, 0x4246
+_HEADER_BYTES, _ZIP64_BYTES = 30, 20  # of a zip file (APPNOTE.TXT 4.3.7, 4.5.3)
+_ZIP64_FROM = 1 << 31
+_NEWER_SECONDS = 2.0
+"""Time for another node to say that it has a newer snapshot whole."""
+_CLAIM_SECONDS, _DEAD_SECONDS = 1.0, 10.0
+"""Interval at which a writer renews its claim, and the age at which it counts as dead."""
+_DRAFT_SECONDS = 3.0
+"""Age at which the ranks' own unfinished checkpoint no longer counts as being written."""
+_WAIT_SECONDS = 300.0
+
+
+def save(own: tuple[int, int]) -> None:
+    """Write the newest snapshot of this node as a checkpoint, if no checkpoint is as new.
+
+    own: the halves of this task's memory. Returns once the snapshot, or a newer one, is written,
+    after at most five minutes. What goes wrong is logged.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            if found := _newest(own, stack):
+                _save(found)
+        except OSError as error:
+            log.warning(
+                f"the snapshot in this node's memory was not saved: {error.strerror or error}. "
+                "[CD0706]"
+            )
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A whole snapshot of a node."""
+
+    halves: tuple[int, ...]
+    """Its half of each member."""
+    marks: tuple[int, ...]
+    index: Index
+    contents_at: int
+    """Offset of what is in the tail after its index."""
+    has_newer: bool
+    """True if the node has begun a newer one, which another node may have whole."""
+
+    def chunks(self, record: Record) -> Iterator[bytes]:
+        """Yield the bytes of a record. Raises OSError if its memory was used again meanwhile."""
+        half, begin = self.halves[0], self.contents_at + record.offset
+        if record.is_tensor:
+            total, begin = self.index.tensor_bytes, HEADER_BYTES + record.offset
+            half = self.halves[owner_of(record.offset, record.size, total, len(self.halves))]
+        for done in range(0, record.size, _CHUNK_BYTES):
+            size = min(_CHUNK_BYTES, record.size - done)
+            chunk = os.pread(half, size, begin + done)
+            if len(chunk) < size:
+                raise OSError("its memory is incomplete")
+            yield chunk
+        if _finished(self.halves) != self.marks:
+            raise OSError("a newer snapshot has replaced it")
+
+
+def _finished(halves: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the step, plus one, that each member has finished in a half."""
+    return tuple(read_steps(half, number)[1] for number, half in enumerate(halves))
+
+
+def _newest(own: tuple[int, int], stack: contextlib.ExitStack) -> _Snapshot | None:
+    """Open the newest whole snapshot of the node; None if there is none.
+
+    Raises OSError if the memory of another task is gone.
+    """
+    opened = []
+    for member in node_memory.read_members(own[0]):
+        opened.append(member.open())
+        for half in opened[-1]:
+            stack.callback(os.close, half)
+    both = [tuple(halves[which] for halves in opened) for which in range(2)] if opened else []
+    whole = [halves for halves in both if len({*_finished(halves)}) == 1 and _finished(halves)[0]]
+    if not whole:
+        return None
+    halves = max(whole, key=_finished)
+    begun = max(read_steps(half, number)[0] for each in both for number, half in enumerate(each))
+    marks, read = _finished(halves), node_memory.read_index(halves[0])
+    if read is None:
+        return None
+    index, contents_at = read
+    return _Snapshot(halves, marks, index, contents_at, begun > index.step + 1)
+
+
+def _save(found: _Snapshot) -> None:
+    """Write a snapshot, unless another task writes it or a newer one. Raises OSError."""
+    attempt, step = attempt_at(Path(found.index.attempt)), found.index.step
+    path = attempt.checkpoints / catalog.name_of(step)
+    claims, began = _Claims(attempt.checkpoints), time.monotonic()
+    for _ in polling.poll(_WAIT_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
+        newest = next(map(catalog.step_of, catalog.files(attempt.checkpoints)), -1)
+        if newest >= step or attempt.is_superseded:
+            return
+        may_be_newer = found.has_newer and time.monotonic() - began < _NEWER_SECONDS
+        if claims.newest() >= step or may_be_newer or _ranks_save(attempt, step):
+            continue
+        claim = path.with_name(f".{path.name}{FROM_MEMORY}")
+        claim.unlink(missing_ok=True)  # of a writer that is dead
+        if files.create(claim):
+            with _renewed(claim):
+                shards = _write_files(found, path)
+                if catalog.publish(attempt, path, lambda file: _write_archive(file, found), shards):
+                    os.utime(path, (found.index.time, found.index.time))
+                    log.info(f"saved step {step} from the memory of this node: {path.name}")
+            return
+
+
+class _Claims:
+    """Claims to write a snapshot: hidden files, which a living writer renews."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[Path, tuple[int, float]] = {}
+
+    def newest(self) -> int:
+        """Return the latest step that another task writes; -1 for none."""
+        steps = [-1]
+        for path in self._folder.glob(f".step-*{FROM_MEMORY}"):
+            with contextlib.suppress(OSError):
+                changed, now = path.stat().st_mtime_ns, time.monotonic()
+                before, since = self._seen.get(path, (0, now))
+                since = since if before == changed else now
+                self._seen[path] = changed, since
+                if now - since < _DEAD_SECONDS:
+                    steps.append(_step_of_hidden(path))
+        return max(steps)
+
+
+def _step_of_hidden(path: Path) -> int:
+    """Return the step in the name of a claim or an unfinished checkpoint; -1 for another file."""
+    return catalog.step_of(Path(path.name[1:]).with_suffix(""))
+
+
+@contextlib.contextmanager
+def _renewed(claim: Path) -> Iterator[None]:
+    """Renew a claim from a thread during the block, then remove it."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(_CLAIM_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(claim)
+
+    threading.Thread(target=renew, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        with contextlib.suppress(OSError):
+            claim.unlink(missing_ok=True)
+
+
+def _ranks_save(attempt: Attempt, step: int) -> bool:
+    """Return whether the ranks write a checkpoint of this step or a later one."""
+    for path in attempt.checkpoints.glob(".step-*.pt.*"):
+        if _step_of_hidden(path) >= step and not path.name.endswith(FROM_MEMORY):
+            with contextlib.suppress(OSError):
+                if files.age(path, attempt.path) < _DRAFT_SECONDS:
+                    return True
+    return False
+
+
+def _write_files(found: _Snapshot, path: Path) -> dict[str, str]:
+    """Write the files next to the checkpoint; return their SHA-256 by path. Raises OSError."""
+    final, digests = catalog.shards_of(path), {}
+    fresh = final.with_name(f".{final.name}.memory")
+    for record in found.index.records:
+        if record.is_file:
+            file = fresh / record.name
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with file.open("wb") as stream:
+                stream.writelines(found.chunks(record))
+                stream.flush()
+                os.fsync(stream.fileno())
+            digests[f"{final.name}/{record.name}"] = catalog.stored_sha256(file)
+    if digests:
+        shutil.rmtree(final, ignore_errors=True)
+        fresh.replace(final)
+        sync_folder(final.parent)
+    return digests
+
+
+def _write_archive(file: IO[bytes], found: _Snapshot) -> None:
+    """Write a snapshot as torch.save would: an uncompressed zip archive, its records aligned."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for record in found.index.records:
+            if record.is_file:
+                continue
+            info, is_large = zipfile.ZipInfo(record.name), record.size >= _ZIP64_FROM
+            assert archive.fp
+            begin = archive.fp.tell() + _HEADER_BYTES + len(record.name) + 4
+            padding = -(begin + is_large * _ZIP64_BYTES) % _ALIGNMENT
+            info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=is_large) as stream:
+                for chunk in found.chunks(record):
+                    stream.write(chunk)

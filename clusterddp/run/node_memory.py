@@ -1,0 +1,163 @@
+"""Layout of the memory in which the ranks of a node keep snapshots of their training.
+
+The parent of a task owns memory without a name in any directory (memfd_create(2)), which its rank
+opens through /proc. It stays when the rank is killed, and is gone with the parent. The ranks of a
+node share the work: each copies its part of the state into its own task's memory. There are two
+halves, so that one is whole while the other is being written. `training.snapshots` writes them, and
+`checkpoints.from_memory` makes an ordinary checkpoint of one.
+
+A half has a header, which names the members (the ranks that share a node's memory) with the steps
+that each has begun and finished to copy; then the state's tensors at fixed offsets; then a tail:
+the index, and all that is not a tensor of the model or its optimizer. A member fills only its own
+part of the tensors; the first one also writes the tail.
+"""
+
+import json
+import os
+import re
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from clusterddp import files
+
+VARIABLE = "CLUSTERDDP_NODE_MEMORY"
+"""Names the memory that a task's parent owns; see `Address`."""
+HEADER_BYTES = 16384
+MAX_MEMBERS = 400
+_NAME = "clusterddp-"
+_COUNTS = struct.Struct("<qqq")
+"""Number of members; offset and length of the tail, in bytes."""
+_MEMBER = struct.Struct("<qqiii8s4x")
+"""Steps begun and finished, plus one, 0 for none; address."""
+_STEPS = struct.Struct("<qq")
+_MEMBERS_AT = 64
+_LENGTH = struct.Struct("<q")
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a task's memory is: the process that owns it, its two descriptors, and their name."""
+
+    pid: int
+    halves: tuple[int, int]
+    token: str
+
+    @classmethod
+    def create(cls) -> "Address":
+        """Create the memory of a task, which this process owns until its end.
+
+        Raises OSError or AttributeError where the system has no such memory; Linux has it.
+        """
+        token = secrets.token_hex(4)
+        first, second = (os.memfd_create(f"{_NAME}{token}") for _ in range(2))
+        return cls(os.getpid(), (first, second), token)
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> "Address | None":
+        """Return the address of this task's memory; None without one."""
+        found = re.fullmatch(r"(\d+):(\d+):(\d+):([0-9a-f]{8})", environ.get(VARIABLE, ""))
+        return cls(int(found[1]), (int(found[2]), int(found[3])), found[4]) if found else None
+
+    def __str__(self) -> str:
+        return ":".join(map(str, (self.pid, *self.halves, self.token)))
+
+    def open(self) -> tuple[int, int]:
+        """Open both halves. Raises OSError if the owner has ended or cannot be seen from here."""
+        first, second = map(self._open, self.halves)
+        return first, second
+
+    def _open(self, number: int) -> int:
+        path = Path(f"/proc/{self.pid}/fd/{number}")
+        if path.readlink().name != f"memfd:{_NAME}{self.token} (deleted)":
+            raise FileNotFoundError(f"{path} is not the memory of a task")
+        return os.open(path, os.O_RDWR)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of the checkpoint's archive, or one of the files next to it."""
+
+    name: str
+    is_tensor: bool
+    """True if it is among the tensors; else it is in the tail."""
+    offset: int
+    """From the end of the header, or from the end of the tail's index."""
+    size: int
+    is_file: bool = False
+
+
+@dataclass(frozen=True)
+class Index:
+    """Index of a snapshot."""
+
+    attempt: str
+    """Directory of the attempt."""
+    step: int
+    time: float
+    """When it was taken, in seconds since the epoch."""
+    tensor_bytes: int
+    records: tuple[Record, ...]
+
+
+def owner_of(offset: int, size: int, total: int, members: int) -> int:
+    """Return the member that copies the tensor at an offset, of `total` bytes of tensors."""
+    return (2 * offset + size) * members // (2 * total)
+
+
+def write_members(half: int, members: Sequence[Address]) -> None:
+    """Write the header of a half: its members, of which none has copied a step."""
+    rows = [_MEMBER.pack(0, 0, m.pid, *m.halves, m.token.encode()) for m in members]
+    os.pwrite(half, _COUNTS.pack(len(members), 0, 0).ljust(_MEMBERS_AT, b"\0") + b"".join(rows), 0)
+
+
+def read_members(half: int) -> list[Address]:
+    """Return the members of a half; none before its layout."""
+    if os.fstat(half).st_size < HEADER_BYTES:
+        return []
+    count, *_ = _COUNTS.unpack(os.pread(half, _COUNTS.size, 0))
+    rows = (_MEMBER.unpack(os.pread(half, _MEMBER.size, _at(n))) for n in range(count))
+    return [Address(pid, (first, second), token.decode()) for *_, pid, first, second, token in rows]
+
+
+def _at(member: int) -> int:
+    return _MEMBERS_AT + member * _MEMBER.size
+
+
+def write_steps(half: int, member: int, begun: int, finished: int) -> None:
+    """Write which step, plus one, a member has begun to copy into a half, and finished."""
+    os.pwrite(half, _STEPS.pack(begun, finished), _at(member))
+
+
+def read_steps(half: int, member: int) -> tuple[int, int]:
+    """Return which step, plus one, a member has begun to copy into a half, and finished."""
+    begun, finished = _STEPS.unpack(os.pread(half, _STEPS.size, _at(member)))
+    return begun, finished
+
+
+def write_tail(half: int, offset: int, tail: bytes) -> None:
+    """Write the tail of a half, made by `make_tail`. Raises OSError without memory."""
+    for begin in range(0, len(tail), _CHUNK_BYTES):
+        os.pwrite(half, tail[begin : begin + _CHUNK_BYTES], offset + begin)
+    count, *_ = _COUNTS.unpack(os.pread(half, _COUNTS.size, 0))
+    os.pwrite(half, _COUNTS.pack(count, offset, len(tail)), 0)
+
+
+def make_tail(index: Index, contents: Sequence[bytes]) -> bytes:
+    """Return the tail with an index and the contents of its records."""
+    fields = vars(index) | {"records": [vars(record) for record in index.records]}
+    text = json.dumps(fields).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *contents])
+
+
+def read_index(half: int) -> tuple[Index, int] | None:
+    """Return the index of a half, and the offset of the contents behind it; None if damaged."""
+    _, offset, length = _COUNTS.unpack(os.pread(half, _COUNTS.size, 0))
+    [size] = _LENGTH.unpack(os.pread(half, _LENGTH.size, offset))
+    begin = offset + _LENGTH.size
+    text = os.pread(half, size, begin) if 0 < size < length else b"null"
+    index = files.load(Index, json.loads(text))
+    return (index, begin + size) if index else None

@@ -1,0 +1,49 @@
+"""Keeper of the memory in which a task's rank keeps snapshots, in the task's parent."""
+
+import threading
+from collections.abc import MutableMapping
+from contextlib import suppress
+
+from clusterddp.run.node_memory import VARIABLE, Address
+
+_TERM_SECONDS = 4.0
+"""Time after SIGTERM for the ranks to save themselves, before their parents do."""
+_UNUSABLE = {"CD0810"}
+"""Errors that say that the state itself is of no use: the training has diverged."""
+
+
+class MemoryKeeper:
+    """Memory of one task; saved as a checkpoint when its rank fails."""
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        """environ: variables of the rank, which learns the memory's address from them."""
+        self._address: Address | None = None
+        self._saving = threading.Lock()
+        self._timer: threading.Timer | None = None
+        environ.pop(VARIABLE, None)  # of another task
+        with suppress(OSError, AttributeError):
+            self._address = Address.create()
+            environ[VARIABLE] = str(self._address)
+
+    def note_term(self) -> None:
+        """Save the newest snapshot soon, unless the ranks have saved a newer step by then.
+
+        Slurm kills the rank with its parent KillWait seconds after SIGTERM.
+        """
+        if self._address and self._timer is None:
+            self._timer = threading.Timer(_TERM_SECONDS, self.save)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def save(self, code: str = "") -> None:
+        """Save the newest snapshot of the node, if it is newer than every checkpoint.
+
+        code: error code of the rank's failure.
+        """
+        if self._timer:
+            self._timer.cancel()
+        if self._address and code not in _UNUSABLE:
+            from clusterddp.checkpoints import from_memory  # seldom needed
+
+            with self._saving:
+                from_memory.save(self._address.halves)
