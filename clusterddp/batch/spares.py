@@ -239,7 +239,8 @@ def end_step(
 
     def at_work() -> int | None:
         left = (o for o in read_outcomes(attempt.outcomes) if o.host not in lost)
-        return srun() if any(outcome.ended is None for outcome in left) else None
+        is_active = attempt.is_saving_memory or any(outcome.ended is None for outcome in left)
+        return srun() if is_active else None
 
     step = step_watch.step_name(attempt, job)
     if not step and (pid := srun()):  # no start is recorded, but srun may have started tasks
@@ -250,6 +251,11 @@ def end_step(
         if step:
             slurm.cancel(step)
             step_watch.await_end(at_work, polling.LEFT_RANKS_EXIT_SECONDS)
+            polling.wait_until(
+                lambda: not (at_work() and attempt.is_saving_memory),
+                polling.MEMORY_SAVE_SECONDS,
+                every=polling.RECORDS_POLL_SECONDS,
+            )
         if step and at_work():
             slurm.kill_step(step)
             step_watch.await_end(at_work, polling.LEFT_RANKS_KILL_SECONDS)

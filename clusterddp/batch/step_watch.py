@@ -180,7 +180,7 @@ def _await_the_end(attempt: Attempt, ranks: int, grace_seconds: float) -> str:
         with suppress(OSError):  # a COMMAND has no liveness file
             sign = last_renewal(attempt.alive)
         now = first_at_work, has_final_record, sign
-        if now != before:
+        if now != before or attempt.is_saving_memory:
             before, since = now, time.monotonic()
         quiet = time.monotonic() - since
         if first_at_work >= ranks:

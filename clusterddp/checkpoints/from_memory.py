@@ -20,7 +20,7 @@ from clusterddp import files, log, polling
 from clusterddp.checkpoints import catalog
 from clusterddp.files import sync_folder
 from clusterddp.run import node_memory
-from clusterddp.run.attempt import FROM_MEMORY, Attempt, attempt_at
+from clusterddp.run.attempt import FROM_MEMORY, FROM_MEMORY_SECONDS, Attempt, attempt_at
 from clusterddp.run.node_memory import HEADER_BYTES, Index, Record, owner_of, read_steps
 
 _CHUNK_BYTES = 8 << 20
@@ -30,11 +30,10 @@ _HEADER_BYTES, _ZIP64_BYTES = 30, 20  # of a zip file (APPNOTE.TXT 4.3.7, 4.5.3)
 _ZIP64_FROM = 1 << 31
 _NEWER_SECONDS = 2.0
 """Time for another node to say that it has a newer snapshot whole."""
-_CLAIM_SECONDS, _DEAD_SECONDS = 1.0, 10.0
-"""Interval at which a writer renews its claim, and the age at which it counts as dead."""
+_CLAIM_SECONDS = 1.0
+"""Interval at which a writer renews its claim."""
 _DRAFT_SECONDS = 3.0
 """Age at which the ranks' own unfinished checkpoint no longer counts as being written."""
-_WAIT_SECONDS = 300.0
 
 
 def save(own: tuple[int, int]) -> None:
@@ -115,13 +114,13 @@ def _save(found: _Snapshot) -> None:
     """Write a snapshot, unless another task writes it or a newer one. Raises OSError."""
     attempt, step = attempt_at(Path(found.index.attempt)), found.index.step
     path = attempt.checkpoints / catalog.name_of(step)
-    claims, began = _Claims(attempt.checkpoints), time.monotonic()
-    for _ in polling.poll(_WAIT_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
+    began = time.monotonic()
+    for _ in polling.poll(polling.MEMORY_SAVE_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
         newest = next(map(catalog.step_of, catalog.files(attempt.checkpoints)), -1)
         if newest >= step or attempt.is_superseded:
             return
         may_be_newer = found.has_newer and time.monotonic() - began < _NEWER_SECONDS
-        if claims.newest() >= step or may_be_newer or _ranks_save(attempt, step):
+        if _newest_claim(attempt) >= step or may_be_newer or _ranks_save(attempt, step):
             continue
         claim = path.with_name(f".{path.name}{FROM_MEMORY}")
         claim.unlink(missing_ok=True)  # of a writer that is dead
@@ -134,25 +133,11 @@ def _save(found: _Snapshot) -> None:
             return
 
 
-class _Claims:
-    """Claims to write a snapshot: hidden files, which a living writer renews."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: dict[Path, tuple[int, float]] = {}
-
-    def newest(self) -> int:
-        """Return the latest step that another task writes; -1 for none."""
-        steps = [-1]
-        for path in self._folder.glob(f".step-*{FROM_MEMORY}"):
-            with contextlib.suppress(OSError):
-                changed, now = path.stat().st_mtime_ns, time.monotonic()
-                before, since = self._seen.get(path, (0, now))
-                since = since if before == changed else now
-                self._seen[path] = changed, since
-                if now - since < _DEAD_SECONDS:
-                    steps.append(_step_of_hidden(path))
-        return max(steps)
+def _newest_claim(attempt: Attempt) -> int:
+    """Return the latest step of a snapshot that another task writes; -1 for none."""
+    claims = attempt.checkpoints.glob(f".step-*{FROM_MEMORY}")
+    alive = (each for each in claims if files.age(each, attempt.path) < FROM_MEMORY_SECONDS)
+    return max(map(_step_of_hidden, alive), default=-1)
 
 
 def _step_of_hidden(path: Path) -> int:

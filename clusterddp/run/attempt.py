@@ -52,6 +52,8 @@ LIVENESS_TIMEOUT = 15.0
 _RESERVE_BYTES = 256 << 10
 FROM_MEMORY = ".memory"
 """End of the hidden file that shows that a snapshot is written as a checkpoint."""
+FROM_MEMORY_SECONDS = 10.0
+"""Age from which it is of a dead writer; a living one renews it each second."""
 
 
 class StartRefused(ClusterDDPError):
@@ -185,7 +187,10 @@ class Attempt:
     @property
     def is_saving_memory(self) -> bool:
         """True while a snapshot in a node's memory is written as a checkpoint."""
-        return any(self.checkpoints.glob(f".step-*{FROM_MEMORY}"))
+        with contextlib.suppress(OSError):
+            claims = self.checkpoints.glob(f".step-*{FROM_MEMORY}")
+            return any(files.age(claim, self.path) < FROM_MEMORY_SECONDS for claim in claims)
+        return False
 
     @property
     def is_superseded(self) -> bool:

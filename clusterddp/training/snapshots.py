@@ -116,6 +116,8 @@ class Snapshots:
 
     def _prepare(self, tensors: Sequence[Tensor], shape: str) -> None:
         """Lay out the memory of each node; a thread then allocates it."""
+        if self._layout:
+            self._layout.close()
         self._shape, self._layout = shape, None
         address = self._address
         try:
@@ -226,7 +228,9 @@ class _Layout:
             for places in self._places
         ]
         gpus = {tensors[number].device for number in self._own if tensors[number].is_cuda}
-        threading.Thread(target=self._allocate, args=(gpus,), daemon=True).start()
+        self._pinned: list[int] = []
+        self._allocation = threading.Thread(target=self._allocate, args=(gpus,), daemon=True)
+        self._allocation.start()
 
     def _allocate(self, gpus: Collection[torch.device]) -> None:
         """Allocate this rank's part of the memory beside the training; pin it for its GPU."""
@@ -241,9 +245,18 @@ class _Layout:
                     return
                 for gpu in gpus:
                     torch.cuda.set_device(gpu)
-                    # Without it, which is allowed, the copy is slower and Python waits for it.
-                    _cuda().cudaHostRegister(places[first].data_ptr(), end - begin, 0)
+                    place = places[first].data_ptr()
+                    # If it fails, the copy is slower and Python waits for it.
+                    if not int(_cuda().cudaHostRegister(place, end - begin, 0)):
+                        self._pinned.append(place)
         self.is_ready = True
+
+    def close(self) -> None:
+        """Unpin the memory, before anything else can be mapped there."""
+        self.finish()
+        self._allocation.join()
+        for place in self._pinned:
+            _cuda().cudaHostUnregister(place)
 
     def copy_of(self, tensors: Sequence[Tensor]) -> Copy:
         """Return a function from a tensor to its place in the next snapshot, or to a copy."""
