@@ -131,7 +131,8 @@ class GraphedStep:
         Raises TrainingError if the step cannot be captured and may not fall back.
         """
         self._images, self._labels = images.clone(), labels.clone()
-        before = {id(tensor): tensor.clone() for tensor in self._state()}
+        # Not attached: the copy would keep a node of autograd that belongs to the usual stream.
+        before = {id(tensor): tensor.detach().clone() for tensor in self._state()}
         cpu, cuda = torch.get_rng_state(), None
         if self.step.device.type == "cuda":
             cuda = torch.cuda.get_rng_state(self.step.device)

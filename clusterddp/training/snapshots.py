@@ -107,6 +107,8 @@ class Snapshots:
             self._prepare(tensors, shape)
         elif all(is_ready for _, is_ready in seen) and time.monotonic() >= self._first_due:
             self._copy(step, tensors, random_state, collect)
+            if self._layout and not self._said_every:
+                self._layout.finish()  # a GPU's first copy shows how long one takes
             seconds = (
                 time.perf_counter() - began + (self._layout.copy_seconds if self._layout else 0)
             )

@@ -105,7 +105,7 @@ def test_two_ranks_that_share_a_gpu_train_as_two_on_cpus_do(
     switch = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if backend == "nccl" else {}
     done = debug(*ALIKE, f"--backend={backend}", CUDA_VISIBLE_DEVICES="0", **switch)
     assert done.returncode == 0, done.stdout
-    assert "ranks 0, 1 share a GPU" in done.stdout
+    assert "ranks 0, 1 share the time and memory of a GPU" in done.stdout
     check_alike(tmp_path / "run", debug(*ALIKE, "--device=cpu", run="cpus"))
 
 
