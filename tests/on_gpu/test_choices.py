@@ -102,7 +102,7 @@ def test_the_rows_of_a_comparison_are_alike(gpu_digits: Digits, tmp_path: Path) 
     reports, table = compared(gpu_digits, tmp_path, *more)
     assert [report["cuda_graph"] for report in reports] == [True, True]
     assert "every step a CUDA graph" in table and "not alike" not in table
-    assert "without first kernels and capture" in table
+    assert "without the preparation of the first" in table
 
 
 @pytest.mark.gpu2
