@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,7 +21,7 @@ from clusterddp.checkpoints import catalog
 from clusterddp.files import sync_folder
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import FROM_MEMORY, FROM_MEMORY_SECONDS, Attempt, attempt_at
-from clusterddp.run.node_memory import HEADER_BYTES, Index, Record, owner_of, read_steps
+from clusterddp.run.node_memory import HEADER_BYTES, Address, Index, Record, owner_of, read_steps
 
 _CHUNK_BYTES = 8 << 20
 # torch.save begins each record at a multiple of this, so that torch.load can map the file.
@@ -36,17 +36,26 @@ _DRAFT_SECONDS = 3.0
 """Age at which the ranks' own unfinished checkpoint no longer counts as being written."""
 
 
-def save(own: tuple[int, int]) -> None:
+def save(own: Address) -> None:
     """Write the newest snapshot of this node as a checkpoint, if no checkpoint is as new.
 
-    own: the halves of this task's memory. Returns once the snapshot, or a newer one, is written,
-    after at most five minutes. What goes wrong is logged.
+    own: this task's memory. Returns once the snapshot, or a newer one, is written, after at most
+    five minutes. What goes wrong is logged.
     """
+    path = node_memory.read_attempt(own.halves[0])
+    if path is None:
+        return
+    attempt = attempt_at(path)
     with contextlib.ExitStack() as stack:
         try:
-            if found := _newest(own, stack):
-                _save(found)
+            members = node_memory.read_members(own.halves[0])
+            number = members.index(own)
+            known = max(read_steps(half, number)[1] for half in own.halves) - 1
+            if known > _newest_saved(attempt) and (found := _newest(members, stack)):
+                _save(attempt, found)
         except OSError as error:
+            if known <= _newest_saved(attempt):
+                return  # by a task that has ended since
             log.warning(
                 f"the snapshot in this node's memory was not saved: {error.strerror or error}. "
                 "[CD0706]"
@@ -87,13 +96,18 @@ def _finished(halves: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(read_steps(half, number)[1] for number, half in enumerate(halves))
 
 
-def _newest(own: tuple[int, int], stack: contextlib.ExitStack) -> _Snapshot | None:
+def _newest_saved(attempt: Attempt) -> int:
+    """Return the step of an attempt's newest checkpoint; -1 without one."""
+    return next(map(catalog.step_of, catalog.files(attempt.checkpoints)), -1)
+
+
+def _newest(members: Sequence[Address], stack: contextlib.ExitStack) -> _Snapshot | None:
     """Open the newest whole snapshot of the node; None if there is none.
 
     Raises OSError if the memory of another task is gone.
     """
     opened = []
-    for member in node_memory.read_members(own[0]):
+    for member in members:
         opened.append(member.open())
         for half in opened[-1]:
             stack.callback(os.close, half)
@@ -110,14 +124,13 @@ def _newest(own: tuple[int, int], stack: contextlib.ExitStack) -> _Snapshot | No
     return _Snapshot(halves, marks, index, contents_at, begun > index.step + 1)
 
 
-def _save(found: _Snapshot) -> None:
+def _save(attempt: Attempt, found: _Snapshot) -> None:
     """Write a snapshot, unless another task writes it or a newer one. Raises OSError."""
-    attempt, step = attempt_at(Path(found.index.attempt)), found.index.step
+    step = found.index.step
     path = attempt.checkpoints / catalog.name_of(step)
     began = time.monotonic()
     for _ in polling.poll(polling.MEMORY_SAVE_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
-        newest = next(map(catalog.step_of, catalog.files(attempt.checkpoints)), -1)
-        if newest >= step or attempt.is_superseded:
+        if _newest_saved(attempt) >= step or attempt.is_superseded:
             return
         may_be_newer = found.has_newer and time.monotonic() - began < _NEWER_SECONDS
         if _newest_claim(attempt) >= step or may_be_newer or _ranks_save(attempt, step):

@@ -62,7 +62,7 @@ def is_sharded(module: object) -> bool:
 
 def select_sharded(objects: Objects) -> dict[str, Any]:
     """Return the `FileState`s, and with a sharded module the modules and the optimizers."""
-    files = _files_of(objects)
+    files = files_of(objects)
     if not any(map(is_sharded, objects.values())):
         return files
     found = {
@@ -120,7 +120,7 @@ class Save:
         if not problem:
             with torch.no_grad():
                 states = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), _states(objects))
-            problem = self._write_own(_files_of(objects))
+            problem = self._write_own(files_of(objects))
         self._thread = threading.Thread(
             target=self._run,
             args=(states, problem, group, agreement.device()),
@@ -265,7 +265,7 @@ def _states(objects: Objects) -> dict[str, Any]:
     }
 
 
-def _files_of(objects: Objects) -> dict[str, FileState]:
+def files_of(objects: Objects) -> dict[str, FileState]:
     return {name: each for name, each in objects.items() if has_files(each)}
 
 

@@ -218,5 +218,9 @@ class Driven(Loop):
         super().finish()
         self.fits.is_over = True
 
+    def _take_snapshot(self) -> None:
+        if self.fits.number == 1:  # the files of earlier fits are on disk only
+            super()._take_snapshot()
+
     def _planned(self) -> int | None:
         return self._total

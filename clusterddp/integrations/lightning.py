@@ -55,11 +55,14 @@ class Resume(_base()):  # type: ignore[misc]
         directory: str | None = None,
         save_every: str = "10m",
         keep_last: int = 3,
+        snapshot_every: float = 10,
         log_every: int = 0,
     ) -> None:
-        """directory, save_every, keep_last, log_every: see `clusterddp.loop.Loop`."""
+        """All arguments: see `clusterddp.loop.Loop`."""
         given = {"save_every": save_every, "keep_last": keep_last, "log_every": log_every}
-        self._options: dict[str, Any] = {"directory": directory, **given}
+        self._options: dict[str, Any] = {
+            "directory": directory, "snapshot_every": snapshot_every, **given
+        }  # fmt: skip
         self._fits: dict[Any, _Fit] = {}
         self._fit: _Fit | None = None
 

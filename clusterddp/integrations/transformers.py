@@ -56,7 +56,8 @@ def resume(trainer: T, **options: Any) -> T:
 
     Call it on every rank, before `train()`.
 
-    options of `clusterddp.loop.Loop`: `save_every`, `keep_last`, `directory`, `log_every`.
+    options of `clusterddp.loop.Loop`: `save_every`, `keep_last`, `snapshot_every`,
+    `directory`, `log_every`.
 
     Raises TrainingError for an option of the trainer that contradicts this, and for a version of
     transformers that it does not know.

@@ -25,7 +25,7 @@ from clusterddp import files
 
 VARIABLE = "CLUSTERDDP_NODE_MEMORY"
 """Names the memory that a task's parent owns; see `Address`."""
-HEADER_BYTES = 16384
+HEADER_BYTES = 20480
 MAX_MEMBERS = 400
 _NAME = "clusterddp-"
 _COUNTS = struct.Struct("<qqq")
@@ -33,7 +33,7 @@ _COUNTS = struct.Struct("<qqq")
 _MEMBER = struct.Struct("<qqiii8s4x")
 """Steps begun and finished, plus one, 0 for none; address."""
 _STEPS = struct.Struct("<qq")
-_MEMBERS_AT = 64
+_MEMBERS_AT, _PATH_AT = 64, 16384
 _LENGTH = struct.Struct("<q")
 _CHUNK_BYTES = 8 << 20
 
@@ -61,6 +61,14 @@ class Address:
         """Return the address of this task's memory; None without one."""
         found = re.fullmatch(r"(\d+):(\d+):(\d+):([0-9a-f]{8})", environ.get(VARIABLE, ""))
         return cls(int(found[1]), (int(found[2]), int(found[3])), found[4]) if found else None
+
+    @property
+    def scratch(self) -> Path:
+        """Directory in memory for files that a framework writes, removed as soon as they are read.
+
+        The owner removes it once more at its end.
+        """
+        return Path("/dev/shm", f"{_NAME}{self.token}")
 
     def __str__(self) -> str:
         return ":".join(map(str, (self.pid, *self.halves, self.token)))
@@ -94,8 +102,6 @@ class Record:
 class Index:
     """Index of a snapshot."""
 
-    attempt: str
-    """Directory of the attempt."""
     step: int
     time: float
     """When it was taken, in seconds since the epoch."""
@@ -108,16 +114,21 @@ def owner_of(offset: int, size: int, total: int, members: int) -> int:
     return (2 * offset + size) * members // (2 * total)
 
 
-def write_members(half: int, members: Sequence[Address]) -> None:
-    """Write the header of a half: its members, of which none has copied a step."""
+def write_header(half: int, attempt: Path, members: Sequence[Address]) -> None:
+    """Write the header of a half: the attempt's directory, and members without a copied step."""
     rows = [_MEMBER.pack(0, 0, m.pid, *m.halves, m.token.encode()) for m in members]
     os.pwrite(half, _COUNTS.pack(len(members), 0, 0).ljust(_MEMBERS_AT, b"\0") + b"".join(rows), 0)
+    os.pwrite(half, os.fsencode(attempt).ljust(HEADER_BYTES - _PATH_AT, b"\0"), _PATH_AT)
+
+
+def read_attempt(half: int) -> Path | None:
+    """Return the directory of the attempt that uses a half; None before its layout."""
+    path = os.pread(half, HEADER_BYTES - _PATH_AT, _PATH_AT).rstrip(b"\0")
+    return Path(os.fsdecode(path)) if path else None
 
 
 def read_members(half: int) -> list[Address]:
-    """Return the members of a half; none before its layout."""
-    if os.fstat(half).st_size < HEADER_BYTES:
-        return []
+    """Return the members of a half."""
     count, *_ = _COUNTS.unpack(os.pread(half, _COUNTS.size, 0))
     rows = (_MEMBER.unpack(os.pread(half, _MEMBER.size, _at(n))) for n in range(count))
     return [Address(pid, (first, second), token.decode()) for *_, pid, first, second, token in rows]

@@ -125,8 +125,10 @@ class Resumable:
         """Images and seconds of each rank in this attempt."""
         self._stragglers = Stragglers(attempt, self.rank, straggler_window)
         self._saving = Interval.parse(save_every)
+        self._files = sharded.files_of(self._shards)
         # A shard on one node would be lost with it.
-        self._snapshots = Snapshots(attempt, 0.0 if self._shards else snapshot_every)
+        has_shards = len(self._files) < len(self._shards)
+        self._snapshots = Snapshots(attempt, 0.0 if has_shards else snapshot_every)
         self._accounted = self._waited = 0.0
         self._start_step, self._earlier_seconds = position.step, position.seconds
         self._saved_step = position.step if is_resumed else -1
@@ -384,6 +386,7 @@ class Resumable:
             self.steps,
             self._whole,
             self._replicas,
+            self._files,
             self._random_state(),
             lambda random_states, copy: self._content(random_states, self._entries(), copy),
         )

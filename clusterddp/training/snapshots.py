@@ -12,6 +12,7 @@ import io
 import mmap
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from clusterddp import log
 from clusterddp.checkpoints import state
+from clusterddp.checkpoints.sharded import FileState
 from clusterddp.checkpoints.state import Content
 from clusterddp.distributed import agreement
 from clusterddp.formatting import memory, setting
@@ -82,14 +84,15 @@ class Snapshots:
         step: int,
         states: Mapping[str, Any],
         wrappers: Sequence[nn.Module],
+        files: Mapping[str, FileState],
         random_state: object,
         collect: Callable[[list[Any], Copy], Content],
     ) -> None:
         """Copy the state after a step, or prepare the memory for it.
 
         states: the states of the checkpoint. wrappers: DDP wrappers of the models among them.
-        random_state: this rank's. collect: returns rank 0's checkpoint for all ranks' random states
-        and with `Copy` for its tensors.
+        files: states that write files. random_state: this rank's. collect: returns rank 0's
+        checkpoint for all ranks' random states, and with `Copy` for its tensors.
         """
         began = time.perf_counter()
         tensors = _alike(states, wrappers, alone=self._world_size == 1)
@@ -106,7 +109,7 @@ class Snapshots:
         elif shape != self._shape:
             self._prepare(tensors, shape)
         elif all(is_ready for _, is_ready in seen) and time.monotonic() >= self._first_due:
-            self._copy(step, tensors, random_state, collect)
+            self._copy(step, tensors, files, random_state, collect)
             if self._layout and not self._said_every:
                 self._layout.finish()  # a GPU's first copy shows how long one takes
             seconds = (
@@ -146,25 +149,36 @@ class Snapshots:
         elif where in keeping and halves:
             members = [member for _, member, _ in groups[where] if member]
             number = sum(place == where for place, *_ in hellos[: self._rank])
-            self._layout = _Layout(halves, members, number, tensors)
+            self._layout = _Layout(self._attempt, halves, members, number, tensors)
 
     def _copy(
         self,
         step: int,
         tensors: Sequence[Tensor],
+        files: Mapping[str, FileState],
         random_state: object,
         collect: Callable[[list[Any], Copy], Content],
     ) -> None:
-        random_states = agreement.gather(random_state, on_first=True)
+        own, problem = _written(files, self._address, self._rank)
+        of_ranks = agreement.gather(
+            (random_state, {} if self._rank == 0 else own, problem), on_first=True
+        )
         tail = b""
         if self._rank == 0 and self._layout:
-            content = collect(random_states, self._layout.copy_of(tensors))
-            tail = _tail(self._attempt, step, content, self._layout)
+            content = collect([state for state, *_ in of_ranks], self._layout.copy_of(tensors))
+            for _, of_rank, failed in reversed(of_ranks):
+                own, problem = {**of_rank, **own}, failed or problem
+            tail = _tail(step, content, own, self._layout)
+            if 2 * len(tail) > _SHARE_OF_MEMORY * _free_bytes():
+                problem = problem or f"they need {memory(2 * len(tail))} for files"
+            if problem:
+                self._turn_off(problem)
+                tail = b""
         if self._has_others:
             sent = agreement.gather(len(tail))[0]
-            if sent <= _SENT_BYTES:
+            if 0 < sent <= _SENT_BYTES:
                 tail = state.broadcast(tail, sent)
-        if self._layout and (tail or not self._is_far):
+        if self._layout and (tail or (self._rank and not self._is_far)):
             self._layout.copy(step, tensors, tail)
 
     def _turn_off(self, why: str) -> None:
@@ -191,6 +205,7 @@ class _Layout:
 
     def __init__(
         self,
+        attempt: Attempt,
         halves: tuple[int, int],
         members: Sequence[Address],
         member: int,
@@ -217,7 +232,7 @@ class _Layout:
         """True once the memory is allocated."""
         for half in halves:
             os.ftruncate(half, HEADER_BYTES + self.size)
-            node_memory.write_members(half, members)
+            node_memory.write_header(half, attempt.path, members)
             mapped = mmap.mmap(half, HEADER_BYTES + self.size)
             self._places.append(
                 [
@@ -320,11 +335,13 @@ def _alike(
 
     alone: whether there is only one rank, whose models need no wrapper.
     """
+    exchanged = {parameter for wrapper in wrappers for parameter in wrapper.parameters()}
     modules = [each for each in states.values() if isinstance(each, nn.Module)]
     parameters = {
         parameter: parameter.detach()
-        for module in (modules if alone else wrappers)
+        for module in modules
         for parameter in module.parameters()
+        if alone or parameter in exchanged
     }
     found = [*parameters.values()]
     for each in states.values():
@@ -377,8 +394,30 @@ def _free_bytes() -> int:
     return min(free, int(limit) << 20) if limit.isdigit() and int(limit) else free
 
 
-def _tail(attempt: Attempt, step: int, content: Content, layout: _Layout) -> bytes:
-    """Return the tail: the index of the checkpoint's records, and all but the tensors."""
+def _written(
+    files: Mapping[str, FileState], address: Address | None, rank: int
+) -> tuple[dict[str, bytes], str]:
+    """Have states write their files; return those of this rank by path, or why they could not."""
+    if not files or address is None:
+        return {}, ""
+    folder = address.scratch / str(rank)
+    try:
+        for name, each in files.items():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            each.save_state(str(folder / name))
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}, ""
+    except Exception as error:  # a framework's own
+        return {}, str(error).partition("\n")[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tail(step: int, content: Content, files: Mapping[str, bytes], layout: _Layout) -> bytes:
+    """Return the tail: the index of the checkpoint's records, and all but the tensors.
+
+    files: those next to the checkpoint, by path.
+    """
     records: list[Record] = []
     contents: list[bytes] = []
 
@@ -400,7 +439,10 @@ def _tail(attempt: Attempt, step: int, content: Content, layout: _Layout) -> byt
             place = layout.offsets[number]
             records.append(Record(f"archive/data/{name}", True, place, storage.nbytes()))
     add("version", b"3\n")
-    index = Index(str(attempt.path), step, time.time(), layout.size, tuple(records))
+    for path, data in files.items():
+        records.append(Record(path, False, sum(map(len, contents)), len(data), is_file=True))
+        contents.append(data)
+    index = Index(step, time.time(), layout.size, tuple(records))
     return node_memory.make_tail(index, contents)
 
 

@@ -1,5 +1,6 @@
 """Keeper of the memory in which a task's rank keeps snapshots, in the task's parent."""
 
+import shutil
 import threading
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -25,6 +26,11 @@ class MemoryKeeper:
             self._address = Address.create()
             environ[VARIABLE] = str(self._address)
 
+    def tidy(self) -> None:
+        """Remove the files that a rank left when it was killed while it wrote them."""
+        if self._address:
+            shutil.rmtree(self._address.scratch, ignore_errors=True)
+
     def note_term(self) -> None:
         """Save the newest snapshot soon, unless the ranks have saved a newer step by then.
 
@@ -46,4 +52,4 @@ class MemoryKeeper:
             from clusterddp.checkpoints import from_memory  # seldom needed
 
             with self._saving:
-                from_memory.save(self._address.halves)
+                from_memory.save(self._address)

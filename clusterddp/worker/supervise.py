@@ -101,6 +101,7 @@ def supervise(
             began(task.pid, record)
         waits = is_command and not task.forwards
         status = _await_end(task.pid, env, record, waits_for_signal=waits)
+        memory.tidy()
         error = task.reported()
         record.record_end(status, lambda status: error or explain(status))
         code = os.waitstatus_to_exitcode(status)
