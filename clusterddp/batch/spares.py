@@ -18,7 +18,7 @@ from contextlib import suppress
 from clusterddp import log, polling
 from clusterddp.batch import step_watch
 from clusterddp.errors import EXIT_STOPPED, SlurmError
-from clusterddp.formatting import setting
+from clusterddp.formatting import line, setting
 from clusterddp.run import bad_nodes
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.bad_nodes import BadNode
@@ -54,9 +54,19 @@ class Allocation:
         return [node for node in self.nodes if node not in self.lost]
 
     def choose(self, bad: Collection[str]) -> list[str]:
-        """Choose the nodes of the next step, in Slurm's order; empty if too few are good."""
+        """Choose the nodes of the next step, in Slurm's order; empty if too few are good.
+
+        Nodes that an administrator drains come last, and each that matters is logged.
+        """
         good = [node for node in self.left if node not in bad]
-        return good[: self._needed] if len(good) >= self._needed else []
+        if len(good) < self._needed:
+            return []
+        drained = slurm.drained_nodes(good)
+        first = sorted(good, key=drained.__contains__)[: self._needed]
+        for node in (node for node in drained if node in {*first, *good[: self._needed]}):
+            is_used = "is used, because too few others are left" if node in first else "is left out"
+            log.info(f"node {node} {is_used}: it is drained ({line(drained[node])})")
+        return [node for node in good if node in first]
 
     def choose_first(self, bad: Mapping[str, BadNode]) -> list[str]:
         """Choose the nodes of the job's first step, with bad ones if there are too few others.

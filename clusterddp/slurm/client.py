@@ -60,6 +60,7 @@ _ELSEWHERE = (
     "--dry-run to print its script."
 )
 _SLURMD_PORT = 6818  # SlurmdPort of slurm.conf(5)
+_DRAIN = {"DRAIN", "DRAINING", "DRAINED", "FAIL", "FAILING"}
 _UNKNOWN_JOB = re.compile(r"Invalid job id", re.IGNORECASE)
 _SCONTROL = re.compile(
     r"JobState=\w+ Reason=.*? Dependency=.* Reboot=\d+ ExitCode=(\d+:\d+) RunTime=", re.DOTALL
@@ -522,6 +523,21 @@ def node_addresses(hosts: Sequence[str]) -> dict[str, tuple[str, int]]:
         if fields.get("NodeName") in hosts and "NodeAddr" in fields:
             addresses[fields["NodeName"]] = fields["NodeAddr"], int(fields.get("Port") or usual)
     return addresses
+
+
+def drained_nodes(hosts: Sequence[str]) -> dict[str, str]:
+    """Return the nodes that an administrator drains, or takes out of service, with Slurm's reason.
+
+    Returns none if slurmctld does not answer. A node that runs a job shows `ALLOCATED+DRAIN`.
+    """
+    drained = {}
+    for record in output_of(["scontrol", "show", "node", "-o", ",".join(hosts)]).splitlines():
+        # The reason, any text, comes late, and its author and time after it.
+        fields = re.search(r"^NodeName=(\S+) .*? State=(\S+)", record)
+        if fields and fields[1] in hosts and _DRAIN.intersection(re.split(r"\W", fields[2])):
+            reason = re.search(r" Reason=(.*?)(?: \[\S+@\S+\]| Comment=|\s*$)", record)
+            drained[fields[1]] = reason[1] if reason else "no reason given"
+    return drained
 
 
 @functools.cache

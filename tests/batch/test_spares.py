@@ -105,7 +105,29 @@ def test_the_threads_of_an_attempt_have_ended_before_the_next_one_starts_a_proce
     assert alive == [False]
 
 
-def test_bad_and_lost_nodes_are_passed_over_in_slurms_order() -> None:
+@pytest.fixture
+def drained(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Nodes that Slurm shows as drained, with the reason."""
+    nodes: dict[str, str] = {}
+    monkeypatch.setattr(client, "drained_nodes", lambda _: nodes)
+    return nodes
+
+
+def test_drained_nodes_are_used_only_where_too_few_others_are_left(
+    drained: dict[str, str], logged: list[str]
+) -> None:
+    allocation = spares.Allocation("h[01-04]", 2)
+    drained["h04"] = "not needed"
+    assert allocation.choose(()) == ["h01", "h02"]
+    assert logged == []
+    drained["h02"] = "a\nfan"
+    assert allocation.choose(()) == ["h01", "h03"]
+    assert logged.pop() == "node h02 is left out: it is drained (a fan)"
+    assert allocation.choose(("h01", "h04")) == ["h02", "h03"]
+    assert logged == ["node h02 is used, because too few others are left: it is drained (a fan)"]
+
+
+def test_bad_and_lost_nodes_are_passed_over_in_slurms_order(drained: dict[str, str]) -> None:
     allocation = spares.Allocation("h[01-04]", 2)
     assert allocation.choose(()) == ["h01", "h02"]
     assert allocation.choose(("h01", "elsewhere")) == ["h02", "h03"]

@@ -289,6 +289,32 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced(
     assert of_kind(run, "requeued") == []
 
 
+@pytest.mark.slow
+def test_a_node_that_is_drained_meanwhile_is_left_out_of_the_next_attempt(
+    hosts: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "bus.sh").write_text(BUS_ERROR.replace("-e up-0", "-e go"))
+    submit(hosts, tmp_path, "--run-name", "drained", "--nodes", "2", "--spare-nodes", "2",
+           "--retries", "1", "--no-snapshot", "--preflight", "none", "--", "sh", "bus.sh",
+           check=True)  # fmt: skip
+    run = RunDir(tmp_path / "jobs/drained")
+    wait_for(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "both ranks")
+    [job] = of_kind(run, "submitted")
+    drain = ["NodeName=h01", "State=DRAIN", "Reason=fan 3 is loud"]
+    hosts.run(["scontrol", "update", *drain], check=True)
+    try:
+        (tmp_path / "go").touch()
+        assert hosts.wait_job(job["job_id"]) == "COMPLETED", run.job_log.read_text()
+    finally:
+        hosts.run(["scontrol", "update", "NodeName=h01", "State=RESUME"], check=True)
+    first, second = of_kind(run, "started")
+    assert (first["nodelist"], second["nodelist"]) == ("h01,h02", "h03,h04")
+    assert second["job_id"] == first["job_id"]
+    log = run.job_log.read_text()
+    assert log.count("node h01 is left out: it is drained (fan 3 is loud)\n") == 1
+    assert [list(event["nodes"]) for event in of_kind(run, "nodes_marked_bad")] == [["h02"]]
+
+
 @pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.timeout(3600)

@@ -454,6 +454,20 @@ def test_slurmds_port_is_asked_for_until_it_is_known_and_no_more(
     assert ports == [6818, 7000, 7000]
 
 
+def test_drained_nodes_are_those_that_an_administrator_takes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = {
+        "h01": "State=MIXED+DRAIN Partitions=a Reason=fan [3] State=IDLE [me@2026-11-27T10:00]",
+        "h02": "State=IDLE+MAINT Partitions=a ReservationName=drain",
+        "h03": "State=FAILING Partitions=a Reason=gone Comment=x",
+        "h04": "State=ALLOCATED Partitions=a Comment=State=DRAIN",
+    }
+    lines = "".join(f"NodeName={name} Arch=x86_64 {state} \n" for name, state in shown.items())
+    monkeypatch.setattr(client, "output_of", lambda _: lines)
+    assert client.drained_nodes([*shown]) == {"h01": "fan [3] State=IDLE", "h03": "gone"}
+
+
 PUT_BACK = r"""
 case "$*" in
     *"show job"*) echo ' Requeue=%s Command=x' ;;
