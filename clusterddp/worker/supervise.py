@@ -103,7 +103,7 @@ def supervise(
         status = _await_end(task.pid, env, record, waits_for_signal=waits)
         memory.tidy()
         error = task.reported()
-        record.record_end(status, lambda status: error or explain(status))
+        status = record.record_end(status, lambda status: error or explain(status))
         code = os.waitstatus_to_exitcode(status)
         if code not in (0, EXIT_STOPPED):
             memory.save(error.code if error else "")
