@@ -103,6 +103,8 @@ class Attempt:
     """Space reserved for the attempt's last records, in case the disk fills up."""
     stragglers = PathIn("stragglers.json")
     """Record of the ranks that were slower than the others."""
+    slow_run = PathIn("slow-run.json")
+    """Record of the periods in which all ranks were slow."""
     stalled = PathIn("stalled.json")
     """Record that a COMMAND's ranks printed nothing for --hang-timeout."""
     agents = PathIn("torchelastic")

@@ -14,7 +14,14 @@ from clusterddp.request.spec import JobSpec
 from clusterddp.run import events
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.events import Cause, Ended, Event, Failure, NodesMarkedBad, Started
-from clusterddp.run.records import AttemptRecord, AttemptSummary, FinalRecord, SlowRank, SlowRanks
+from clusterddp.run.records import (
+    AttemptRecord,
+    AttemptSummary,
+    FinalRecord,
+    SlowRank,
+    SlowRanks,
+    SlowRuns,
+)
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
 from clusterddp.slurm.forms import hosts_of
 
@@ -158,6 +165,7 @@ def _summary(
         repeated_steps=reached - resumed_step if after else 0,
         lost_seconds=round(lost_seconds, 3),
         stragglers=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
+        slowdowns=(files.read(SlowRuns, attempt.slow_run) or SlowRuns()).periods,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from clusterddp.errors import EXIT_STOPPED
 from clusterddp.files import Loss
+from clusterddp.formatting import duration
 
 ATTEMPT_FORMAT = 1
 _MAY_CONTINUE = ("SIGUSR1", "SIGUSR2")
@@ -147,6 +148,42 @@ class SlowRanks:
 
     stragglers: tuple[SlowRank, ...] = ()
     """One entry for each period in which a rank was slow."""
+
+
+@dataclass(frozen=True)
+class SlowRun:
+    """Period in which a run was slow, with no rank slower than the others."""
+
+    relative_speed: float = 0.0
+    """Its rate, relative to the best one in the attempt."""
+    seconds: float = 0.0
+    """Seconds of training and saving for which it was slow."""
+    steps: int = 0
+    """Steps in these seconds."""
+    first_step: int = 0
+    """Step after which it was slow."""
+    since: float | None = None
+    """Time from which it was slow."""
+    until: float | None = None
+    """Time from which it was as fast as before; None if it never was."""
+    changes: str = ""
+    """What takes longer in a step than at the best rate."""
+
+    def describe(self) -> str:
+        """Return its speed, duration and changes in one line."""
+        end = "" if self.until is None else ", then recovered"
+        return (
+            f"{self.relative_speed:.0%} of its best rate for {duration(self.seconds)} "
+            f"({self.steps:,} steps from step {self.first_step:,}){end}: {self.changes}"
+        )
+
+
+@dataclass(frozen=True)
+class SlowRuns:
+    """slow-run.json: periods in which all ranks were slow, in the order of the reports."""
+
+    periods: tuple[SlowRun, ...] = ()
+    """The periods."""
 
 
 @dataclass(frozen=True)
@@ -409,6 +446,8 @@ class AttemptSummary:
     """Seconds from the checkpoint that the next attempt resumed until that attempt's ranks met."""
     stragglers: tuple[SlowRank, ...] = ()
     """Ranks that were reported as slow."""
+    slowdowns: tuple[SlowRun, ...] = ()
+    """Periods in which all ranks were slow."""
     why: str = ""
     """Details of the cause: the rank that failed first, the signal."""
 

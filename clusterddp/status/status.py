@@ -25,6 +25,7 @@ from clusterddp.run.records import (
     MetricsLine,
     PreflightRecord,
     Report,
+    SlowRuns,
     StalledOutput,
 )
 from clusterddp.run.run_dir import RunDir, newest_checkpoint
@@ -226,7 +227,10 @@ def run_status(
         loss=latest.loss,
         accuracy=coalesce(figures.accuracy, latest.accuracy),
         excluded_nodes=_excluded_nodes(history, state, known.job_id),
-        warnings=[*filter(None, (*figures.warnings, known.end.remark if known.end else ""))],
+        warnings=[
+            *filter(None, (*figures.warnings, known.end.remark if known.end else "")),
+            *_slowdowns(run, known.attempt),
+        ],
         **_times(run, known, state, now),
         exit_code=_exit_code(state, submission, job),
         code=_code(state, known, failure, job),
@@ -240,6 +244,12 @@ def run_status(
         failed_rank=failure.rank if failure else None,
         is_forgotten=state == RunState.UNKNOWN and _is_forgotten(submission, job),
     )
+
+
+def _slowdowns(run: RunDir, attempt: int | None) -> list[str]:
+    """Return a line for each period in which all ranks of the latest attempt were slow."""
+    record = files.read(SlowRuns, Attempt(run, attempt).slow_run) if attempt else None
+    return [f"slow run: {each.describe()} [CD0825]" for each in record.periods] if record else []
 
 
 def _judge(

@@ -1,4 +1,4 @@
-"""Measures the speed of each rank and reports stragglers.
+"""Measures the speed of each rank, reports stragglers and a run that became slow.
 
 All ranks finish a step together; a straggler is the rank that never waits. A rank's own work on a
 step ends with its last gradient: from then until the backward pass returns it waits for the other
@@ -9,9 +9,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -22,12 +22,22 @@ from clusterddp import log
 from clusterddp.distributed import agreement
 from clusterddp.files import write_record
 from clusterddp.formatting import duration
+from clusterddp.ranks.variables import VISIBLE_GPUS
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.outcome import read_outcome
-from clusterddp.run.records import SLOW, RankReport, SlowRank, SlowRanks
+from clusterddp.run.records import (
+    SLOW,
+    RankReport,
+    SlowRank,
+    SlowRanks,
+    SlowRun,
+    SlowRuns,
+    Spent,
+)
 from clusterddp.training.device import peak_bytes
 
 _MIN_STEPS = 50
+_OF_NVML = "; NVML on this node: "
 _SPANS = 6
 """Number of consecutive slow spans before a report, so that a single hiccup is not reported."""
 
@@ -183,7 +193,7 @@ class StepTimer:
     """Measures the steps of this rank."""
 
     def __init__(self, waiting: ExchangeWait, step: int) -> None:
-        self.clock, self.images = Stopwatch(), 0
+        self.clock, self.loading, self.images = Stopwatch(), Stopwatch(), 0
         self.rates: list[float] = []
         """Recent images/s of each rank; empty if unknown."""
         self._waiting, self._last = waiting, (step, 0, 0.0)
@@ -295,6 +305,11 @@ class Stragglers:
             with suppress(OSError):  # a full disk costs the record; the log has the line
                 write_record(self._attempt.stragglers, SlowRanks(tuple(self._records)))
 
+    @property
+    def is_any_slow(self) -> bool:
+        """True while a rank is reported as slow."""
+        return any(period.record for period in self._periods.values())
+
     def _begin_span(self) -> None:
         self._paces, self._steps, self._seconds = Throughputs(), 0, 0.0
 
@@ -359,6 +374,150 @@ class Stragglers:
         """Return a rank's host from its parent's record; empty without one."""
         outcome = read_outcome(self._attempt.outcomes, rank)
         return outcome.host if outcome else ""
+
+
+@dataclass(frozen=True)
+class _Course:
+    """Course of the training: samples, steps and seconds by activity, in total or in a span."""
+
+    samples: float
+    steps: int
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __sub__(self, earlier: "_Course") -> "_Course":
+        parts = {name: now - earlier.parts.get(name, 0.0) for name, now in self.parts.items()}
+        return _Course(self.samples - earlier.samples, self.steps - earlier.steps, parts)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def rate(self) -> float:
+        return self.samples / max(self.seconds, 1e-9)
+
+    def compare(self, best: "_Course") -> str:
+        """Return which activities take longer in a step than in a faster span."""
+        steps, usual = max(self.steps, 1), max(best.steps, 1)
+        more = {
+            name: seconds / steps - best.parts.get(name, 0.0) / usual
+            for name, seconds in self.parts.items()
+        }
+        grown = [name for name in self.parts if more[name] > sum(more.values()) / 5 > 0]
+        whole = f"a step takes {self.seconds / steps:.3g}s instead of {best.seconds / usual:.3g}s"
+        each = (
+            f"{name} {self.parts[name] / steps:.3g}s instead of "
+            f"{best.parts.get(name, 0.0) / usual:.3g}s"
+            for name in sorted(grown, key=more.__getitem__, reverse=True)
+        )
+        return ": ".join(filter(None, (whole, ", ".join(each))))
+
+
+class Slowdown:
+    """Detects on rank 0 that a run became slow as a whole, with no rank slower than the others.
+
+    The rate is in samples, or in steps if samples are not counted, per second of steps and saves.
+    It is compared with the best one in the attempt over a tenth of PATIENCE. A run is reported when
+    its rate stays below SLOW_RUN of it for PATIENCE, and again after as long at a better rate.
+    """
+
+    PATIENCE = 600.0
+    """Seconds of steps and saves."""
+    SLOW_RUN = 0.7
+
+    def __init__(self, attempt: Attempt, rank: int, stragglers: Stragglers, step: int) -> None:
+        """step: step at which the attempt starts."""
+        self._attempt, self._is_on, self._stragglers = attempt, rank == 0, stragglers
+        self._seen = _Course(0.0, step)
+        self._samples = 0.0
+        self._best: _Course | None = None
+        self._slow_from: tuple[_Course, float] | None = None
+        """Course and time at which the run became slow …"""
+        self._fine_from: tuple[_Course, float] | None = None
+        """… and at which it recovered, if it has not been fine for long."""
+        self._records: list[SlowRun] = []
+        self._is_reported = False
+
+    def add(self, samples: float, spent: Spent, loading: float, step: int, now: float) -> None:
+        """Add the samples since the last call, and the attempt's times so far.
+
+        loading: seconds in which the step waited for data. now: seconds since the epoch.
+        """
+        if not self._is_on:
+            return
+        self._samples += samples
+        waiting = spent.waiting or 0.0
+        parts = {"loading data": loading, "waiting for other ranks": waiting}
+        parts |= {"saving": spent.saving, "computing": spent.training - loading - waiting}
+        here = _Course(self._samples, step, parts)
+        window = here - self._seen
+        if window.seconds < self.PATIENCE / 10:
+            return
+        place, self._seen = (self._seen, now - window.seconds), here
+        if self._best is None or window.rate > self._best.rate:
+            self._best = window
+        is_slow = window.rate < self.SLOW_RUN * self._best.rate
+        if is_slow and (self._is_reported or not self._stragglers.is_any_slow):
+            self._slow_from, self._fine_from = self._slow_from or place, None
+            self._judge_slow(here - self._slow_from[0], self._best)
+        elif self._slow_from and self._is_reported:
+            self._fine_from = self._fine_from or place
+            self._judge_fine(here - self._fine_from[0], step)
+        else:
+            self._slow_from = None
+
+    def _judge_slow(self, slow: _Course, best: _Course) -> None:
+        if slow.seconds < self.PATIENCE:
+            return
+        assert self._slow_from
+        course, since = self._slow_from
+        share, changes = slow.rate / best.rate, slow.compare(best)
+        if not self._is_reported and (faults := _gpu_faults()):
+            changes = f"{changes}{_OF_NVML}{faults}"
+        if self._is_reported:
+            _, *of_gpus = self._records.pop().changes.partition(_OF_NVML)
+            changes += "".join(of_gpus)
+        record = SlowRun(
+            round(share, 3),
+            round(slow.seconds, 1),
+            slow.steps,
+            course.steps,
+            round(since, 3),
+            changes=changes,
+        )
+        if not self._is_reported:
+            log.warning(
+                f"slow run: {share:.0%} of its best rate for {duration(slow.seconds)} and "
+                f"{slow.steps:,} steps, and no rank is slower than the others: {changes} [CD0825]"
+            )
+        self._is_reported = True
+        self._write([*self._records, record])
+
+    def _judge_fine(self, fine: _Course, step: int) -> None:
+        if fine.seconds < self.PATIENCE:
+            return
+        assert self._fine_from
+        *earlier, slow = self._records
+        log.info(
+            f"slow run: back to normal speed for {duration(fine.seconds)}, at step {step:,}; it "
+            f"was slow for {duration(slow.seconds)}, at {slow.relative_speed:.0%} of its best rate"
+        )
+        self._write([*earlier, replace(slow, until=round(self._fine_from[1], 3))])
+        self._slow_from, self._fine_from, self._is_reported = None, None, False
+
+    def _write(self, records: list[SlowRun]) -> None:
+        self._records = records
+        with suppress(OSError):  # a full disk costs the record; the log has the line
+            write_record(self._attempt.slow_run, SlowRuns(tuple(records)))
+
+
+def _gpu_faults() -> str:
+    """Return what NVML reports of this node's GPUs, such as reduced clocks; empty without any."""
+    from clusterddp.preflight import gpus  # rarely needed
+
+    names = [name for name in os.environ.get(VISIBLE_GPUS, "").split(",") if name]
+    count, faults = gpus.check(len(names), names)
+    return faults if count >= 0 else ""
 
 
 def shares(rates: Sequence[float]) -> list[float]:

@@ -34,7 +34,7 @@ from clusterddp.run.records import FinalRecord, Liveness, Spent
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
-from clusterddp.training.paces import StepTimer, Stragglers, Throughputs
+from clusterddp.training.paces import Slowdown, StepTimer, Stragglers, Throughputs
 from clusterddp.training.replay import END, Fetches, RandomStates
 from clusterddp.training.snapshots import Snapshots
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
@@ -124,6 +124,7 @@ class Resumable:
         self._paces = Throughputs()
         """Images and seconds of each rank in this attempt."""
         self._stragglers = Stragglers(attempt, self.rank, straggler_window)
+        self._slowdown = Slowdown(attempt, self.rank, self._stragglers, position.step)
         self._saving = Interval.parse(save_every)
         self._files = sharded.files_of(self._shards)
         # A shard on one node would be lost with it.
@@ -181,6 +182,7 @@ class Resumable:
             batch = next(iterator, END)
             if batch is END:
                 self._timer.clock.stop()
+                self._timer.loading.stop()
                 self._mark(Phase.USER_CODE)
                 return
             self._mark(Phase.FORWARD)
@@ -454,6 +456,7 @@ class Resumable:
 
     def _mark(self, phase: Phase) -> None:
         """Report this rank's phase to the watchdog, with the number of the coming step."""
+        (self._timer.loading.start if phase == Phase.DATA else self._timer.loading.stop)()
         done = self.steps if phase >= Phase.LOG else self.steps + 1
         self._progress.mark(done, phase)
 
@@ -479,6 +482,8 @@ class Resumable:
             self._paces += paces
             now = time.time()
             self._stragglers.add(paces, steps=steps, seconds=seconds, step=self.steps, now=now)
+            loading = self._timer.loading.elapsed
+            self._slowdown.add(sum(paces.images), self._spent(), loading, self.steps, now)
 
     def _note_end(self, reason: str) -> None:
         """Record on rank 0 how the training ended; see `note_end`."""

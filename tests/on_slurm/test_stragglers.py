@@ -1,6 +1,7 @@
 """A slow node and the usage of a run, on a real Slurm."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from clusterddp.run.history import History
 from clusterddp.run.run_dir import RunDir
 from tests.event_lines import kinds
 from tests.on_slurm.cluster import SlurmCluster
+from tests.on_slurm.test_notify import program, told
 from tests.on_slurm.test_submit import CLUSTERDDP, submit
 
 pytestmark = pytest.mark.slow
@@ -110,3 +112,52 @@ def test_a_node_that_is_slow_with_all_its_ranks_is_left_out_of_the_next_start(
     next_one = submit(cluster, tmp_path, "--run-name", "next", "--wait", "--", "true")
     assert "excluded as bad: h02 (slow with ranks 2, 3" in next_one.stderr
     assert next_one.returncode == 0, next_one.stderr
+
+
+# Ten minutes are a second here, and every batch after the 100th is read slowly.
+BECOMES_SLOW = """
+import time, torch
+import torch.distributed as dist
+from clusterddp.loop import Loop
+from clusterddp.training.paces import Slowdown
+
+Slowdown.PATIENCE = 1.0
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+def batches():
+    for step in range(200):
+        time.sleep(0.01 if step < 100 else 0.1)
+        yield torch.ones(2, 4)
+
+loop = Loop(model=ddp, optimizer=optimizer, save_every="1000steps")
+for epoch in loop.epochs(1):
+    for batch in loop.batches(batches()):
+        ddp(batch).sum().backward()
+        optimizer.step()
+        loop.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_run_whose_data_arrives_slowly_is_named_wherever_a_user_looks(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(BECOMES_SLOW)
+    done = submit(cluster, tmp_path, "--run-name", "late", "--nodes", "2", "--wait",
+                  "--notify", program(tmp_path), "--", sys.executable, "slow.py")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(tmp_path / "jobs/late")
+    log = (run.logs / "rank-0.log").read_text()
+    assert log.count("warning: slow run: ") == 1, log
+    [summary] = History.read(run).summaries()
+    [slow] = summary.slowdowns
+    assert ": loading data 0." in slow.changes
+    line = f"slow run: {slow.describe()} [CD0825]"
+    verdict, *_ = told(tmp_path)
+    assert verdict["warnings"] == [line]
+    for command in ("status", "report"):
+        shown = cluster.run([*CLUSTERDDP, command, "late"], cwd=tmp_path, check=True).stdout
+        assert "of its best rate for" in " ".join(shown.split()), shown

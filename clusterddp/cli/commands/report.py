@@ -163,6 +163,11 @@ def describe(report: RunReport) -> str:
         *_attempts(report),
         ("usage", _usage(figures)),
         *_slow_ranks(report),
+        *(
+            ("slow run", f"attempt {attempt.attempt}: {slow.describe()}")
+            for attempt in report.attempts
+            for slow in attempt.slowdowns[-_MAX_NAMED:]
+        ),
         *(("straggler", rank.describe()) for rank in report.stragglers[:_MAX_NAMED]),
         ("confusions", "; ".join(pair.describe() for pair in report.confusions[:_MAX_NAMED])),
         *(("warning", text) for text in figures.warnings),
