@@ -380,11 +380,23 @@ class Controller:
             return nodes
 
         policy = Policy.of(self._spec)
-        nodes = finish.resume_in_job(self._start_of_job, attempt, code, policy, choose)
+        job, pause = self._start_of_job, self._pause
+        nodes = finish.resume_in_job(job, attempt, code, policy, choose, pause)
         if not nodes:
             return False
         self._nodes, self._starts = list(nodes), self._starts + 1
         return True
+
+    def _pause(self, seconds: float) -> None:
+        """Wait before an attempt in this job, until a signal or the user's withdrawal at most."""
+        for _ in polling.poll(seconds, every=0.0):
+            self._signals.wait(min(seconds, polling.RECORDS_POLL_SECONDS))
+            if names := self._signals.take():
+                for name in names:  # the next attempt handles them
+                    os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
+                return
+            if self._start_of_job.withdrawal_cause(History.read(self._run)):
+                return
 
     def _record_lost(self, attempt: Attempt, lost: Mapping[str, str]) -> None:
         """Record lost nodes and release them. Any thread may call it. No-op if superseded."""

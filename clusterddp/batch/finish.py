@@ -6,10 +6,11 @@ first failure.
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from clusterddp import log
+from clusterddp import formatting, log
 from clusterddp.batch.job import (
     JobStart,
     choose_excluded,
@@ -31,7 +32,7 @@ from clusterddp.run.attempt import (
     read_attempt_log,
 )
 from clusterddp.run.events import Cause, Failure
-from clusterddp.run.history import History, Policy, steps_gained
+from clusterddp.run.history import History, Policy, restart_delay, steps_gained
 from clusterddp.run.run_dir import RunDir
 from clusterddp.slurm import client as slurm
 from clusterddp.slurm.client import Ending, requeued_after_grace, sbatch
@@ -68,13 +69,14 @@ def resume_in_job(
     exit_code: int,
     policy: Policy,
     choose: Callable[[], Sequence[str]],
+    pause: Callable[[float], object] = time.sleep,
 ) -> Sequence[str]:
     """Close an attempt and choose nodes to restart within this job.
 
-    choose: returns the nodes once the bad ones are recorded; none if too few are left. For the
-    other arguments see `finish`; a requeue need not be allowed. Returns the nodes. Returns none,
-    and records no end, if no node was lost or marked bad, no attempt is due, or the job itself is
-    ending. Raises OSError.
+    choose: returns the nodes once the bad ones are recorded; none if too few are left. pause: waits
+    for some seconds, if the run has started often in a short time. For the other arguments see
+    `finish`; a requeue need not be allowed. Returns the nodes. Returns none, and records no end, if
+    no node was lost or marked bad, no attempt is due, or the job itself is ending. Raises OSError.
     """
     history, result = _determine_result(job, attempt, exit_code, replace(policy, requeue=True))
     is_withdrawn = job.withdrawal_cause(history)
@@ -88,7 +90,11 @@ def resume_in_job(
         return []
     _conclude(job, attempt, result, history)
     why, nodelist = result.decision.why, ",".join(chosen)
-    job.record(events.ResumedInJob(attempt=attempt.number, why=why, nodelist=nodelist))
+    wait = restart_delay(history.events, time.time())
+    job.record(events.ResumedInJob(attempt=attempt.number, why=why, nodelist=nodelist, wait=wait))
+    if wait:
+        log.info(_announce(wait))
+        pause(wait)
     # The result of the next attempt is read from srun's lines after this one.
     log.info(f"{why}: {job.run.name}, job {job.id} on {nodelist}, restarts within this job")
     return chosen
@@ -188,9 +194,13 @@ def _restart(job: JobStart, attempt: Attempt, why: str) -> bool:
         )
         return False
 
-    def requeued(how: str) -> None:
-        job.record(events.Requeued(attempt=attempt.number, why=why))
+    wait = restart_delay(History.read(job.run).events, time.time())
+
+    def requeued(how: str, wait: float = 0.0) -> None:
+        job.record(events.Requeued(attempt=attempt.number, why=why, wait=wait))
         log.info(f"{why}: {how}")
+        if wait:
+            _delay_start(job, wait)
         job.withdraw_if_asked()
         exclude_bad_nodes(job, attempt.number)
 
@@ -203,7 +213,7 @@ def _restart(job: JobStart, attempt: Attempt, why: str) -> bool:
         log.info(
             coded(f"Slurm refuses to requeue the job ({refused}); submitting another", refused.code)
         )
-        _submit_successor(job, attempt, why)
+        _submit_successor(job, attempt, why, wait)
         return False
     except (Superseded, StartRefused) as error:
         log.info(coded(error))
@@ -211,11 +221,26 @@ def _restart(job: JobStart, attempt: Attempt, why: str) -> bool:
     except SlurmError as error:
         _record_requeue_failed(job, attempt, why, error)
         return False
-    requeued(f"job {job.id} is back in the queue")
+    requeued(f"job {job.id} is back in the queue", wait)
     return True
 
 
-def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
+def _delay_start(job: JobStart, wait: float) -> None:
+    """Let a requeued job wait in the queue, where it holds no nodes; a failure is logged."""
+    try:
+        slurm.delay_start(job.name, wait)
+    except SlurmError as error:
+        log.info(str(error))
+        return
+    log.info(_announce(wait))
+
+
+def _announce(wait: float) -> str:
+    seconds = formatting.setting(wait)
+    return f"the run has started often within ten minutes: it waits for at least {seconds}"
+
+
+def _submit_successor(job: JobStart, attempt: Attempt, why: str, wait: float) -> None:
     """Submit a job that replaces this one, or print the command that resumes the run."""
     run = job.run
     try:
@@ -234,7 +259,9 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
             choice, exclude = bad_nodes.Choice(remarks=(f"no bad node is excluded: {error}",)), []
         successor = retry_while_unreachable(
             attempt,
-            lambda: sbatch(script, os.environ, comment=spec.comment, exclude=exclude, array=index),
+            lambda: sbatch(
+                script, os.environ, comment=spec.comment, exclude=exclude, array=index, wait=wait
+            ),
         )
         if index:  # its own task of another array
             successor = f"{successor}_{index}"
@@ -247,10 +274,17 @@ def _submit_successor(job: JobStart, attempt: Attempt, why: str) -> None:
         return
     job.record(
         events.Submitted(
-            job_id=successor, launcher="sbatch", in_place_of=job.id, attempt=attempt.number, why=why
+            job_id=successor,
+            launcher="sbatch",
+            in_place_of=job.id,
+            attempt=attempt.number,
+            why=why,
+            wait=wait,
         )
     )
     log.info(f"job {successor} replaces job {job.id}")
+    if wait:
+        log.info(_announce(wait))
     from clusterddp.status import chain  # rarely needed
 
     chain.update_waiting_jobs(run)
@@ -288,8 +322,12 @@ def _mark_bad_nodes(
         first = result.ended.first_failure
         starts = history.past_attempts_with(attempt.number, failure=first)
         failure = first if first and first.host not in already else None
-        if failure and result.hardware:
-            named = {failure.host: f"rank {failure.rank} died: {result.hardware}"}
+        if unlaunched := {result.unlaunched_node} - already - {""}:
+            bad_nodes.mark_bad(
+                attempt, job.id, dict.fromkeys(unlaunched, result.ended.remark), bad_nodes.BY_LAUNCH
+            )
+        elif failure and result.ended.hardware:
+            named = {failure.host: f"rank {failure.rank} died: {result.ended.hardware}"}
             bad_nodes.mark_bad(attempt, job.id, named, bad_nodes.BY_HARDWARE)
         elif failure and (host := bad_nodes.find_repeat_offender(starts)):
             why = f"ranks crashed there repeatedly but got further elsewhere: {failure.reason}"

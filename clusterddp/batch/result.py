@@ -26,6 +26,7 @@ from clusterddp.run.history import (
     Policy,
     causes_by_attempt,
     decide,
+    step_of_death,
     steps_gained,
     withdrawal_cause,
 )
@@ -79,8 +80,8 @@ class AttemptResult:
     """True if another attempt follows."""
     lost_nodes: tuple[str, ...] = ()
     """Nodes that the attempt lost."""
-    hardware: str = ""
-    """Hardware named by the first failure, if any."""
+    unlaunched_node: str = ""
+    """Node on which Slurm could not start a task; empty without one."""
     is_stop_asked: bool = False
     """True if the user asked the run to stop, even too late for its ranks to notice."""
 
@@ -97,7 +98,8 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
     """
     rules = (
         *(_done, _superseded, _node_lost, _cancelled, _stopped, _ended_by_slurm),
-        *(_preflight_failed, _step_cancelled, _killed, _signalled, _suspended, _failed),
+        *(_preflight_failed, _not_launched, _step_cancelled, _killed, _signalled, _suspended),
+        _failed,
     )
     results = (rule(evidence) for rule in rules)
     found = next((result for result in results if result), None) or _unexplained(evidence)
@@ -109,6 +111,7 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
         restart=job.restart,
         attempt=number,
         code=_code(evidence, found.ended, hardware),
+        hardware=hardware,
         step=evidence.final_record.step,
         stop_signal=evidence.stop_signal,
     )
@@ -123,6 +126,10 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
         cause=ended.cause,
         steps_gained=evidence.steps_gained,
         stopped_by_signal=bool(ended.stop_signal),
+        failure=ended.first_failure,
+        code=ended.code,
+        hardware=hardware,
+        died_at=step_of_death(evidence.attempt, ended.first_failure),
     )
     asked = evidence.is_stop_asked
     decision = decide(policy, ended.cause, starts, stop_requested=asked, how=ended.how)
@@ -132,7 +139,8 @@ def determine_result(evidence: "Evidence", policy: Policy) -> AttemptResult:
         write_error=write_error,
         why="" if decision.restarts or ended.cause == Cause.DONE else decision.why,
     )
-    return AttemptResult(ended, tuple(lines), decision, evidence.lost_nodes, hardware, asked)
+    lost, unlaunched = evidence.lost_nodes, found.unlaunched_node
+    return AttemptResult(ended, tuple(lines), decision, lost, unlaunched, asked)
 
 
 def _hardware(evidence: "Evidence", ended: Ended) -> str:
@@ -426,6 +434,21 @@ def _preflight_failed(evidence: Evidence) -> AttemptResult | None:
     return AttemptResult(
         Ended(cause=Cause.PREFLIGHT, exit_code=EXIT_FAILED, saved=False, remark=named), (line,)
     )
+
+
+def _not_launched(evidence: Evidence) -> AttemptResult | None:
+    """Return the result if Slurm could not create the step or start all of its tasks."""
+    failure = srun_lines.launch_failure(evidence.job_log)
+    expected = evidence.spec.world_size if evidence.spec else 1
+    if not failure or not evidence.srun_code or len(evidence.outcomes) >= expected:
+        return None
+    ended_for_it = ("SIGTERM", "SIGKILL")
+    if any(o.failed and o.signal not in ended_for_it for o in evidence.outcomes):
+        return None
+    what, host = failure
+    line = f"Slurm could not start the tasks: {what}"
+    ended = Ended(cause=Cause.NOT_LAUNCHED, exit_code=EXIT_FAILED, saved=False, remark=what)
+    return AttemptResult(ended, (line,), unlaunched_node=host)
 
 
 def _step_cancelled(evidence: Evidence) -> AttemptResult | None:

@@ -192,10 +192,17 @@ class JobSpec(Record):
         group=table.FAULT_TOLERANCE,
     )
     max_requeues: int = option(
-        20, "Requeue at most N times, for any reason.", WHOLE, group=table.FAULT_TOLERANCE
+        20,
+        "Requeue at most N times, for any reason. The fourth requeue within ten minutes and later "
+        "ones wait.",
+        WHOLE,
+        group=table.FAULT_TOLERANCE,
     )
     retries: int = option(
-        0, "Retry a crashed run at most N times.", WHOLE, group=table.FAULT_TOLERANCE
+        0,
+        "Retry a crashed program at most N times. Failures of nodes and hardware do not count.",
+        WHOLE,
+        group=table.FAULT_TOLERANCE,
     )
     max_restarts: int = option(
         0,

@@ -39,6 +39,8 @@ class Cause(str, Enum):
     """Slurm suspended the job for longer than the ranks wait for each other, so they timed out."""
     PREFLIGHT = "preflight"
     """A node failed the checks before the tasks, so no task started."""
+    NOT_LAUNCHED = "not launched"
+    """Slurm could not create the step or start its tasks."""
     SUPERSEDED = "superseded"
     """A later attempt has begun, while an orphan of a lost node was still active."""
     NOT_DUE = "not due"
@@ -100,6 +102,8 @@ class Submitted(Event):
     """Job that it replaces; empty if the user submitted it."""
     why: str = ""
     """Reason why it replaces that job; empty without one."""
+    wait: float = 0.0
+    """Seconds that it waits before its start, because of several starts in a short time."""
     indices: tuple[int, ...] = ()
     """Trials of a sweep that the job array starts."""
 
@@ -163,6 +167,8 @@ class Ended(Event):
     meaningful for other ends."""
     first_failure: Failure | None = None
     """Rank that failed first; None if no rank failed or none is known."""
+    hardware: str = ""
+    """Hardware error that this failure names; empty without one."""
     write_error: str = ""
     """Reason why a checkpoint or a record could not be written."""
     remark: str = ""
@@ -182,6 +188,8 @@ class Requeued(Event):
     kind: ClassVar[str] = "requeued"
     why: str = ""
     """Reason: the cause of the attempt's end, or why none began."""
+    wait: float = 0.0
+    """Seconds until the next start, because of several starts in a short time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +201,8 @@ class ResumedInJob(Event):
     """Reason: the cause of the previous attempt's end."""
     nodelist: str = ""
     """Hosts of the next attempt, in Slurm's form: `h[01-02]`."""
+    wait: float = 0.0
+    """Seconds until it begins, because of several starts in a short time."""
 
 
 @dataclass(frozen=True, kw_only=True)

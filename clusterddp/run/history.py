@@ -4,6 +4,7 @@ A history is read once and passed on; `again` reads the events written since. Th
 only on the history and Slurm's state. `batch.finish` carries it out.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +45,12 @@ class PastAttempt:
     """Nodes of its tasks."""
     failure: Failure | None = None
     """Rank that failed first."""
+    code: str = ""
+    """Error code of its end."""
+    hardware: str = ""
+    """Hardware error that the first failure names; empty without one."""
+    died_at: int | None = None
+    """Steps that were complete when that rank failed; None if unknown."""
     first_step: int = 0
     """Step from which it started."""
     slow: Sequence[SlowRank] = ()
@@ -53,6 +60,18 @@ class PastAttempt:
     def reached(self) -> int | None:
         """Step of its newest checkpoint; None if steps are not counted."""
         return None if self.steps_gained is None else self.first_step + self.steps_gained
+
+    @property
+    def error_kind(self) -> tuple[str, int | None]:
+        """Kind of the first failure: its reason without numbers, and its exit code."""
+        if self.failure is None or self.code in _OUT_OF_MEMORY:
+            return "out of memory" if self.failure else "", None
+        return re.sub(r"\d+", "", self.failure.reason), self.failure.exit_code
+
+    def fails_like(self, other: "PastAttempt") -> bool:
+        """Return whether both failed with the same error at the same known step."""
+        same_step = self.died_at is not None and self.died_at == other.died_at
+        return same_step and self.error_kind == other.error_kind
 
 
 @dataclass(frozen=True)
@@ -128,6 +147,9 @@ class History:
             stopped_by_signal=bool(ended.stop_signal),
             nodes=hosts_of(started.nodelist),
             failure=ended.first_failure,
+            code=ended.code,
+            hardware=ended.hardware,
+            died_at=step_of_death(attempt, ended.first_failure),
             first_step=(record.step or 0) if record else 0,
             slow=(files.read(SlowRanks, attempt.stragglers) or SlowRanks()).stragglers,
         )
@@ -185,6 +207,37 @@ def steps_gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
     return max(reached - (record.step or 0), 0)
 
 
+def step_of_death(attempt: Attempt, failure: Failure | None) -> int | None:
+    """Return how many steps were complete when a rank failed; None if unknown.
+
+    Rank 0 records its step when it loses a peer or raises, but only every two seconds before it is
+    killed: the first record of an attempt then says nothing.
+    """
+    record = attempt.read_record()
+    if failure is None or record is None:
+        return None
+    step, is_killed = attempt.read_liveness().step, (failure.exit_code or 0) > _SIGNALLED
+    return None if is_killed and step == record.step else step
+
+
+def restart_delay(history: Sequence[Event], now: float) -> float:
+    """Return the seconds to wait before the next automatic start.
+
+    The fourth automatic start within ten minutes waits for 30 s, and each further one for twice as
+    long, up to ten minutes. Earlier waits do not count as time. The user's own starts do not count.
+    """
+    automatic = list(causes_by_attempt(history))[1:]
+    waited, starts = 0.0, []
+    for event in history:
+        if isinstance(event, events.Requeued | events.ResumedInJob | events.Submitted):
+            waited += event.wait
+        elif isinstance(event, Started) and event.attempt in automatic:
+            starts.append((event.time or 0.0) + _STARTS_SECONDS - waited)
+    recent = sum(end > now - waited for end in starts)
+    wait = _FIRST_WAIT_SECONDS * 2.0 ** (recent - _MAX_STARTS)
+    return min(wait, _STARTS_SECONDS) if recent >= _MAX_STARTS else 0.0
+
+
 def causes_by_attempt(history: Sequence[Event]) -> dict[int, str]:
     """Return the attempts since the user last submitted the run, with the causes of their ends."""
     causes: dict[int, str] = {}
@@ -239,7 +292,14 @@ def _is_by_user(event: Event) -> bool:
 OWN_CLOCK = "the run's own clock, before the time limit"
 """Replaces the word `signal` for a stop without a signal."""
 STOP_ASKED = "stopped by 'clusterddp stop'"
-NO_RESTART = "a failed run restarts only with --retries"
+NO_RESTART = "a failed program restarts only with --retries"
+_OUT_OF_MEMORY = ("CD1211", "CD1212")
+"""Codes of failures for want of memory, which are one kind of error."""
+_SIGNALLED = 128
+"""Exit code above which a signal has ended a rank."""
+_MAX_STARTS, _STARTS_SECONDS = 3, 600.0
+"""Automatic starts within this time, without waits, after which further ones wait."""
+_FIRST_WAIT_SECONDS = 30.0
 
 _FRUITLESS_ATTEMPTS = 2
 _SIGNALLED_AGAIN = (
@@ -254,6 +314,7 @@ _RESTARTABLE = (
     Cause.NODE_LOST,
     Cause.SUSPENDED,
     Cause.PREFLIGHT,
+    Cause.NOT_LAUNCHED,
 )
 _WITHOUT_PROGRESS = (
     Cause.PREEMPTED,
@@ -261,6 +322,7 @@ _WITHOUT_PROGRESS = (
     Cause.NODE_LOST,
     Cause.SUSPENDED,
     Cause.PREFLIGHT,
+    Cause.NOT_LAUNCHED,
     Cause.SUPERSEDED,
 )
 
@@ -273,7 +335,7 @@ class Policy:
     max_requeues: int
     """Maximum number of attempts after the first, whatever the cause."""
     retries: int
-    """Maximum number of those that may follow a failure."""
+    """Maximum number of those that may follow a failure of the program."""
     requeues_loops: bool = False
     """True if a COMMAND has no setting for it: the job is requeued once it has begun a Loop."""
 
@@ -315,15 +377,12 @@ def decide(
     if cause == Cause.REQUEUED:
         return Decision(False, "Slurm requeued the job")
     has_loop = policy.requeues_loops and starts[-1].steps_gained is not None
-    if not (policy.requeue or has_loop) and (cause in _RESTARTABLE or policy.retries):
+    by_hardware = bool(starts[-1].hardware) and starts[-1].steps_gained is not None
+    may_restart = cause in _RESTARTABLE or by_hardware or policy.retries
+    if not (policy.requeue or has_loop) and may_restart:
         return Decision(False, requeue_is_off(how or cause), "CD1221")
-    if cause == Cause.FAILED:
-        crashes = sum(start.cause == Cause.FAILED for start in starts)
-        if not policy.retries:
-            return Decision(False, NO_RESTART, "CD1223")
-        if crashes > policy.retries:
-            limit = f"--retries {policy.retries}"
-            return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
+    if cause == Cause.FAILED and (prevented := _judge_failure(policy, starts, by_hardware)):
+        return prevented
     if len(starts) > policy.max_requeues:
         return Decision(False, requeue_limit_reached(policy.max_requeues), "CD1222")
     last = starts[-_FRUITLESS_ATTEMPTS:]
@@ -341,6 +400,28 @@ def decide(
         why = f"{_FRUITLESS_ATTEMPTS} attempts in a row made no progress"
         return Decision(False, why, "CD1224")
     return Decision(True, cause)
+
+
+def _judge_failure(
+    policy: Policy, starts: Sequence[PastAttempt], by_hardware: bool
+) -> Decision | None:
+    """Return what prevents an attempt after a failure; None if nothing does."""
+    *_, before, last = [PastAttempt(0), *(s for s in starts if s.cause == Cause.FAILED)]
+    if last.fails_like(before):
+        why = (
+            f"attempts {before.number} and {last.number} failed with the same error after step "
+            f"{last.died_at}, so the program or its data causes it"
+        )
+        return Decision(False, why, "CD1232")
+    if by_hardware:
+        return None
+    if not policy.retries:
+        return Decision(False, NO_RESTART, "CD1223")
+    crashes = sum(start.cause == Cause.FAILED and not start.hardware for start in starts)
+    if crashes > policy.retries:
+        limit = f"--retries {policy.retries}"
+        return Decision(False, f"it has failed {crashes} times ({limit})", "CD1223")
+    return None
 
 
 def requeue_is_off(how: str) -> str:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import subprocess
 
 QUERY_SECONDS = 15.0
+_CREDENTIAL_SECONDS = 121.0
+"""Time that a requeued job waits unless AuthInfo sets cred_expire."""
 _QUERY_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_")
 UNREACHABLE = re.compile(
     r"Socket timed out|Unable to contact|connect failure|connection (?:refused|timed out)"
@@ -76,6 +78,7 @@ def sbatch(
     exclude: Sequence[str] = (),
     dependency: str = "",
     array: str = "",
+    wait: float = 0.0,
 ) -> str:
     """Submit a script and return the job id.
 
@@ -84,6 +87,7 @@ def sbatch(
     exclude: nodes to exclude, instead of the script's own.
     dependency: jobs to wait for, instead of the script's own.
     array: array tasks to start, `0-3,7%2`, instead of the script's own; passes the comment, too.
+    wait: seconds before which the job may not start.
 
     Raises RequestError if there is no sbatch or it refuses, with its message; SlurmError if it is
     unknown whether the job was queued.
@@ -93,6 +97,7 @@ def sbatch(
     started = time.time()
     try:
         options = sbatch_options(comment, exclude=exclude, dependency=dependency, array=array)
+        options += [f"--begin=now+{round(wait)}"] if wait else []
         answer = call(["sbatch", "--parsable", *options], environ, SBATCH_SECONDS, stdin=script)
     except _NOT_ON_PATH:
         raise RequestError(
@@ -585,6 +590,18 @@ def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
     for a running one (seen on 22.05). Raises SlurmError with scontrol's message.
     """
     _change(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(hosts)}"])
+
+
+def delay_start(job_id: str, seconds: float) -> None:
+    """Let a requeued job start in `seconds` at the earliest, and not before Slurm would start it.
+
+    Slurm accepts it as soon as the job is requeued (seen on 22.05), and by itself waits until the
+    job's former credential has expired. Raises SlurmError with scontrol's message.
+    """
+    expiry = re.search(r"^AuthInfo\s*=.*\bcred_expire=(\d+)", slurm_conf(), re.MULTILINE)
+    seconds = max(seconds, float(expiry[1]) + 1 if expiry else _CREDENTIAL_SECONDS)
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
+    _change(["scontrol", "update", f"JobId={job_id}", f"StartTime={start}"])
 
 
 def set_node_count(job_id: str, count: int, tasks: int) -> None:

@@ -23,6 +23,15 @@ _STEP_PREEMPTED = re.compile(_STEP_ENDED.pattern + r" AT \S+ DUE TO PREEMPTION",
 # srun's first message if its step is ended from outside; a failed task is reported earlier.
 _STEP_ABORTED = re.compile(r"srun: (forcing job termination\nsrun: )?Job step aborted\b")
 _NODE_LOST = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+# srun's messages if a step cannot be created or launched; seen on 22.05, the second one in its
+# source (step_launch.c). A step that the request makes impossible is not meant.
+_NOT_LAUNCHED = re.compile(
+    r"^srun: error: (?P<what>Task launch for \S+ failed on node (?P<host>[^\s:]+): .+"
+    r"|task \d+ launch failed: .+|Application launch failed: .+"
+    r"|Unable to create step for job \S+: (?!.*(?:permitted|specification|[Mm]emory|limit"
+    r"|configuration is not available|Invalid)).+?)\s*$",
+    re.MULTILINE,
+)
 _FATAL = [signal.Signals[f"SIG{name}"] for name in ("KILL", "SEGV", "ABRT", "BUS", "ILL", "FPE")]
 """Signals that are never a request to end."""
 # srun prints strsignal(3)'s text.
@@ -96,6 +105,12 @@ def lost_nodes(log: str) -> tuple[str, ...]:
     """Return the nodes that srun reported as failed."""
     lists = _NODE_LOST.findall(log)
     return tuple(dict.fromkeys(host for text in lists for host in hosts_of(text)))
+
+
+def launch_failure(log: str) -> tuple[str, str] | None:
+    """Return why Slurm could not start a step, and the node that srun names; None if it could."""
+    found = _NOT_LAUNCHED.search(log)
+    return (found["what"], found["host"] or "") if found else None
 
 
 def was_ended(log: str) -> bool:

@@ -22,6 +22,7 @@ BY_CAUSE: dict[str, str] = {
     Cause.SIGNAL: "CD1208",
     Cause.SUSPENDED: "CD1230",
     Cause.PREFLIGHT: "CD1301",
+    Cause.NOT_LAUNCHED: "CD1231",
     Cause.NOT_DUE: "CD1106",
 }
 """Error code of each cause; a failure's code depends on its reason, and done has none."""

@@ -65,6 +65,7 @@ _AFTER: dict[str, str] = {
     Cause.SUSPENDED: "a suspension",
     Cause.FAILED: "a failure",
     Cause.REQUEUED: "a requeue by Slurm",
+    Cause.NOT_LAUNCHED: "a failed launch of its tasks",
 }
 # For these causes Slurm ends an attempt whether or not it has saved.
 _SLURMS_CAUSES = (Cause.TIME_LIMIT, Cause.PREEMPTED, Cause.NODE_LOST)

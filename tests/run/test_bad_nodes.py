@@ -625,7 +625,7 @@ def test_a_rank_that_dies_of_hardware_blames_its_node(workplace: Workplace) -> N
     run = begun(workplace)
     cluster_says(workplace)
     died_of_hardware(run)
-    finished(workplace, run, 1, retries=1)
+    finished(workplace, run, 1)
     node = bad_nodes.read(workplace.root)["h02"]
     assert node.by == bad_nodes.BY_HARDWARE
     assert node.reason.startswith("rank 3 died: uncorrectable ECC error: CUDA error")
@@ -646,14 +646,47 @@ def test_a_rank_that_dies_of_hardware_has_its_node_replaced_within_the_job(
         known.extend(bad_nodes.read(workplace.root))
         return ["h01", *spare] if spare else []
 
-    policy = Policy(requeue=False, max_requeues=20, retries=1)
+    policy = Policy(requeue=False, max_requeues=20, retries=0)
     nodes = finish.resume_in_job(JobStart(run, "17"), Attempt(run, 1), 1, policy, choose)
     assert known == ["h02"]
     assert list(nodes) == (["h01", *spare] if spare else [])
     if not spare:
-        finished(workplace, run, 1, retries=1)
+        finished(workplace, run, 1)
     assert kinds(run).count("nodes_marked_bad") == 1
     assert ("resumed_in_job" in kinds(run), "requeued" in kinds(run)) == (bool(spare), not spare)
+
+
+PROLOG = "srun: error: Task launch for StepId=17.0 failed on node h02: Job prolog failed\n"
+BUSY = "srun: error: Unable to create step for job 17: Requested nodes are busy\n"
+TOO_MANY = "srun: error: Unable to create step for job 17: More processors requested than permitted"
+
+
+@pytest.mark.parametrize(
+    ("launched", "cause", "bad"),
+    [(PROLOG, "not launched", ["h02"]), (BUSY, "not launched", []), (TOO_MANY, "failed", [])],
+)
+def test_tasks_that_slurm_could_not_start_restart_without_the_node(
+    launched: str, cause: str, bad: list[str], workplace: Workplace
+) -> None:
+    run = begun(workplace, launched)
+    cluster_says(workplace)
+    finished(workplace, run, 1)
+    ended = next(event for event in read_events(run) if event["event"] == "ended")
+    assert ended["cause"] == cause
+    assert list(bad_nodes.read(workplace.root)) == bad
+    assert ("scontrol requeue 17" in workplace.calls) == (cause == "not launched")
+
+
+def test_the_fourth_requeue_in_ten_minutes_waits_in_the_queue(workplace: Workplace) -> None:
+    run = begun(workplace, LOST)
+    for number in (2, 3, 4):
+        Attempt(run, number).outcomes.mkdir(parents=True)
+        add_event(run, "started", job_id="17", attempt=number, time=time.time())
+    cluster_says(workplace)
+    out = finish_attempt(workplace, run, 1, requeue=True, number=4).out
+    assert [e["wait"] for e in read_events(run) if e["event"] == "requeued"] == [30]
+    assert any(call.startswith("scontrol update JobId=17 StartTime=2") for call in workplace.calls)
+    assert "it waits for at least 30s" in out
 
 
 def test_a_start_on_a_bad_node_is_given_back_twice_at_most(workplace: Workplace) -> None:

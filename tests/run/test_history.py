@@ -10,7 +10,7 @@ from clusterddp.request.resources import Resources
 from clusterddp.request.spec import JobSpec
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.attempt import Attempt
-from clusterddp.run.events import Cause, parse
+from clusterddp.run.events import Cause, Failure, parse
 from clusterddp.run.history import (
     NO_RESTART,
     STOP_ASKED,
@@ -19,6 +19,8 @@ from clusterddp.run.history import (
     Policy,
     causes_by_attempt,
     decide,
+    restart_delay,
+    step_of_death,
     steps_gained,
     withdrawal_cause,
 )
@@ -51,6 +53,7 @@ DECISIONS: list[tuple[Policy, list[str], bool, str]] = [
     (USUAL, [TIME_LIMIT], True, TIME_LIMIT),
     (USUAL, [PREEMPTED], True, PREEMPTED),
     (USUAL, [FAILED], False, NO_RESTART),
+    (USUAL, [Cause.NOT_LAUNCHED], True, Cause.NOT_LAUNCHED),
     (Policy(False, 20, 0), [SIGNAL], False, "signal, and requeue is off"),
     (Policy(False, 20, 0), [TIME_LIMIT], False, "time limit, and requeue is off"),
     (Policy(False, 20, 0), [PREEMPTED], False, "preempted, and requeue is off"),
@@ -125,6 +128,58 @@ def test_two_starts_in_a_row_without_a_step_end_it(
     assert restarts or "2 attempts in a row made no progress" in decision.why
 
 
+def died(
+    reason: str, at: int | None, *, number: int = 1, code: str = "CD1209", exit_code: int = 1,
+    rank: int = 0, gained: int | None = 50, hardware: str = "",
+) -> PastAttempt:  # fmt: skip
+    failure = Failure(rank, "h01", reason, f"logs/rank-{rank}.log", exit_code)
+    return PastAttempt(
+        number, FAILED, gained, failure=failure, code=code, died_at=at, hardware=hardware
+    )
+
+
+BOOM = "ValueError: row 17"
+PATIENT = Policy(True, 20, 5)
+REPEATED: list[tuple[list[PastAttempt], bool]] = [
+    ([died(BOOM, 60), died(BOOM, 60)], False),
+    ([died(BOOM, 60), died("ValueError: row 18", 60, rank=3)], False),  # numbers do not count
+    ([died(BOOM, 60), died(BOOM, 61)], True),
+    ([died(BOOM, 60), died("KeyError: 'row'", 60)], True),
+    ([died(BOOM, None), died(BOOM, None)], True),
+    ([died("exit code 3", 60, exit_code=3), died("exit code 4", 60, exit_code=4)], True),
+    ([died("killed by SIGKILL", 60, code="CD1211", exit_code=137),
+      died("OutOfMemoryError: CUDA out of memory", 60, code="CD1212")], False),
+    # interruptions between the two do not make them different, another failure does
+    ([died(BOOM, 60), PastAttempt(2, PREEMPTED, 0), PastAttempt(3, TIME_LIMIT, 5),
+      died(BOOM, 60)], False),
+    ([died(BOOM, 60), died("KeyError: 'row'", 70), died(BOOM, 60)], True),
+    ([died("killed by SIGBUS", 60, hardware="killed by SIGBUS"),
+      died("killed by SIGBUS", 60, hardware="killed by SIGBUS")], False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("starts", "restarts"), REPEATED)
+def test_the_same_error_at_the_same_step_ends_it_whatever_is_allowed(
+    starts: list[PastAttempt], restarts: bool
+) -> None:
+    decision = decide(PATIENT, FAILED, starts)
+    assert (decision.restarts, decision.code) == (restarts, "" if restarts else "CD1232")
+    assert restarts or "same error after step 60, so the program" in decision.why
+
+
+BUS = died("killed by SIGBUS", 60, code="CD1216", exit_code=135, hardware="killed by SIGBUS")
+OF_COMMAND = died("killed by SIGBUS", None, gained=None, hardware="killed by SIGBUS")
+
+
+def test_hardware_restarts_a_run_that_can_resume_and_uses_up_no_retry() -> None:
+    assert decide(USUAL, FAILED, [BUS]).restarts
+    assert decide(Policy(True, 20, 1), FAILED, [BUS, died(BOOM, 90)]).restarts
+    assert decide(USUAL, FAILED, [BUS, died(BOOM, 90)]).why == NO_RESTART
+    assert decide(USUAL, FAILED, [OF_COMMAND]).why == NO_RESTART
+    assert decide(Policy(False, 20, 0), FAILED, [BUS]).code == "CD1221"
+    assert decide(Policy(True, 0, 0), FAILED, [BUS]).code == "CD1222"
+
+
 # -- from a run's records ----------------------------------------------------------------------
 
 
@@ -171,6 +226,37 @@ def test_starts_are_counted_since_a_person_submitted(
     events: list[Event], causes: dict[int, str]
 ) -> None:
     assert causes_by_attempt([parse(e) for e in events]) == causes
+
+
+def begun_at(number: int, when: float) -> Event:
+    return {**started(number), "time": when}
+
+
+def requeued_for(wait: float) -> Event:
+    return {"event": "requeued", "job_id": "7", "wait": wait}
+
+
+RAPID = [submitted("7"), *(begun_at(number, number * 10.0) for number in (1, 2, 3, 4))]
+WAITED = [*RAPID, requeued_for(30), begun_at(5, 80.0)]
+DELAYS: list[tuple[list[Event], float, float]] = [
+    (RAPID[:4], 50, 0),
+    (RAPID, 50, 30),  # the user's own start is not among the three
+    (RAPID, 619, 30),
+    (RAPID, 620, 0),  # the second start was ten minutes ago
+    (WAITED, 90, 60),
+    ([*WAITED, requeued_for(60), begun_at(6, 160.0)], 170, 120),
+    # what was waited is no time, so that the waits keep growing
+    ([*WAITED, requeued_for(590), begun_at(6, 690.0)], 700, 120),
+    ([*RAPID, *(begun_at(number, 45.0) for number in range(5, 20))], 50, 600),
+    ([*RAPID, RESUME_ASKED, begun_at(5, 45.0)], 50, 0),
+]
+
+
+@pytest.mark.parametrize(("events", "now", "delay"), DELAYS)
+def test_the_fourth_start_by_itself_in_ten_minutes_waits_and_each_later_one_longer(
+    events: list[Event], now: float, delay: float
+) -> None:
+    assert restart_delay([parse(each) for each in events], now) == delay
 
 
 WITHDRAWN: list[tuple[list[Event], str, str]] = [
@@ -253,3 +339,16 @@ def test_starts_have_their_causes_and_their_steps(run: RunDir) -> None:
         (each.number, each.cause, each.steps_gained) for each in History.read(run).past_attempts
     ]
     assert starts == [(1, SIGNAL, 20), (2, "", 0)]
+
+
+@pytest.mark.parametrize(
+    ("alive", "code", "known"),
+    [(60, 1, 60), (60, 137, 60), (40, 1, 40), (40, 137, None), (None, 1, None)],
+)
+def test_the_step_of_a_death_is_rank_0s_last_record_but_not_its_first_after_a_kill(
+    run: RunDir, alive: int | None, code: int, known: int | None
+) -> None:
+    made = attempt(run, 2, start=40)
+    if alive is not None:
+        made.renew_liveness(alive)
+    assert step_of_death(made, Failure(1, "h01", "x", "logs/rank-1.log", code)) == known
