@@ -226,7 +226,7 @@ def _restart(job: JobStart, attempt: Attempt, why: str) -> bool:
 
 
 def _delay_start(job: JobStart, wait: float) -> None:
-    """Let a requeued job wait in the queue, where it holds no nodes; a failure is logged."""
+    """Let a requeued job wait in the queue, without nodes; a failure is logged."""
     try:
         slurm.delay_start(job.name, wait)
     except SlurmError as error:

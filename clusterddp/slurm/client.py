@@ -595,8 +595,8 @@ def exclude_nodes(job_id: str, hosts: Sequence[str]) -> None:
 def delay_start(job_id: str, seconds: float) -> None:
     """Let a requeued job start in `seconds` at the earliest, and not before Slurm would start it.
 
-    Slurm accepts it as soon as the job is requeued (seen on 22.05), and by itself waits until the
-    job's former credential has expired. Raises SlurmError with scontrol's message.
+    Slurm accepts it as soon as the job is requeued (seen on 22.05). Without it, Slurm waits until
+    the job's former credential has expired. Raises SlurmError with scontrol's message.
     """
     expiry = re.search(r"^AuthInfo\s*=.*\bcred_expire=(\d+)", slurm_conf(), re.MULTILINE)
     seconds = max(seconds, float(expiry[1]) + 1 if expiry else _CREDENTIAL_SECONDS)
