@@ -26,6 +26,7 @@ BENCHMARKS = {
     "scaling": "benchmarks.scaling",
     "growth": "benchmarks.growth",
     "sweeps": "benchmarks.sweeps",
+    "losses": "benchmarks.losses",
     "preflight": "benchmarks.preflight",
     "gpu": "benchmarks.gpu",
 }

@@ -94,7 +94,6 @@ class Snapshots:
         files: states that write files. random_state: this rank's. collect: returns rank 0's
         checkpoint for all ranks' random states, and with `Copy` for its tensors.
         """
-        began = time.perf_counter()
         tensors = _alike(states, wrappers, alone=self._world_size == 1)
         shape = _digest(tensors)
         if self._layout:
@@ -103,6 +102,7 @@ class Snapshots:
         # Every rank of the node has the last snapshot whole when this returns, so that the half
         # before it may be overwritten.
         seen = agreement.gather((shape, is_ready))
+        began = time.perf_counter()  # the wait for the slowest rank is not the snapshot's
         self._due = time.monotonic() + _RETRY_SECONDS
         if len({shape for shape, _ in seen}) > 1:
             self._turn_off("the ranks have different parameters")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS
+from tests.on_slurm.campaign import FAULTS_OF_ALL_SUBJECTS, memory
 from tests.on_slurm.campaign.fault import Fault
 from tests.on_slurm.campaign.place import Result, Site
 from tests.on_slurm.campaign.spares import at_random
@@ -28,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = chosen(arguments.names)
     if arguments.random:
         seed = random.randrange(10_000) if arguments.seed is None else arguments.seed
-        print(f"--random {arguments.random} --seed {seed}", flush=True)
-        faults = [at_random(seed, arguments.random)]
+        print(f"--random {arguments.random} --seed {seed} --of {arguments.of}", flush=True)
+        in_memory = arguments.of == "memory"
+        draw = memory.at_random if in_memory else lambda *drawn: [at_random(*drawn)]
+        faults = draw(seed, arguments.random)
     if arguments.list:
         for fault in faults:
             print(f"{fault.subject:<10} {fault.name:<34} {fault.expected}")
@@ -55,6 +57,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     drawn = "N faults in a row, drawn, in jobs with a spare; in place of rows"
     parser.add_argument("--random", type=int, metavar="N", help=drawn)
     parser.add_argument("--seed", type=int, help="that they are drawn by; drawn as well without")
+    of = "subject that --random draws from; default: %(default)s"
+    parser.add_argument("--of", choices=["spares", "memory"], default="spares", help=of)
     parser.add_argument("--list", action="store_true", help="name the rows and end")
     parser.add_argument(
         "--data-dir", type=Path, help="a directory with MNIST/raw; synthetic without"

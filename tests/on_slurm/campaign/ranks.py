@@ -192,7 +192,7 @@ def batch_controller_killed(trial: Trial) -> str:
 @fault("batch-controller-out-of-memory")
 def batch_controller_out_of_memory(trial: Trial) -> str:
     """The kernel's own choice, as the largest of a control group that has used its memory up."""
-    return _batch_controller(trial, _use_memory_up_beside)
+    return _batch_controller(trial, use_memory_up_beside)
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups v1; v2 has one tree for all
@@ -201,7 +201,7 @@ LITTLE = {"memory.swappiness": "0", "memory.limit_in_bytes": "8M",
 """Memory of a group, less than a Python has, in the words of either version; no swap."""
 
 
-def _use_memory_up_beside(pid: int) -> None:
+def use_memory_up_beside(pid: int) -> None:
     group = Path(
         tempfile.mkdtemp(prefix="campaign-", dir=MEMORY if MEMORY.is_dir() else MEMORY.parent)
     )

@@ -5,8 +5,11 @@ task waits at a moment while the file CAMPAIGN_HOLDS/want-MOMENT is there, and w
 held-MOMENT.RANK.PID meanwhile; then it raises where fail-MOMENT.RANK is there. A want file with the
 words "until told" is removed by the first task that was asked to stop. The moments: `import` (of
 torch), `step-N` (after the N-th step), `save` (a checkpoint's bytes on their way to
-the disk), `last` (after the report), `left` (the other ranks, for good). On a host for which
-clock-ahead.HOST is there when a process starts, its clock is ahead by so many seconds.
+the disk), `copy` (a rank's part of a snapshot has begun), `copied` (it is whole), `flush` (as
+`save`, in the parent that saves a snapshot), `last` (after the report), `left` (the other ranks,
+for good). A rank appends the step and the time of each snapshot to took.RANK. With the file
+rare-saves a loop of one's own saves each ten minutes, with a snapshot each second. On a host for
+which clock-ahead.HOST is there when a process starts, its clock is ahead by so many seconds.
 """
 
 import contextlib
@@ -58,7 +61,8 @@ def let_go(wanted: list[Path]) -> None:
 def fsync(descriptor: int, _plain: object = os.fsync) -> None:
     name = Path(f"/proc/self/fd/{descriptor}").readlink().name
     if name.startswith(".step-") and ".sha256" not in name:
-        hold("save")
+        # Only a parent that saves a snapshot has this module.
+        hold("flush" if "clusterddp.checkpoints.from_memory" in sys.modules else "save")
     _plain(descriptor)  # type: ignore[operator]
 
 
@@ -72,6 +76,27 @@ def pace_steps(module: object) -> None:
         plain(self, **metrics)
 
     module.Resumable.step = step  # type: ignore[attr-defined]
+    begin = module.Resumable.__init__  # type: ignore[attr-defined]
+
+    def begin_rare(self: object, *args: object, **options: object) -> None:
+        if "_objects" in vars(self) and Path(f"{HOLDS}/rare-saves").exists():  # a Loop
+            options |= {"save_every": "10m", "snapshot_every": 1.0}
+        begin(self, *args, **options)
+
+    module.Resumable.__init__ = begin_rare  # type: ignore[attr-defined]
+
+
+def hold_in_snapshots(module: object) -> None:
+    plain = module.write_steps  # type: ignore[attr-defined]
+
+    def write_steps(half: int, member: int, begun: int, finished: int) -> None:
+        plain(half, member, begun, finished)
+        if finished:
+            with Path(f"{HOLDS}/took.{RANK}").open("a") as took:
+                took.write(f"{finished - 1} {time.time()}\n")
+        hold("copied" if finished else "copy")
+
+    module.write_steps = write_steps  # type: ignore[attr-defined]
 
 
 def hold_after_report(module: object) -> None:
@@ -97,13 +122,14 @@ def hold_after_leaving(module: object) -> None:
 
 AFTER = {
     "clusterddp.distributed.rendezvous": hold_after_leaving,
+    "clusterddp.run.node_memory": hold_in_snapshots,
     "clusterddp.training.resumable": pace_steps,
     "clusterddp.training.report": hold_after_report,
 }
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Lets every import pass; three modules are touched once they are loaded."""
+    """Lets every import pass; four modules are touched once they are loaded."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
