@@ -247,6 +247,7 @@ DELAYS: list[tuple[list[Event], float, float]] = [
     ([*WAITED, requeued_for(60), begun_at(6, 160.0)], 170, 120),
     # what was waited is no time, so that the waits keep growing
     ([*WAITED, requeued_for(590), begun_at(6, 690.0)], 700, 120),
+    ([*WAITED, begun_at(6, 90.0), begun_at(7, 100.0)], 702, 0),
     ([*RAPID, *(begun_at(number, 45.0) for number in range(5, 20))], 50, 600),
     ([*RAPID, RESUME_ASKED, begun_at(5, 45.0)], 50, 0),
 ]
