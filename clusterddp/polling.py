@@ -42,9 +42,9 @@ IDLE_SPARES_POLL_SECONDS = 30.0
 """Poll interval of idle spares, whose loss would make Slurm end the whole job."""
 SLURMD_CONNECT_SECONDS = 3.0
 """Timeout of a connection to a slurmd."""
-LEFT_RANKS_EXIT_SECONDS, LEFT_RANKS_KILL_SECONDS = 5.0, 2.0
-"""Time for the ranks left by a lost node to end. Within it their parents begin to save the newest
-snapshot in their memory."""
+LEFT_RANKS_EXIT_SECONDS, LEFT_RANKS_KILL_SECONDS = 8.0, 2.0
+"""Time for hung ranks, or those left by a lost node, to end after SIGTERM, and after SIGKILL. In
+the first their parents begin to save the newest snapshot in their memory."""
 MEMORY_SAVE_SECONDS = 300.0
 """Time to save a snapshot from a node's memory."""
 NODE_RELEASE_SECONDS = 120.0

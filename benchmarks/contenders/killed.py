@@ -21,6 +21,7 @@ from clusterddp.loop import Loop
 def main() -> None:
     every, pace = map(float, sys.argv[1:3])
     count, *deadly = map(int, sys.argv[3:])
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

@@ -686,8 +686,8 @@ class Controller:
             name = step_watch.step_name(attempt, slurm_job_name(os.environ, self._job_id))
             if is_rehearsal(os.environ) or not name:
                 step.signal(signal.SIGTERM)
-            else:  # its tasks have KillWait to exit
-                slurm.cancel(name)
+            else:
+                step_watch.end_tasks(attempt, name, step.srun)
 
         ending = end if spec.on_hang == END else None
         if ending:

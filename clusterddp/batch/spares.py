@@ -259,16 +259,7 @@ def end_step(
         step_watch.await_end(srun, polling.LEFT_RANKS_EXIT_SECONDS)
     try:
         if step:
-            slurm.cancel(step)
-            step_watch.await_end(at_work, polling.LEFT_RANKS_EXIT_SECONDS)
-            polling.wait_until(
-                lambda: not (at_work() and attempt.is_saving_memory),
-                polling.MEMORY_SAVE_SECONDS,
-                every=polling.RECORDS_POLL_SECONDS,
-            )
-        if step and at_work():
-            slurm.kill_step(step)
-            step_watch.await_end(at_work, polling.LEFT_RANKS_KILL_SECONDS)
+            step_watch.end_tasks(attempt, step, at_work)
     except SlurmError as error:
         log.info(str(error))
     step_watch.kill(srun)

@@ -146,6 +146,23 @@ def await_end(srun: Callable[[], int | None], seconds: float) -> None:
     polling.wait_until(lambda: not srun(), seconds, every=polling.RECORDS_POLL_SECONDS)
 
 
+def end_tasks(attempt: Attempt, step: str, at_work: Callable[[], int | None]) -> None:
+    """End the tasks of a step, once their parents have saved the newest snapshot in their memory.
+
+    at_work: returns a process while tasks are left. Raises SlurmError.
+    """
+    slurm.terminate_step(step)
+    await_end(at_work, polling.LEFT_RANKS_EXIT_SECONDS)
+    polling.wait_until(
+        lambda: not (at_work() and attempt.is_saving_memory),
+        polling.MEMORY_SAVE_SECONDS,
+        every=polling.RECORDS_POLL_SECONDS,
+    )
+    if at_work():
+        slurm.kill_step(step)
+        await_end(at_work, polling.LEFT_RANKS_KILL_SECONDS)
+
+
 def kill(srun: Callable[[], int | None]) -> None:
     """Kill an srun that did not end with its step."""
     if pid := srun():

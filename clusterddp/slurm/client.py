@@ -495,6 +495,14 @@ def join_array_tasks(job_ids: Sequence[str]) -> list[str]:
     return [*jobs, *(f"{array}_[{indices}]" for array, indices in listed.items())]
 
 
+def terminate_step(step: str) -> None:
+    """Send SIGTERM to a step's tasks and their parents. Raises SlurmError with scancel's message.
+
+    Without --signal, scancel kills a step's processes immediately (seen on 22.05).
+    """
+    _change(["scancel", "--signal=TERM", step])
+
+
 def kill_step(step: str) -> None:
     """Kill a step's tasks immediately. Raises SlurmError with scancel's message."""
     _change(["scancel", "--signal=KILL", step])

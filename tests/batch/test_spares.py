@@ -257,7 +257,7 @@ def test_an_orphan_takes_nothing_for_lost_and_ends_no_step(
 ) -> None:
     """Its job was requeued, and starts the steps of the next attempt from number 0 again."""
     cancelled = list[str]()
-    monkeypatch.setattr(client, "cancel", cancelled.append)
+    monkeypatch.setattr(client, "terminate_step", cancelled.append)
     asked.answering.clear()
     record(attempt, 0, "h01", **failed(PEER_LOST))
     Attempt(attempt.run, 2).path.mkdir(parents=True)
