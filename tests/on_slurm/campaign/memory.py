@@ -214,24 +214,27 @@ def endure(
     """Strike a run, and judge where it goes on; returns the end in words and a line per blow."""
     run: Run | None = None
     lines = []
+    more = [word for each in blows for word in OF_KIND.get(each.kind, [])]
     for number, blow in enumerate(blows, 1):
         if run is None:
             rarely = [] if config in SCRIPTS else RARELY
             (trial.holds / "rare-saves").touch()
-            more = [word for each in blows for word in OF_KIND.get(each.kind, [])]
             run = trial.start(
                 *OPTIONS, *rarely, *more, *options, config=config, pace=PACE[config], name=name
             )
         run.wait_attempt(number, _PATIENCE)
-        lines.append((blow.kind, config, *_strike(run, blow, number)))
+        lines.append((blow.kind, config, *_strike(run, blow, number, saves="--save-every" in more)))
     assert run
     seen = run.check_same(seconds=_PATIENCE)
     _judge_left_over(run)
     return seen, lines
 
 
-def _strike(run: Run, blow: Blow, number: int) -> tuple[str, ...]:
-    """Strike after a snapshot; returns the steps at the strike, the resume, and their cost."""
+def _strike(run: Run, blow: Blow, number: int, *, saves: bool) -> tuple[str, ...]:
+    """Strike after a snapshot; returns the steps at the strike, the resume, and their cost.
+
+    saves: whether the run saves often.
+    """
     trial, start = run.trial, run.attempts[-1].read_record().step or 0
     began = time.time()
     taken = run.wait(lambda: (t := newest_snapshot(run))[0] > start and t, "a snapshot", _PATIENCE)
@@ -242,7 +245,7 @@ def _strike(run: Run, blow: Blow, number: int) -> tuple[str, ...]:
     at, struck = time.time(), run.struck()
     saved = newest_checkpoint(run.dir.checkpoints)
     is_early = at - began < _FIRST_SAVE_SECONDS - 10
-    if saved and saved[0] > start and is_early and blow.kind != "killed-while-saving":
+    if saved and saved[0] > start and is_early and not saves:
         raise run.differs(f"step {saved[0]} was saved, with nothing wrong")
     taken = newest_snapshot(run)
     hosts = run.attempts[-1].read_record().hosts
@@ -317,7 +320,7 @@ _SHARED = (
 )  # fmt: skip
 for _kind in _SHARED:
     fault(f"memory-{_kind}", quick=_kind == "killed")(_row([_kind], "two"))
-fault("memory-hung", conf=UNHURRIED)(_row(["hung"], "two"))
+fault("memory-hung", conf=UNHURRIED, quick=True)(_row(["hung"], "two"))
 fault("memory-killed-first-rank")(_row(["killed"], "two", pick=0))
 fault("memory-killed-in-the-first-ranks-copy")(_row(["killed-in-a-copy"], "two", pick=0))
 # The ranks of one node share a snapshot: the one before it is whole.
@@ -356,6 +359,8 @@ def at_random(seed: int, count: int) -> list[Fault]:
         if config == "loop":  # it saves by the clock
             kinds.remove("killed-while-saving")
         drawn = chance.choices(kinds, k=1 if config == "loop" else min(count, chance.randint(1, 2)))
+        if "node-lost" in drawn:  # a resume refuses a lost node that --nodelist asks for
+            drawn = ["node-lost"]
         blows = [Blow(kind, chance.random()) for kind in drawn]
         own = SOON | UNHURRIED if "node-lost" in drawn else UNHURRIED if "hung" in drawn else None
         more = ON_BOTH if "node-lost" in drawn else []
