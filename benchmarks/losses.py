@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.pairs import Row, note
 
 _EVERY = 10.0
-_PACE, _STEPS = 0.03, 4000
-_DEADLY = (700, 1350, 2000, 2650, 3300)
+_PACE, _STEPS = 0.2, 600
+_DEADLY = (110, 230, 330, 430, 530)
 _PAIRS = 1
 _SIZES = {5: 3, 60: 2, 350: 1}
 """Pairs by millions of parameters: a snapshot of a large model is rarer."""
@@ -42,8 +42,8 @@ def _killed() -> Row:
         shown = ", ".join(f"{share:.1f}%" for share in shares)
         deadly = ", ".join(map(str, _DEADLY))
         note(
-            f"losses: snapshots {interval}: {shown} of {_STEPS:,} steps redone (of {_PACE:g} s or "
-            f"more), killed at steps {deadly}; checkpoints every 10 minutes, the first after 40 s"
+            f"losses: snapshots {interval}: {shown} of {_STEPS:,} steps redone (of {_PACE:g} s "
+            f"each), killed at steps {deadly}; checkpoints every 10 minutes, the first after 40 s"
         )
     name = f"a run of two ranks, killed {len(_DEADLY)} times, snapshots each {_EVERY:.0f} s"
     return Row(name, "no snapshots", tuple(walls[0]), tuple(walls[1]))

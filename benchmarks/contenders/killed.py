@@ -28,6 +28,7 @@ def main() -> None:
     model = DistributedDataParallel(nn.Linear(1000, 1000))
     optimizer = torch.optim.Adam(model.parameters())
     loop = Loop(model=model, optimizer=optimizer, snapshot_every=every)
+    ends = time.monotonic()
     for step in loop.iterations(count):
         mark = Path(f"killed-{step}")
         if rank == 1 and step in deadly and not mark.exists():
@@ -36,7 +37,8 @@ def main() -> None:
         model(torch.randn(8, 1000)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(pace)
+        ends = max(ends + pace, time.monotonic())
+        time.sleep(ends - time.monotonic())
         if rank == 0:
             with Path("trained").open("ab") as trained:
                 trained.write(b".")
