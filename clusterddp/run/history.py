@@ -19,6 +19,7 @@ from clusterddp.run.records import (
     AttemptRecord,
     AttemptSummary,
     FinalRecord,
+    Outcome,
     SlowRank,
     SlowRanks,
     SlowRuns,
@@ -210,12 +211,16 @@ def steps_gained(attempt: Attempt, spec: JobSpec | None) -> int | None:
 def step_of_death(attempt: Attempt, failure: Failure | None) -> int | None:
     """Return how many steps were complete when a rank failed; None if unknown.
 
-    Rank 0 records its step when it loses a peer or raises, but only every two seconds before it is
-    killed: the first record of an attempt then says nothing.
+    The rank's parent knows it. Otherwise rank 0 records its step when it loses a peer or raises,
+    but only every two seconds before it is killed: the first record of an attempt then says
+    nothing.
     """
     record = attempt.read_record()
     if failure is None or record is None:
         return None
+    outcome = files.read(Outcome, attempt.outcomes / f"rank-{failure.rank}.json")
+    if outcome and outcome.step is not None:
+        return outcome.step
     step, is_killed = attempt.read_liveness().step, (failure.exit_code or 0) > _SIGNALLED
     return None if is_killed and step == record.step else step
 

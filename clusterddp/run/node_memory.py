@@ -13,6 +13,7 @@ part of the tensors; the first one also writes the tail.
 """
 
 import json
+import mmap
 import os
 import re
 import secrets
@@ -33,7 +34,7 @@ _COUNTS = struct.Struct("<qqq")
 _MEMBER = struct.Struct("<qqiii8s4x")
 """Steps begun and finished, plus one, 0 for none; address."""
 _STEPS = struct.Struct("<qq")
-_MEMBERS_AT, _PATH_AT = 64, 16384
+_STEP_AT, _MEMBERS_AT, _PATH_AT = 32, 64, 16384
 _LENGTH = struct.Struct("<q")
 _CHUNK_BYTES = 8 << 20
 
@@ -114,10 +115,28 @@ def owner_of(offset: int, size: int, total: int, members: int) -> int:
     return (2 * offset + size) * members // (2 * total)
 
 
+def open_step(half: int) -> mmap.mmap:
+    """Map the place for the steps that the rank has done; see `write_step`. Raises OSError."""
+    os.ftruncate(half, max(HEADER_BYTES, os.fstat(half).st_size))
+    return mmap.mmap(half, mmap.PAGESIZE)
+
+
+def write_step(mapped: mmap.mmap, step: int) -> None:
+    """Write how many steps the rank has done."""
+    _LENGTH.pack_into(mapped, _STEP_AT, step + 1)
+
+
+def read_step(half: int) -> int | None:
+    """Return how many steps the rank has done; None if it has not said so."""
+    data = os.pread(half, _LENGTH.size, _STEP_AT)
+    return _LENGTH.unpack(data)[0] - 1 if data.strip(b"\0") else None
+
+
 def write_header(half: int, attempt: Path, members: Sequence[Address]) -> None:
     """Write the header of a half: the attempt's directory, and members without a copied step."""
     rows = [_MEMBER.pack(0, 0, m.pid, *m.halves, m.token.encode()) for m in members]
-    os.pwrite(half, _COUNTS.pack(len(members), 0, 0).ljust(_MEMBERS_AT, b"\0") + b"".join(rows), 0)
+    os.pwrite(half, _COUNTS.pack(len(members), 0, 0), 0)
+    os.pwrite(half, b"".join(rows), _MEMBERS_AT)
     os.pwrite(half, os.fsencode(attempt).ljust(HEADER_BYTES - _PATH_AT, b"\0"), _PATH_AT)
 
 

@@ -321,6 +321,11 @@ class TaskRecord:
             "time": round(time.time(), 3),
         }
 
+    def note_step(self, step: int | None) -> None:
+        """Note how many steps the rank had done at its end."""
+        if step is not None:
+            self._fields["step"] = step
+
     def note_continued(self) -> None:
         """Note that the task continued after a stop."""
         self._fields["continued"] = round(time.time(), 3)

@@ -268,6 +268,8 @@ class Outcome:
     """Interpreter of its parent, which can run clusterddp on its host."""
     clock_ahead: float | None = None
     """Seconds by which its host's clock is ahead of rank 0's, if measured (clocks.json)."""
+    step: int | None = None
+    """Steps of the run that were done at its end; None if the rank has not said so."""
     nested_world: NestedWorld | None = None
     """World that its children formed on their own."""
     received_signal: ReceivedSignal | None = None

@@ -130,6 +130,7 @@ class Resumable:
         # A shard on one node would be lost with it.
         has_shards = len(self._files) < len(self._shards)
         self._snapshots = Snapshots(attempt, 0.0 if has_shards else snapshot_every)
+        self._snapshots.note_step(position.step)
         self._accounted = self._waited = 0.0
         self._start_step, self._earlier_seconds = position.step, position.seconds
         self._saved_step = position.step if is_resumed else -1
@@ -209,11 +210,11 @@ class Resumable:
             self._position.step_in_epoch = self._batches = 1
         if self._has_batches:
             self._mark(Phase.UPDATE)
-        self._snapshots.poll()
         asks = self._asks(self.steps + 1)
         self._stop_clock(exact=asks)
         self._position.step += 1
         self._random = None  # no longer needed
+        self._snapshots.note_step(self.steps)
         is_due = self._stepped(metrics)
         reason, save = self._agree() if asks else ("", 0)
         if is_due or self._saving.due("step", self.steps):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,6 +58,10 @@ class Snapshots:
         self._rank, self._world_size = agreement.rank_and_world_size()
         self._address = Address.here(os.environ)
         self._is_off = not every or self._address is None
+        self._step: mmap.mmap | None = None
+        with suppress(OSError):
+            if self._address:
+                self._step = node_memory.open_step(self._address.open()[0])
         self._layout: _Layout | None = None
         self._shape = ""
         """Digest of the tensors that the layout is for."""
@@ -74,8 +79,10 @@ class Snapshots:
         """Note that the state has been saved."""
         self._due = max(self._due, time.monotonic() + self._every)
 
-    def poll(self) -> None:
-        """Note that a GPU's copy is done. Call it at each step."""
+    def note_step(self, step: int) -> None:
+        """Note that a step is done, and perhaps a GPU's copy."""
+        if self._step:
+            node_memory.write_step(self._step, step)
         if self._layout:
             self._layout.poll()
 

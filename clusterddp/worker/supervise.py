@@ -102,6 +102,7 @@ def supervise(
         waits = is_command and not task.forwards
         status = _await_end(task.pid, env, record, waits_for_signal=waits)
         memory.tidy()
+        record.note_step(memory.step())
         error = task.reported()
         status = record.record_end(status, lambda status: error or explain(status))
         code = os.waitstatus_to_exitcode(status)
