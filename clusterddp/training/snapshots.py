@@ -105,7 +105,9 @@ class Snapshots:
         shape = _digest(tensors)
         if self._layout:
             self._layout.finish()
+        # Agreed on below, since the ranks' clocks and threads differ.
         is_ready = self._layout is None or self._layout.is_ready
+        is_ready = is_ready and time.monotonic() >= self._first_due
         # Every rank of the node has the last snapshot whole when this returns, so that the half
         # before it may be overwritten.
         seen = agreement.gather((shape, is_ready))
@@ -115,7 +117,7 @@ class Snapshots:
             self._turn_off("the ranks have different parameters")
         elif shape != self._shape:
             self._prepare(tensors, shape)
-        elif all(is_ready for _, is_ready in seen) and time.monotonic() >= self._first_due:
+        elif all(is_ready for _, is_ready in seen):
             self._copy(step, tensors, files, random_state, collect)
             if self._layout and not self._said_every:
                 self._layout.finish()  # a GPU's first copy shows how long one takes
