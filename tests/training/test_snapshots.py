@@ -330,6 +330,30 @@ def test_ranks_with_other_states_take_none(attempt: Attempt) -> None:
     assert "the ranks have different parameters" in first[0] and second == []
 
 
+def late(rank: int, world_size: int, addresses: list[str], folder: Path) -> tuple[int, int]:
+    """Return the steps in this rank's halves, after rank 0's clock was behind and after it was not.
+
+    A rank that took part by its own clock would wait for the others for good.
+    """
+    os.environ[VARIABLE] = addresses[rank]
+    trained = Trained(attempt_at(folder), rank=rank, in_ddp=True)
+    trained.step()
+    trained.snapshots._first_due = 0.0 if rank else float("inf")
+    seen = []
+    for _ in range(2):
+        trained.take_first()
+        layout: Any = trained.snapshots._layout
+        half = layout._halves[0]
+        seen.append(node_memory.read_steps(half, layout._member)[1])
+        trained.snapshots._first_due = 0.0
+    return seen[0], seen[1]
+
+
+def test_the_ranks_take_the_first_one_together(attempt: Attempt) -> None:
+    texts = [str(Address.create()) for _ in range(2)]
+    assert run_ranks(2, late, texts, attempt.path) == [(0, 2), (0, 2)]
+
+
 def test_a_changed_model_is_laid_out_again(attempt: Attempt, own: Address) -> None:
     trained = Trained(attempt)
     trained.step()
