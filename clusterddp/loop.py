@@ -13,6 +13,7 @@ A framework's loop has `clusterddp.integrations`.
 """
 
 import atexit
+import math
 import os
 import re
 import signal
@@ -108,19 +109,17 @@ class Loop(Resumable):
         save_every: `500steps`, `1epoch` or `10m`. The first checkpoint is saved at the first step
             after 40 s, whatever the interval.
         keep_last: number of checkpoints to keep.
-        snapshot_every: seconds between snapshots in the memory of the nodes, in a run; more where
-            snapshots would take more than 0.5 % of the time. 0: none.
+        snapshot_every: seconds between snapshots in the memory of the nodes; 0: none.
         log_every: steps between two lines of metrics; 0 writes one line per second and prints one
             every ten seconds.
         random_states: save and restore the random generators of every rank, so that a resumed run
             draws the same numbers (dropout, shuffles, augmentation) as an uninterrupted one.
 
-        Raises CheckpointError if it cannot resume: no valid checkpoint is left, or the checkpoint
-        has other states. Raises TrainingError if it cannot write, if another attempt or loop uses
-        the directory, or if the ranks have no process group. Raises TypeError for a missing or
-        unsuitable state, ValueError for an invalid save_every.
+        Raises CheckpointError if no valid checkpoint is left, or it has other states; TrainingError
+        if it cannot write, if another attempt or loop uses the directory, or if the ranks have no
+        process group; TypeError for an unsuitable state, ValueError for an invalid interval.
         """
-        self._check(states, save_every, directory)
+        self._check(states, save_every, snapshot_every, directory)
         self._objects = states_of(states)
         self._keep_last, self._keeps_random = keep_last, random_states
         self._peeked: list[Any] = []  # a batch, or END, that was read early
@@ -133,9 +132,7 @@ class Loop(Resumable):
             wrappers = ddp_wrappers(states)
             position, arranged = self._resume(source, wrappers) if source else (Position(), {})
             super().__init__(
-                attempt,
-                self._objects,
-                position,
+                *(attempt, self._objects, position),
                 shards=self._sharded,
                 save_every=save_every,
                 snapshot_every=snapshot_every if self._in_run else 0,
@@ -272,7 +269,9 @@ class Loop(Resumable):
 
     # -- start -------------------------------------------------------------------------------
 
-    def _check(self, states: Mapping[str, Any], save_every: str, directory: object) -> None:
+    def _check(
+        self, states: Mapping[str, Any], save_every: str, snapshot_every: object, directory: object
+    ) -> None:
         if not states:
             raise TypeError("Loop() has nothing to save. Pass model=model, optimizer=optimizer")
         for name, each in states.items():
@@ -289,6 +288,11 @@ class Loop(Resumable):
             raise ValueError(
                 f"save_every={save_every!r} is not an interval. Use '500steps', '1epoch' or '10m'"
             ) from None
+        if not (isinstance(snapshot_every, int | float) and 0 <= snapshot_every < math.inf):
+            raise ValueError(
+                f"snapshot_every={snapshot_every!r} is not a number of seconds. Use 10, or 0 "
+                "for no snapshots"
+            )
         if directory is None and not agreement.has_group() and _tasks() > 1:
             raise TrainingError(
                 f"the environment names {_tasks()} tasks, but there is no process group. Call "

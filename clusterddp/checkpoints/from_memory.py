@@ -26,7 +26,7 @@ from clusterddp.run.node_memory import HEADER_BYTES, Address, Index, Record, own
 _CHUNK_BYTES = 8 << 20
 # torch.save begins each record at a multiple of this, so that torch.load can map the file.
 _ALIGNMENT, _PADDING_ID = 64, 0x4246
-_HEADER_BYTES, _ZIP64_BYTES = 30, 20  # of a zip file (APPNOTE.TXT 4.3.7, 4.5.3)
+_HEADER_BYTES, _ZIP64_BYTES = 30, 20  # in a zip file (APPNOTE.TXT 4.3.7, 4.5.3)
 _ZIP64_FROM = 1 << 31
 _NEWER_SECONDS = 2.0
 """Time for another node to say that it has a newer snapshot whole."""
@@ -136,7 +136,7 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
         if _newest_claim(attempt) >= step or may_be_newer or _ranks_save(attempt, step):
             continue
         claim = path.with_name(f".{path.name}{FROM_MEMORY}")
-        claim.unlink(missing_ok=True)  # of a writer that is dead
+        claim.unlink(missing_ok=True)  # its writer is dead
         if files.create(claim):
             with _renewed(claim):
                 shards = _write_files(found, path)

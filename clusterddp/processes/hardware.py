@@ -1,4 +1,4 @@
-"""Hardware of this machine: GPU drivers, number of GPUs, names of CPU and GPU models."""
+"""Hardware of this machine: GPU drivers, number of GPUs, models of CPU and GPUs, free memory."""
 
 import os
 import subprocess
@@ -13,6 +13,12 @@ NVIDIA_DRIVER = (_NVIDIA / "version", Path("/dev/nvidiactl"), Path("/usr/lib/wsl
 the device, and WSL 2 only the library of the Windows driver."""
 AMD_DEVICE = Path("/dev/kfd")
 _CPUS = Path("/proc/cpuinfo")
+# Controller -> limit, usage, and the part of the usage that is reclaimable file cache
+# (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
+_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def has_nvidia_driver() -> bool:
@@ -67,3 +73,46 @@ def _model(path: Path) -> str:
         if colon and key.strip() in ("model name", "Model"):
             return value.strip()
     return ""
+
+
+def free_bytes(root: Path = Path("/")) -> int | None:
+    """Return the host's available bytes, or fewer if a cgroup limits them.
+
+    None if unknown (not on Linux). root: root of the file system to read.
+    """
+    available = _number(root / "proc/meminfo", "MemAvailable:")
+    if available is None:
+        return None
+    return min([available * 1024, *_left_in_cgroups(root)])
+
+
+def _left_in_cgroups(root: Path) -> list[int]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left = []
+    for line in lines:
+        _, controller, path = line.split(":", 2)
+        if controller not in _FILES:
+            continue
+        top = root / "sys/fs/cgroup" / controller
+        group = top / path.lstrip("/")
+        limit, usage, cache = _FILES[controller]
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            allowed, used = _number(folder / limit), _number(folder / usage)
+            if allowed is not None and used is not None:
+                given_up = _number(folder / "memory.stat", cache) or 0
+                left.append(max(allowed - used + given_up, 0))
+    return left
+
+
+def _number(path: Path, name: str = "") -> int | None:
+    """Read the number after `name` in a file, or the file's only number; None for `max`."""
+    try:
+        words = path.read_text().split()
+        return int(words[words.index(name) + 1 if name else 0])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -3,8 +3,8 @@
 The parent of a task owns memory without a name in any directory (memfd_create(2)), which its rank
 opens through /proc. It stays when the rank is killed, and is gone with the parent. The ranks of a
 node share the work: each copies its part of the state into its own task's memory. There are two
-halves, so that one is whole while the other is being written. `training.snapshots` writes them, and
-`checkpoints.from_memory` makes an ordinary checkpoint of one.
+halves, so that one is whole while the other is being written. `checkpoints.snapshots` writes them,
+and `checkpoints.from_memory` makes an ordinary checkpoint of one.
 
 A half has a header, which names the members (the ranks that share a node's memory) with the steps
 that each has begun and finished to copy; then the state's tensors at fixed offsets; then a tail:
@@ -41,7 +41,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Address:
-    """Where a task's memory is: the process that owns it, its two descriptors, and their name."""
+    """Address of a task's memory: the process that owns it, its two descriptors, and their name."""
 
     pid: int
     halves: tuple[int, int]
@@ -51,7 +51,7 @@ class Address:
     def create(cls) -> "Address":
         """Create the memory of a task, which this process owns until its end.
 
-        Raises OSError or AttributeError where the system has no such memory; Linux has it.
+        Raises OSError or AttributeError if the system has no such memory; Linux has it.
         """
         token = secrets.token_hex(4)
         first, second = (os.memfd_create(f"{_NAME}{token}") for _ in range(2))
@@ -65,9 +65,9 @@ class Address:
 
     @property
     def scratch(self) -> Path:
-        """Directory in memory for files that a framework writes, removed as soon as they are read.
+        """Directory in memory for a framework's files, which the rank removes after reading them.
 
-        The owner removes it once more at its end.
+        The owner removes it at the rank's end.
         """
         return Path("/dev/shm", f"{_NAME}{self.token}")
 
@@ -184,7 +184,7 @@ def make_tail(index: Index, contents: Sequence[bytes]) -> bytes:
 
 
 def read_index(half: int) -> tuple[Index, int] | None:
-    """Return the index of a half, and the offset of the contents behind it; None if damaged."""
+    """Return the index of a half, and the offset of the contents after it; None if damaged."""
     _, offset, length = _COUNTS.unpack(os.pread(half, _COUNTS.size, 0))
     [size] = _LENGTH.unpack(os.pread(half, _LENGTH.size, offset))
     begin = offset + _LENGTH.size

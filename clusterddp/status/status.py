@@ -227,10 +227,7 @@ def run_status(
         loss=latest.loss,
         accuracy=coalesce(figures.accuracy, latest.accuracy),
         excluded_nodes=_excluded_nodes(history, state, known.job_id),
-        warnings=[
-            *filter(None, (*figures.warnings, known.end.remark if known.end else "")),
-            *_slowdowns(run, known.attempt),
-        ],
+        warnings=_warnings(run, figures, known.attempt, known.end.remark if known.end else ""),
         **_times(run, known, state, now),
         exit_code=_exit_code(state, submission, job),
         code=_code(state, known, failure, job),
@@ -246,10 +243,11 @@ def run_status(
     )
 
 
-def _slowdowns(run: RunDir, attempt: int | None) -> list[str]:
-    """Return a line for each period in which all ranks of the latest attempt were slow."""
+def _warnings(run: RunDir, figures: Report, attempt: int | None, remark: str) -> list[str]:
+    """Return the warnings of the report, and of the latest attempt with its slow periods."""
     record = files.read(SlowRuns, Attempt(run, attempt).slow_run) if attempt else None
-    return [f"slow run: {each.describe()} [CD0825]" for each in record.periods] if record else []
+    slow = [f"slow run: {each.describe()} [CD0825]" for each in record.periods] if record else []
+    return [*filter(None, (*figures.warnings, remark)), *slow]
 
 
 def _judge(

@@ -16,9 +16,10 @@ from clusterddp import log
 from clusterddp.data.loader import Images, Loader
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.errors import TrainingError
+from clusterddp.processes.hardware import free_bytes
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.run.records import Agreement
-from clusterddp.training.device import free_bytes, peak_bytes
+from clusterddp.training.device import peak_bytes
 from clusterddp.training.learner import Learner
 from clusterddp.training.stop import REASONS, StopRequest
 

@@ -12,7 +12,6 @@ import resource
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import TrainingError
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MAX_MMAP_THRESHOLD = 32 << 20  # glibc's maximum on 64 bits (HEAP_MAX_SIZE / 2)
-# Controller -> limit, usage, and the part of the usage that is reclaimable file cache
-# (cgroups(7): the unified hierarchy has no controller's name in /proc/self/cgroup).
-_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 
 
 @dataclass(frozen=True)
@@ -178,46 +171,3 @@ def peak_bytes(device: "torch.device") -> int:
         # DataParallel has several GPUs; their sum is an upper bound, and an unused one counts 0.
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def free_bytes(root: Path = Path("/")) -> int | None:
-    """Return the host's available bytes, or fewer if a cgroup limits them.
-
-    None if unknown (not on Linux). root: root of the file system to read.
-    """
-    available = _number(root / "proc/meminfo", "MemAvailable:")
-    if available is None:
-        return None
-    return min([available * 1024, *_left_in_cgroups(root)])
-
-
-def _left_in_cgroups(root: Path) -> list[int]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    left = []
-    for line in lines:
-        _, controller, path = line.split(":", 2)
-        if controller not in _FILES:
-            continue
-        top = root / "sys/fs/cgroup" / controller
-        group = top / path.lstrip("/")
-        limit, usage, cache = _FILES[controller]
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(top):
-                break
-            allowed, used = _number(folder / limit), _number(folder / usage)
-            if allowed is not None and used is not None:
-                given_up = _number(folder / "memory.stat", cache) or 0
-                left.append(max(allowed - used + given_up, 0))
-    return left
-
-
-def _number(path: Path, name: str = "") -> int | None:
-    """Read the number after `name` in a file, or the file's only number; None for `max`."""
-    try:
-        words = path.read_text().split()
-        return int(words[words.index(name) + 1 if name else 0])
-    except (OSError, ValueError, IndexError):
-        return None

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp import files, log
 from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.catalog import Best
+from clusterddp.checkpoints.snapshots import Snapshots
 from clusterddp.checkpoints.state import Content, Position, Stateful
 from clusterddp.checkpoints.writer import Costs, Saver
 from clusterddp.distributed import agreement
@@ -36,7 +37,6 @@ from clusterddp.slurm.forms import RUN_NAME
 from clusterddp.training import replay
 from clusterddp.training.paces import Slowdown, StepTimer, Stragglers, Throughputs
 from clusterddp.training.replay import END, Fetches, RandomStates
-from clusterddp.training.snapshots import Snapshots
 from clusterddp.training.stop import REASONS, Deadline, StopRequest
 
 T = TypeVar("T")

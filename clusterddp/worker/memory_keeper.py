@@ -27,14 +27,15 @@ class MemoryKeeper:
             self._address = Address.create()
             environ[VARIABLE] = str(self._address)
 
-    def step(self) -> int | None:
-        """Return how many steps the rank has done; None if it has not said so."""
-        return node_memory.read_step(self._address.halves[0]) if self._address else None
+    def end(self) -> int | None:
+        """Return how many steps the rank had done at its end; None if it has not said so.
 
-    def tidy(self) -> None:
-        """Remove the files that a rank left when it was killed while it wrote them."""
-        if self._address:
-            shutil.rmtree(self._address.scratch, ignore_errors=True)
+        Removes the files of a rank that was killed while it wrote them.
+        """
+        if self._address is None:
+            return None
+        shutil.rmtree(self._address.scratch, ignore_errors=True)
+        return node_memory.read_step(self._address.halves[0])
 
     def note_term(self) -> None:
         """Save the newest snapshot soon, unless the ranks have saved a newer step by then.

@@ -99,16 +99,13 @@ def supervise(
         record.record_start(task.pid)
         if began:
             began(task.pid, record)
-        waits = is_command and not task.forwards
-        status = _await_end(task.pid, env, record, waits_for_signal=waits)
-        memory.tidy()
-        record.note_step(memory.step())
+        status = _await_end(task.pid, env, record, is_command and not task.forwards)
+        record.note_step(memory.end())
         error = task.reported()
         status = record.record_end(status, lambda status: error or explain(status))
-        code = os.waitstatus_to_exitcode(status)
-        if code not in (0, EXIT_STOPPED):
+        if has_failed := (code := os.waitstatus_to_exitcode(status)) not in (0, EXIT_STOPPED):
             memory.save(error.code if error else "")
-        if code not in (0, EXIT_STOPPED) and own:
+        if has_failed and own:
             from clusterddp.worker import lost_script  # seldom needed
 
             lost_script.requeue_if_lost(own, env)
@@ -154,7 +151,7 @@ def forwards_signals(environ: Mapping[str, str]) -> bool:
     return "SLURM_STEP_ID" not in environ and "TORCHELASTIC_RUN_ID" not in environ
 
 
-def _await_end(pid: int, env: DistEnv, record: TaskRecord, *, waits_for_signal: bool) -> int:
+def _await_end(pid: int, env: DistEnv, record: TaskRecord, waits_for_signal: bool) -> int:
     """Wait for the child, and return its status; log when it is stopped or continued.
 
     waits_for_signal: after exit code 0, wait briefly for a signal to record.

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from clusterddp.errors import TrainingError
+from clusterddp.processes.hardware import free_bytes
 from clusterddp.request.train_config import TrainConfig
 from clusterddp.training.device import (
     ChosenDevice,
     bind_to_numa,
     choose,
-    free_bytes,
     granted_gpus,
     peak_bytes,
 )

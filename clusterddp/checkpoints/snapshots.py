@@ -31,11 +31,11 @@ from clusterddp.checkpoints.sharded import FileState
 from clusterddp.checkpoints.state import Content
 from clusterddp.distributed import agreement
 from clusterddp.formatting import memory, setting
+from clusterddp.processes.hardware import free_bytes
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt
 from clusterddp.run.node_memory import HEADER_BYTES, MAX_MEMBERS, Address, Index, Record, owner_of
-from clusterddp.training.device import free_bytes
 
 Copy = Callable[[Tensor], Tensor]
 """Replaces a tensor of a state by its place in the snapshot."""
@@ -138,7 +138,7 @@ class Snapshots:
             halves = address.open() if address else None
         except OSError:
             halves = None
-        # Tasks in containers of their own cannot open each other's memory.
+        # Tasks in separate containers cannot open each other's memory.
         where = host_name(os.environ), str(Path("/proc/self/ns/pid").readlink())
         hellos = agreement.gather((where, address if halves else None, _free_bytes()))
         places = dict.fromkeys(where for where, *_ in hellos)
@@ -220,7 +220,7 @@ class _Layout:
         member: int,
         tensors: Sequence[Tensor],
     ) -> None:
-        """halves: descriptors. members: those of this node. member: this rank's among them."""
+        """halves: descriptors. members: tasks of this node. member: this rank's among them."""
         self._halves, self._member = halves, member
         self.offsets, self.size = _places(tensors)
         sizes = [tensor.nbytes for tensor in tensors]
@@ -259,7 +259,7 @@ class _Layout:
         self._allocation.start()
 
     def _allocate(self, gpus: Collection[torch.device]) -> None:
-        """Allocate this rank's part of the memory beside the training; pin it for its GPU."""
+        """Allocate this rank's part of the memory during the training; pin it for its GPU."""
         if self._own:
             first, last = self._own[0], self._own[-1]
             begin, end = self.offsets[first], self.offsets[last] + self._places[0][last].nbytes
@@ -398,7 +398,7 @@ def _cuda() -> Any:
 
 
 def _free_bytes() -> int:
-    """Return the free bytes of this node, at most those of the job's --mem; 0 if unknown."""
+    """Return the free bytes of this node, at most the job's --mem; 0 if unknown."""
     free, limit = free_bytes() or 0, os.environ.get("SLURM_MEM_PER_NODE", "")
     return min(free, int(limit) << 20) if limit.isdigit() and int(limit) else free
 
@@ -406,7 +406,7 @@ def _free_bytes() -> int:
 def _written(
     files: Mapping[str, FileState], address: Address | None, rank: int
 ) -> tuple[dict[str, bytes], str]:
-    """Have states write their files; return those of this rank by path, or why they could not."""
+    """Have states write files; return this rank's files by path, or why it could not write."""
     if not files or address is None:
         return {}, ""
     folder = address.scratch / str(rank)
@@ -425,7 +425,7 @@ def _written(
 def _tail(step: int, content: Content, files: Mapping[str, bytes], layout: _Layout) -> bytes:
     """Return the tail: the index of the checkpoint's records, and all but the tensors.
 
-    files: those next to the checkpoint, by path.
+    files: files next to the checkpoint, by path.
     """
     records: list[Record] = []
     contents: list[bytes] = []

@@ -15,15 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clusterddp import log, polling
-from clusterddp.checkpoints import catalog, from_memory, state
+from clusterddp.checkpoints import catalog, from_memory, snapshots, state
+from clusterddp.checkpoints.snapshots import Snapshots
 from clusterddp.checkpoints.state import Position
 from clusterddp.run import attempt as attempts
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt, attempt_at
 from clusterddp.run.node_memory import VARIABLE, Address, owner_of
 from clusterddp.run.run_dir import RunDir
-from clusterddp.training import snapshots
-from clusterddp.training.snapshots import Snapshots
 from tests.forked import CONTEXT
 from tests.training.ranks import run_ranks
 
