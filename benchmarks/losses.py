@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.pairs import Row, note
-from clusterddp.training.snapshots import _SHARE_OF_TIME
+from clusterddp.checkpoints.snapshots import _SHARE_OF_TIME
 
 _EVERY = 10.0
 _PACE, _STEPS = 0.2, 600

@@ -46,6 +46,7 @@ def save(own: Address) -> None:
     if path is None:
         return
     attempt = attempt_at(path)
+    known = -1
     with contextlib.ExitStack() as stack:
         try:
             members = node_memory.read_members(own.halves[0])
@@ -53,13 +54,11 @@ def save(own: Address) -> None:
             known = max(read_steps(half, number)[1] for half in own.halves) - 1
             if known > _newest_saved(attempt) and (found := _newest(members, stack)):
                 _save(attempt, found)
-        except OSError as error:
-            if known <= _newest_saved(attempt):
+        except (OSError, ValueError, struct.error) as error:
+            if 0 <= known <= _newest_saved(attempt):
                 return  # by a task that has ended since
-            log.warning(
-                f"the snapshot in this node's memory was not saved: {error.strerror or error}. "
-                "[CD0706]"
-            )
+            cause = getattr(error, "strerror", "") or error
+            log.warning(f"the snapshot in this node's memory was not saved: {cause}. [CD0706]")
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,10 @@ class Snapshots:
         self._step: mmap.mmap | None = None
         with suppress(OSError):
             if self._address:
-                self._step = node_memory.open_step(self._address.open()[0])
+                self._step = node_memory.open_step(self._address)
         self._layout: _Layout | None = None
+        self._problem = ""
+        """Why this rank can take no snapshot."""
         self._shape = ""
         """Digest of the tensors that the layout is for."""
         self._has_others = self._is_far = False
@@ -110,14 +112,17 @@ class Snapshots:
         is_ready = is_ready and time.monotonic() >= self._first_due
         # Every rank of the node has the last snapshot whole when this returns, so that the half
         # before it may be overwritten.
-        seen = agreement.gather((shape, is_ready))
+        problem = self._problem or (self._layout.problem if self._layout else "")
+        seen = agreement.gather((shape, is_ready, problem))
         began = time.perf_counter()  # the wait for the slowest rank is not the snapshot's
         self._due = time.monotonic() + _RETRY_SECONDS
-        if len({shape for shape, _ in seen}) > 1:
+        if problem := next(filter(None, (problem for *_, problem in seen)), ""):
+            self._turn_off(problem)
+        elif len({shape for shape, *_ in seen}) > 1:
             self._turn_off("the ranks have different parameters")
         elif shape != self._shape:
             self._prepare(tensors, shape)
-        elif all(is_ready for _, is_ready in seen):
+        elif all(is_ready for _, is_ready, _ in seen):
             self._copy(step, tensors, files, random_state, collect)
             if self._layout and not self._said_every:
                 self._layout.finish()  # a GPU's first copy shows how long one takes
@@ -133,13 +138,12 @@ class Snapshots:
         if self._layout:
             self._layout.close()
         self._shape, self._layout = shape, None
-        address = self._address
-        try:
+        address, halves, namespace = self._address, None, ""
+        with suppress(OSError):
+            # Tasks in separate containers cannot open each other's memory.
+            namespace = str(Path("/proc/self/ns/pid").readlink())
             halves = address.open() if address else None
-        except OSError:
-            halves = None
-        # Tasks in separate containers cannot open each other's memory.
-        where = host_name(os.environ), str(Path("/proc/self/ns/pid").readlink())
+        where = host_name(os.environ), namespace
         hellos = agreement.gather((where, address if halves else None, _free_bytes()))
         places = dict.fromkeys(where for where, *_ in hellos)
         groups = {place: [each for each in hellos if each[0] == place] for place in places}
@@ -158,7 +162,10 @@ class Snapshots:
         elif where in keeping and halves:
             members = [member for _, member, _ in groups[where] if member]
             number = sum(place == where for place, *_ in hellos[: self._rank])
-            self._layout = _Layout(self._attempt, halves, members, number, tensors)
+            try:
+                self._layout = _Layout(self._attempt, halves, members, number, tensors)
+            except OSError as error:
+                self._problem = str(error.strerror)
 
     def _copy(
         self,
@@ -188,7 +195,10 @@ class Snapshots:
             if 0 < sent <= _SENT_BYTES:
                 tail = state.broadcast(tail, sent)
         if self._layout and (tail or (self._rank and not self._is_far)):
-            self._layout.copy(step, tensors, tail)
+            try:
+                self._layout.copy(step, tensors, tail)
+            except OSError as error:  # no memory for the tail
+                self._problem = str(error.strerror)
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True
@@ -237,8 +247,8 @@ class _Layout:
         """Seconds of the latest copy on a GPU."""
         self._places: list[list[Tensor]] = []
         """For each half, the tensors' places in it."""
-        self.is_ready = False
-        """True once the memory is allocated."""
+        self.is_ready, self.problem = False, ""
+        """True once the memory is allocated; why it cannot be."""
         for half in halves:
             os.ftruncate(half, HEADER_BYTES + self.size)
             node_memory.write_header(half, attempt.path, members)
@@ -266,8 +276,8 @@ class _Layout:
             for half, places in zip(self._halves, self._places, strict=True):
                 try:
                     os.posix_fallocate(half, HEADER_BYTES + begin, end - begin)
-                except OSError as error:  # never ready: the ranks take no snapshot
-                    log.info(f"no snapshots in memory: {error.strerror}")
+                except OSError as error:
+                    self.problem = str(error.strerror)
                     return
                 for gpu in gpus:
                     torch.cuda.set_device(gpu)
@@ -283,6 +293,8 @@ class _Layout:
         self._allocation.join()
         for place in self._pinned:
             _cuda().cudaHostUnregister(place)
+        for half in self._halves:
+            os.close(half)
 
     def copy_of(self, tensors: Sequence[Tensor]) -> Copy:
         """Return a function from a tensor to its place in the next snapshot, or to a copy."""

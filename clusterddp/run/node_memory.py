@@ -76,8 +76,12 @@ class Address:
 
     def open(self) -> tuple[int, int]:
         """Open both halves. Raises OSError if the owner has ended or cannot be seen from here."""
-        first, second = map(self._open, self.halves)
-        return first, second
+        first = self._open(self.halves[0])
+        try:
+            return first, self._open(self.halves[1])
+        except OSError:
+            os.close(first)
+            raise
 
     def _open(self, number: int) -> int:
         path = Path(f"/proc/{self.pid}/fd/{number}")
@@ -115,10 +119,15 @@ def owner_of(offset: int, size: int, total: int, members: int) -> int:
     return (2 * offset + size) * members // (2 * total)
 
 
-def open_step(half: int) -> mmap.mmap:
+def open_step(address: Address) -> mmap.mmap:
     """Map the place for the steps that the rank has done; see `write_step`. Raises OSError."""
-    os.ftruncate(half, max(HEADER_BYTES, os.fstat(half).st_size))
-    return mmap.mmap(half, mmap.PAGESIZE)
+    halves = address.open()
+    try:
+        os.ftruncate(halves[0], max(HEADER_BYTES, os.fstat(halves[0]).st_size))
+        return mmap.mmap(halves[0], mmap.PAGESIZE)
+    finally:
+        for half in halves:
+            os.close(half)
 
 
 def write_step(mapped: mmap.mmap, step: int) -> None:

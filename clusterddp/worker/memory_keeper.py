@@ -5,6 +5,7 @@ import threading
 from collections.abc import MutableMapping
 from contextlib import suppress
 
+from clusterddp.errors import EXIT_STOPPED
 from clusterddp.run import node_memory
 from clusterddp.run.node_memory import VARIABLE, Address
 
@@ -43,18 +44,25 @@ class MemoryKeeper:
         Slurm kills the rank with its parent KillWait seconds after SIGTERM.
         """
         if self._address and self._timer is None:
-            self._timer = threading.Timer(_TERM_SECONDS, self.save)
+            self._timer = threading.Timer(_TERM_SECONDS, self._save)
             self._timer.daemon = True
             self._timer.start()
 
-    def save(self, code: str = "") -> None:
-        """Save the newest snapshot of the node, if it is newer than every checkpoint.
+    def close(self, exit_code: int, error_code: str) -> None:
+        """Save the newest snapshot of the node if the rank has failed; wait for a save under way.
 
-        code: error code of the rank's failure.
+        It is saved if it is newer than every checkpoint. exit_code: the rank's, negative for a
+        signal. error_code: code of its error.
         """
         if self._timer:
             self._timer.cancel()
-        if self._address and code not in _UNUSABLE:
+        if exit_code in (0, EXIT_STOPPED) or error_code in _UNUSABLE:
+            with self._saving:
+                return
+        self._save()
+
+    def _save(self) -> None:
+        if self._address:
             from clusterddp.checkpoints import from_memory  # seldom needed
 
             with self._saving:

@@ -103,9 +103,9 @@ def supervise(
         record.note_step(memory.end())
         error = task.reported()
         status = record.record_end(status, lambda status: error or explain(status))
-        if has_failed := (code := os.waitstatus_to_exitcode(status)) not in (0, EXIT_STOPPED):
-            memory.save(error.code if error else "")
-        if has_failed and own:
+        code = os.waitstatus_to_exitcode(status)
+        memory.close(code, error.code if error else "")
+        if code not in (0, EXIT_STOPPED) and own:
             from clusterddp.worker import lost_script  # seldom needed
 
             lost_script.requeue_if_lost(own, env)
