@@ -33,6 +33,7 @@ from clusterddp.distributed import agreement, heartbeat
 from clusterddp.distributed.heartbeat import Phase
 from clusterddp.distributed.watchdog import Watchdog, noting
 from clusterddp.errors import CheckpointError, ClusterDDPError, RequestError, TrainingError, coded
+from clusterddp.formatting import seconds
 from clusterddp.ranks import dist_env
 from clusterddp.ranks.variables import host_name
 from clusterddp.request.spec import DEFAULT_TEMPLATE
@@ -95,7 +96,7 @@ class Loop(Resumable):
         directory: str | os.PathLike[str] | None = None,
         save_every: str = "10m",
         keep_last: int = 3,
-        snapshot_every: float = 10,
+        snapshot_every: float | str = "10s",
         log_every: int = 0,
         random_states: bool = True,
         **states: Any,
@@ -109,7 +110,7 @@ class Loop(Resumable):
         save_every: `500steps`, `1epoch` or `10m`. The first checkpoint is saved at the first step
             after 40 s, whatever the interval.
         keep_last: number of checkpoints to keep.
-        snapshot_every: seconds between snapshots in the memory of the nodes; 0: none.
+        snapshot_every: interval of snapshots in the memory of the nodes, `30s`; 0: none.
         log_every: steps between two lines of metrics; 0 writes one line per second and prints one
             every ten seconds.
         random_states: save and restore the random generators of every rank, so that a resumed run
@@ -135,7 +136,7 @@ class Loop(Resumable):
                 *(attempt, self._objects, position),
                 shards=self._sharded,
                 save_every=save_every,
-                snapshot_every=snapshot_every if self._in_run else 0,
+                snapshot_every=_seconds(snapshot_every) if self._in_run else 0,
                 keep_last=keep_last,
                 is_resumed=source is not None,
                 request=stop.requested,
@@ -288,10 +289,10 @@ class Loop(Resumable):
             raise ValueError(
                 f"save_every={save_every!r} is not an interval. Use '500steps', '1epoch' or '10m'"
             ) from None
-        if not (isinstance(snapshot_every, int | float) and 0 <= snapshot_every < math.inf):
+        if not 0 <= _seconds(snapshot_every) < math.inf:
             raise ValueError(
-                f"snapshot_every={snapshot_every!r} is not a number of seconds. Use 10, or 0 "
-                "for no snapshots"
+                f"snapshot_every={snapshot_every!r} is not an interval. Use '30s', or 0 for no "
+                "snapshots"
             )
         if directory is None and not agreement.has_group() and _tasks() > 1:
             raise TrainingError(
@@ -627,6 +628,12 @@ _RESERVED = frozenset(
         *("world_size", "versions", "loop", "config", "random_states"),
     }
 )
+
+
+def _seconds(interval: object) -> float:
+    """Return the seconds of an interval such as `30s` or 30; NaN for anything else."""
+    number = seconds(interval) if isinstance(interval, str) else interval
+    return number if isinstance(number, int | float) and number is not True else math.nan
 
 
 def _script() -> str:

@@ -1,5 +1,6 @@
 """A loop of one's own: stopped anywhere it ends in the weights of one that was not."""
 
+import math
 import os
 import random
 import re
@@ -416,6 +417,13 @@ class Odd:
         (
             {"model": nn.Linear(1, 1), "save_every": "0steps"},
             r"save_every='0steps' is not an interval",
+        ),
+        *(
+            (
+                {"model": nn.Linear(1, 1), "snapshot_every": odd},
+                r"snapshot_every=.* is not an interval",
+            )
+            for odd in ("abc", "-5s", -5, math.nan, math.inf, None, True)
         ),
     ],
 )

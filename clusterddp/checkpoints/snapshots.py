@@ -31,6 +31,7 @@ from clusterddp.checkpoints.sharded import FileState
 from clusterddp.checkpoints.state import Content
 from clusterddp.distributed import agreement
 from clusterddp.formatting import memory, setting
+from clusterddp.formatting import size as size_of
 from clusterddp.processes.hardware import free_bytes
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import node_memory
@@ -213,9 +214,10 @@ class Snapshots:
         if self._rank == 0 and not 0.5 < every / (self._said_every or 1e-9) < 2:
             self._said_every = every
             size = 2 * self._layout.size if self._layout else 0
+            rare = ", at most 0.5% of the time" if every > self._every else ""
             log.info(
                 f"a snapshot in the memory of each node every {setting(round(every))}: "
-                f"{memory(size)}, {1000 * seconds:.0f} ms each"
+                f"{size_of(size)}, {1000 * seconds:.0f} ms each{rare}"
             )
 
 

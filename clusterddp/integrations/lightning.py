@@ -55,7 +55,7 @@ class Resume(_base()):  # type: ignore[misc]
         directory: str | None = None,
         save_every: str = "10m",
         keep_last: int = 3,
-        snapshot_every: float = 10,
+        snapshot_every: float | str = "10s",
         log_every: int = 0,
     ) -> None:
         """All arguments: see `clusterddp.loop.Loop`."""
