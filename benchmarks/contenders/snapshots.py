@@ -23,12 +23,14 @@ def main() -> None:
     millions, pairs = float(sys.argv[1]), int(sys.argv[2])
     width = int((millions * 1e6 / _LAYERS) ** 0.5)
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(_LAYERS)])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers = (nn.Linear(width, width, bias=False) for _ in range(_LAYERS))
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     # No ordinary checkpoint is to fall into a window.
     loop = Loop(model=model, optimizer=optimizer, save_every="100000steps")
     loop._saved_at = time.monotonic()  # for it saves early at first
-    snapshots, images = loop._snapshots, torch.randn(_BATCH, width)
+    snapshots, images = loop._snapshots, torch.randn(_BATCH, width, device=device)
     steps = iter(loop.iterations(10**9))
 
     def train() -> bool:
@@ -48,16 +50,18 @@ def main() -> None:
         while done < (count or _STEPS) or not (is_taken or count):
             is_taken = train() or is_taken
             done += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - began, done
 
-    on: list[float] = []
-    off: list[float] = []
-    copies: list[float] = []
+    on, off, copies = list[float](), list[float](), list[float]()
     copy = snapshots._copy
 
     def timed(*args: Any) -> None:
         began = time.perf_counter()
         copy(*args)
+        if snapshots._layout:
+            snapshots._layout.finish()  # of a GPU's copy
         copies.append(time.perf_counter() - began)
 
     vars(snapshots)["_copy"] = timed
