@@ -687,7 +687,7 @@ class Controller:
             if is_rehearsal(os.environ) or not name:
                 step.signal(signal.SIGTERM)
             else:
-                step_watch.end_tasks(attempt, name, step.srun)
+                step_watch.end_tasks(attempt, name, step.process)
 
         ending = end if spec.on_hang == END else None
         if ending:

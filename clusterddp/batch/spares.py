@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from clusterddp import log, polling
+from clusterddp import files, log, polling
 from clusterddp.batch import step_watch
 from clusterddp.errors import EXIT_STOPPED, SlurmError
 from clusterddp.formatting import line, setting
@@ -36,6 +36,8 @@ _MAX_FAILED = 2
 _MAX_REFUSED = 6
 """… and if its kernel refuses them: slurmd may only be restarting."""
 _MAX_CONNECTIONS = 32
+_SAVE_BEGINS_SECONDS = 6.0
+"""Time from a rank's end until its parent has begun to save a snapshot, if there is one."""
 
 
 class Allocation:
@@ -248,9 +250,9 @@ def end_step(
         return
 
     def at_work() -> int | None:
-        left = (o for o in read_outcomes(attempt.outcomes) if o.host not in lost)
+        left = [o for o in read_outcomes(attempt.outcomes) if o.host not in lost]
         is_active = attempt.is_saving_memory or any(outcome.ended is None for outcome in left)
-        return srun() if is_active else None
+        return srun() if is_active or _may_save(attempt, left) else None
 
     step = step_watch.step_name(attempt, job)
     if not step and (pid := srun()):  # no start is recorded, but srun may have started tasks
@@ -263,6 +265,15 @@ def end_step(
     except SlurmError as error:
         log.info(str(error))
     step_watch.kill(srun)
+
+
+def _may_save(attempt: Attempt, left: Collection[Outcome]) -> bool:
+    """Return whether the parents of ranks that have just ended may begin to save a snapshot."""
+    records = [path_of(attempt.outcomes, o.rank) for o in left if o.step is not None]
+    with suppress(OSError):
+        latest = max(records, key=last_renewal, default=None)
+        return latest is not None and files.age(latest, attempt.path) < _SAVE_BEGINS_SECONDS
+    return False
 
 
 def mark_lost(

@@ -18,6 +18,7 @@ from typing import IO
 
 from clusterddp import files, log, polling
 from clusterddp.checkpoints import catalog
+from clusterddp.errors import CheckpointError
 from clusterddp.files import sync_folder
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import FROM_MEMORY, FROM_MEMORY_SECONDS, Attempt, attempt_at
@@ -54,9 +55,10 @@ def save(own: Address) -> None:
             known = max(read_steps(half, number)[1] for half in own.halves) - 1
             if known > _newest_saved(attempt) and (found := _newest(members, stack)):
                 _save(attempt, found)
-        except (OSError, ValueError, struct.error) as error:
-            if 0 <= known <= _newest_saved(attempt):
-                return  # by a task that has ended since
+        except (OSError, ValueError, struct.error, CheckpointError) as error:
+            with contextlib.suppress(CheckpointError):
+                if 0 <= known <= _newest_saved(attempt):
+                    return  # by a task that has ended since
             cause = getattr(error, "strerror", "") or error
             log.warning(f"the snapshot in this node's memory was not saved: {cause}. [CD0706]")
 
@@ -135,14 +137,16 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
         if _newest_claim(attempt) >= step or may_be_newer or _ranks_save(attempt, step):
             continue
         claim = path.with_name(f".{path.name}{FROM_MEMORY}")
-        claim.unlink(missing_ok=True)  # its writer is dead
-        if files.create(claim):
-            with _renewed(claim):
-                shards = _write_files(found, path)
-                if catalog.publish(attempt, path, lambda file: _write_archive(file, found), shards):
-                    os.utime(path, (found.index.time, found.index.time))
-                    log.info(f"saved step {step} from the memory of this node: {path.name}")
-            return
+        if not files.create(claim):
+            if files.age(claim, attempt.path) >= FROM_MEMORY_SECONDS:  # its writer is dead
+                claim.unlink(missing_ok=True)
+            continue
+        with _renewed(claim):
+            shards = _write_files(found, path)
+            if catalog.publish(attempt, path, lambda file: _write_archive(file, found), shards):
+                os.utime(path, (found.index.time, found.index.time))
+                log.info(f"saved step {step} from the memory of this node: {path.name}")
+        return
 
 
 def _newest_claim(attempt: Attempt) -> int:
@@ -189,7 +193,7 @@ def _ranks_save(attempt: Attempt, step: int) -> bool:
 def _write_files(found: _Snapshot, path: Path) -> dict[str, str]:
     """Write the files next to the checkpoint; return their SHA-256 by path. Raises OSError."""
     final, digests = catalog.shards_of(path), {}
-    fresh = final.with_name(f".{final.name}.memory")
+    fresh = final.with_name(f".{final.name}.{os.uname().nodename}-{os.getpid()}")
     for record in found.index.records:
         if record.is_file:
             file = fresh / record.name

@@ -47,6 +47,8 @@ _SHARE_OF_MEMORY = 0.5
 _SENT_BYTES = 64 << 20
 """Largest state besides the tensors that is sent to the other nodes at each snapshot."""
 _RETRY_SECONDS = 1.0
+_STATES_OF_PARAMETER = 3
+"""Values per parameter in a framework's files: its own, and two of Adam."""
 _ALIGNMENT = 64
 
 
@@ -104,8 +106,12 @@ class Snapshots:
         files: states that write files. random_state: this rank's. collect: returns rank 0's
         checkpoint for all ranks' random states, and with `Copy` for its tensors.
         """
-        tensors = _alike(states, wrappers, alone=self._world_size == 1)
-        shape = _digest(tensors)
+        tensors, shape = list[Tensor](), ""
+        try:
+            tensors = _alike(states, wrappers, alone=self._world_size == 1)
+            shape = _digest(tensors)
+        except Exception as error:  # a tensor of a class of its own; the training continues
+            self._problem = _first_line(error)
         if self._layout:
             self._layout.finish()
         # Agreed on below, since the ranks' clocks and threads differ.
@@ -122,7 +128,8 @@ class Snapshots:
         elif len({shape for shape, *_ in seen}) > 1:
             self._turn_off("the ranks have different parameters")
         elif shape != self._shape:
-            self._prepare(tensors, shape)
+            of_files = sum(p.nbytes for each in wrappers for p in each.parameters()) if files else 0
+            self._prepare(tensors, shape, of_files * _STATES_OF_PARAMETER)
         elif all(is_ready for _, is_ready, _ in seen):
             self._copy(step, tensors, files, random_state, collect)
             if self._layout and not self._said_every:
@@ -134,8 +141,11 @@ class Snapshots:
             self._due = time.monotonic() + every
             self._say(every, seconds)
 
-    def _prepare(self, tensors: Sequence[Tensor], shape: str) -> None:
-        """Lay out the memory of each node; a thread then allocates it."""
+    def _prepare(self, tensors: Sequence[Tensor], shape: str, of_files: int) -> None:
+        """Lay out the memory of each node; a thread then allocates it.
+
+        of_files: bytes that a framework's files will take at most, 0 without any.
+        """
         if self._layout:
             self._layout.close()
         self._shape, self._layout = shape, None
@@ -148,7 +158,7 @@ class Snapshots:
         hellos = agreement.gather((where, address if halves else None, _free_bytes()))
         places = dict.fromkeys(where for where, *_ in hellos)
         groups = {place: [each for each in hellos if each[0] == place] for place in places}
-        _, size = _places(tensors)
+        size = _places(tensors)[1] + of_files
         keeping = [
             place
             for place, members in groups.items()
@@ -157,7 +167,9 @@ class Snapshots:
             and 2 * size <= _SHARE_OF_MEMORY * members[0][-1]
         ]
         self._has_others, self._is_far = len(keeping) > 1, where != hellos[0][0]
-        if hellos[0][0] not in keeping:
+        if of_files and len(keeping) < len(groups):
+            self._turn_off("a framework's ranks write together, and a task has no memory for it")
+        elif hellos[0][0] not in keeping:
             free = min(free for *_, free in hellos)
             self._turn_off(f"they need {memory(2 * size)}, and {memory(free)} are free on a node")
         elif where in keeping and halves:
@@ -165,8 +177,8 @@ class Snapshots:
             number = sum(place == where for place, *_ in hellos[: self._rank])
             try:
                 self._layout = _Layout(self._attempt, halves, members, number, tensors)
-            except OSError as error:
-                self._problem = str(error.strerror)
+            except (OSError, RuntimeError) as error:
+                self._problem = _first_line(error)
 
     def _copy(
         self,
@@ -182,10 +194,13 @@ class Snapshots:
         )
         tail = b""
         if self._rank == 0 and self._layout:
-            content = collect([state for state, *_ in of_ranks], self._layout.copy_of(tensors))
             for _, of_rank, failed in reversed(of_ranks):
                 own, problem = {**of_rank, **own}, failed or problem
-            tail = _tail(step, content, own, self._layout)
+            try:
+                content = collect([state for state, *_ in of_ranks], self._layout.copy_of(tensors))
+                tail = _tail(step, content, own, self._layout)
+            except Exception as error:  # a state's own; the training continues
+                problem = _first_line(error)
             if 2 * len(tail) > _SHARE_OF_MEMORY * _free_bytes():
                 problem = problem or f"they need {memory(2 * len(tail))} for files"
             if problem:
@@ -198,8 +213,8 @@ class Snapshots:
         if self._layout and (tail or (self._rank and not self._is_far)):
             try:
                 self._layout.copy(step, tensors, tail)
-            except OSError as error:  # no memory for the tail
-                self._problem = str(error.strerror)
+            except Exception as error:  # no memory, for example; the training continues
+                self._problem = _first_line(error)
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True
@@ -211,9 +226,11 @@ class Snapshots:
 
     def _say(self, every: float, seconds: float) -> None:
         """Say how often snapshots are taken, at first and when it has changed much."""
-        if self._rank == 0 and not 0.5 < every / (self._said_every or 1e-9) < 2:
+        if not self._is_off and not 0.5 < every / (self._said_every or 1e-9) < 2:
             self._said_every = every
             size = 2 * self._layout.size if self._layout else 0
+            if self._rank:
+                return
             rare = ", at most 0.5% of the time" if every > self._every else ""
             log.info(
                 f"a snapshot in the memory of each node every {setting(round(every))}: "
@@ -411,6 +428,10 @@ def _cuda() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def _free_bytes() -> int:
     """Return the free bytes of this node, at most the job's --mem; 0 if unknown."""
     free, limit = free_bytes() or 0, os.environ.get("SLURM_MEM_PER_NODE", "")
@@ -429,9 +450,12 @@ def _written(
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             each.save_state(str(folder / name))
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        size = sum(path.stat().st_size for path in paths)
+        if 4 * size > _free_bytes():  # read, sent, put into the tail, and a tail before
+            return {}, f"their files take {memory(size)}"
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}, ""
     except Exception as error:  # a framework's own
-        return {}, str(error).partition("\n")[0]
+        return {}, _first_line(error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

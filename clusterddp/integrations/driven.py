@@ -219,7 +219,9 @@ class Driven(Loop):
         self.fits.is_over = True
 
     def _take_snapshot(self) -> None:
-        if self.fits.number == 1:  # the files of earlier fits are on disk only
+        if self.fits.number > 1:  # the files of earlier fits are on disk only
+            self._snapshots.postpone()
+        else:
             super()._take_snapshot()
 
     def _planned(self) -> int | None:

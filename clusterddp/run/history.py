@@ -412,7 +412,8 @@ def _judge_failure(
 ) -> Decision | None:
     """Return what prevents an attempt after a failure; None if nothing does."""
     *_, before, last = [PastAttempt(0), *(s for s in starts if s.cause == Cause.FAILED)]
-    if last.fails_like(before):
+    nodes = {each.failure.host for each in (before, last) if each.failure}
+    if last.fails_like(before) and not (by_hardware and len(nodes) > 1):
         why = (
             f"attempts {before.number} and {last.number} failed with the same error after step "
             f"{last.died_at}, so the program or its data causes it"

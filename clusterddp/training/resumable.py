@@ -384,6 +384,10 @@ class Resumable:
 
     def _take_snapshot(self) -> None:
         """Copy the state into the memory of the nodes."""
+        if self._files and self.world_size > 1 and not self._wrappers:
+            # Not DDP: a framework may shard its files over the nodes.
+            self._snapshots.postpone()
+            return
         self._arrange()
         self._snapshots.take(
             self.steps,

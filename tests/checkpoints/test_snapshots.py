@@ -311,6 +311,47 @@ def test_without_room_there_are_none_and_the_run_says_so(
     assert catalog.files(attempt.checkpoints) == []
 
 
+def test_a_state_that_raises_costs_the_snapshots_and_not_the_training(
+    attempt: Attempt, own: Address
+) -> None:
+    trained = Trained(attempt)
+    trained.step()
+
+    class Odd(nn.Identity):
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            raise ValueError("not now")
+
+    trained.states["odd"] = Odd()
+    said: list[str] = []
+    with log.to(said.append):
+        trained.take_first()
+    assert said == [
+        "no snapshots in memory: ValueError: not now. A failed rank costs the steps since the last "
+        "checkpoint"
+    ]
+    assert not trained.snapshots.is_due()
+    from_memory.save(own)
+    assert catalog.files(attempt.checkpoints) == []
+
+
+def one_cannot(rank: int, world_size: int, addresses: list[str], folder: Path) -> list[str]:
+    os.environ[VARIABLE] = addresses[rank]
+    trained = Trained(attempt_at(folder), rank=rank, in_ddp=True)
+    trained.step()
+    trained.take()
+    trained.snapshots._problem = "OSError: no memory" if rank else ""
+    said: list[str] = []
+    with log.to(said.append):
+        trained.take()
+    return said
+
+
+def test_one_rank_without_memory_turns_them_off_for_all(attempt: Attempt) -> None:
+    texts = [str(Address.create()) for _ in range(2)]
+    [first, second] = run_ranks(2, one_cannot, texts, attempt.path)
+    assert "no snapshots in memory: OSError: no memory" in first[0] and second == []
+
+
 def different(rank: int, world_size: int, addresses: list[str], folder: Path) -> list[str]:
     os.environ[VARIABLE] = addresses[rank]
     trained = Trained(attempt_at(folder), rank=rank, in_ddp=True)
