@@ -5,6 +5,7 @@ srun ends all tasks soon after the first failed one.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import struct
@@ -138,7 +139,7 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
             continue
         claim = path.with_name(f".{path.name}{FROM_MEMORY}")
         if not files.create(claim):
-            if files.age(claim, attempt.path) >= FROM_MEMORY_SECONDS:  # its writer is dead
+            if FROM_MEMORY_SECONDS <= files.age(claim, attempt.path) < math.inf:  # a dead writer's
                 claim.unlink(missing_ok=True)
             continue
         with _renewed(claim):

@@ -373,7 +373,7 @@ def _alike(
 ) -> list[Tensor]:
     """Return the tensors that all ranks have alike, in the same order.
 
-    alone: whether there is only one rank, whose models need no wrapper.
+    alone: whether there is a single rank, whose models need no wrapper.
     """
     exchanged = {parameter for wrapper in wrappers for parameter in wrapper.parameters()}
     modules = [each for each in states.values() if isinstance(each, nn.Module)]

@@ -130,9 +130,9 @@ def test_two_starts_in_a_row_without_a_step_end_it(
 
 def died(
     reason: str, at: int | None, *, number: int = 1, code: str = "CD1209", exit_code: int = 1,
-    rank: int = 0, gained: int | None = 50, hardware: str = "",
+    rank: int = 0, gained: int | None = 50, hardware: str = "", host: str = "h01",
 ) -> PastAttempt:  # fmt: skip
-    failure = Failure(rank, "h01", reason, f"logs/rank-{rank}.log", exit_code)
+    failure = Failure(rank, host, reason, f"logs/rank-{rank}.log", exit_code)
     return PastAttempt(
         number, FAILED, gained, failure=failure, code=code, died_at=at, hardware=hardware
     )
@@ -155,6 +155,9 @@ REPEATED: list[tuple[list[PastAttempt], bool]] = [
     ([died(BOOM, 60), died("KeyError: 'row'", 70), died(BOOM, 60)], True),
     ([died("killed by SIGBUS", 60, hardware="killed by SIGBUS"),
       died("killed by SIGBUS", 60, hardware="killed by SIGBUS")], False),
+    # each on a node of its own, which is marked bad
+    ([died("killed by SIGBUS", 60, hardware="killed by SIGBUS"),
+      died("killed by SIGBUS", 60, hardware="killed by SIGBUS", host="h02")], True),
 ]  # fmt: skip
 
 
