@@ -61,7 +61,8 @@ sys.settrace(note)
 """
 
 # Counts what a dry run does beyond the imports that any such command pays for. Bytecode is that of
-# the modules which are loaded at the end, as it lies in their files.
+# the modules which are loaded at the end, as it lies in their files, less the path of the source,
+# which each file holds once: it is as long as that of the checkout.
 _COUNTED = """
 import json, os, sys
 calls = 0
@@ -70,8 +71,10 @@ def count(frame, event, argument):
     calls += event == "call"
 import importlib.util, click, jinja2
 def bytecode():
-    names = {getattr(module, "__cached__", None) for module in list(sys.modules.values())}
-    return sum(os.path.getsize(name) for name in names if name and os.path.exists(name))
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    files = {spec.cached: spec.origin for spec in specs if spec and spec.cached}
+    there = [(name, path) for name, path in files.items() if os.path.exists(name)]
+    return sum(os.path.getsize(name) - len(path) for name, path in there)
 before = len(sys.modules), bytecode()
 def leave(code):
     sys.setprofile(None)
