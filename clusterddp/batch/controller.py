@@ -465,11 +465,19 @@ class Controller:
         own = self._run.bundle
         program = [sys.executable, *([str(own)] if own.exists() else ["-m", "clusterddp"])]
         names = (host_name(os.environ), os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-        gpus = self._spec.resources.gpus_per_node
+        gpus, ranks = self._spec.resources.gpus_per_node, self._spec.world_size
         try:
             ports = preflight_ports(int(self._job_id), self._restart, self._starts)
             record = preflight.check(
-                attempt, nodes, program, names, gpus, _child_setup(), ports, self._is_job_ending
+                attempt,
+                nodes,
+                program,
+                names,
+                gpus,
+                ranks,
+                _child_setup(),
+                ports,
+                self._is_job_ending,
             )
         except Exception:  # a bug here costs only the checks
             log.info(traceback.format_exc())

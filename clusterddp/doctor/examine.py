@@ -22,6 +22,7 @@ from clusterddp import formatting
 from clusterddp.data import mnist
 from clusterddp.doctor.site_checks import ERROR, OK, WARNING, Check, Diagnosis, in_thread, slurm
 from clusterddp.errors import ClusterDDPError, DataError
+from clusterddp.processes import limits
 from clusterddp.processes.table import processes
 from clusterddp.request.options import is_reference
 from clusterddp.request.spec import JobSpec
@@ -80,6 +81,7 @@ def _examine(spec: JobSpec, template_folder: Path | None) -> Diagnosis:
         "runs directory": in_thread(lambda: runs_directory(spec.run_dir, must_share=has_slurm)),
         "dataset": in_thread(lambda: dataset(spec, must_share=has_slurm)),
         "python": in_thread(lambda: python(spec)),
+        "limits": in_thread(lambda: process_limits(spec)),
     }
     checks: list[Check] = []
     diagnosis = Diagnosis((), {})
@@ -262,6 +264,20 @@ def python(spec: JobSpec) -> Check:
         advice = "every start takes this long: use a faster file system or an image"
         return Check("python", WARNING, found, advice, facts)
     return Check("python", OK, found, facts=facts)
+
+
+def process_limits(spec: JobSpec) -> Check:
+    """Check this host's limits of a process: Slurm applies the soft ones to the job as well."""
+    files, locked = limits.open_files(), limits.locked_bytes()
+    facts = {"open_files": files, "locked_bytes": locked}
+    problems = [limits.too_few_files(files, spec.world_size)]
+    if spec.resources.gpus_per_node:
+        problems.append(limits.too_little_locked(locked))
+    if found := "; ".join(filter(None, problems)):
+        advice = "raise it here, or ask the administrators; a job's node checks name its nodes'"
+        return Check("limits", WARNING, found, advice, facts)
+    memory = "unlimited" if locked < 0 else formatting.memory(locked)
+    return Check("limits", OK, f"open files: {files:,}, locked memory: {memory}", facts=facts)
 
 
 def _run(argv: Sequence[str]) -> tuple[int, str, str]:

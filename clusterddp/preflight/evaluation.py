@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 
+from clusterddp.formatting import join_limited
+from clusterddp.processes import limits
+
 MIN_MEMORY_BYTES = 1 << 30
 MEMORY_SHARE = 0.25
 """Share of the others' median: a node below this share and the bytes above fails. So does a node
@@ -69,6 +72,10 @@ class NodeMeasurements:
     """Seconds by which its clock is ahead of the batch host's."""
     round_trip: float = -1.0
     """Shortest round trip to the batch host, in seconds."""
+    open_files: float = -1.0
+    """Hard limit of open files, at most 65,536."""
+    locked_bytes: float = -1.0
+    """Soft limit of locked memory on a node with InfiniBand; -1 without InfiniBand or limit."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,20 @@ def evaluate(nodes: Sequence[Node], unresponsive: Mapping[str, str]) -> Result:
         found[what] = [(node.host, why) for node in nodes if (why := check(node, nodes))]
     found |= {"unreachable": _unreachable(nodes), "slow transfers": _slow(nodes)}
     return _result(len(nodes) + len(unresponsive), found, partial(_unexplained, nodes))
+
+
+def low_limits(nodes: Sequence[Node], ranks: int) -> tuple[str, ...]:
+    """Return a remark on each limit that is too low for a job of `ranks`; no node fails by it."""
+    hosts: dict[str, list[str]] = {}
+    for node in nodes:
+        for text in (
+            limits.too_few_files(node.own.open_files, ranks),
+            limits.too_little_locked(node.own.locked_bytes),
+        ):
+            hosts.setdefault(text, []).append(node.host)
+    return tuple(
+        f"{join_limited(named, _FEW, ', ')}: {text}" for text, named in hosts.items() if text
+    )
 
 
 def evaluate_ranks(ranks: Sequence[RankMeasurements], *, nccl: bool) -> Result:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from clusterddp.preflight.collector import Lines, listen
 from clusterddp.preflight.evaluation import LoadMeasurements, NodeMeasurements, Pair
+from clusterddp.processes import limits
 
 MAX_SECONDS = 240
 TRANSFER_BYTES = 4 << 20
@@ -42,6 +43,7 @@ _SPIN_PAUSE_SECONDS = 0.1
 _CHUNK = bytes(64 << 10)
 _SIOCGIFADDR = 0x8915
 _SYSFS_NET = Path("/sys/class/net")
+_SYSFS_INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Unreachable(OSError):
@@ -156,7 +158,15 @@ def _measure(
         disk_fault=disk_fault,
         shm_free=shm_free,
         shm_fault=shm_fault,
+        open_files=limits.open_files(),
+        locked_bytes=limits.locked_bytes() if _has_infiniband() else -1.0,
     )
+
+
+def _has_infiniband() -> bool:
+    with contextlib.suppress(OSError):
+        return any(_SYSFS_INFINIBAND.iterdir())
+    return False
 
 
 def _try_directory(directory: str) -> tuple[float, str]:

@@ -30,6 +30,7 @@ def check(
     program: Sequence[str],
     batch_host: Sequence[str],
     gpus: int,
+    ranks: int,
     prepare: Callable[[], None],
     ports: Sequence[int] = (),
     is_over: Callable[[], bool] = lambda: False,
@@ -37,6 +38,7 @@ def check(
     """Check the nodes, log a table, and record the results with the failed nodes.
 
     program: command of clusterddp on the host. batch_host: its name and address. gpus: per node.
+    ranks: of the whole job, for the limits of a process that they need.
     prepare: runs in srun's process before srun. ports: candidates for the listening ports on this
     host and the nodes; the first free one is used. is_over: returns whether the job is ending,
     polled throughout. If the checks cannot run or the job is ending, no node fails.
@@ -56,7 +58,8 @@ def check(
         collection = Collection(error=error.strerror or str(error))
     took = round(time.monotonic() - began, 3)
     judged = evaluation.evaluate(collection.nodes, collection.unresponsive)
-    remarks = (*collection.remarks, *judged.remarks)
+    low_limits = evaluation.low_limits(collection.nodes, ranks)
+    remarks = (*collection.remarks, *judged.remarks, *low_limits)
     if collection.error:
         more = f". {_OPEN}" if collection.is_unreachable else f"; {_last_words(attempt)}"
         why = f"{collection.error}{more}".rstrip("; ")

@@ -32,6 +32,7 @@ from clusterddp.errors import (
     is_debuggers_quit,
 )
 from clusterddp.formatting import clean
+from clusterddp.processes import limits
 from clusterddp.processes.signals import GilWatch, Relay, die_with_parent, send
 from clusterddp.processes.table import accepts_signal
 from clusterddp.ranks.dist_env import DistEnv
@@ -68,6 +69,8 @@ def supervise(
 ) -> int:
     """Run `child` in a forked process, wait for it and record its outcome in the run directory.
 
+    Both may open as many files as the hard limit allows.
+
     attempt: the number of this task's attempt, if the launcher created it.
     own_log: redirect the output to the rank's own log.
     listen: installs the child's signal handlers, before any signal can reach it.
@@ -86,6 +89,7 @@ def supervise(
     """
     if own_log:
         _redirect_output(run_dir, env)
+    limits.raise_open_files()
     explain = explain or Traces().abort
     global gil_watch
     run, gil_watch = RunDir(run_dir), GilWatch()

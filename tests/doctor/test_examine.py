@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -175,6 +176,24 @@ def test_an_import_that_hangs_is_killed_with_what_it_started(
     assert check.result == WARNING and "within 0.5s" in check.found
     if pid.exists():  # on a busy machine it was killed before
         assert has_gone(int(pid.read_text()))
+
+
+def test_limits_too_low_for_the_jobs_ranks_or_its_gpus_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = {resource.RLIMIT_NOFILE: (256, 4096), resource.RLIMIT_MEMLOCK: (8 << 20, -1)}
+    monkeypatch.setattr(resource, "getrlimit", allowed.__getitem__)
+
+    def limits(**asked: int) -> examine.Check:
+        return examine.process_limits(
+            dataclasses.replace(spec(tmp_path), resources=Resources(**asked))
+        )
+
+    assert limits().result == OK and "4,096" in limits().found
+    many = limits(nodes=512, tasks_per_node=4)
+    assert many.result == WARNING and "2,048 ranks may need 4,296" in many.found and many.advice
+    gpus = limits(gpus_per_node=1)
+    assert gpus.result == WARNING and "8,192 KiB of locked memory (ulimit -l)" in gpus.found
 
 
 def test_a_check_that_hangs_costs_its_own_line(

@@ -50,6 +50,18 @@ def sends_slowly(*hosts: str) -> Any:
     )
 
 
+def test_limits_too_low_for_the_jobs_ranks_are_said_of_the_nodes_that_have_them() -> None:
+    enough = own(own(nodes(2), 0, open_files=4296.0), 1, open_files=65536.0)
+    assert evaluation.low_limits(enough, 2048) == evaluation.low_limits(nodes(), 9999) == ()
+    assert evaluation.low_limits(enough, 2049) == (
+        "h0: hard limit of 4,296 open files (ulimit -Hn), but 2,049 ranks may need 4,298",
+    )
+    locked = own(own(nodes(3), 0, locked_bytes=65536.0), 2, locked_bytes=65536.0)
+    assert evaluation.low_limits(locked, 8) == (
+        "h0, h2: limit of 64 KiB of locked memory (ulimit -l): InfiniBand may fail",
+    )
+
+
 def test_good_nodes_pass() -> None:
     for count in (1, 2, 3, 4, 7, 64):
         assert evaluate(nodes(count), {}) == evaluation.Result()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from clusterddp.processes import limits
 from clusterddp.ranks.dist_env import DistEnv
 from clusterddp.ranks.variables import JOB_ID, format_value, own_mig_device
 from clusterddp.slurm.forms import ARM_VARIABLE, ATTEMPT_VARIABLE, CODE_VARIABLE
@@ -46,6 +47,8 @@ def command(
     and without torch's variables, COMMAND is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
     MASTER_PORT is set. In a job without a step, such as salloc's shell, a warning is printed.
 
+    COMMAND may open as many files as the hard limit allows, at most 65,536 (ulimit -n).
+
     Exit codes: COMMAND's own; 126 it cannot be executed, 127 it was not found, 1 the variables
     contradict each other, 2 usage error.
     """
@@ -66,6 +69,7 @@ def command(
             err=True,
         )
     if run_dir is None:
+        limits.raise_open_files()
         become(argv, environ)
 
     if container:

@@ -145,6 +145,21 @@ def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
     assert (outcome["rank"], outcome["exit_code"]) == (5, 7)
 
 
+@pytest.mark.parametrize("is_run", [False, True])
+def test_the_command_may_open_as_many_files_as_the_hard_limit_allows(
+    is_run: bool, tmp_path: Path
+) -> None:
+    """Rank 0's store has two connections per rank; the usual soft limit is 1,024."""
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -Sn 256; ulimit -Hn 3000; exec "$@"', "sh",
+         sys.executable, "-m", "clusterddp", "exec",
+         *(["--run-dir", str(tmp_path)] if is_run else []), "--", "sh", "-c", "ulimit -Sn"],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **STEP}, capture_output=True,
+        check=False, text=True,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("3000\n", 0), done.stderr
+
+
 # Starts a rank of a world of its own, which waits until that is recorded.
 STARTS_A_RANK = """
 import os, pathlib, subprocess, sys, time
