@@ -7,8 +7,10 @@ import math
 import os
 import stat
 import tempfile
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -18,6 +20,7 @@ T = TypeVar("T")
 Loss = Annotated[float, "may be NaN or infinite"]
 """A number that a record may give as NaN or infinite: the training has diverged."""
 
+_RENEWAL_SECONDS = 1.0
 _WRONG = object()
 _made: dict[type, dict[str, Callable[[object], object]]] = {}
 
@@ -168,6 +171,28 @@ def age(path: Path, folder: Path) -> float:
         return math.inf
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as probe:
         return os.fstat(probe.fileno()).st_mtime - changed
+
+
+class Renewal:
+    """File whose `age` stays below two seconds while its writer works; a thread renews it."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file; on a full disk there is none."""
+        self._path, self._done = path, threading.Event()
+        with suppress(OSError):
+            path.touch(0o600)
+        threading.Thread(target=self._renew, name="renewal", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._done.wait(_RENEWAL_SECONDS):
+            with suppress(OSError):
+                os.utime(self._path)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._done.set()
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def write_record(path: Path, record: object, *, indent: int | None = None) -> None:

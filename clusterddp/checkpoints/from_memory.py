@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import struct
-import threading
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -32,10 +31,9 @@ _HEADER_BYTES, _ZIP64_BYTES = 30, 20  # in a zip file (APPNOTE.TXT 4.3.7, 4.5.3)
 _ZIP64_FROM = 1 << 31
 _NEWER_SECONDS = 2.0
 """Time for another node to say that it has a newer snapshot whole."""
-_CLAIM_SECONDS = 1.0
-"""Interval at which a writer renews its claim."""
-_DRAFT_SECONDS = 3.0
-"""Age at which the ranks' own unfinished checkpoint no longer counts as being written."""
+_DRAFT_SECONDS = 5.0
+"""Age at which the ranks' own unfinished checkpoint no longer counts as being written. They renew a
+file each second meanwhile, which a slow disk delays."""
 
 
 def save(own: Address) -> None:
@@ -142,7 +140,7 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
             if FROM_MEMORY_SECONDS <= files.age(claim, attempt.path) < math.inf:  # a dead writer's
                 claim.unlink(missing_ok=True)
             continue
-        with _renewed(claim):
+        with contextlib.closing(files.Renewal(claim)):
             shards = _write_files(found, path)
             if catalog.publish(attempt, path, lambda file: _write_archive(file, found), shards):
                 os.utime(path, (found.index.time, found.index.time))
@@ -160,25 +158,6 @@ def _newest_claim(attempt: Attempt) -> int:
 def _step_of_hidden(path: Path) -> int:
     """Return the step in the name of a claim or an unfinished checkpoint; -1 for another file."""
     return catalog.step_of(Path(path.name[1:]).with_suffix(""))
-
-
-@contextlib.contextmanager
-def _renewed(claim: Path) -> Iterator[None]:
-    """Renew a claim from a thread during the block, then remove it."""
-    done = threading.Event()
-
-    def renew() -> None:
-        while not done.wait(_CLAIM_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(claim)
-
-    threading.Thread(target=renew, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-        with contextlib.suppress(OSError):
-            claim.unlink(missing_ok=True)
 
 
 def _ranks_save(attempt: Attempt, step: int) -> bool:

@@ -12,6 +12,7 @@ from clusterddp.checkpoints import catalog
 from clusterddp.checkpoints.catalog import Best, checksum_of, files, name_of, step_of
 from clusterddp.checkpoints.state import to_bytes
 from clusterddp.errors import CheckpointError, coded
+from clusterddp.files import Renewal
 from clusterddp.run.attempt import Attempt, attempts
 from clusterddp.run.records import SavingReport
 
@@ -42,6 +43,7 @@ class Saver:
         known = attempts(attempt.run)
         self._older = [each.checkpoints for each in known if each.number < attempt.number]
         self._thread: threading.Thread | None = None
+        self._renewal: Renewal | None = None
         self._error: BaseException | None = None
         self._done = False
         self._warned: set[str] = set()
@@ -62,6 +64,13 @@ class Saver:
             self._valid[newest.name] = _signature(newest)
             self.last_step = step_of(newest)
 
+    def announce(self, path: Path) -> None:
+        """Show the ranks' parents, until the next save has ended, that it is under way.
+
+        A snapshot that they save meanwhile would slow it down. An earlier save must have ended.
+        """
+        self._renewal = self._renewal or Renewal(path.with_name(f".{path.name}.ranks"))
+
     def save(
         self,
         content: Mapping[str, Any],
@@ -76,6 +85,7 @@ class Saver:
         A full or lost disk is logged and counted; raises any other error of the earlier write.
         """
         self._join()
+        self.announce(self._folder / name_of(content["step"]))
         self.costs.copy_seconds += copy_seconds
         self._done = False
         self._thread = threading.Thread(
@@ -130,6 +140,9 @@ class Saver:
         except BaseException as error:
             self._error = error
         finally:
+            if self._renewal:
+                self._renewal.close()
+                self._renewal = None
             self.costs.write_seconds += time.perf_counter() - began
 
     def _count_failure(self, path: Path, cause: str) -> None:

@@ -374,6 +374,8 @@ class Resumable:
         random_states = agreement.gather(self._random_state(), on_first=True)
         path, kept = self.attempt.checkpoints / catalog.name_of(self.steps), self._entries()
         if self._shards:
+            if self._saver:
+                self._saver.announce(path)
             self._shard_save = sharded.Save(path, self._shards, self._shard_group)
         if self._saver:
             content = self._content(random_states, kept)

@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import subprocess
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from clusterddp import log, polling
 from clusterddp.checkpoints import catalog, from_memory, snapshots, state
 from clusterddp.checkpoints.snapshots import Snapshots
 from clusterddp.checkpoints.state import Position
+from clusterddp.checkpoints.writer import Saver
 from clusterddp.run import attempt as attempts
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt, attempt_at
@@ -466,6 +468,39 @@ def test_one_task_writes_and_the_others_wait_for_it(
     from_memory.save(own)
     assert looks == 3 and [*map(catalog.step_of, catalog.files(attempt.checkpoints))] == [1]
     assert not attempt.is_saving_memory
+
+
+def test_the_ranks_own_save_is_left_alone_however_long_the_disk_takes(
+    attempt: Attempt, own: Address, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    trained = Trained(attempt)
+    trained.step()
+    trained.take_first()
+    arrived, done, looks, plain = threading.Event(), threading.Event(), 0, os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if threading.current_thread().name == "saver":
+            arrived.set()
+            done.wait(60)
+        plain(descriptor)
+
+    def pause(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            done.set()
+            assert saver.wait()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    saver = Saver(attempt, 3)
+    saver.save(state.collect(trained.states, trained.position, world_size=1, random_states=[None]))
+    assert arrived.wait(60)
+    [draft] = [p for p in attempt.checkpoints.glob(".step-*.pt.*") if p.suffix != ".ranks"]
+    os.utime(draft, (1, 1))  # written long ago, and still on its way to the disk
+    monkeypatch.setattr(polling, "pause", pause)
+    from_memory.save(own)
+    assert looks == 3 and "from the memory" not in capsys.readouterr().out
+    assert {path.name for path in attempt.checkpoints.glob(".*")} == set()
 
 
 def test_a_claim_of_a_dead_writer_is_taken_over(attempt: Attempt, own: Address) -> None:

@@ -21,6 +21,7 @@ from tests.on_slurm.campaign import (  # noqa: F401 -- each registers its rows
     nodes,
     pairs,
     ranks,
+    slow,
     spares,
     stops,
     submissions,

@@ -38,7 +38,7 @@ class Fault:
     """Configurations whose uninterrupted run it is held against."""
     disk: str = ""
     """The small disk on which its runs live: `tmpfs`, `ext4` below the submission's directory, or
-    another than that of this directory: `node`."""
+    another than that of this directory: `node`, one that writes 50 MB per second: `slow`."""
     quick: bool = field(default=False)
     """Whether it is among those that run on every change."""
 

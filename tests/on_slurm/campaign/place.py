@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -31,6 +32,12 @@ from tests.on_slurm.campaign.run import (
 from tests.on_slurm.cluster import SlurmCluster
 
 DISK_BYTES = 24 << 20
+SLOW_DISK_BYTES = 5 << 30
+SLOW_BYTES_PER_SECOND = 50 << 20
+THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
+"""Limits what the processes of the root control group write, the kernel's own among them."""
+_slow = threading.Lock()
+"""Held by the fault with a slow disk: what is slow to write is large in memory too."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +185,13 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disk_of_jobs(folder: Path) -> Iterator[None]:
+def disk_of_jobs(folder: Path, size: int = DISK_BYTES) -> Iterator[None]:
     """A small disk of its own for the runs below the directory, which an error turns read-only."""
     runs = folder / "jobs"
     runs.mkdir(parents=True)
     image = folder / "disk"
     with image.open("wb") as file:
-        file.truncate(DISK_BYTES)
+        file.truncate(size)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
     options = "loop,errors=remount-ro"
     subprocess.run(["mount", "-o", options, str(image), str(runs)], check=True)
@@ -201,4 +208,22 @@ def disk_beside_jobs(folder: Path) -> Iterator[None]:
         yield
 
 
-DISKS = {"tmpfs": small_disk, "ext4": disk_of_jobs, "node": disk_beside_jobs}
+@contextlib.contextmanager
+def slow_disk_of_jobs(folder: Path) -> Iterator[None]:
+    """A disk of its own for the runs below the directory, which writes 50 MB per second."""
+    if not THROTTLE.exists():
+        raise Differs(f"no {THROTTLE}: a slow disk needs the blkio controller of cgroup v1")
+    with _slow, disk_of_jobs(folder, SLOW_DISK_BYTES):
+        disk = (folder / "jobs").stat().st_dev
+        device = f"{os.major(disk)}:{os.minor(disk)}"
+        THROTTLE.write_text(f"{device} {SLOW_BYTES_PER_SECOND}")
+        try:
+            yield
+        finally:
+            THROTTLE.write_text(f"{device} 0")
+
+
+DISKS = {
+    **{"tmpfs": small_disk, "ext4": disk_of_jobs, "node": disk_beside_jobs},
+    "slow": slow_disk_of_jobs,
+}

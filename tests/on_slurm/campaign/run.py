@@ -54,10 +54,12 @@ FRAMEWORKS = {
 """By the framework's package the script of `frameworks` that trains on four ranks with it."""
 SCRIPTS = {
     **{"loop": "resumable.py", "loop-fsdp": "resumable_fsdp.py", "loop-three": "resumable.py"},
+    "large": "train_large.py",
     **FRAMEWORKS,
 }
-"""Of a configuration the script of examples/, or of a framework, that it runs as its COMMAND."""
-SCRIPT_STEPS = {"loop": 48, "loop-fsdp": 48, "loop-three": 33, **dict.fromkeys(FRAMEWORKS, 48)}
+"""Of a configuration the script of examples/ or of `frameworks` that it runs as its COMMAND."""
+SCRIPT_STEPS = {"loop": 48, "loop-fsdp": 48, "loop-three": 33, "large": 16}
+SCRIPT_STEPS |= dict.fromkeys(FRAMEWORKS, 48)
 SCRIPT_PACE = 0.1
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FRAMEWORK_SCRIPTS = Path(__file__).parents[1] / "frameworks"
