@@ -15,6 +15,8 @@ from clusterddp.ranks.dist_env import DistEnv
 
 # Seconds for which stop() waits for the thread.
 _STOP_SECONDS = 1.0
+# Keys in one call of the store, which serves no other rank meanwhile.
+_KEYS_AT_ONCE = 1024
 
 
 class Phase(IntEnum):
@@ -263,17 +265,27 @@ class Exchange:
     def _read(self, store: Store, ranks: range) -> Snapshot:
         # Reading a missing key would wait for it.
         keys = {f"progress/{rank}": rank for rank in ranks}
-        missing = [key for key in (*keys, "suspect") if key not in self._present]
-        if missing and store.check(missing):
-            self._present.update(missing)
-        else:
-            self._present.update(key for key in missing if store.check([key]))
+        self._find(store, [key for key in keys if key not in self._present])
+        self._find(store, ["suspect"] if "suspect" not in self._present else [])
         present = [key for key in (*keys, "suspect") if key in self._present]
-        values = dict(zip(present, store.multi_get(present) if present else [], strict=True))
+        values: dict[str, bytes] = {}
+        for start in range(0, len(present), _KEYS_AT_ONCE):
+            some = present[start : start + _KEYS_AT_ONCE]
+            values |= zip(some, store.multi_get(some), strict=True)
         suspect = printable(bytes(values.pop("suspect", b"")).decode(errors="replace"))
         read = {keys[key]: Heartbeat.from_json(bytes(value)) for key, value in values.items()}
         beats = {rank: heartbeat for rank, heartbeat in read.items() if heartbeat is not None}
         return Snapshot(ranks, beats, suspect)
+
+    def _find(self, store: Store, keys: list[str]) -> None:
+        """Note the keys that exist; halving their list takes few calls where few are missing."""
+        if not keys:
+            return
+        if len(keys) <= _KEYS_AT_ONCE and store.check(keys):
+            self._present.update(keys)
+        elif len(keys) > 1:
+            self._find(store, keys[: len(keys) // 2])
+            self._find(store, keys[len(keys) // 2 :])
 
 
 def _reason(error: Exception) -> str:

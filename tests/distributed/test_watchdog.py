@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -139,10 +139,11 @@ def test_the_time_for_which_a_process_was_stopped_is_no_silence(logged: list[str
     [
         (60, 600, 2, (60, 2.0)),
         (60, 600, 64, (60, 2.0)),
-        (60, 600, 1000, (60, 20.0)),  # the store sees at most 50 beats a second
+        (60, 600, 3000, (60, 3.0)),  # the store sees at most 1,000 beats a second …
+        (60, 600, 100_000, (60, 3.5)),  # … unless the finding would come after 90 s
         (60, 60, 2, (20, 2.0)),
         (60, 12, 2, (4, 0.5)),
-        (60, 12, 1000, (4, 20.0)),  # no rank posts so often that the store gets too much
+        (60, 12, 3000, (4, 3.0)),  # no rank posts so often that the store gets too much
         (4, 12, 2, (4, 0.5)),
         (1, 12, 2, (1, 0.125)),
     ],
@@ -151,6 +152,79 @@ def test_the_verdict_comes_before_the_groups_time_out(
     watchdog: float, group_timeout: float, world_size: int, expected: tuple[float, float]
 ) -> None:
     assert periods(watchdog, group_timeout, world_size) == expected
+
+
+class CountingStore:
+    """Store of one process, which counts the calls and the keys of each reader."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.calls = self.keys = self.most = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._count(keys)
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._count(keys)
+        return [self.values[key] for key in keys]
+
+    def _count(self, keys: list[str]) -> None:
+        self.calls, self.keys = self.calls + 1, self.keys + len(keys)
+        self.most = max(self.most, len(keys))
+
+
+def beats_until(
+    found: Callable[[Watchdog], bool], rank: int, silent: Collection[int], world_size: int
+) -> tuple[float, list[tuple[int, int]], CountingStore]:
+    """Lets a rank wait for silent ones; the seconds until the finding, and what each beat read."""
+    clock, store, beats = Clock(), CountingStore(), list[tuple[int, int]]()
+    silence, seconds = periods(60, 600, world_size)
+    dog = Watchdog(
+        lambda: store, env(rank, world_size, 1), Progress(), silent_seconds=silence,  # type: ignore
+        beat_seconds=seconds, host="h00", clock=clock, has_own_code=True,
+    )  # fmt: skip
+    exchange, began = dog._exchange, clock.now
+    assert exchange
+    while not found(dog):
+        assert clock.now < began + 1000
+        for other in {*range(world_size)} - {*silent, rank}:
+            posted = beat(3, BACKWARD)._replace(number=len(beats))
+            store.set(f"progress/{other}", posted.to_json())
+        store.calls = store.keys = 0
+        exchange._round(store)  # type: ignore[arg-type]
+        beats.append((store.calls, store.keys))
+        due = clock.now + seconds
+        while clock.now < due and not found(dog):
+            clock.now += min(1.0, due - clock.now)
+            dog._tick()
+    return clock.now - began, beats, store
+
+
+@pytest.mark.parametrize("world_size", [64, 4096])
+def test_the_finding_takes_at_most_90_seconds_whatever_the_number_of_ranks(
+    world_size: int, logged: list[str]
+) -> None:
+    took, beats, store = beats_until(lambda _: bool(logged), 0, {7, 9}, world_size)
+    assert took <= 90 and "ranks 7, 9 do not respond" in logged[0]
+    calls, keys = beats[-1]
+    assert keys <= world_size + 8 and calls <= world_size / 1024 + 8
+    # Whoever never posted is found by halving, and no call keeps the store from the others long.
+    assert max(beat[0] for beat in beats) <= 60 and store.most <= 1024
+
+
+def test_a_waiting_rank_reads_few_others() -> None:
+    """All ranks read at once; the lowest 16 may be those of a lost node."""
+
+    def knows_more(dog: Watchdog) -> bool:
+        snapshot = dog._exchange.snapshot if dog._exchange else None
+        return snapshot is not None and len(snapshot.ranks) > 16
+
+    _, beats, _ = beats_until(knows_more, 2000, range(16), 2048)
+    assert max(keys for _, keys in beats) <= 400
 
 
 def test_a_store_that_does_not_answer_at_first_is_tried_again(logged: list[str]) -> None:
