@@ -47,6 +47,9 @@ def command(
     and without torch's variables, COMMAND is rank 0 of 1, with MASTER_PORT=0 (any free port) unless
     MASTER_PORT is set. In a job without a step, such as salloc's shell, a warning is printed.
 
+    If it is unset, OMP_NUM_THREADS is SLURM_CPUS_PER_TASK, divided by a torchrun agent's ranks: the
+    CPU threads of a rank in torch and NumPy.
+
     COMMAND may open as many files as the hard limit allows, at most 65,536 (ulimit -n).
 
     Exit codes: COMMAND's own; 126 it cannot be executed, 127 it was not found, 1 the variables
@@ -56,6 +59,9 @@ def command(
     own_device = own_mig_device(os.environ, env.local_rank, env.local_world_size)
     environ = {**os.environ, **env.to_environ(), **own_device}
     environ.pop(ATTEMPT_VARIABLE, None)  # COMMAND may start another training
+    if (cpus := environ.get("SLURM_CPUS_PER_TASK", "")).isdigit() and int(cpus):
+        ranks = env.local_world_size if "TORCHELASTIC_RUN_ID" in environ else 1  # ranks per task
+        environ.setdefault("OMP_NUM_THREADS", str(max(int(cpus) // ranks, 1)))
     if run_dir is not None and (stacks or environ.get(CODE_VARIABLE)):
         # Only in a run: your own srun line has no `clusterddp stacks` and no copy of the code.
         environ["PYTHONPATH"] = armed_path(environ.get("PYTHONPATH", ""))

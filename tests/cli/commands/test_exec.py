@@ -145,6 +145,34 @@ def test_under_a_run_directory_the_outcome_is_recorded(tmp_path: Path) -> None:
     assert (outcome["rank"], outcome["exit_code"]) == (5, 7)
 
 
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "6"}, "6"),
+        ({"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "2"}, "2"),
+        (
+            {
+                "SLURM_CPUS_PER_TASK": "7",
+                "TORCHELASTIC_RUN_ID": "1",
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "h",
+                "MASTER_PORT": "2000",
+            },
+            "3",
+        ),
+        ({}, None),
+    ],
+)
+def test_the_command_has_as_many_threads_as_its_task_has_cpus(
+    environ: dict[str, str], threads: str | None
+) -> None:
+    done = run_exec("--", sys.executable, "-c", PRINT_ENVIRON, environ={**STEP, **environ})
+    assert json.loads(done.stdout).get("OMP_NUM_THREADS") == threads
+
+
 @pytest.mark.parametrize("is_run", [False, True])
 def test_the_command_may_open_as_many_files_as_the_hard_limit_allows(
     is_run: bool, tmp_path: Path
