@@ -118,22 +118,25 @@ def read_tail(path: Path, most: int, *, since: int = 0) -> bytes:
         return b""
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write a file atomically and durably: temporary file, fsync, rename, fsync of the directory.
 
-    Mode 0600. Raises OSError, and then leaves an existing file unchanged.
+    Mode 0600. Raises OSError, and then leaves an existing file unchanged. sync: False skips both
+    fsyncs, for a record that may be lost with its host.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if sync:
+        sync_folder(path.parent)
 
 
 def create(path: Path, content: bytes = b"") -> bool:
@@ -195,10 +198,12 @@ class Renewal:
             self._path.unlink(missing_ok=True)
 
 
-def write_record(path: Path, record: object, *, indent: int | None = None) -> None:
+def write_record(
+    path: Path, record: object, *, indent: int | None = None, sync: bool = True
+) -> None:
     """Write a dataclass or JSON types, as `write_atomically` does. Raises OSError."""
     text = json.dumps(record, indent=indent, default=dataclasses.asdict)
-    write_atomically(path, f"{text}\n".encode())
+    write_atomically(path, f"{text}\n".encode(), sync=sync)
 
 
 def append_json_line(

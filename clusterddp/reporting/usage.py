@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from clusterddp import files
 from clusterddp.errors import RequestError
@@ -69,13 +70,13 @@ def measure_usage(
         whole,
         round(whole * gpus, _DIGITS) if gpus else None,
         idle=hours("idle") if spec and spec.resources.spare_nodes else None,
-        gpu_utilization=_gpu_utilization(known),
+        **_gpu_use(known),
     )
     if not met and not (spec and spec.program.keeps_records):
         return usage
     knows_waiting = all(each.waiting is not None for each in parts)
     names = ("computing", "waiting", "startup", "saving", "repeated")
-    split: dict[str, float] = {name: hours(name) for name in names}
+    split: dict[str, Any] = {name: hours(name) for name in names}
     other = round(max(whole - sum(split.values()) - (usage.idle or 0.0), 0.0), _DIGITS)
     if knows_waiting:
         return replace(usage, other=other, **split)
@@ -97,12 +98,22 @@ def split_usage(usage: Usage) -> list[tuple[str, float]]:
     return [(name, hours) for name, hours in parts if hours is not None]
 
 
-def _gpu_utilization(known: list[Attempt]) -> float | None:
-    """Return the mean utilization over all samples of all GPUs; None without samples."""
-    found = [files.read(GpuUse, path) for each in known for path in each.outcomes.glob("gpus-*")]
-    weights = [(use.gpus * use.samples, use.utilization) for use in found if use]
-    total = sum(weight for weight, _ in weights)
-    return round(sum(weight * share for weight, share in weights) / total, 4) if total else None
+def _gpu_use(known: list[Attempt]) -> dict[str, Any]:
+    """Return the fields of Usage on the GPUs: means over all samples of all GPUs, and the peak."""
+    read = [files.read(GpuUse, path) for each in known for path in each.outcomes.glob("gpus-*")]
+    found = [use for use in read if use and use.gpus and use.samples]
+    if not found:
+        return {}
+    total = sum(use.gpus * use.samples for use in found)
+
+    def mean(name: str) -> float:
+        return float(sum(use.gpus * use.samples * getattr(use, name) for use in found) / total)
+
+    return {
+        "gpu_utilization": round(mean("utilization"), 4),
+        "gpu_watts": round(mean("watts"), 1) or None,
+        "gpu_peak_memory_bytes": max(use.peak_memory_bytes for use in found) or None,
+    }
 
 
 def _held(

@@ -461,7 +461,10 @@ class AttemptSummary:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """outcomes/gpus-R.json: utilization of the GPUs of rank R's node, sampled by NVML."""
+    """outcomes/gpus-R.json: use of the GPUs of rank R's node, sampled by NVML.
+
+    Written after about a minute, then about every five minutes and at the end.
+    """
 
     host: str = ""
     """The node."""
@@ -471,6 +474,10 @@ class GpuUse:
     """Number of samples, one every five seconds."""
     utilization: float = 0.0
     """Mean share of the time in which a kernel ran, over GPUs and samples, from 0 to 1."""
+    watts: float = 0.0
+    """Mean power draw of a GPU, over GPUs and samples; 0 if unknown."""
+    peak_memory_bytes: int = 0
+    """Most memory in use on one of the GPUs; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -499,6 +506,10 @@ class Usage:
     """Spare nodes without tasks; None without spare nodes."""
     gpu_utilization: float | None = None
     """Share of the time in which a COMMAND's GPUs were busy; None if not sampled."""
+    gpu_watts: float | None = None
+    """Mean power draw of one of these GPUs; None if not sampled."""
+    gpu_peak_memory_bytes: int | None = None
+    """Most memory in use on one of these GPUs; None if not sampled."""
     other: float | None = None
     """Evaluation, metrics, teardown, and everything that no record covers."""
 

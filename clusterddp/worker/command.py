@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from clusterddp.run.outcome import TaskRecord
     from clusterddp.run.records import TaskError
 
+_Ended = Callable[[], None]
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -71,24 +72,27 @@ def run_command(
                 print(f"clusterddp: PATH={environ.get('PATH', '')}", file=sys.stderr)
             raise
 
-    explain, began = _callbacks(env, environ, own.outcomes if own else None)
-    return supervise(
-        run_dir,
-        env,
-        child,
-        attempt=attempt,
-        own_log=own_log,
-        explain=explain,
-        began=began,
-        is_command=True,
-        environ=environ,
-    )
+    explain, began, ended = _callbacks(env, environ, own.outcomes if own else None)
+    try:
+        return supervise(
+            run_dir,
+            env,
+            child,
+            attempt=attempt,
+            own_log=own_log,
+            explain=explain,
+            began=began,
+            is_command=True,
+            environ=environ,
+        )
+    finally:
+        ended()
 
 
 def _callbacks(
     env: DistEnv, environ: Mapping[str, str], outcomes: Path | None
-) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None]]":
-    """Return two callbacks: one explains COMMAND's end, one starts to watch it."""
+) -> "tuple[Callable[[int], TaskError | None], Callable[[int, TaskRecord], None], _Ended]":
+    """Return three callbacks: they explain COMMAND's end, start to watch it, and end the watch."""
     from clusterddp.processes import table
     from clusterddp.processes.table import RendezvousWatch
     from clusterddp.request import nested_launcher
@@ -99,6 +103,7 @@ def _callbacks(
     error_file = environ.get(ERROR_FILE_VARIABLE)
     traces = Traces(Path(error_file) if error_file else None)
     watches: list[RendezvousWatch] = []
+    at_end: list[_Ended] = []
 
     def explain(status: int) -> "TaskError | None":
         for watch in watches:
@@ -115,9 +120,13 @@ def _callbacks(
         if env.rank == 0 and env.world_size > 1 and port.isdecimal():
             watches.append(RendezvousWatch(pid, int(port), record.record_listening))
         if outcomes:
-            gpu_use.watch(outcomes, env, environ)
+            at_end.append(gpu_use.watch(outcomes, env, environ))
 
-    return explain, began
+    def ended() -> None:
+        for end in at_end:
+            end()
+
+    return explain, began, ended
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:

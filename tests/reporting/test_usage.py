@@ -127,10 +127,19 @@ def test_of_a_command_without_a_loop_the_whole_alone_is_known(run: RunDir) -> No
 def test_a_commands_gpus_are_as_busy_as_the_mean_of_all_samples(run: RunDir) -> None:
     for number, samples in ((0, 30), (1, 10)):
         made = attempt_of(run, (number, number + 1), None, steps=None)
-        write_record(made.outcomes / "gpus-0.json", GpuUse("h01", 4, samples, 0.5 + number / 2))
+        write_record(
+            made.outcomes / "gpus-0.json",
+            GpuUse("h01", 4, samples, 0.5 + number / 2, 400.0, 9 + number),
+        )
     (made.outcomes / "gpus-4.json").write_text("torn")
     usage = measure_usage(History.read(run), spec(command=("python", "mine.py")))
-    assert usage == Usage(node_hours=4.0, gpu_hours=16.0, gpu_utilization=0.625)
+    assert usage == Usage(
+        node_hours=4.0,
+        gpu_hours=16.0,
+        gpu_utilization=0.625,
+        gpu_watts=400.0,
+        gpu_peak_memory_bytes=10,
+    )
 
 
 def test_before_the_first_attempt_nothing_is_paid(run: RunDir) -> None:

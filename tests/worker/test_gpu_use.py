@@ -1,5 +1,6 @@
 """How busy a COMMAND's GPUs are, asked of a stand-in for NVML's library."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,9 +13,11 @@ from clusterddp.run.records import GpuUse
 from clusterddp.worker import gpu_use
 from tests.waiting import wait_for
 
-# Four GPUs: number N is busy for 10 (N + 1) percent of the time.
+# Four GPUs: number N is busy for 10 (N + 1) percent of the time, draws 100 (N + 1) W, and has N
+# bytes more than 10 GiB in use.
 NVML = """
 typedef struct { unsigned gpu, memory; } rates;
+typedef struct { unsigned long long total, free, used; } bytes;
 static int known[4] = {0, 1, 2, 3};
 int nvmlInit_v2(void) { return INIT; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = 4; return 0; }
@@ -27,6 +30,15 @@ int nvmlDeviceGetUtilizationRates(void *device, rates *answer) {
     if (RATES) return RATES;
     answer->gpu = 10 * (*(int *)device + 1);
     answer->memory = 99;
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, bytes *answer) {
+    answer->total = 99ull << 30;
+    answer->used = (10ull << 30) + *(int *)device;
+    return 0;
+}
+int nvmlDeviceGetPowerUsage(void *device, unsigned *milliwatts) {
+    *milliwatts = 100000 * (*(int *)device + 1);
     return 0;
 }
 """
@@ -54,23 +66,58 @@ def library(folder: Path, init: int = 0, rates: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    ("environ", "gpus", "share"),
+    ("environ", "gpus", "share", "last"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, 0.25),
-        ({"SLURM_STEP_GPUS": "1,3", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, 0.3),
-        ({"SLURM_JOB_GPUS": "2-3"}, 2, 0.35),
-        ({"SLURM_STEP_GPUS": "0-3", "SLURM_JOB_GPUS": "0-7"}, 4, 0.25),
-        ({"SLURM_STEP_GPUS": "GPU-1a,x[1"}, 4, 0.25),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, 0.25, 3),
+        ({"SLURM_STEP_GPUS": "0,2", "CUDA_VISIBLE_DEVICES": "0,1"}, 2, 0.2, 2),
+        ({"SLURM_JOB_GPUS": "2-3"}, 2, 0.35, 3),
+        ({"SLURM_STEP_GPUS": "0-3", "SLURM_JOB_GPUS": "0-7"}, 4, 0.25, 3),
+        ({"SLURM_STEP_GPUS": "GPU-1a,x[1"}, 4, 0.25, 3),
     ],
 )
 def test_the_granted_gpus_are_sampled(
-    tmp_path: Path, node: DistEnv, environ: dict[str, str], gpus: int, share: float
-) -> None:
+    tmp_path: Path, node: DistEnv, environ: dict[str, str], gpus: int, share: float, last: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(gpu_use, "FIRST_RECORD_SECONDS", 0.0)
     whole = {"SLURMD_NODENAME": "h02", **environ}
-    gpu_use.watch(tmp_path, node, whole, library(tmp_path))
+    end = gpu_use.watch(tmp_path, node, whole, library(tmp_path))
     path = tmp_path / "gpus-2.json"
     wait_for(path.exists, "a sample")
-    assert read(GpuUse, path) == GpuUse("h02", gpus, 1, share)
+    end()
+    assert read(GpuUse, path) == GpuUse("h02", gpus, 1, share, 1000 * share, (10 << 30) + last)
+
+
+def test_hours_of_samples_are_seldom_written_and_never_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of nodes share the directory of the records."""
+    written = list[int]()
+    write = gpu_use.write_record
+
+    def counted(path: Path, use: GpuUse, **options: bool) -> None:
+        written.append(use.samples)
+        write(path, use, **options)
+
+    monkeypatch.setattr(gpu_use, "write_record", counted)
+    monkeypatch.setattr(os, "fsync", None)
+    samples = gpu_use._Samples(tmp_path / "gpus-0.json", "h01")
+    monkeypatch.setattr(samples._ended, "wait", lambda _: False)
+    for number in range(720):  # an hour
+        samples.add([gpu_use._Gpu(number % 2, 1 << 30, 300.0)])
+        assert samples.wait()
+    assert 9 <= len(written) <= 16 and 9 <= written[0] <= 16
+    samples.end()
+    assert read(GpuUse, tmp_path / "gpus-0.json") == GpuUse("h01", 1, 720, 0.5, 300.0, 1 << 30)
+
+
+def test_a_short_command_has_its_samples_recorded_at_its_end(tmp_path: Path) -> None:
+    samples = gpu_use._Samples(tmp_path / "gpus-0.json", "h01")
+    samples.end()
+    assert not (tmp_path / "gpus-0.json").exists()
+    samples.add([gpu_use._Gpu(0.5, 0, 0.0)])
+    samples.end()
+    assert read(GpuUse, tmp_path / "gpus-0.json") == GpuUse("h01", 1, 1, 0.5)
 
 
 def test_without_a_driver_or_its_answer_nothing_is_recorded(tmp_path: Path, node: DistEnv) -> None:
@@ -78,7 +125,9 @@ def test_without_a_driver_or_its_answer_nothing_is_recorded(tmp_path: Path, node
     for path in (
         str(tmp_path / "absent.so"), library(tmp_path, init=9), library(tmp_path, rates=3)
     ):  # fmt: skip
-        gpu_use._sample(tmp_path / "gpus-2.json", granted, path)
+        samples = gpu_use._Samples(tmp_path / "gpus-2.json", "h01")
+        gpu_use._sample(samples, granted, path)
+        samples.end()
     assert not (tmp_path / "gpus-2.json").exists()
 
 

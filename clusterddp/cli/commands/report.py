@@ -253,8 +253,15 @@ def _usage(figures: Report) -> str:
         f"{name} {hours / usage.node_hours:.1%}"
         for name, hours in (split_usage(usage) if usage.node_hours else [])
     ]
-    use = usage.gpu_utilization
-    gpus = "" if use is None else f"GPU utilization {use:.1%} (NVML)"
+    gpus = ""
+    if usage.gpu_utilization is not None:
+        peak = usage.gpu_peak_memory_bytes
+        figures_of_gpu = formatting.join_known(
+            ("GPU utilization {:.1%}", usage.gpu_utilization),
+            ("peak memory {}", formatting.memory(peak)),
+            ("{:.0f} W per GPU", usage.gpu_watts),
+        )
+        gpus = f"{figures_of_gpu} (NVML)"
     return "; ".join(filter(None, (": ".join(filter(None, (whole, ", ".join(shares)))), gpus)))
 
 

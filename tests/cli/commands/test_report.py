@@ -188,6 +188,9 @@ def test_of_a_command_the_whole_is_told_and_how_busy_its_gpus_were(workplace: Wo
     write_record(folder / "gpus-0.json", GpuUse("h01", 4, 360, 0.631))
     told = "0.5000 node-hours, 2.00 GPU-hours; GPU utilization 63.1% (NVML)"
     assert account(workplace)["usage"] == told
+    write_record(folder / "gpus-0.json", GpuUse("h01", 4, 360, 0.631, 411.7, 61 << 30))
+    gpus = "GPU utilization 63.1%, peak memory 61.0 GiB, 412 W per GPU (NVML)"
+    assert account(workplace)["usage"].endswith(f"; {gpus}")
 
 
 def test_a_start_that_was_interrupted_or_failed_by_hand_says_so(workplace: Workplace) -> None:
