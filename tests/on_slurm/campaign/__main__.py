@@ -92,9 +92,14 @@ def campaign(
             print(f"uninterrupted, {config}: {seen}", flush=True)
         # Those on clusters of their own first: they wait longest.
         order = sorted(faults, key=lambda fault: fault.conf is None)
-        with ThreadPoolExecutor(at_once) as pool:
+        # What is slow to write is large in memory too.
+        with ThreadPoolExecutor(at_once) as pool, ThreadPoolExecutor(1) as one_at_a_time:
+            pools = [one_at_a_time if fault.disk == "slow" else pool for fault in order]
             try:
-                work = [pool.submit(site.carry_out, fault) for fault in order]
+                work = [
+                    each.submit(site.carry_out, fault)
+                    for each, fault in zip(pools, order, strict=True)
+                ]
                 for done in as_completed(work):
                     result = done.result()
                     results.append(result)
@@ -106,6 +111,7 @@ def campaign(
                           flush=True)  # fmt: skip
             except BaseException:
                 site.stopping.set()
+                one_at_a_time.shutdown(wait=False, cancel_futures=True)
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
     names = [fault.name for fault in faults]

@@ -288,9 +288,10 @@ def _judge_left_over(run: Run) -> None:
     hosts = run.trial.cluster.hosts
     gone = "the end of its processes"
     run.wait(lambda: not any(run.processes(host, "") for host in hosts), gone, 60)
-    left = [*Path("/dev/shm").glob("*clusterddp*"), *run.dir.path.rglob(".*.*")]
-    if left:
-        raise run.differs(f"files are left: {[str(path) for path in left]}")
+    tokens = [path.suffix[1:] for path in run.trial.holds.glob("memory.*")]
+    named = [path for token in tokens for path in Path("/dev/shm").glob(f"*{token}")]
+    if left := [str(path) for path in (*named, *run.dir.path.rglob(".*.*"))]:
+        raise run.differs(f"files are left: {left}")
 
 
 # -- rows ----------------------------------------------------------------------------------------

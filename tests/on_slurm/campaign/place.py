@@ -36,8 +36,6 @@ SLOW_DISK_BYTES = 5 << 30
 SLOW_BYTES_PER_SECOND = 50 << 20
 THROTTLE = Path("/sys/fs/cgroup/blkio/blkio.throttle.write_bps_device")
 """Limits what the processes of the root control group write, the kernel's own among them."""
-_slow = threading.Lock()
-"""Held by the fault with a slow disk: what is slow to write is large in memory too."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ def slow_disk_of_jobs(folder: Path) -> Iterator[None]:
     """A disk of its own for the runs below the directory, which writes 50 MB per second."""
     if not THROTTLE.exists():
         raise Differs(f"no {THROTTLE}: a slow disk needs the blkio controller of cgroup v1")
-    with _slow, disk_of_jobs(folder, SLOW_DISK_BYTES):
+    with disk_of_jobs(folder, SLOW_DISK_BYTES):
         disk = (folder / "jobs").stat().st_dev
         device = f"{os.major(disk)}:{os.minor(disk)}"
         THROTTLE.write_text(f"{device} {SLOW_BYTES_PER_SECOND}")

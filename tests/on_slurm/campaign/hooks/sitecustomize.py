@@ -7,7 +7,8 @@ words "until told" is removed by the first task that was asked to stop. The mome
 torch), `step-N` (after the N-th step), `save` (a checkpoint's bytes on their way to
 the disk), `copy` (a rank's part of a snapshot has begun), `copied` (it is whole), `flush` (as
 `save`, in the parent that saves a snapshot), `last` (after the report), `left` (the other ranks,
-for good). A rank appends the step and the time of each snapshot to took.RANK. With the file
+for good). A rank appends the step and the time of each snapshot to took.RANK, and leaves the file
+memory.TOKEN with the token of its node memory. With the file
 rare-saves a loop of one's own saves each ten minutes, with a snapshot each second. On a host for
 which clock-ahead.HOST is there when a process starts, its clock is ahead by so many seconds.
 """
@@ -91,6 +92,7 @@ def hold_in_snapshots(module: object) -> None:
 
     def write_steps(half: int, member: int, begun: int, finished: int) -> None:
         plain(half, member, begun, finished)
+        Path(f"{HOLDS}/memory.{os.environ[module.VARIABLE].rpartition(':')[2]}").touch()  # type: ignore[attr-defined]
         if finished:
             with Path(f"{HOLDS}/took.{RANK}").open("a") as took:
                 took.write(f"{finished - 1} {time.time()}\n")
