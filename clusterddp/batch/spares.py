@@ -5,6 +5,7 @@ within seconds: a rank has failed, or the process above a node's ranks no longer
 A connection to the port of the node's slurmd then confirms the loss.
 """
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from clusterddp import files, log, polling
 from clusterddp.batch import step_watch
@@ -112,19 +115,23 @@ class NodeWatch:
         self._idle_due = 0.0
         self._signs: dict[str, tuple[float, float]] = {}
         """Latest change of a node's records, and when this process first saw it."""
+        self._records: dict[str, _Record] = {}
 
     def look(self, now: float) -> dict[str, str]:
         """Return the nodes that failed to answer often enough in a row, with the reason.
 
         now: a monotonic clock, in seconds.
         """
-        outcomes = read_outcomes(self.attempt.outcomes)
+        by_node: dict[str, list[_Record]] = {}
+        for record in self._read():
+            by_node.setdefault(record.outcome.host, []).append(record)
+        outcomes = [record.outcome for records in by_node.values() for record in records]
         failed = any(outcome.failed for outcome in outcomes)
         explained = any(_has_own_error(outcome) for outcome in outcomes)
         suspects = {}
         for node in self._nodes:
-            of_node = [outcome for outcome in outcomes if outcome.host == node]
-            sign = max((self._changed(outcome) for outcome in of_node), default=0.0)
+            of_node = [record.outcome for record in by_node.get(node, ())]
+            sign = max((record.changed for record in by_node.get(node, ())), default=0.0)
             before, since = self._signs.get(node, (None, now))
             if sign != before:
                 since = now
@@ -147,10 +154,50 @@ class NodeWatch:
             self._others.difference_update(gone)
         return lost
 
-    def _changed(self, outcome: Outcome) -> float:
-        with suppress(OSError):
-            return last_renewal(path_of(self.attempt.outcomes, outcome.rank))
-        return 0.0
+    def _read(self) -> Collection["_Record"]:
+        """Return the ranks' records; only those that may have changed are read.
+
+        Each node renews the record of its local rank 0, and a rewritten record is another file. Its
+        number may be one that was in use before, so once a rank has ended, all records are read.
+        """
+        ending = any(record.outcome.ended is not None for record in self._records.values())
+        before, self._records = self._records, {}
+        with suppress(OSError), os.scandir(self.attempt.outcomes) as entries:
+            for entry in entries:
+                if not (entry.name.startswith("rank-") and entry.name.endswith(".json")):
+                    continue
+                record = before.get(entry.name)
+                if (
+                    record is None
+                    or ending
+                    or record.outcome.local_rank == 0
+                    or record.inode != entry.inode()
+                ):
+                    record = _Record.read(Path(entry.path))
+                if record:
+                    self._records[entry.name] = record
+        return self._records.values()
+
+
+class _Record(NamedTuple):
+    """Record of a rank as it was last read."""
+
+    inode: int
+    changed: float
+    """Its modification time."""
+    outcome: Outcome
+
+    @classmethod
+    def read(cls, path: Path) -> "_Record | None":
+        """Read a record; None if it is gone or incomplete.
+
+        It is opened, because a network file system answers stat from its cache.
+        """
+        with suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if outcome := files.load(Outcome, json.loads(file.read()), strict=True):
+                return cls(status.st_ino, status.st_mtime, outcome)
+        return None
 
 
 class _FailedConnections:

@@ -241,6 +241,36 @@ def test_a_node_without_a_sign_of_life_is_asked(attempt: Attempt, asked: Nodes) 
     assert why == "its records have not changed for 15s, and its slurmd does not answer"
 
 
+def test_a_look_reads_one_record_of_each_node_and_those_that_changed(
+    attempt: Attempt, asked: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every two seconds, for as long as the job runs."""
+    opened = list[str]()
+    read = spares._Record.read
+
+    def counted(path: Path) -> Any:
+        opened.append(path.name)
+        return read(path)
+
+    def look() -> list[str]:
+        opened.clear()
+        assert watch.look(0.0) == {}
+        return sorted(opened)
+
+    monkeypatch.setattr(spares._Record, "read", counted)
+    monkeypatch.setattr(spares, "read_outcomes", None)
+    watch = spares.NodeWatch(attempt, [f"h{node:02}" for node in range(2, 34)])
+    for rank in range(256):
+        record(attempt, rank, f"h{rank // 8 + 2:02}", local_rank=rank % 8)
+    firsts = sorted(f"rank-{rank}.json" for rank in range(0, 256, 8))
+    assert (len(look()), look()) == (256, firsts)
+    changed = attempt.outcomes / "rank-3.json"
+    files.write_atomically(changed, changed.read_bytes())
+    assert (look(), look()) == (sorted([*firsts, "rank-3.json"]), firsts)
+    record(attempt, 8, "h03", ended=2.0, exit_code=0)
+    assert (look(), len(look())) == (firsts, 256)  # whose ends are to be seen soon
+
+
 def test_an_error_of_the_program_has_no_node_asked(attempt: Attempt, asked: Nodes) -> None:
     asked.answering.clear()
     watch = spares.NodeWatch(attempt, ["h02"])
