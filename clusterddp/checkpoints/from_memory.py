@@ -1,7 +1,8 @@
 """Saves the newest snapshot in a node's memory as an ordinary checkpoint; needs no torch.
 
 The parent of a failed rank calls it. One task of the run writes and the others wait for it, because
-srun ends all tasks soon after the first failed one.
+srun ends all tasks soon after the first failed one. If the model is sharded, each task writes its
+shards, and those of lost nodes of which it has a copy.
 """
 
 import contextlib
@@ -11,10 +12,11 @@ import shutil
 import struct
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from clusterddp import files, log, polling
 from clusterddp.checkpoints import catalog
@@ -34,6 +36,11 @@ _NEWER_SECONDS = 2.0
 _DRAFT_SECONDS = 5.0
 """Age at which the ranks' own unfinished checkpoint no longer counts as being written. They renew a
 file each second meanwhile, which a slow disk delays."""
+_NOTES_SECONDS = 6.0
+"""Time for the tasks of a sharded training to say which snapshots they have."""
+_SHARDS_SECONDS = 60.0
+"""Time for the other tasks to write their shards."""
+_SHARDS, _NOTE, _DIGESTS = f".shards{FROM_MEMORY}", ".step-note.", ".digests."
 
 
 def save(own: Address) -> None:
@@ -52,8 +59,11 @@ def save(own: Address) -> None:
             members = node_memory.read_members(own.halves[0])
             number = members.index(own)
             known = max(read_steps(half, number)[1] for half in own.halves) - 1
-            if known > _newest_saved(attempt) and (found := _newest(members, stack)):
-                _save(attempt, found)
+            found = _whole(members, stack) if known > _newest_saved(attempt) else []
+            if found and found[0].index.shards:
+                _save_shards(attempt, found)
+            elif found:
+                _save(attempt, found[0])
         except (OSError, ValueError, struct.error, CheckpointError) as error:
             with contextlib.suppress(CheckpointError):
                 if 0 <= known <= _newest_saved(attempt):
@@ -96,13 +106,17 @@ def _finished(halves: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(read_steps(half, number)[1] for number, half in enumerate(halves))
 
 
+def _is_saved(attempt: Attempt, step: int) -> bool:
+    return _newest_saved(attempt) >= step or attempt.is_superseded
+
+
 def _newest_saved(attempt: Attempt) -> int:
     """Return the step of an attempt's newest checkpoint; -1 without one."""
     return next(map(catalog.step_of, catalog.files(attempt.checkpoints)), -1)
 
 
-def _newest(members: Sequence[Address], stack: contextlib.ExitStack) -> _Snapshot | None:
-    """Open the newest whole snapshot of the node; None if there is none.
+def _whole(members: Sequence[Address], stack: contextlib.ExitStack) -> list[_Snapshot]:
+    """Open the whole snapshots of the node, the newest first.
 
     Raises OSError if the memory of another task is gone.
     """
@@ -113,15 +127,97 @@ def _newest(members: Sequence[Address], stack: contextlib.ExitStack) -> _Snapsho
             stack.callback(os.close, half)
     both = [tuple(halves[which] for halves in opened) for which in range(2)] if opened else []
     whole = [halves for halves in both if len({*_finished(halves)}) == 1 and _finished(halves)[0]]
-    if not whole:
-        return None
-    halves = max(whole, key=_finished)
-    begun = max(read_steps(half, number)[0] for each in both for number, half in enumerate(each))
-    marks, read = _finished(halves), node_memory.read_index(halves[0])
-    if read is None:
-        return None
-    index, contents_at = read
-    return _Snapshot(halves, marks, index, contents_at, begun > index.step + 1)
+    begun = max(
+        (read_steps(half, number)[0] for each in both for number, half in enumerate(each)),
+        default=0,
+    )
+    return [
+        _Snapshot(halves, _finished(halves), *read, begun > read[0].step + 1)
+        for halves in sorted(whole, key=_finished, reverse=True)
+        if (read := node_memory.read_index(halves[0]))
+    ]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Says what a task of a sharded training has in memory."""
+
+    rank: int
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Ranks of whose shards it has these steps."""
+
+
+def _save_shards(attempt: Attempt, found: Sequence[_Snapshot]) -> None:
+    """Write this task's shards of the newest step of which all ranks' are left. Raises OSError.
+
+    The task of a rank that died alone writes all that it has: srun ends the others when it is gone.
+    """
+    own, folder = found[0].index, attempt.checkpoints
+    note = folder / f"{_NOTE}{own.rank}"
+    files.write_record(note, _Note(own.rank, tuple(s.index.step for s in found), own.kept))
+    notes: dict[int, _Note] = {}
+    for _ in polling.poll(_NOTES_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
+        for path in folder.glob(f"{_NOTE}*"):
+            if path.suffix[1:] not in map(str, notes) and (read := files.read(_Note, path)):
+                notes[read.rank] = read
+        if len(notes) == len(own.shards):
+            break
+    steps = _steps_of_all(notes, len(own.shards))
+    if _is_saved(attempt, steps[0] if steps else own.step):  # and the notes are gone, perhaps
+        note.unlink(missing_ok=True)
+        return
+    chosen = [each for each in found if each.index.step in steps[:1] or not steps]
+    for each in chosen:
+        have = {rank for rank, note in notes.items() if each.index.step in note.steps}
+        _write_shards(attempt, each, {own.rank, *(rank for rank in own.kept if rank not in have)})
+    if steps:
+        for each in chosen:
+            _save(attempt, each)
+        # A task that has another step only must not end before it is saved.
+        is_saved = partial(_is_saved, attempt, steps[0])
+        polling.wait_until(is_saved, _SHARDS_SECONDS, every=polling.RECORDS_POLL_SECONDS)
+        note.unlink(missing_ok=True)
+
+
+def _steps_of_all(notes: Mapping[int, _Note], world_size: int) -> list[int]:
+    """Return the steps of which every rank's shards are in memory, the newest first."""
+    steps = {step for note in notes.values() for step in note.steps}
+    ranks_of = {
+        step: {rank for note in notes.values() if step in note.steps for rank in note.ranks}
+        for step in steps
+    }
+    return sorted((s for s, ranks in ranks_of.items() if len(ranks) == world_size), reverse=True)
+
+
+def _write_shards(attempt: Attempt, found: _Snapshot, ranks: Collection[int]) -> None:
+    """Write the shards of some ranks, and then their SHA-256. Raises OSError."""
+    index = found.index
+    folder = attempt.checkpoints / f".{Path(catalog.name_of(index.step)).stem}{_SHARDS}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    names = {index.shards[rank] for rank in ranks}
+    digests = {
+        record.name: _write_file(found, record, folder)
+        for record in index.records
+        if record.is_file and record.name in names
+    }
+    files.write_record(folder / f"{_DIGESTS}{index.rank}", digests)
+
+
+def _await_shards(attempt: Attempt, found: _Snapshot) -> tuple[Path, dict[str, str]]:
+    """Wait until all shards are written; return their directory, and their SHA-256 by name.
+
+    Raises OSError if they are not.
+    """
+    folder = attempt.checkpoints / f".{Path(catalog.name_of(found.index.step)).stem}{_SHARDS}"
+    digests: dict[str, str] = {}
+    for _ in polling.poll(_SHARDS_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
+        for path in folder.glob(f"{_DIGESTS}*"):
+            digests |= cast(dict[str, str], files.read_json(path) or {})
+        if missing := [name for name in found.index.shards if name not in {"", *digests}]:
+            continue
+        return folder, digests
+    raise OSError(f"{len(missing)} of {len(found.index.shards)} shards were not written")
 
 
 def _save(attempt: Attempt, found: _Snapshot) -> None:
@@ -130,7 +226,7 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
     path = attempt.checkpoints / catalog.name_of(step)
     began = time.monotonic()
     for _ in polling.poll(polling.MEMORY_SAVE_SECONDS, every=polling.RECORDS_POLL_SECONDS / 2):
-        if _newest_saved(attempt) >= step or attempt.is_superseded:
+        if _is_saved(attempt, step):
             return
         may_be_newer = found.has_newer and time.monotonic() - began < _NEWER_SECONDS
         if _newest_claim(attempt) >= step or may_be_newer or _ranks_save(attempt, step):
@@ -141,8 +237,9 @@ def _save(attempt: Attempt, found: _Snapshot) -> None:
                 claim.unlink(missing_ok=True)
             continue
         with contextlib.closing(files.Renewal(claim)):
-            shards = _write_files(found, path)
+            shards = _write_files(attempt, found, path)
             if catalog.publish(attempt, path, lambda file: _write_archive(file, found), shards):
+                _remove_shards(attempt.checkpoints)
                 os.utime(path, (found.index.time, found.index.time))
                 log.info(f"saved step {step} from the memory of this node: {path.name}")
         return
@@ -170,28 +267,51 @@ def _ranks_save(attempt: Attempt, step: int) -> bool:
     return False
 
 
-def _write_files(found: _Snapshot, path: Path) -> dict[str, str]:
+def _write_files(attempt: Attempt, found: _Snapshot, path: Path) -> dict[str, str]:
     """Write the files next to the checkpoint; return their SHA-256 by path. Raises OSError."""
-    final, digests = catalog.shards_of(path), {}
+    final, digests = catalog.shards_of(path), dict[str, str]()
     fresh = final.with_name(f".{final.name}.{os.uname().nodename}-{os.getpid()}")
+    if found.index.shards:
+        fresh, digests = _await_shards(attempt, found)
     for record in found.index.records:
-        if record.is_file:
-            file = fresh / record.name
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with file.open("wb") as stream:
-                stream.writelines(found.chunks(record))
-                stream.flush()
-                os.fsync(stream.fileno())
-            digests[f"{final.name}/{record.name}"] = catalog.stored_sha256(file)
+        if record.is_file and record.name not in found.index.shards:
+            digests[record.name] = _write_file(found, record, fresh)
     if digests:
+        for each in fresh.glob(f"{_DIGESTS}*"):
+            each.unlink()
         shutil.rmtree(final, ignore_errors=True)
         fresh.replace(final)
         sync_folder(final.parent)
-    return digests
+    return {f"{final.name}/{name}": digest for name, digest in digests.items()}
+
+
+def _write_file(found: _Snapshot, record: Record, folder: Path) -> str:
+    """Write a file of a snapshot into a directory; return its SHA-256. Raises OSError."""
+    file = folder / record.name
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = file.with_name(f"{file.name}.{os.uname().nodename}-{os.getpid()}")
+    with draft.open("wb") as stream:
+        stream.writelines(found.chunks(record))
+        stream.flush()
+        os.fsync(stream.fileno())
+    draft.replace(file)  # a task of a lost node may be alive and write it too
+    return catalog.stored_sha256(file)
+
+
+def _remove_shards(folder: Path) -> None:
+    """Remove what the tasks of a sharded training have written beside the checkpoint."""
+    for path in folder.glob(f"{_NOTE}*"):
+        path.unlink(missing_ok=True)
+    for path in folder.glob(f".step-*{_SHARDS}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_archive(file: IO[bytes], found: _Snapshot) -> None:
     """Write a snapshot as torch.save would: an uncompressed zip archive, its records aligned."""
+    if found.index.shards:
+        for chunk in found.chunks(found.index.records[0]):
+            file.write(chunk)
+        return
     with zipfile.ZipFile(file, "w") as archive:
         for record in found.index.records:
             if record.is_file:

@@ -119,7 +119,7 @@ class Save:
         problem, states = self._prepare(), {}
         if not problem:
             with torch.no_grad():
-                states = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), _states(objects))
+                states = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), states_of(objects))
             problem = self._write_own(files_of(objects))
         self._thread = threading.Thread(
             target=self._run,
@@ -211,7 +211,7 @@ def check(path: Path, objects: Objects) -> None:
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    states = _states({n: each for n, each in objects.items() if isinstance(each, nn.Module)})
+    states = states_of({n: each for n, each in objects.items() if isinstance(each, nn.Module)})
     if not states:
         return
     stored = FileSystemReader(catalog.shards_of(path)).read_metadata().state_dict_metadata
@@ -235,7 +235,7 @@ def restore(path: Path, objects: Objects) -> None:
     )
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-    states = _states(objects)
+    states = states_of(objects)
     try:
         if states:
             load_shards(states, checkpoint_id=catalog.shards_of(path))
@@ -250,7 +250,7 @@ def restore(path: Path, objects: Objects) -> None:
             set_model_state_dict(each, states[name])
 
 
-def _states(objects: Objects) -> dict[str, Any]:
+def states_of(objects: Objects) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
         get_optimizer_state_dict,

@@ -32,7 +32,7 @@ from clusterddp.checkpoints.state import Content
 from clusterddp.distributed import agreement
 from clusterddp.formatting import memory, setting
 from clusterddp.formatting import size as size_of
-from clusterddp.processes.hardware import free_bytes
+from clusterddp.processes import hardware
 from clusterddp.ranks.variables import host_name
 from clusterddp.run import node_memory
 from clusterddp.run.attempt import Attempt
@@ -72,6 +72,8 @@ class Snapshots:
         """Digest of the tensors that the layout is for."""
         self._has_others = self._is_far = False
         """True if other nodes keep snapshots too; whether this is one of them, without rank 0."""
+        self._size = 0
+        """Bytes of both snapshots in this rank's node."""
         self._due = time.monotonic() + every / 2  # then the memory is prepared
         self._first_due = time.monotonic() + every
         self._said_every = 0.0
@@ -83,6 +85,9 @@ class Snapshots:
     def postpone(self) -> None:
         """Note that the state has been saved."""
         self._due = max(self._due, time.monotonic() + self._every)
+
+    def close(self) -> None:
+        """Wait until no thread exchanges anything with other ranks; collective."""
 
     def note_step(self, step: int) -> None:
         """Note that a step is done, and perhaps a GPU's copy."""
@@ -111,12 +116,11 @@ class Snapshots:
             tensors = _alike(states, wrappers, alone=self._world_size == 1)
             shape = _digest(tensors)
         except Exception as error:  # a tensor of a class of its own; the training continues
-            self._problem = _first_line(error)
+            self._problem = first_line(error)
         if self._layout:
             self._layout.finish()
         # Agreed on below, since the ranks' clocks and threads differ.
-        is_ready = self._layout is None or self._layout.is_ready
-        is_ready = is_ready and time.monotonic() >= self._first_due
+        is_ready = self._is_ready() and time.monotonic() >= self._first_due
         # Every rank of the node has the last snapshot whole when this returns, so that the half
         # before it may be overwritten.
         problem = self._problem or (self._layout.problem if self._layout else "")
@@ -141,6 +145,10 @@ class Snapshots:
             self._due = time.monotonic() + every
             self._say(every, seconds)
 
+    def _is_ready(self) -> bool:
+        """Return whether this rank has the last snapshot whole, and memory for another."""
+        return self._layout is None or self._layout.is_ready
+
     def _prepare(self, tensors: Sequence[Tensor], shape: str, of_files: int) -> None:
         """Lay out the memory of each node; a thread then allocates it.
 
@@ -148,14 +156,14 @@ class Snapshots:
         """
         if self._layout:
             self._layout.close()
-        self._shape, self._layout = shape, None
+        self._shape, self._layout, self._size = shape, None, 0
         address, halves, namespace = self._address, None, ""
         with suppress(OSError):
             # Tasks in separate containers cannot open each other's memory.
             namespace = str(Path("/proc/self/ns/pid").readlink())
             halves = address.open() if address else None
         where = host_name(os.environ), namespace
-        hellos = agreement.gather((where, address if halves else None, _free_bytes()))
+        hellos = agreement.gather((where, address if halves else None, free_bytes()))
         places = dict.fromkeys(where for where, *_ in hellos)
         groups = {place: [each for each in hellos if each[0] == place] for place in places}
         size = _places(tensors)[1] + of_files
@@ -177,8 +185,9 @@ class Snapshots:
             number = sum(place == where for place, *_ in hellos[: self._rank])
             try:
                 self._layout = _Layout(self._attempt, halves, members, number, tensors)
+                self._size = 2 * self._layout.size
             except (OSError, RuntimeError) as error:
-                self._problem = _first_line(error)
+                self._problem = first_line(error)
 
     def _copy(
         self,
@@ -200,8 +209,8 @@ class Snapshots:
                 content = collect([state for state, *_ in of_ranks], self._layout.copy_of(tensors))
                 tail = _tail(step, content, own, self._layout)
             except Exception as error:  # a state's own; the training continues
-                problem = _first_line(error)
-            if 2 * len(tail) > _SHARE_OF_MEMORY * _free_bytes():
+                problem = first_line(error)
+            if 2 * len(tail) > _SHARE_OF_MEMORY * free_bytes():
                 problem = problem or f"they need {memory(2 * len(tail))} for files"
             if problem:
                 self._turn_off(problem)
@@ -214,7 +223,7 @@ class Snapshots:
             try:
                 self._layout.copy(step, tensors, tail)
             except Exception as error:  # no memory, for example; the training continues
-                self._problem = _first_line(error)
+                self._problem = first_line(error)
 
     def _turn_off(self, why: str) -> None:
         self._is_off = True
@@ -228,13 +237,12 @@ class Snapshots:
         """Say how often snapshots are taken, at first and when it has changed much."""
         if not self._is_off and not 0.5 < every / (self._said_every or 1e-9) < 2:
             self._said_every = every
-            size = 2 * self._layout.size if self._layout else 0
             if self._rank:
                 return
             rare = ", at most 0.5% of the time" if every > self._every else ""
             log.info(
                 f"a snapshot in the memory of each node every {setting(round(every))}: "
-                f"{size_of(size)}, {1000 * seconds:.0f} ms each{rare}"
+                f"{size_of(self._size)}, {1000 * seconds:.0f} ms each{rare}"
             )
 
 
@@ -338,7 +346,7 @@ class _Layout:
         half = self._halves[self._which]
         node_memory.write_steps(half, self._member, step + 1, 0)
         if self._member == 0:
-            node_memory.write_tail(half, HEADER_BYTES + self.size, tail)
+            node_memory.write_tail(half, HEADER_BYTES + self.size, [tail])
         is_cuda = any(tensors[number].is_cuda for number in self._own)
         events: list[Any] = [_event() for _ in range(2)] if is_cuda else []
         for event in events[:1]:
@@ -428,13 +436,13 @@ def _cuda() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Return the free bytes of this node, at most the job's --mem; 0 if unknown."""
-    free, limit = free_bytes() or 0, os.environ.get("SLURM_MEM_PER_NODE", "")
+    free, limit = hardware.free_bytes() or 0, os.environ.get("SLURM_MEM_PER_NODE", "")
     return min(free, int(limit) << 20) if limit.isdigit() and int(limit) else free
 
 
@@ -451,11 +459,11 @@ def _written(
             each.save_state(str(folder / name))
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         size = sum(path.stat().st_size for path in paths)
-        if 4 * size > _free_bytes():  # read, sent, put into the tail, and a tail before
+        if 4 * size > free_bytes():  # read, sent, put into the tail, and a tail before
             return {}, f"their files take {memory(size)}"
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}, ""
     except Exception as error:  # a framework's own
-        return {}, _first_line(error)
+        return {}, first_line(error)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -128,12 +128,15 @@ def load_together(path: Path) -> Content:
     return _parsed(path, broadcast(data, length))
 
 
-def broadcast(data: bytes, size: int) -> bytes:
-    """Broadcast rank 0's bytes, at least one; collective. size: their number."""
+def broadcast(data: bytes, size: int, group: dist.ProcessGroup | None = None) -> bytes:
+    """Broadcast rank 0's bytes, at least one; collective. size: their number.
+
+    group: of all ranks; the default one without it.
+    """
     whole = torch.frombuffer(bytearray(data or size), dtype=torch.uint8)
     for piece in torch.split(whole, _PIECE_BYTES):
-        sent = piece.to(agreement.device())
-        dist.broadcast(sent, src=0)
+        sent = piece.to(agreement.device(group))
+        dist.broadcast(sent, src=0, group=group)
         piece.copy_(sent)
     return data or whole.numpy().tobytes()
 

@@ -112,6 +112,12 @@ class Index:
     """When it was taken, in seconds since the epoch."""
     tensor_bytes: int
     records: tuple[Record, ...]
+    rank: int = -1
+    """Rank that keeps it, if the model is sharded."""
+    shards: tuple[str, ...] = ()
+    """File of each rank's shards; empty for a rank without any."""
+    kept: tuple[int, ...] = ()
+    """Ranks whose shards it has."""
 
 
 def owner_of(offset: int, size: int, total: int, members: int) -> int:
@@ -177,12 +183,14 @@ def read_steps(half: int, member: int) -> tuple[int, int]:
     return begun, finished
 
 
-def write_tail(half: int, offset: int, tail: bytes) -> None:
-    """Write the tail of a half, made by `make_tail`. Raises OSError without memory."""
-    for begin in range(0, len(tail), _CHUNK_BYTES):
-        os.pwrite(half, tail[begin : begin + _CHUNK_BYTES], offset + begin)
+def write_tail(half: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write the tail of a half, which `make_tail` begins. Raises OSError without memory."""
+    end = offset
+    for part in parts:
+        for begin in range(0, len(part), _CHUNK_BYTES):
+            end += os.pwrite(half, part[begin : begin + _CHUNK_BYTES], end)
     count, *_ = _COUNTS.unpack(os.pread(half, _COUNTS.size, 0))
-    os.pwrite(half, _COUNTS.pack(count, offset, len(tail)), 0)
+    os.pwrite(half, _COUNTS.pack(count, offset, end - offset), 0)
 
 
 def make_tail(index: Index, contents: Sequence[bytes]) -> bytes:

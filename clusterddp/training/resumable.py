@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp import files, log
 from clusterddp.checkpoints import catalog, sharded, state
 from clusterddp.checkpoints.catalog import Best
+from clusterddp.checkpoints.shard_snapshots import ShardSnapshots
 from clusterddp.checkpoints.snapshots import Snapshots
 from clusterddp.checkpoints.state import Content, Position, Stateful
 from clusterddp.checkpoints.writer import Costs, Saver
@@ -127,9 +128,12 @@ class Resumable:
         self._slowdown = Slowdown(attempt, self.rank, self._stragglers, position.step)
         self._saving = Interval.parse(save_every)
         self._files = sharded.files_of(self._shards)
-        # A shard on one node would be lost with it.
-        has_shards = len(self._files) < len(self._shards)
-        self._snapshots = Snapshots(attempt, 0.0 if has_shards else snapshot_every)
+        modules = {name: each for name, each in self._shards.items() if name not in self._files}
+        self._snapshots = (
+            ShardSnapshots(attempt, snapshot_every * (not self._files), modules)
+            if modules
+            else Snapshots(attempt, snapshot_every)
+        )
         self._snapshots.note_step(position.step)
         self._accounted = self._waited = 0.0
         self._start_step, self._earlier_seconds = position.step, position.seconds
@@ -324,6 +328,7 @@ class Resumable:
 
     def _ended(self) -> None:
         """Finish the training after its last save."""
+        self._snapshots.close()
         self._progress.mark(self.steps, Phase.DONE)
 
     # -- whether to stop, and to save ----------------------------------------------------------

@@ -303,7 +303,7 @@ def test_without_room_there_are_none_and_the_run_says_so(
 ) -> None:
     trained = Trained(attempt)
     trained.step()
-    monkeypatch.setattr(snapshots, "_free_bytes", lambda: 3 * (1 << 10))
+    monkeypatch.setattr(snapshots, "free_bytes", lambda: 3 * (1 << 10))
     said: list[str] = []
     with log.to(said.append):
         trained.take()

@@ -1,0 +1,225 @@
+"""Snapshots of a sharded training in the memory of its nodes.
+
+Each rank keeps its shards, and the next node keeps a copy of them, so that a lost node costs no
+more than a killed rank. The shards are copied to the CPU between two steps; a thread then writes
+them as torch.distributed.checkpoint does and sends them to the next node.
+"""
+
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from clusterddp.checkpoints import sharded, state
+from clusterddp.checkpoints.sharded import Objects
+from clusterddp.checkpoints.snapshots import Copy, Snapshots, first_line, free_bytes
+from clusterddp.checkpoints.state import Content
+from clusterddp.distributed import agreement
+from clusterddp.formatting import memory
+from clusterddp.ranks.variables import host_name
+from clusterddp.run import node_memory
+from clusterddp.run.attempt import Attempt
+from clusterddp.run.node_memory import HEADER_BYTES, Index, Record
+
+_COPIES = 7
+"""A rank's shards and the copy that it keeps: on the CPU, as a file, sent, and in two halves."""
+_SHARE_OF_MEMORY = 0.5
+"""Largest part of a node's free memory."""
+_THREAD_SHARE = 0.1
+"""Largest part of the time in which the thread works beside the training."""
+_METADATA = ".metadata"
+
+
+class ShardSnapshots(Snapshots):
+    """Snapshots of one attempt whose model is sharded. `take` is collective."""
+
+    def __init__(self, attempt: Attempt, every: float, shards: Objects) -> None:
+        """shards: modules and their optimizers, as for `sharded.Save`."""
+        super().__init__(attempt, every)
+        self._shards = shards
+        self._group: dist.ProcessGroup | None = None
+        self._keepers: list[int] = []
+        """For each rank, the rank on another node that keeps a copy of its shards, or itself."""
+        self._halves: tuple[int, ...] = ()
+        self._which = 0
+        self._thread: threading.Thread | None = None
+        self._not_before = 0.0
+
+    def close(self) -> None:
+        if self._thread:
+            self._thread.join()
+
+    def _is_ready(self) -> bool:
+        is_busy = self._thread is not None and self._thread.is_alive()
+        return not is_busy and time.monotonic() >= max(self._first_due, self._not_before)
+
+    def _prepare(self, tensors: Sequence[Tensor], shape: str, of_files: int) -> None:
+        """Connect the threads of all ranks, and choose who keeps a copy of whose shards."""
+        self._shape = shape
+        hosts, sizes, room = self._survey()
+        self._keepers = keepers(hosts)
+        needed = [
+            size + sum(sizes[r] for r, keeper in enumerate(self._keepers) if rank == keeper != r)
+            for rank, size in enumerate(sizes)
+        ]
+        of_hosts = {
+            host: _COPIES * sum(each for each, at in zip(needed, hosts, strict=True) if at == host)
+            for host in hosts
+        }
+        self._size = 2 * max(needed)
+        if min(room) < max(of_hosts.values()):
+            need, free = memory(max(of_hosts.values())), memory(min(room))
+            self._turn_off(f"the shards of a node need {need}, and {free} may be used")
+            return
+        self._group = sharded.connect()
+        if self._group is None:
+            self._turn_off("gloo cannot connect the ranks")
+
+    def _survey(self) -> tuple[list[str], list[int], list[int]]:
+        """Return each rank's host, the bytes of its shards, and those that it may use."""
+        size, room = 0, 0
+        try:
+            leaves = tree_leaves(sharded.states_of(self._shards))
+            size = sum(_local(each).nbytes for each in leaves if isinstance(each, Tensor))
+            self._halves = self._address.open() if self._address else ()
+            for half in self._halves:
+                node_memory.write_header(half, self._attempt.path, [self._address])  # type: ignore[list-item]
+            room = int(_SHARE_OF_MEMORY * free_bytes())
+        except Exception as error:  # a state's own, or of the memory
+            self._problem = first_line(error)
+        rows = agreement.gather((host_name(os.environ), size, room))
+        return [host for host, *_ in rows], [size for _, size, _ in rows], [r for *_, r in rows]
+
+    def _copy(
+        self,
+        step: int,
+        tensors: Sequence[Tensor],
+        files: Mapping[str, Any],
+        random_state: object,
+        collect: Callable[[list[Any], Copy], Content],
+    ) -> None:
+        """Copy this rank's shards to the CPU, and start the thread."""
+        random_states = agreement.gather(random_state, on_first=True)
+        states, content = dict[str, Any](), b""
+        try:
+            with torch.no_grad():
+                states = tree_map_only(Tensor, _on_cpu, sharded.states_of(self._shards))
+            if self._rank == 0:
+                content = state.to_bytes(collect(random_states, _on_cpu))
+        except Exception as error:  # a state's own; the training continues
+            self._problem = first_line(error)
+        arguments = step, states, content, agreement.device()
+        self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _run(self, step: int, states: dict[str, Any], content: bytes, device: torch.device) -> None:
+        assert self._address
+        began, folder = time.monotonic(), self._address.scratch / "shards"
+        try:
+            if device.type == "cuda":  # a setting of each thread
+                torch.cuda.set_device(device)
+            problem = next(filter(None, agreement.gather(self._problem, group=self._group)), "")
+            if not problem:
+                self._keep(step, states, content, folder)
+        except Exception as error:  # no memory, for example
+            self._problem = first_line(error)
+        except BaseException as error:  # CheckpointException of torch
+            self._problem = first_line(error)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._not_before = began + (time.monotonic() - began) / _THREAD_SHARE
+
+    def _keep(self, step: int, states: dict[str, Any], content: bytes, folder: Path) -> None:
+        """Write this rank's shards into memory, and those of which it keeps a copy."""
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writer = FileSystemWriter(folder, sync_files=False)
+        save_shards(states, storage_writer=writer, process_group=self._group)
+        states.clear()
+        names = [path.name for path in folder.iterdir() if path.name != _METADATA]
+        own = _mapped(folder / names[0]) if names else torch.empty(0, dtype=torch.uint8)
+        metadata = (folder / _METADATA).read_bytes() if self._rank == 0 else b""
+        sent = "".join(names), own.numel(), len(content), len(metadata)
+        rows = agreement.gather(sent, group=self._group)
+        _, _, of_content, of_metadata = rows[0]
+        both = state.broadcast(content + metadata, of_content + of_metadata, self._group)
+        parts: list[tuple[str, bool, Any]] = [
+            ("", False, both[:of_content]),
+            (_METADATA, True, both[of_content:]),
+            *((rows[rank][0], True, data) for rank, data in self._exchange(own, rows)),
+        ]
+        records, place = [], 0
+        for name, is_file, data in parts:
+            if name or not is_file:
+                records.append(Record(name, False, place, len(data), is_file))
+                place += len(data)
+        shards, kept = tuple(name for name, *_ in rows), self._kept
+        index = Index(step, time.time(), 0, tuple(records), self._rank, shards, kept)
+        half = self._halves[self._which]
+        node_memory.write_steps(half, 0, step + 1, 0)
+        tail = [node_memory.make_tail(index, []), *(data for *_, data in parts)]
+        node_memory.write_tail(half, HEADER_BYTES, tail)
+        node_memory.write_steps(half, 0, step + 1, step + 1)
+        self._which = 1 - self._which
+
+    @property
+    def _kept(self) -> tuple[int, ...]:
+        """Ranks whose shards this rank keeps: its own, and those of other nodes."""
+        of_others = (r for r, keeper in enumerate(self._keepers) if keeper == self._rank != r)
+        return self._rank, *of_others
+
+    def _exchange(self, own: Tensor, rows: Sequence[tuple[Any, ...]]) -> list[tuple[int, Any]]:
+        """Send this rank's shards to their keeper; return those that it keeps, by rank."""
+        work, keeper = None, self._keepers[self._rank]
+        if keeper != self._rank and own.numel():
+            work = dist.isend(own, dst=keeper, group=self._group)
+        kept = [(self._rank, own)]
+        for rank in self._kept[1:]:
+            received = torch.empty(rows[rank][1], dtype=torch.uint8)
+            if received.numel():
+                dist.recv(received, src=rank, group=self._group)
+            kept.append((rank, received))
+        if work:
+            work.wait()
+        return [(rank, memoryview(cast(Any, data.numpy()))) for rank, data in kept]
+
+
+def keepers(hosts: Sequence[str]) -> list[int]:
+    """Return the rank on the next host that keeps a copy of each rank's shards.
+
+    hosts: of each rank. With a single host each rank has only itself.
+    """
+    ranks = {host: [r for r, each in enumerate(hosts) if each == host] for host in hosts}
+    names = list(ranks)
+    following = {name: ranks[names[(i + 1) % len(names)]] for i, name in enumerate(names)}
+    places = [(following[host], ranks[host].index(rank)) for rank, host in enumerate(hosts)]
+    return [there[place % len(there)] for there, place in places]
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def _mapped(path: Path) -> Tensor:
+    """Map a file into memory."""
+    with path.open("r+b") as file, suppress(ValueError):  # of an empty file
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8)
